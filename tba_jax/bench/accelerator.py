@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything worth knowing about this machine's accelerator in ten minutes, most valuable first.
+"""Command: measure this machine's accelerator in ten minutes, most important parts first.
 
     python -m tba_jax.bench.accelerator --out=DIR [--budget_s=600] [--parts=NAME,...] [--dry_run]
 
-Device, versions and measured rates; parity of every program with CPU; memory that a plan foretells
-beside what the device counts; decoding beside the memory rate; the train step beside the matmul
-rate; the main job with the asynchronous driver and with the synchronous one. Each part runs
-in a process of its own with a time limit, and is written to DIR as soon as it ends: a part that
-fails, hangs or has no time left costs itself alone. DIR then has results.json, page.md and what
-every part printed. --dry_run does the same at tiny sizes, on CPU in a minute or two.
+Parts: device, versions and measured rates; results of every program against CPU; planned against
+measured memory; decoding against the memory rate; the train step against the matmul rate; the main
+job with the asynchronous and the synchronous driver. Each part runs in its own process with a time
+limit and writes its result to DIR when it ends, so a part that fails, hangs or exceeds the time
+affects no other part. DIR contains results.json, page.md and the output of every part. --dry_run
+does the same at tiny sizes on CPU in a minute or two.
 """
 
 import argparse
@@ -34,15 +34,15 @@ _DRY_PATIENCE = 10
 
 
 class Part(NamedTuple):
-    """One question.
+    """One part of the measurement.
 
     Attributes:
-        name: of its files.
-        question: what it answers.
-        limit_s: of its process.
-        module: and arguments, as after `python -m`; {out} becomes a folder of its own.
-        dry: arguments that a dry run adds, which win over earlier ones.
-        keys: the figures that the page shows, as paths into its result; none: all of them.
+        name: stem of its files.
+        question: question that it answers.
+        limit_s: time limit of its process.
+        module: module and arguments, as after `python -m`; {out} is replaced by its folder.
+        dry: arguments of a dry run, which override earlier ones.
+        keys: figures shown on the page, as paths into the result; empty: all.
     """
 
     name: str
@@ -63,21 +63,21 @@ PARTS = (
     ),
     Part(
         "parity",
-        "Do programs give what they give on CPU?",
+        "Do programs give the same results as on CPU?",
         120,
         (*_PROBE, "parity"),
         ("--dry_run",),
     ),
     Part(
         "memory",
-        "Is the memory of a plan that of the device?",
+        "Does the planned memory equal the memory on the device?",
         120,
         (*_PROBE, "memory"),
         ("--dry_run",),
     ),
     Part(
         "decode",
-        "How near is decoding to the memory rate (1.5B, 128 responses, bfloat16)?",
+        "How close is decoding to the memory rate (1.5B, 128 responses, bfloat16)?",
         150,
         (
             *_DECODE,
@@ -91,7 +91,7 @@ PARTS = (
     ),
     Part(
         "train_step",
-        "How near is the train step to the matmul rate (1.5B, bfloat16)?",
+        "How close is the train step to the matmul rate (1.5B, bfloat16)?",
         150,
         (*_STEP, "--model_shape=1.5b", "--dtype=bfloat16"),
         ("--model_shape=tiny", "--steps=1", *_SMALL_STEP),
@@ -99,14 +99,14 @@ PARTS = (
     ),
     Part(
         "async",
-        "How long is the main job with the asynchronous driver?",
+        "How long does the main job take with the asynchronous driver?",
         120,
         (*_TRAIN, "--config.driver=async", "--workdir={out}"),
         _DRY,
     ),
     Part(
         "sync",
-        "And with the synchronous one?",
+        "How long does the main job take with the synchronous driver?",
         120,
         (*_TRAIN, "--config.driver=sync", "--workdir={out}"),
         _DRY,
@@ -115,13 +115,13 @@ PARTS = (
 
 
 def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str, Any]:
-    """One part in a process of its own; what became of it.
+    """Run one part in its own process and return its result.
 
     Args:
-        part: the question.
+        part: the part.
         out: folder for its files.
-        limit_s: the process, and all that it started, ends after so long.
-        is_dry: at tiny sizes, on CPU.
+        limit_s: seconds after which the process and its children are ended.
+        is_dry: run at tiny sizes on CPU.
     """
     folder = out / part.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str
     environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if is_dry else {})
     start = time.monotonic()
     with (out / f"{part.name}.log").open("w") as log:
-        # A session of its own, so that what the part has started ends with it.
+        # A session of its own, so that children of the part end with it.
         process = subprocess.Popen(
             [sys.executable, *command],
             stdout=log,
@@ -162,7 +162,7 @@ def _figures(log: Path, report: Path) -> dict[str, Any]:
         if line.startswith("{"):
             try:
                 return json.loads(line)
-            except json.JSONDecodeError:  # cut off in the middle of it
+            except json.JSONDecodeError:  # An incomplete last object.
                 continue
     return {}
 
@@ -170,13 +170,13 @@ def _figures(log: Path, report: Path) -> dict[str, Any]:
 def measure(
     parts: Sequence[Part], out: Path, budget_s: float, *, is_dry: bool
 ) -> dict[str, dict[str, Any]]:
-    """Every part in turn, each written down when it ends.
+    """Run the parts one after the other, and write each result when the part ends.
 
     Args:
-        parts: most valuable first.
+        parts: parts, most important first.
         out: folder of the results.
-        budget_s: of all of them; what has not begun by then is not begun.
-        is_dry: at tiny sizes, on CPU.
+        budget_s: time limit of all parts; later parts are not started.
+        is_dry: run at tiny sizes on CPU.
     """
     results: dict[str, dict[str, Any]] = {}
     end = time.monotonic() + budget_s
@@ -189,7 +189,7 @@ def measure(
                 "figures": {},
             }
         else:
-            # A dry run asks whether parts work, on machines of any speed.
+            # A dry run must also pass on slow machines.
             limit_s = part.limit_s * (_DRY_PATIENCE if is_dry else 1)
             results[part.name] = run_part(part, out, min(left, limit_s), is_dry=is_dry)
         print(f"{part.name}: {results[part.name]['status']}", flush=True)
@@ -200,7 +200,7 @@ def measure(
 def write(
     out: Path, parts: Sequence[Part], results: Mapping[str, dict[str, Any]], *, is_dry: bool
 ) -> None:
-    """results.json and page.md of what there is so far."""
+    """Write results.json and page.md with the results so far."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = {"date": now, "dry_run": is_dry, "parts": dict(results)}
     (out / "results.json").write_text(json.dumps(found, indent=1))
@@ -243,7 +243,7 @@ def _chosen(figures: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows(figures: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
-    """Names and values of nested figures; long lists are left to results.json."""
+    """Yield names and values of nested figures; long lists are only in results.json."""
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield from _rows(value, f"{before}{name}.")
@@ -254,7 +254,7 @@ def _rows(figures: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command: 0 where every part ended well."""
+    """Run the command; return 0 if every part succeeded."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.bench.accelerator",
         description=__doc__,
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     names = [part.name for part in PARTS]
     parser.add_argument("--out", required=True, type=Path, help="folder for results")
-    parser.add_argument("--budget_s", type=float, default=600.0, help="of all parts (600)")
+    parser.add_argument("--budget_s", type=float, default=600.0, help="limit of all parts (600)")
     parser.add_argument("--parts", default=",".join(names), help="only these")
     parser.add_argument("--dry_run", action="store_true", help="tiny sizes, on CPU")
     args = parser.parse_args(argv)

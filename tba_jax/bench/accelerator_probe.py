@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `bench.accelerator` that no other command measures, each run in a process of its own.
+"""Parts of `bench.accelerator` that no other command measures.
 
 python -m tba_jax.bench.accelerator_probe device|parity|memory [--dry_run]
 
 device: versions, devices, measured rates. parity: log-probs, gradients and decoding on the device
-beside the same on CPU. memory: what the compiler says that a program takes, beside the device's own
-count after running it. The last line of output is a JSON object.
+against CPU. memory: the compiler's memory of a program against the device's own figure after
+running it. The last line of output is a JSON object.
 """
 
 import argparse
@@ -49,13 +49,13 @@ _TINY = dataclasses.replace(
     _SHAPE, vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, mlp_size=32
 )
 _ROWS, _PROMPT, _RESPONSE = 4, 96, 32
-# Norm of the difference over the norm. A float32 product on tensor cores keeps 10 bits of its
+# Norm of the difference divided by the norm. A float32 product on tensor cores keeps 10 bits of its
 # factors, bfloat16 keeps 7.
 _TOLERANCE = {"float32": 0.005, "bfloat16": 0.05}
 
 
 def device(is_dry: bool) -> dict[str, Any]:
-    """Versions, devices and what the first of them does in a second."""
+    """Return versions, devices and measured rates of the first device."""
     found = jax.local_devices()
     names = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
     versions = {}
@@ -78,10 +78,10 @@ def device(is_dry: bool) -> dict[str, Any]:
 
 
 def parity(is_dry: bool) -> dict[str, Any]:
-    """Every computation of a run at a small shape, on the device and on CPU in float32.
+    """Compare every computation of a run at a small shape on the device with CPU in float32.
 
     Raises:
-        ValueError: they are further apart than rounding explains; names which.
+        ValueError: results differ by more than rounding explains; the message names them.
     """
     config = _TINY if is_dry else _SHAPE
     here, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
@@ -106,7 +106,7 @@ def _difference(value: np.ndarray, wanted: np.ndarray) -> float:
 def _outputs(
     config: TransformerConfig, params: Any, dtype: str, where: Any
 ) -> dict[str, np.ndarray]:
-    """Log-probs of padded and of packed rows, and gradients of both, as float32."""
+    """Return log-probs of padded and packed rows, and the gradients of both, as float32."""
     rng = np.random.default_rng(0)
     length = _PROMPT + _RESPONSE
     tokens = rng.integers(0, config.vocab_size, (_ROWS, length)).astype(np.int32)
@@ -149,7 +149,7 @@ def _outputs(
 
 
 def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any) -> float:
-    """Log-probs of drawn responses, as the decoder gave them beside scoring on CPU."""
+    """Return the decoder's log-probs of sampled responses and their scores on CPU."""
     prompts = np.random.default_rng(1).integers(0, config.vocab_size, (_ROWS, _PROMPT))
     with jax.default_device(here):
         decoder = Decoder(
@@ -206,7 +206,7 @@ def _measured(planned: Planned, where: Any) -> dict[str, Any]:
     lowered = planned.lower()
     compiled = lowered.compile()
     taken = compiled.memory_analysis()
-    assert taken is not None, "this backend does not tell what its programs take"
+    assert taken is not None, "this backend does not report the memory of compiled programs"
     arguments = jax.tree.map(
         lambda x, sharding: jax.device_put(jnp.zeros(x.shape, x.dtype), sharding),
         *_arguments(lowered, compiled),
@@ -228,7 +228,7 @@ def _measured(planned: Planned, where: Any) -> dict[str, Any]:
 
 
 def _arguments(lowered: Any, compiled: Any) -> tuple[Any, Any]:
-    """(shapes of the positional arguments, where each lies)."""
+    """Return (shapes of the positional arguments, their shardings)."""
     shapes, _ = lowered.args_info
     shardings, _ = compiled.input_shardings
     return shapes, shardings

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What searchers of their own are worth: the asynchronous job on two cores over our own on one.
+"""Command: speed of the asynchronous job on two cores relative to the synchronous job on one core.
 
     python -m tba_jax.bench.async_speedup [--repeats=5] [--json] [-- OVERRIDES OF BOTH SIDES]
 
-Both sides train a model of 5M random weights on the embedded sums, through the main command: large
-enough that a step is arithmetic, and no response ends before 16 tokens, so that steps are alike.
-`sync`
-is one process on one core: it searches, then trains, on data of the newest version. `async` is two
-processes on a core each, `placement=whole_hosts`: one trains while the other searches, weights
-and responses travel through the work directory. Each side makes as many steps of as many responses.
-A step's seconds are those between the end of step `--skip` and the end of the last one, so that
-starting and compiling is not counted; sides take turns, and the ratio is of neighbours.
+Both sides train a model of 5M random weights on the embedded sums, through the main command. The
+model is large enough that a step is mostly arithmetic, and responses have at least 16 tokens, so
+that steps are alike. `sync` is one process on one core: it searches, then trains, on data of the
+newest version. `async` is two processes on one core each (`placement=whole_hosts`): one trains
+while the other searches, and weights and responses pass through the work directory. Both sides make
+the same number of steps with the same number of responses. The time of a step is measured from the
+end of step `--skip` to the end of the last step, without start and compilation. Sides alternate,
+and the ratio compares neighbouring runs.
 
-Searching and training overlap, so that the most that can be had is sync's step over the longer of
-its two halves: `limit`, 2 where they are equal. `--model=start` has the embedded start model, whose
-steps are short beside what moves weights and responses, and training takes about twice as long as
-searching (docs/results/fleet.md). Wants two cores that nothing else uses.
+Searching and training overlap, so the largest possible speedup, `limit`, is sync's step over the
+longer of its two halves: 2 for equal halves. `--model=start` uses the embedded start model, whose
+steps are short compared with the transfer of weights and responses (docs/results/fleet.md). Needs
+two idle cores.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.run.model_parts import START_MODEL
 
 _POLL_S = 0.1
-# What a side has that the other has not.
+# config fields of each side
 _SIDES = {
     "sync": {"driver": "sync", "placement": "shared"},
     "async": {"placement": "whole_hosts"},
@@ -57,13 +57,13 @@ _COMMON = {
     "task.num_eval_prompts": 16,
     "checkpoint.period": 0,
 }
-# Beside a model of random weights: halves that take about as long, and room for the weights' way.
+# For the model of random weights: halves of equal length, and time to publish weights.
 _BALANCED = {
     "sync_period": 2,
     "replay.max_staleness": 4,
     "search.min_new_tokens": 16,
     "search.prompts_per_round": 4,
-    "search.samples_per_prompt": 24,  # of which 16 are trained on
+    "search.samples_per_prompt": 24,  # 16 of these are trained on
     "batch.num_prompts": 4,
     "model.remat": "none",
 }
@@ -78,12 +78,12 @@ _WIDER = {
 
 
 class Figures(NamedTuple):
-    """One run.
+    """Figures of one run.
 
     Attributes:
-        step_s: seconds a step.
-        search_s, train_s: of it, as each was busy.
-        generated: responses made for every one that a step trains on.
+        step_s: seconds per step.
+        search_s, train_s: busy seconds of searching and training per step.
+        generated: generated responses per trained response.
         staleness: mean, in steps.
     """
 
@@ -95,30 +95,30 @@ class Figures(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.bench.async_speedup",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--repeats", type=int, default=5, help="runs of each side")
-    parser.add_argument("--num_steps", type=int, default=60, help="of each run")
+    parser.add_argument("--num_steps", type=int, default=60, help="steps of each run")
     parser.add_argument("--model", default="random", choices=("random", "start"))
     parser.add_argument("--skip", type=int, default=20, help="steps before the clock starts")
-    parser.add_argument("overrides", nargs="*", help="after --: --config.NAME=VALUE of both sides")
+    parser.add_argument("overrides", nargs="*", help="after --: --config.NAME=VALUE for both sides")
     with tempfile.TemporaryDirectory(prefix="bench_async_speedup_") as folder:
         return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures, by name.
+    """Return all figures by name.
 
     Args:
-        args: of the command line.
-        folder: empty, for the runs.
+        args: arguments of the command line.
+        folder: empty folder for the runs.
 
     Raises:
-        ValueError: an option that cannot be measured, fewer than two cores, a run that failed.
+        ValueError: an option cannot be measured, there are fewer than two cores, or a run failed.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -161,14 +161,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def read(workdir: Path, skip: int) -> Figures:
-    """Figures of a run that has ended.
+    """Return the figures of a finished run.
 
     Args:
-        workdir: of the run.
-        skip: steps that are not looked at.
+        workdir: work directory of the run.
+        skip: number of first steps that are ignored.
 
     Raises:
-        ValueError: its logs lack something.
+        ValueError: its logs are incomplete.
     """
 
     def lines(name: str) -> Iterator[dict[str, Any]]:
@@ -184,7 +184,7 @@ def read(workdir: Path, skip: int) -> Figures:
     rounds = [
         x for x in lines("schedule.jsonl") if x["event"] == "round" and first < x["end_s"] <= last
     ]
-    # Tickets of a searcher overlap: it is busy where any of them is.
+    # Tickets of a searcher overlap: the searcher is busy while any ticket runs.
     busy, until = 0.0, first
     for start, end in sorted((x["start_s"], x["end_s"]) for x in rounds):
         busy += max(0.0, end - max(start, until))
@@ -216,7 +216,7 @@ def _run(
     cores: Sequence[int],
     num_steps: int,
 ) -> None:
-    """One side from start to end, its processes on a core each."""
+    """Run one side from start to end, with one core for each process."""
     fields = {**common, **_SIDES[side], "num_steps": num_steps}
     command = [sys.executable, "-m", "tba_jax.main", "--config=math", f"--workdir={workdir}"]
     command += [f"--config.{name}={value}" for name, value in fields.items()] + args.overrides
@@ -243,7 +243,7 @@ def _run(
 
 
 def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], said: Path) -> None:
-    """Until all have ended well; raises ValueError where one does not."""
+    """Wait until all processes have ended; raise ValueError if one failed."""
     deadline = time.monotonic() + processes.TIMEOUT_S
     try:
         while any(child.poll() is None for child in children):
@@ -252,7 +252,7 @@ def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], said: Path) 
                 break
             time.sleep(_POLL_S)
         if any(child.returncode != 0 for child in children):
-            lines = said.read_text().strip().splitlines()[-30:] or ["(it said nothing)"]
+            lines = said.read_text().strip().splitlines()[-30:] or ["(no output)"]
             sys.stderr.write("\n".join(lines[:-1]) + "\n")
             codes = [child.poll() for child in children]
             raise ValueError(f"{side} failed (exit codes {codes}): {lines[-1]}")
@@ -264,7 +264,7 @@ def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], said: Path) 
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Lines to read."""
+    """Yield the lines of the table."""
     yield "side    s a step  searching  training  generated/trained  staleness"
     for side in _SIDES:
         x = result[side]
@@ -274,8 +274,8 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
         )
     low, high = result["speedups"][0], result["speedups"][-1]
     yield (
-        f"speedup {result['speedup']:.2f} ({low:.2f} to {high:.2f}); "
-        f"the most that this load allows is {result['limit']:.2f}"
+        f"speedup {result['speedup']:.2f} ({low:.2f} to {high:.2f}); limit for this workload "
+        f"{result['limit']:.2f}"
     )
 
 

@@ -42,13 +42,13 @@ _QUEUE_STEP = 64
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is to be decoded.
+    """Prompts and lengths of a decoding benchmark.
 
     Attributes:
         num_prompts, num_samples: p prompts, S responses to each.
         prompt_tokens: length of every prompt.
         max_new_tokens: length limit of responses.
-        has_eos: responses may end before it.
+        has_eos: responses may end before the length limit.
     """
 
     num_prompts: int
@@ -59,7 +59,10 @@ class Workload:
 
     @property
     def eos_prob(self) -> float:
-        """Per token; a third of the limit is then the mean length, were there no limit."""
+        """Return the probability of EOS per token.
+
+        Without the length limit, the mean length would be a third of the limit.
+        """
         return 3 / self.max_new_tokens
 
 
@@ -70,18 +73,18 @@ WORKLOADS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.decode")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="Hugging Face model folder; default: random weights")
-    which.add_argument("--shape", default="39m", choices=_SHAPES, help="of random weights")
+    which.add_argument("--shape", default="39m", choices=_SHAPES, help="shape of random weights")
     parser.add_argument("--workload", default="uniform", choices=WORKLOADS)
     for name in ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens"):
         parser.add_argument(f"--{name}", type=int, help="default: that of the workload")
-    parser.add_argument("--num_slots", type=int, default=0, help="of our engine; 0: all responses")
-    parser.add_argument("--chunk_steps", type=int, default=8, help="of our engine")
+    parser.add_argument("--num_slots", type=int, default=0, help="decode slots; 0: all responses")
+    parser.add_argument("--chunk_steps", type=int, default=8, help="decode steps of a chunk")
     parser.add_argument(
-        "--quantization", default="none", choices=("none", "int8", "fp8"), help="of our weights"
+        "--quantization", default="none", choices=("none", "int8", "fp8"), help="weights"
     )
     parser.add_argument(
         "--queued", default="", help="queue lengths to compare, such as 64,256,1024"
@@ -92,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures, by name.
+    """Return all figures by name.
 
     Args:
-        args: of the command line.
-        folder: empty, for checkpoints and messages between processes.
+        args: arguments of the command line.
+        folder: empty folder for checkpoints and messages between processes.
 
     Raises:
         ValueError: an option, a model or an environment that cannot be measured; a side failed.
@@ -117,7 +120,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     else:
         base["model"] = args.model
     vocab_size, eos_ids = _vocabulary(Path(base["model"]), is_ours=args.model is None)
-    # Tunix takes the padding token for padding wherever it is, so no prompt has it.
+    # Tunix treats the padding token as padding everywhere, so no prompt contains it.
     *words, pad_id = (i for i in range(vocab_size) if i not in eos_ids)
     base |= {
         "eos_ids": eos_ids if workload.has_eos else [],
@@ -154,7 +157,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def length_statistics(eos_prob: float, limit: int) -> tuple[float, float]:
-    """(mean, standard deviation) of the length of a response.
+    """Return (mean, standard deviation) of the length of a response.
 
     Args:
         eos_prob: probability that a token is the last one.
@@ -193,7 +196,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _vocabulary(folder: Path, *, is_ours: bool) -> tuple[int, list[int]]:
-    """(vocabulary size, EOS ids) of a model folder; our own checkpoint names no EOS."""
+    """Return (vocabulary size, EOS IDs) of a model folder; our own checkpoint names no EOS."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"--model={folder}: no config.json there. Give a Hugging Face folder")
@@ -234,7 +237,7 @@ def _run(
     *,
     command: Sequence[str] = (sys.executable, "-m", "tba_jax.bench.decode_engine"),
 ) -> dict[str, Any]:
-    """Do one job in a fresh process; what it reports."""
+    """Run one job in a fresh process and return its report."""
     report = processes.run_side(side, job, folder, env, command=command)
     for variant, run in report.get("runs", {}).items():
         run["tokens_per_s"] = sum(run["lengths"]) / run["wall_s"]
@@ -307,10 +310,10 @@ def _peer_figures(
 def _length_figures(
     lengths: Sequence[int], workload: Workload, eos_prob: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the drawn tokens and, for a known distribution, the deviation of their mean.
+    """Return the number of sampled tokens and the deviation of their mean, if that is known.
 
-    `z` is in standard errors: of several sides that sample correctly, one above 4 is a chance of
-    less than 1 in 10,000.
+    `z` is in standard errors: with several correct sides, a value above 4 has a probability below
+    1 in 10,000.
     """
     quartiles = np.percentile(lengths, (25, 50, 75))
     found = {"mean": float(np.mean(lengths)), "n": len(lengths), "max": max(lengths)}

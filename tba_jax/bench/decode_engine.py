@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in our own processes of `tba_jax.bench.decode`: the checkpoint, and the engine.
+"""Our own processes of `tba_jax.bench.decode`: the checkpoint and the engine.
 
     python -m tba_jax.bench.decode_engine JOB.json
 
-It does not know peers, repeats or medians. The invariant it owns: responses to the checkpoint it
-writes end with nearly the same probability at every token, whatever came before, so that every
-decoder draws lengths from one known distribution.
+Invariant: responses to the checkpoint written here end with nearly the same probability at every
+token, in every context, so that every decoder draws lengths from one known distribution.
 """
 
 import dataclasses
@@ -80,7 +79,7 @@ _QUEUE_RESPONSES = 512
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job; the result goes to the file that the job names."""
+    """Run one job and write its result to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
     result = {"write": write, "engine": measure, "queue": measure_queue}[job["side"]](job)
     Path(job["result"]).write_text(json.dumps(result))
@@ -102,24 +101,24 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
 def with_eos(
     params: Params, config: TransformerConfig, eos_prob: float, dtype: str
 ) -> tuple[Params, np.ndarray]:
-    """(params whose last token is drawn with about `eos_prob`, its probability in 512 contexts).
+    """Return (params with a nearly constant probability of EOS, that probability in 512 contexts).
 
     There is no bias on the logits, so dimension 0 of the residual stream is made constant: every
-    token's embedding has the same value there, no layer reads or writes it. The last row of the
-    tied embedding is that dimension alone, hence its logit is constant but for the final norm,
+    token's embedding has the same value there, and no layer reads or writes it. The last row of the
+    tied embedding has only that dimension, so its logit is constant except for the final norm,
     whose mean square is mostly the constant. Its scale comes from a run over random contexts. The
     other logits are random with a standard deviation of about 0.3.
     """
     d, share = config.hidden_size, _CONSTANT_SHARE
     constant = math.sqrt(d * share / (1 - share))
-    others = math.sqrt(1 / (1 - share))  # undoes what the constant does to a norm's scale
+    others = math.sqrt(1 / (1 - share))  # Undoes the effect of the constant on the scale of a norm.
     layers = dict(params["layers"])
     for name in ("attn_norm", "mlp_norm"):
         layers[name] = (layers[name] * others).at[:, 0].set(0)
     for name in ("o", "down"):
         layers[name] = layers[name].at[..., 0].set(0)
-    # The constant adds the same to the logits of all other tokens; small, so that bfloat16 keeps
-    # the difference to the last one.
+    # The constant adds the same value to the logits of all other tokens. It is small, so that
+    # bfloat16 keeps the difference to the last token.
     norm = jnp.full((d,), 0.3 * others / math.sqrt(d)).at[0].set(0.05 / math.sqrt(d))
     params = {
         **params,
@@ -143,7 +142,7 @@ def with_eos(
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Figures of the engine under one load."""
+    """Measure the engine under one workload."""
     start = time.perf_counter()
     model = models.describe(job["model"])
     config, params = model.config, model.load_params(param_dtype=job["dtype"])
@@ -209,7 +208,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_queue(job: dict[str, Any]) -> dict[str, Any]:
-    """Cost per token of short responses, by the number that is queued at the start."""
+    """Measure the cost per token of short responses, for several lengths of the initial queue."""
     model = models.describe(job["model"])
     config, params = model.config, model.load_params(param_dtype=job["dtype"])
     decoder = _decoder(config, job, _QUEUE_PROMPT, _QUEUE_TOKENS, ())
@@ -282,9 +281,9 @@ def _draw(
 
 
 def _warm_up(decoder: Decoder, call: Callable[[int], object]) -> int:
-    """Run until two runs in a row compile nothing; how many runs that took.
+    """Run until two consecutive runs compile nothing; return the number of runs.
 
-    Which programs a run needs depends on when its responses end.
+    The programs of a run depend on the ends of its responses.
     """
     quiet = 0
     for run in range(_MOST_WARM_UPS):

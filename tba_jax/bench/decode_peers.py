@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other decoders under the load of `tba_jax.bench.decode`, one process each.
+"""Other decoders under the workload of `tba_jax.bench.decode`, one process each.
 
     python decode_peers.py JOB.json
 
 `hf` is `generate` of transformers, with a dynamic and a static cache; `tunix` is the sampler of
-google-tunix. Both load the checkpoint with their own loader and get every row of the load in one
-call. Nothing of tba_jax is imported, so that they may live in an environment of their own. The
-invariant it owns: warm-up runs the very programs that are measured, cut after a few tokens, and no
-peer does work that the load does not ask for (tunix gets a tokenizer that does nothing).
+google-tunix. Both load the checkpoint with their own loader and receive all rows in one call. This
+file imports nothing of tba_jax, so that peers may run in their own environment.
+
+Invariant: warm-up runs the measured programs, cut after a few tokens, and no peer does unnecessary
+work (tunix gets a tokenizer that does nothing).
 """
 
 import functools
@@ -23,16 +24,16 @@ from typing import Any
 
 import numpy as np
 
-# Packages that each peer needs, by the names they are imported under.
+# peer -> names under which its packages are imported
 PACKAGES = {"hf": ("torch", "transformers"), "tunix": ("tunix", "jax")}
 
-# A call takes (seed, most tokens per response) and returns (lengths of all responses, when the
-# first token was drawn, by time.perf_counter).
+# A call takes (seed, maximum tokens per response) and returns (lengths of all responses, time of
+# the first token by time.perf_counter).
 Call = Callable[[int, int], tuple[list[int], float]]
 
 
 def main(argv: list[str]) -> int:
-    """Run one job; the result goes to the file that the job names."""
+    """Run one job and write its result to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
     prompts = np.load(job["prompts"])
     start = time.perf_counter()
@@ -67,7 +68,7 @@ def _hf(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], dict[
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=getattr(torch, job["dtype"])
     ).to(device)
-    # None given to `generate` means "as in the checkpoint", hence here.
+    # `generate` reads None as "the checkpoint's value", so it is set here.
     model.generation_config.eos_token_id = job["eos_ids"] or None
     model.generation_config.pad_token_id = job["pad_id"]
     whole = torch.tensor(prompts, dtype=torch.int64, device=device)
@@ -91,7 +92,7 @@ def _hf(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], dict[
 
     def call(seed: int, limit: int, cache: str) -> tuple[list[int], float]:
         torch.manual_seed(seed)
-        # On the CPU nothing is compiled, so that short prompts warm up as well as long ones.
+        # On CPU nothing is compiled, so short prompts are sufficient for the warm-up.
         is_short = limit < job["max_new_tokens"] and device == "cpu"
         tokens = whole[:, :16] if is_short else whole
         watch = Watch(tokens.shape[1] + limit)
@@ -110,8 +111,7 @@ def _hf(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], dict[
         return _lengths(out[:, tokens.shape[1] :].cpu().numpy(), job["eos_ids"]), watch.first
 
     if device == "cpu":
-        # Threads that wait for each other are slower than one where they share their cores with
-        # other work; whichever is faster counts.
+        # Waiting threads can be slower than one thread on busy cores; use the faster setting.
         trials = {n: 0.0 for n in (len(os.sched_getaffinity(0)), 1)}
         for num_threads in (1, *trials):
             torch.set_num_threads(num_threads)
@@ -127,7 +127,7 @@ def _hf(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], dict[
 
 
 def _lengths(responses: np.ndarray, eos_ids: list[int]) -> list[int]:
-    """Tokens of each row up to its first EOS, that one included."""
+    """Return the number of tokens of each row up to its first EOS, with the EOS."""
     is_eos = np.isin(responses, eos_ids)
     first = np.where(is_eos.any(1), is_eos.argmax(1) + 1, responses.shape[1])
     return [int(n) for n in first]
@@ -141,7 +141,7 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
     model, config = _tunix_model(job)
     prompt_tokens, most = prompts.shape[1], job["max_new_tokens"]
 
-    # The second call compares scalars of its state with those of the first one; compiled here.
+    # The second call compares scalars of its state with those of the first call; compile that here.
     bool(jnp.array(0) == jnp.array(0))
     sampler = _watched(sampler_lib.Sampler, prompt_tokens, most)(
         model,
@@ -166,7 +166,7 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
             top_p=1.0,
             seed=seed,
         )
-        # Tunix drops the EOS token, which counts as drawn for every side.
+        # Tunix drops the EOS token, which every side counts.
         return [min(len(row) + 1, most) for row in out.tokens], sampler.first
 
     result = {
@@ -212,8 +212,8 @@ def _tunix_model(job: dict[str, Any]) -> tuple[Any, Any]:
 def _watched(sampler_class: Any, prompt_tokens: int, most: int) -> Any:
     """Return a subclass of Tunix's sampler that records the time of the first token.
 
-    Its attribute `limit` ends generation after as many tokens: a smaller max_generation_steps would
-    compile another program.
+    Its attribute `limit` ends generation after that number of tokens: a smaller
+    max_generation_steps would compile another program.
     """
     import jax
 
@@ -235,7 +235,7 @@ def _watched(sampler_class: Any, prompt_tokens: int, most: int) -> Any:
             state = super().init_sample_state(*args, **kwargs)
             if self.limit == most:
                 return state
-            # The prefill draws the first token, at index prompt_tokens; the loop the others.
+            # The prefill draws the first token, at index prompt_tokens; the loop draws the others.
             return state.replace(total_sampling_steps=prompt_tokens + self.limit - 1)
 
     return Watched

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many searchers one trainer's process can serve: the real protocol, payloads and channel.
+"""Command: number of searchers that one trainer process can serve, with the real protocol.
 
     python -m tba_jax.bench.fleet [--searchers=0,1,10,100,1000] [--period_s=60] [--json]
 
-Searchers are simulated, many to a process: each requests tickets and puts `--responses` responses
-of `--tokens` tokens every `--period_s` seconds, evenly spread. The other process has the search
+Searchers are simulated in one process: each requests tickets and sends `--responses` responses of
+`--tokens` tokens every `--period_s` seconds, evenly spread. The other process has the search
 server, outboxes and a replay buffer; one of its threads merges, draws a batch and multiplies
-matrices for about `--step_ms`. The two processes are pinned to one core each where there are two.
+matrices for about `--step_ms`. Each process is pinned to one core if there are two.
 
-Windows with and without puts alternate, as a shared machine is never equally fast for long: `step`
-is the mean time of a step beside that of the neighbouring window without puts (median and range
-over `--windows` pairs; 0 searchers show the noise of the machine). Then put + acknowledgement (p50,
-p99), and bytes a second of the windows with puts. Lower --period_s until one of them gives way; the
-trainer's share of its core then says what saturated.
+Windows with and without results alternate, because the speed of a shared machine varies: `step` is
+the mean step time relative to the neighbouring window without results (median and range over
+`--windows` pairs; 0 searchers show the noise of the machine). Further columns are the time of a put
+until its acknowledgement (p50, p99) and bytes per second. Lower --period_s until one figure
+degrades; the trainer's share of its core shows the bottleneck.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.outbox import Outbox
 
-SAMPLES, PROMPTS = 16, 16  # responses of a ticket, prompts of a batch
+SAMPLES, PROMPTS = 16, 16  # responses of a ticket and prompts of a batch
 DEADLINE_S = 120.0
 MATRIX = 256
 
@@ -66,12 +66,12 @@ class NoEvaluations:
 
 
 class Trainer:
-    """The trainer's side: a search server, and a thread that merges, draws and computes.
+    """Trainer process: a search server, and a thread that merges, draws and computes.
 
     Args:
-        num_searchers: of the run.
-        step_ms: of a step without searchers.
-        core: that this process is pinned to; -1: none.
+        num_searchers: number of searchers of the run.
+        step_ms: time of a step without searchers.
+        core: core to which the process is pinned; -1: none.
     """
 
     def __init__(self, num_searchers: int, step_ms: float, core: int) -> None:
@@ -94,7 +94,7 @@ class Trainer:
         self._num_bytes, self._since, self._cpu = 0, 0.0, 0.0
 
     def run(self) -> None:
-        """Make steps until `end`; each has the work of `step_ms` as calibrated at the start."""
+        """Make steps until `end`; a step's work is calibrated to `step_ms` at the start."""
         matrix = np.full((MATRIX, MATRIX), 0.5, np.float32)
         product = np.matmul(matrix, matrix)
         start, count = time.perf_counter(), 0
@@ -121,7 +121,7 @@ class Trainer:
             time.sleep(0.05)
 
     def begin(self) -> None:
-        """Begin a measurement window."""
+        """Start a measurement window."""
         self._steps.clear()
         self._since, self._cpu = time.perf_counter(), time.process_time()
         self._num_bytes = int(self.server.metrics()["fleet/put_bytes"])
@@ -139,7 +139,7 @@ class Trainer:
         }
 
     def stop(self) -> None:
-        """`run` ends."""
+        """End `run`."""
         self._stop.set()
 
 
@@ -168,7 +168,7 @@ def serve(pipe: Any, num_searchers: int, step_ms: float, core: int) -> None:
 def make_commits(
     slot: int, tickets: Sequence[int], num_tokens: int, rng: np.random.Generator
 ) -> list[RoundCommit]:
-    """Finished tickets with responses of so many tokens."""
+    """Return finished tickets with responses of `num_tokens` tokens."""
     commits = []
     for ticket in tickets:
         prompt = Prompt(slot * 10**6 + ticket, "prompt", np.arange(64, dtype=np.int32), {})
@@ -198,16 +198,16 @@ def make_commits(
 
 
 class Searchers:
-    """Simulated searchers of one process, which put one after the other.
+    """Simulated searchers of one process, which send their results one after the other.
 
     Args:
-        server: of the trainer.
-        args: the command's.
-        number: how many.
+        server: the trainer's search server.
+        args: arguments of the command.
+        number: number of searchers.
 
     Attributes:
-        latencies: seconds of each put until it was acknowledged.
-        num_late: puts that could not begin when they were due, as no thread was free.
+        latencies: seconds of each put until its acknowledgement.
+        num_late: puts that started late because no thread was free.
     """
 
     def __init__(self, server: RemoteSearchServer, args: argparse.Namespace, number: int) -> None:
@@ -224,7 +224,7 @@ class Searchers:
             self._keys += [start.key for start in server.join(request).starts]
 
     def work(self, seconds: float) -> None:
-        """Put what is due in the next seconds; time stands still for searchers in between."""
+        """Send the results due in the next seconds; simulated searchers pause between calls."""
         until = self._elapsed + seconds
         begun = time.perf_counter() - self._elapsed
         threads = self._args.threads
@@ -258,7 +258,7 @@ class Searchers:
         start = time.perf_counter()
         response = self._server.put(key, commits, Trace())
         if response.status != "ok":
-            raise ValueError(f"a put was answered {response.status}: {response.reason}")
+            raise ValueError(f"a put received status {response.status}: {response.reason}")
         with self._lock:
             self.latencies.append(time.perf_counter() - start)
 
@@ -266,11 +266,11 @@ class Searchers:
 def summary(
     pairs: Sequence[tuple[dict[str, float], dict[str, float]]], latencies: Sequence[float]
 ) -> dict[str, Any]:
-    """Figures of one number of searchers.
+    """Return the figures of one number of searchers.
 
     Args:
-        pairs: of neighbouring windows, without puts and with them.
-        latencies: of puts, seconds.
+        pairs: figures of neighbouring windows, (without results, with results).
+        latencies: seconds of each put.
     """
     ratios = [busy["step_ms"] / free["step_ms"] for free, busy in pairs]
     with_puts = [busy for _, busy in pairs]
@@ -290,7 +290,7 @@ def summary(
 
 
 def measure_one(args: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Figures of windows without and with `count` searchers, which alternate."""
+    """Measure alternating windows without and with `count` searchers."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(
@@ -323,7 +323,7 @@ def measure_one(args: argparse.Namespace, count: int) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Figures for each number of searchers."""
+    """Return the figures for each number of searchers."""
     try:
         counts = [int(part) for part in args.searchers.split(",")]
     except ValueError as error:
@@ -341,7 +341,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """One line for each number of searchers."""
+    """Yield one line for each number of searchers."""
     yield (
         f"{result['responses']} responses of {result['tokens']} tokens from each searcher every "
         f"{result['period_s']:g} s"
@@ -361,16 +361,16 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.fleet", description=__doc__)
     parser.add_argument("--searchers", default="0,1,10,100,1000", help="numbers, with commas")
-    parser.add_argument("--period_s", type=float, default=60.0, help="between a searcher's puts")
-    parser.add_argument("--seconds", type=float, default=60.0, help="with puts, for each number")
-    parser.add_argument("--windows", type=int, default=6, help="that these are divided into")
-    parser.add_argument("--responses", type=int, default=128, help=f"of a put; {SAMPLES} a ticket")
-    parser.add_argument("--tokens", type=int, default=512, help="of a response")
-    parser.add_argument("--step_ms", type=float, default=100.0, help="a step, about")
-    parser.add_argument("--threads", type=int, default=16, help="puts under way at a time")
+    parser.add_argument("--period_s", type=float, default=60.0, help="time between two puts")
+    parser.add_argument("--seconds", type=float, default=60.0, help="measured time per number")
+    parser.add_argument("--windows", type=int, default=6, help="parts of the measured time")
+    parser.add_argument("--responses", type=int, default=128, help=f"per put; {SAMPLES} per ticket")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--step_ms", type=float, default=100.0, help="approximate time of a step")
+    parser.add_argument("--threads", type=int, default=16, help="concurrent puts")
     return run_command(parser, argv, measure, table)
 
 

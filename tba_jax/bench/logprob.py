@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of the fused log-probs beside the naive form, forward and backward.
+"""Command: time and memory of the fused log-probs compared with the naive form, both passes.
 
     python -m tba_jax.bench.logprob --d=2048 --vocab_size=152064 --tokens=2048 --json
 
-Naive: all logits [n v] in float32, their log-softmax, the gradient by autodiff, on flat rows (the
-layout that costs the naive form least). `memory_ratio` compares the compiler's figures for
-temporaries; arguments and results (the table and its gradient) are the same on both sides.
-`time_ratio` compares medians of interleaved repeats, `min_time_ratio` their minima: on a machine
-with other work the minima are the better figures, but neither is good. --topology=v5e:2x2 adds the
-memory of both sides compiled for a TPU that is not attached (needs libtpu).
+Naive form: all logits [n v] in float32, their log-softmax, the gradient by autodiff, on flat rows
+(its cheapest layout). `memory_ratio` compares the compiler's figures for temporaries; arguments and
+results (the table and its gradient) are equal on both sides. `time_ratio` compares medians of
+interleaved repeats, `min_time_ratio` their minima; on a busy machine prefer the minima.
+--topology=v5e:2x2 adds the memory of both sides compiled for a TPU that is not attached (needs
+libtpu).
 
-The naive form has three matrix products and the fused one four, since it makes its logits twice,
-unless they have no more than --kept_bytes; `roofline_s` is their time at the measured matmul rate,
-memory traffic left out.
+The naive form has three matrix products. The fused form has four, because it recomputes its logits
+unless they fit in --kept_bytes. `roofline_s` is their time at the measured matmul rate, without
+memory traffic.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tba_jax.planning import roofline
 
 _MIB = 2**20
 _TEMPERATURE = 0.7
-# No TPU is looked for, and none is taken from a process that has it.
+# libtpu then searches no TPU and takes none from another process.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -48,15 +48,15 @@ _NO_TPU = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.logprob")
     parser.add_argument("--d", type=int, default=2048, help="width of hidden states")
     parser.add_argument("--vocab_size", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--vocab_block", type=int, default=0, help="0: the platform's")
-    parser.add_argument("--kept_bytes", type=int, default=KEPT_BYTES, help="of logits, fused form")
-    parser.add_argument("--chunk_tokens", type=int, default=8192, help="of the fused form")
+    parser.add_argument("--kept_bytes", type=int, default=KEPT_BYTES, help="logits kept, fused")
+    parser.add_argument("--chunk_tokens", type=int, default=8192, help="tokens of a chunk, fused")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--topology", default="", help="also compile for this TPU, as v5e:2x2")
     return reporting.run_command(
@@ -65,16 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures, by name.
+    """Return all figures by name.
 
     Raises:
-        ValueError: an option is out of range, or libtpu does not know or have the topology.
+        ValueError: an option is out of range, libtpu is missing, or libtpu has no such topology.
     """
     for name in ("d", "vocab_size", "tokens", "vocab_block", "chunk_tokens", "repeats"):
         least = 0 if name == "vocab_block" else 1
         if getattr(args, name) < least:
             raise ValueError(f"--{name}={getattr(args, name)}; wanted at least {least}")
-    # First, because it fails soonest.
+    # This fails soonest.
     result_of_tpu = {}
     if args.topology:
         memory = temporary_bytes(args, SingleDeviceSharding(tpu_device(args.topology)))
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def compile_sides(
     args: argparse.Namespace, where: jax.sharding.Sharding
 ) -> dict[str, jax.stages.Compiled]:
-    """Both sides, by name: (hidden, table, targets, cotangent) -> (log-probs, two gradients)."""
+    """Return both sides: (hidden, table, targets, cotangent) -> (log-probs, two gradients)."""
     device = next(iter(where.device_set))
     vocab_block = args.vocab_block or vocab_block_on(platform_of(device))
 
@@ -162,15 +162,15 @@ def compile_sides(
 
 
 def temporary_bytes(args: argparse.Namespace, where: jax.sharding.Sharding) -> dict[str, int]:
-    """Peak of the temporaries of both sides, by name, as the compiler has it."""
+    """Return side -> bytes of temporary memory, as reported by the compiler."""
     return {name: _temporary_bytes(side) for name, side in compile_sides(args, where).items()}
 
 
 def tpu_device(topology: str) -> Any:
-    """Return a chip that is not attached, to compile for.
+    """Return a device that is not attached, to compile for.
 
     Raises:
-        ValueError: no libtpu, or not a topology that it knows.
+        ValueError: libtpu is missing or has no such topology.
     """
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
@@ -205,12 +205,12 @@ def _with_gradients(side: Callable[..., Array]) -> Callable[..., tuple[Array, Ar
 
 def _temporary_bytes(side: jax.stages.Compiled) -> int:
     memory = side.memory_analysis()
-    assert memory is not None, "this backend does not tell its memory"
+    assert memory is not None, "this backend does not report its memory"
     return memory.temp_size_in_bytes
 
 
 def _ratio(memory: dict[str, int]) -> float | None:
-    """None where the naive form takes no memory: a TPU keeps small logits on the chip."""
+    """Return None if the naive form takes no memory: a TPU keeps small logits on the chip."""
     return memory["fused"] / memory["naive"] if memory["naive"] else None
 
 

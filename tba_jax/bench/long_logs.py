@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the logs of a long run cost: its resume, its report, the reading of its schedule.
+"""Command: cost of the logs of a long run: resume, report, and reading of the schedule.
 
     python -m tba_jax.bench.long_logs --steps=100000 --searchers=8 --json
 
-The logs are made up, line by line as an asynchronous run writes them: the same fields, the same
-lengths. Each thing is measured in a process of its own, whose peak memory is compared to that of a
-process which only imports the same. A resume opens both logs, cuts back the last steps (those
-after the checkpoint, 200 of them) and fills the display.
+The logs are synthetic, with the fields and line lengths of an asynchronous run. Each part is
+measured in its own process, whose peak memory is compared with a process that only imports the same
+modules. A resume opens both logs, removes the last steps (the 200 after the checkpoint) and fills
+the display.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from typing import Any
 from tba_jax.bench import reporting
 from tba_jax.storage import sealed
 
-_AFTER_CHECKPOINT = 200  # steps whose lines a resume drops
+_AFTER_CHECKPOINT = 200  # steps whose lines a resume removes
 _STEP_S = 0.5
-_GROUPS, _SIZE = 16, 16  # of a batch
+_GROUPS, _SIZE = 16, 16  # prompts and responses of a batch
 _METRICS = tuple(
     f"{area}/{name}"
     for area, names in {
@@ -47,13 +47,13 @@ _METRICS = tuple(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.bench.long_logs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=100_000, help="of the run")
+    parser.add_argument("--steps", type=int, default=100_000, help="steps of the run")
     parser.add_argument("--searchers", type=int, default=8)
     parser.add_argument("--workdir", default="", help="kept; default: a temporary folder")
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
@@ -80,10 +80,10 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(workdir: Path) -> dict[str, Any]:
-    """Seconds and peak memory of each part, and the lengths of the logs.
+    """Return seconds and peak memory of each part, and the lengths of the logs.
 
     Args:
-        workdir: as `make_workdir` made it; the resume cuts its logs back.
+        workdir: folder written by `make_workdir`; the resume truncates its logs.
     """
     result: dict[str, Any] = {
         f"{path.stem}_bytes": path.stat().st_size for path in sorted(workdir.glob("*.jsonl"))
@@ -121,7 +121,7 @@ def _resume(workdir: Path) -> None:
     from tba_jax.flow.state import PartState
     from tba_jax.report.writers import ProgressDisplay
     from tba_jax.run.conduct import resume_display
-    from tba_jax.run.run import open_logs
+    from tba_jax.run.logs import open_logs
 
     saved = json.loads((workdir / "saved.json").read_text())
     progress = ProgressDisplay(saved["step"], title="long")
@@ -164,7 +164,7 @@ PARTS: Mapping[str, Callable[[Path], None]] = {
 def make_workdir(workdir: Path, num_steps: int, num_searchers: int) -> None:
     """Write the logs of a run that was killed some steps after its newest checkpoint.
 
-    Beside them saved.json: the step of that checkpoint, and how long its logs were.
+    Also writes saved.json: the step of that checkpoint and the lengths of the logs.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     config = {"name": "long", "num_steps": num_steps, "num_searchers": num_searchers}
@@ -188,7 +188,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _records(step: int, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Of one step, and every hundredth an evaluation."""
+    """Yield the records of one step, every hundredth time with an evaluation."""
     record: dict[str, Any] = {"step": step, "time_s": step * _STEP_S}
     record |= {name: rng.random() for name in _METRICS}
     record["buffer/staleness_histogram"] = [[i, rng.randrange(100)] for i in range(6)]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks with several sides share: each side in a fresh process, and whether it can run.
+"""Sides of a benchmark in fresh processes.
 
-It does not know what is measured. The invariant it owns: a side that fails, hangs or lacks a
-package is one ValueError that says which, and why.
+Invariant: a side that fails, hangs or lacks a package raises one ValueError with the reason.
 """
 
 import json
@@ -25,14 +24,14 @@ def run_side(
     *,
     command: Sequence[str],
 ) -> dict[str, Any]:
-    """Do one job in a fresh process; what it writes to the file `job["result"]` that it is given.
+    """Run one job in a fresh process; return the contents of its result file `job["result"]`.
 
     Args:
-        side: what the process is to do, and its name in errors.
+        side: name of the side, for the job and for errors.
         job: JSON values.
-        folder: for messages between the processes.
-        env: environment; None: ours.
-        command: gets the path of the job as its last argument.
+        folder: folder for files between the processes.
+        env: environment; None: the environment of this process.
+        command: command that receives the path of the job as its last argument.
 
     Raises:
         ValueError: the process failed or took too long; its last lines go to stderr.
@@ -50,7 +49,7 @@ def run_side(
                 f"{side} took more than {TIMEOUT_S} s. Give a smaller load, or fewer --peers"
             ) from error
     if done.returncode or not result.exists():
-        lines = log.read_text().strip().splitlines() or ["(it said nothing)"]
+        lines = log.read_text().strip().splitlines() or ["(no output)"]
         sys.stderr.write("\n".join(lines[:-1][-30:]) + "\n" if lines[1:] else "")
         raise ValueError(f"{side} failed with exit code {done.returncode}: {lines[-1]}")
     return json.loads(result.read_text())
@@ -59,21 +58,21 @@ def run_side(
 def check_peers(
     peers: Sequence[str], packages_of: Mapping[str, Sequence[str]], python: str
 ) -> None:
-    """See that every peer is known and that its packages are there.
+    """Check that every peer is known and that its packages are installed.
 
     Args:
-        peers: names given with --peers.
-        packages_of: by the name of a peer, what it imports.
-        python: the interpreter that would run them.
+        peers: names from --peers.
+        packages_of: peer -> packages that it imports.
+        python: interpreter that would run the peers.
 
     Raises:
-        ValueError: an unknown peer, an interpreter that does not run, a missing package.
+        ValueError: a peer is unknown, the interpreter does not run, or a package is missing.
     """
     for name in peers:
         if name not in packages_of:
             raise ValueError(
-                f"unknown peer {name!r} in --peers; known are {', '.join(packages_of)}. Give some "
-                "of them, separated by commas, or leave --peers out"
+                f"--peers: unknown peer {name!r}; known peers: {', '.join(packages_of)}. Give "
+                "some of them, separated by commas, or remove --peers"
             )
     for name in peers:
         packages = tuple(packages_of[name])

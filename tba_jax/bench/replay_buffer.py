@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast and how compact the replay buffer is when it is full of small responses.
+"""Command: speed and memory of a replay buffer full of small responses.
 
     python -m tba_jax.bench.replay_buffer --json
 
-Fills a buffer with random responses, 100 per prompt, and measures: the memory the process grew by,
-per response token; the time of one merged round per response, at several fillings, and with every
-bound reached so that each insert evicts; the time of a draw of 512 responses (32 groups of 16).
-Times are medians of wall time; `draw_cpu_ms` is mean processor time, for a machine that is busy
-with other work. Nothing here needs an accelerator.
+Fills a buffer with random responses, 100 per prompt. Measures the growth of the process's memory
+per response token; the time of one merged round per response, at several fill levels, and with
+every bound reached so that each insert evicts; and the time of a draw of 512 responses (32 groups
+of 16). Times are medians of wall time; `draw_cpu_ms` is mean processor time, for busy machines.
+Needs no accelerator.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _NUM_PROMPTS = 32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.replay_buffer")
     parser.add_argument("--num_trajectories", type=int, default=1_000_000, help="final filling")
     parser.add_argument("--mean_tokens", type=int, default=128, help="mean response length")

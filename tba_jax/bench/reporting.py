@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of benchmarks share: flags of comparisons, and how a result is told.
+"""Flags and output that the benchmark commands share.
 
-It does not know what is measured. Invariant: a result carries the command and the time it came
-from, and a load that cannot be measured is one line on standard error.
+Invariant: a result contains the command and the date.
 """
 
 import argparse
@@ -34,7 +33,7 @@ def run_command(
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     table: Callable[[dict[str, Any]], Iterable[str]],
 ) -> int:
-    """Parse, measure and print; the exit code.
+    """Parse, measure and print; return the exit code.
 
     Args:
         parser: its `prog` is the command as a user types it. It gets the flag --json: the result

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a whole RL step takes, in its parts, beside TRL's GRPO doing the same.
+"""Command: time of a whole RL step and its parts, compared with TRL's GRPO on the same work.
 
     python -m tba_jax.bench.rl_step --json
     python -m tba_jax.bench.rl_step --peers=trl --peer_python=trl/bin/python --json
+    python -m tba_jax.bench.rl_step --grid --json
 
-A step draws responses to a batch of prompts, scores them under the reference, and trains on them
-once, in one thread. Ours is the main command's synchronous driver, read from its schedule log, with
-`batch.share_prompts` on, the default, and off. TRL
-gets the same checkpoint, prompts, reward, optimiser and KL coefficient, without gradient
-checkpointing, and micro-batches of its own. Responses are drawn, not given, so that the sides share
-shapes and not texts; their mean length is told, as few end before the limit. Every side runs in a
-fresh process per repeat, in turn; its first steps (which compile) are left out, and medians are
-over the rest of all repeats. `rest` is publication, merge and whatever lies between. The machine
-should be quiet: `step_s_of_repeats` tells where it was not.
+A step samples responses to a batch of prompts, scores them under the reference, and trains on them
+once, in one thread. Our side is the main command's synchronous driver, read from its schedule log,
+with `batch.share_prompts` on (the default) and off. TRL gets the same checkpoint, prompts, reward,
+optimiser and KL coefficient, without gradient checkpointing, and its own micro-batches. Responses
+are sampled, so the sides have equal shapes and not equal texts; their mean length is reported.
+Every repeat of a side runs in a fresh process, and sides alternate; first steps (which compile) are
+excluded, and medians are over all other steps. `rest` is publication, merge and other work. Use a
+quiet machine: `step_s_of_repeats` shows disturbed repeats.
+With --grid, the settings that a run chooses are compared with twelve fixed combinations; the sides
+alternate. `over_best` is the fastest step with the chosen settings, divided by the fastest step of
+the twelve combinations.
 """
 
 import argparse
@@ -29,17 +32,30 @@ from tba_jax.devices import xla
 
 _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"prompts": 8, "group": 16, "prompt_tokens": 256, "response_tokens": 81}
+_OURS_SIDE = (sys.executable, "-m", "tba_jax.bench.rl_step_sides")
 _PACKAGES = {"trl": rl_step_trl.PACKAGES}
-# Fields of the config in which the forms of our own step differ.
+# config fields of the two forms of our step
 _OURS: dict[str, dict[str, Any]] = {
     "tba_jax": {},
     "separate_prompts": {"batch.share_prompts": False},
 }
+# With --grid: the run's own choices, and settings by hand. Rows: a share of the batch.
+_GRID: dict[str, dict[str, Any]] = {
+    f"rows {share:g}, remat {remat}, chunk {steps}": {
+        "batch.micro_batch_rows": share,
+        "model.remat": remat,
+        "search.chunk_steps": steps,
+    }
+    for share in (0.25, 0.5, 1.0)
+    for remat in ("layers", "dots")
+    for steps in (4, 16)
+}
+_CHOSEN = "chosen by the run"
 _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.bench.rl_step",
         description=__doc__,
@@ -48,38 +64,87 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--micro_batch_rows", type=int, default=16, help="of our step")
-    parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="of the peer's")
+    parser.add_argument("--micro_batch_rows", type=int, default=16, help="rows, tba_jax")
+    parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="rows, peer")
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
-    parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="of ours")
+    parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="tba_jax")
     parser.add_argument("--peers", default="none", help="trl, or none")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
+    parser.add_argument("--grid", action="store_true", help="the run's choices and 12 by hand")
     parser.add_argument("--repeats", type=int, default=3, help="processes per side")
     parser.add_argument("--warm_steps", type=int, default=1, help="left out, per process")
     parser.add_argument("--steps", type=int, default=1, help="timed, per process")
     parser.add_argument("--seed", type=int, default=0)
     with tempfile.TemporaryDirectory(prefix="bench_rl_step_") as folder:
-        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
+
+        def measured(args: argparse.Namespace) -> dict[str, Any]:
+            return (measure_grid if args.grid else measure)(args, Path(folder))
+
+        return reporting.run_command(parser, argv, measured, _table)
+
+
+def measure_grid(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the fastest step of the run's own choices and of each setting by hand.
+
+    Args:
+        args, folder: as in `measure`.
+    """
+    _check(args)
+    job, written = _write(args, folder)
+    rows = args.prompts * args.group
+    steps: dict[str, list[float]] = {name: [] for name in (_CHOSEN, *_GRID)}
+    chosen: dict[str, Any] = {}
+    for repeat in range(args.repeats):
+        for number, (side, found) in enumerate(steps.items()):
+            fields = dict(_GRID.get(side, {"batch.micro_batch_rows": 0}))
+            fields["batch.micro_batch_rows"] = int(fields["batch.micro_batch_rows"] * rows)
+            own = {"overrides": fields, "workdir": str(folder / f"{number}-{repeat}")}
+            own |= {"chooses": side == _CHOSEN}
+            report = processes.run_side(
+                side.replace(" ", "_"), job | own, folder, command=_OURS_SIDE
+            )
+            found += [step["step_s"] for step in report["steps"]]
+            chosen = report["chosen"] if side == _CHOSEN else chosen
+            print(f"{side}: {min(found):.2f} s", file=sys.stderr)
+    fastest = {side: min(found) for side, found in steps.items()}
+    by_hand = {side: fastest[side] for side in _GRID}
+    best = min(by_hand, key=lambda side: by_hand[side])
+    return {
+        "step_s": fastest[_CHOSEN],
+        "chosen": chosen,
+        "by_hand": by_hand,
+        "best": best,
+        "over_best": fastest[_CHOSEN] / by_hand[best],
+        "all_steps_s": steps,
+        "model_shape": args.model_shape,
+        "num_params": written["num_params"],
+        "workload": {name: getattr(args, name) for name in (*_SIZES, "steps", "repeats")},
+    }
+
+
+def _write(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the load; return the job of every side, and facts of the model."""
+    names = (*_SIZES, "micro_batch_rows", "peer_micro_batch_rows", "warm_steps", "steps", "seed")
+    job = {name: getattr(args, name) for name in names} | {"folder": str(folder)}
+    job |= {"beta": 0.05, "learning_rate": 1e-6}
+    shape = {"shape": args.model_shape}
+    return job, processes.run_side("write", job | shape, folder, command=_OURS_SIDE)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures, by name.
+    """Return all figures by name.
 
     Args:
-        args: of the command line.
-        folder: empty, for the checkpoint, the runs and messages between processes.
+        args: arguments of the command line.
+        folder: empty folder for the checkpoint, the runs and files between processes.
 
     Raises:
-        ValueError: an option or an environment that cannot be measured; a side failed.
+        ValueError: an option or an environment cannot be measured, or a side failed.
     """
     _check(args)
     peers = [name for name in args.peers.split(",") if name not in ("", "none")]
     processes.check_peers(peers, _PACKAGES, args.peer_python)
-    names = (*_SIZES, "micro_batch_rows", "peer_micro_batch_rows", "warm_steps", "steps", "seed")
-    job = {name: getattr(args, name) for name in names} | {"folder": str(folder)}
-    job |= {"beta": 0.05, "learning_rate": 1e-6}
-    ours = (sys.executable, "-m", "tba_jax.bench.rl_step_sides")
-    written = processes.run_side("write", job | {"shape": args.model_shape}, folder, command=ours)
+    job, written = _write(args, folder)
     peer = (args.peer_python, "-P", rl_step_trl.__file__)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in (*_OURS, *peers)}
@@ -90,7 +155,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             else:
                 overrides = _OURS[side] | {"xla.preset": args.xla_preset, "model.remat": args.remat}
                 own = {"overrides": overrides, "workdir": str(folder / f"{side}-{repeat}")}
-                report = processes.run_side(side, job | own, folder, command=ours)
+                report = processes.run_side(side, job | own, folder, command=_OURS_SIDE)
             found.append(report)
             print(f"{side}: {_in_words(_medians([report]))}", file=sys.stderr)
     figures = {side: _figures(found) for side, found in reports.items()}
@@ -112,7 +177,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         },
         "model_shape": args.model_shape,
         "num_params": written["num_params"],
-        "workload": {name: getattr(args, name) for name in names},
+        "workload": {name: job[name] for name in job if hasattr(args, name)},
         "remat": args.remat,
         "xla_preset": args.xla_preset,
         "repeats": args.repeats,
@@ -135,13 +200,13 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _medians(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of every part over all timed steps."""
+    """Return the median of every part over all timed steps."""
     steps = [step for report in reports for step in report["steps"]]
     return {part: statistics.median(step[part] for step in steps) for part in _PARTS}
 
 
 def _figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of one side over all repeats."""
+    """Return the figures of one side over all repeats."""
     return {
         **_medians(reports),
         "step_s_of_repeats": [_medians([report])["step_s"] for report in reports],
@@ -157,6 +222,10 @@ def _in_words(x: Mapping[str, float]) -> str:
 
 def _table(result: Mapping[str, Any]) -> list[str]:
     """Return the results as text."""
+    if "by_hand" in result:
+        lines = [f"{seconds:>8.2f} s  {side}" for side, seconds in result["by_hand"].items()]
+        mine = f"{result['step_s']:>8.2f} s  {_CHOSEN}: {result['over_best']:.2f} x the fastest"
+        return [*lines, mine]
     w, hw = result["workload"], result["hardware"]
     rows = [
         f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "

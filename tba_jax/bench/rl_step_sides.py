@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in our own processes of `tba_jax.bench.rl_step`: the load, and the synchronous driver.
+"""Our own processes of `tba_jax.bench.rl_step`: the workload and the synchronous driver.
 
     python -m tba_jax.bench.rl_step_sides JOB.json
 
-It does not know peers, repeats or medians. The invariant it owns: a prompt has as many tokens as
-the load says under the tokenizer that it writes, and every side gets the same reward.
+Invariant: prompts have the requested number of tokens under the tokenizer written here, and every
+side gets the same reward.
 """
 
 import importlib.metadata
@@ -20,9 +20,10 @@ import numpy as np
 
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, make_config
+from tba_jax.config.schema import Config, get_field, make_config
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.planning.choices import choose
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.session import train
 
@@ -35,7 +36,7 @@ def share_of_even(completion_ids, **columns):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job; the result goes to the file that the job names."""
+    """Run one job and write its result to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
     result = (write if job["side"] == "write" else measure)(job)
     Path(job["result"]).write_text(json.dumps(result))
@@ -66,7 +67,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_files(vocab_size: int) -> dict[str, Any]:
-    """Contents of a tokenizer's files by name: word w7 is token 7; the last one ends a text."""
+    """Return file name -> contents of a tokenizer: word w7 is token 7, the last token is EOS."""
     words = ["<pad>", *(f"w{i}" for i in range(1, vocab_size - 1)), "<eos>"]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
@@ -99,15 +100,18 @@ def tokenizer_files(vocab_size: int) -> dict[str, Any]:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of the parts of each timed step."""
+    """Return the seconds of the parts of each timed step."""
     workdir = Path(job["workdir"])
     config = run_config(job)
     validate(config)
+    if job.get("chooses"):
+        config = choose(config, {})
     train(config, workdir)
     steps = step_times(read_jsonl(workdir / "schedule.jsonl"))[job["warm_steps"] :]
     return {
         "steps": steps,
         "mean_response_tokens": float(np.mean([x["response_length"] for x in steps])),
+        "chosen": {name: get_field(config, name) for name, _ in config.chosen},
         "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
@@ -142,7 +146,7 @@ def run_config(job: Mapping[str, Any]) -> Config:
             "replay.recency_prob": 1.0,
             "reward.num_workers": 1,
             "checkpoint.period": 0,
-            # Once before and once after all steps: one response of one token.
+            # Two evaluations, before and after all steps, of one response with one token each.
             "eval.period": 0,
             "eval.max_new_tokens": 1,
             "eval.num_slots": 1,
@@ -152,17 +156,17 @@ def run_config(job: Mapping[str, Any]) -> Config:
 
 
 def step_times(events: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Seconds of each step's parts, and the mean length of its responses.
+    """Return the seconds of each step's parts, and the mean length of its responses.
 
     Args:
-        events: of the schedule log of a synchronous run that syncs at every step.
+        events: schedule log of a synchronous run that publishes at every step.
     """
     out = []
     for step in (x for x in events if x["event"] == "step"):
         number = step["step"]
         (sync,) = (x for x in events if x["event"] == "sync" and x["step"] == number)
         rounds = [x for x in events if x["event"] == "round" and x["merge_step"] == number]
-        # Evaluations come between publication and search, and are no part of a step.
+        # Evaluations are between publication and search, and are not part of a step.
         pauses = (x for x in events if x["event"] == "eval" and x["step"] == number)
         step_s = step["end_s"] - sync["start_s"] - sum(x["end_s"] - x["start_s"] for x in pauses)
         parts = {

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO of TRL under the load of `tba_jax.bench.rl_step`: a few whole steps.
+"""GRPO of TRL under the workload of `tba_jax.bench.rl_step`: a few whole steps.
 
     python rl_step_trl.py JOB.json
 
-Nothing of tba_jax is imported, so that it may live in an environment of its own. TRL gets float32
+This file imports nothing of tba_jax, so that it may run in its own environment. TRL uses float32
 without autocast (slower on a CPU), no gradient checkpointing, the fused optimiser, a reference
-model (a KL coefficient above 0), nothing saved and nothing reported; the rest is its defaults. The
-invariant it owns: what is timed is a whole step, and its parts are TRL's own calls.
+model (a KL coefficient above 0), no saving and no reporting; other settings are its defaults.
+
+Invariant: a timed step is a whole step, and its parts are TRL's own calls.
 """
 
 import importlib
@@ -19,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Packages that it needs, by the names they are imported under.
+# names under which its packages are imported
 PACKAGES = ("torch", "transformers", "trl", "datasets")
 
 
 def main(argv: list[str]) -> int:
-    """Run one job; the result goes to the file that the job names."""
+    """Run one job and write its result to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
     torch, transformers, trl, datasets = map(importlib.import_module, PACKAGES)
     transformers.set_seed(job["seed"])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of what searchers generate: the real admission, outboxes and buffer on a fake clock.
+"""Command: share of generated responses that are trained on, with real buffers and a fake clock.
 
     python -m tba_jax.bench.search_economy [--steps=300] [--json]
 
-Only decoding and training are pretended: a session has slots whose responses end after lengths
-drawn from a lognormal distribution times the difficulty of the prompt (e between easiest and
-hardest), and a step of the trainer takes one unit of time. Tickets, admission, commits, merges and
-draws are those of a run. For each case it prints the share of groups that were trained on, the mean
-rank of their lengths among all (0.5 is unbiased), the share of slot steps that drew a token, how
-many slots of a batch were fresh, and how stale.
+Only decoding and training are simulated. A session has slots whose responses have lognormal
+lengths, multiplied by the difficulty of the prompt (factor e between easiest and hardest), and a
+step of the trainer takes one unit of time. Tickets, admission, commits, merges and draws are those
+of a run. Prints for each case the share of groups that were trained on, the mean rank of their
+lengths among all (0.5 is unbiased), the share of slot steps that sampled a token, the share of
+fresh batch slots, and the staleness.
 """
 
 import argparse
@@ -37,19 +37,19 @@ from tba_jax.weights.transport import Published
 
 PROMPTS, SAMPLES, SLOTS, CHUNK = 32, 8, 32, 8
 MEAN_LENGTH, SIGMA = 128.0, 0.6  # tokens; spread of the lognormal distribution
-IDLE = 0.01  # a searcher without work looks again after this share of a step
+IDLE = 0.01  # An idle searcher checks for work again after this share of a step.
 
 
 class Case(NamedTuple):
-    """One situation.
+    """One simulated configuration.
 
     Attributes:
-        searchers: how many.
-        supply: what they can draw, over what the trainer takes.
+        searchers: number of searchers.
+        supply: responses that searchers can generate, relative to the trainer's demand.
         bound: replay.max_staleness in steps.
         recency_prob: m.
-        waits: pace=trainer; else short slots are filled by drawing the newest groups again.
-        delivery: steps' time from a publication until searchers have it.
+        waits: replay.pace=trainer; otherwise a batch with too few new groups repeats newest groups.
+        delivery: publication latency in steps.
         late: replay.late.
     """
 
@@ -62,15 +62,15 @@ class Case(NamedTuple):
     late: Literal["train", "wait", "drop"] = "train"
 
 
-# Responses take the longer the more searchers share the same work: about n / 4 steps on average.
+# Responses take longer if more searchers share the same work: about n / 4 steps on average.
 CASES = (
     *(Case(n, 1.0, max(1, n // 8)) for n in (4, 16, 32, 64)),
     *(Case(n, 1.0, n) for n in (4, 16, 32, 64)),
     *(Case(n, 2.0, n) for n in (4, 16, 32, 64)),
     *(Case(8, supply, 8, 0.95, waits=False) for supply in (1.0, 0.75, 0.5)),
-    # Bounds that the latency fits into and that it does not, where nothing is drawn in excess.
+    # Bounds above and below the latency, without surplus responses.
     *(Case(16, 1.0, bound, late=late) for bound in (16, 2) for late in ("wait", "drop")),
-    # Weights that travel, with a bound that their way fits into and with one that it does not.
+    # Delayed weights, with a bound above and a bound below the delay.
     *(
         Case(4, 1.5, bound, delivery=delivery, late=late)
         for delivery, bound in ((2.5, 8), (2.5, 2), (5.5, 2))
@@ -89,7 +89,7 @@ class Clock:
 
 
 class Prompts:
-    """Numbered prompts, without end; their difficulty follows from their number."""
+    """Endless stream of numbered prompts whose difficulty is a function of the number."""
 
     def __init__(self, searcher: int, num_searchers: int) -> None:
         self._first, self._stride, self._count = searcher, num_searchers, 0
@@ -102,23 +102,23 @@ class Prompts:
         return [Prompt(i, "", np.array([i], np.int32), {}) for i in ids]
 
     def state(self) -> dict[str, Any]:
-        """How many were taken."""
+        """Return the number of prompts taken so far."""
         return {"count": self._count}
 
     def restore(self, state: Any) -> None:
-        """Go on from there."""
+        """Continue from a saved number."""
         self._count = state["count"]
 
 
 def difficulty(prompt_id: int) -> float:
-    """From 1 to e, evenly on a logarithmic scale."""
+    """Return the difficulty, from 1 to e, uniform on a logarithmic scale."""
     return math.exp(np.random.default_rng(prompt_id).random())
 
 
 class Slots:
-    """A decode session that draws nothing: slots, and the tokens that their responses still take.
+    """A simulated decode session: slots, and the remaining tokens of their responses.
 
-    The first token of a response is its number in the run, so that it can be told apart.
+    The first token of a response is the number of the response in the run, which identifies it.
     """
 
     def __init__(self, version: int, serial: list[int], seed: int) -> None:
@@ -136,12 +136,12 @@ class Slots:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing queued and nothing unfinished."""
+        """Return whether nothing is queued or unfinished."""
         return not self._queue and not self._left.any()
 
     @property
     def room(self) -> int:
-        """Free slots that nothing queued will take."""
+        """Return the number of free slots beyond the queue."""
         return int((self._left == 0).sum()) - len(self._queue)
 
     def submit(self, prompt_id: int) -> int:
@@ -153,11 +153,11 @@ class Slots:
         return request
 
     def swap(self, params: None, version: int) -> None:
-        """Go on with newer weights."""
+        """Continue with newer weights."""
         self.version = version
 
     def step(self) -> list[Response]:
-        """One chunk."""
+        """Simulate one chunk of decode steps."""
         for slot in np.flatnonzero(self._left == 0).tolist():
             if not self._queue:
                 break
@@ -182,7 +182,7 @@ class Slots:
 
 
 class SlotSampler:
-    """Opens such sessions."""
+    """Sampler that opens simulated decode sessions."""
 
     settings = SearchSettings(samples_per_prompt=SAMPLES, prompts_per_round=SLOTS // SAMPLES)
 
@@ -200,17 +200,17 @@ class SlotSampler:
 
 
 class NoRewards:
-    """A reward of 0 for everything."""
+    """Grader with reward 0 for every response."""
 
     def grade(self, prompts: Any, responses: Any, has_eos: Any, verdicts: Any) -> Grades:
-        """n grades."""
+        """Return one grade with reward 0 for each response."""
         n = len(responses)
         return Grades([""] * n, [0.0] * n, [None] * n, {}, [False] * n)
 
 
 @dataclasses.dataclass
 class Counts:
-    """What happened in one case, by the numbers of responses."""
+    """Counts of one case; responses are identified by number."""
 
     staleness: list[int] = dataclasses.field(default_factory=list)
     trained: set[int] = dataclasses.field(default_factory=set)
@@ -223,7 +223,7 @@ class Counts:
 
 
 class World:
-    """A case as it runs."""
+    """State of one simulated case."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case = case
@@ -247,7 +247,7 @@ class World:
         self.published = [(0.0, 0)]  # (when, version), those that may still be the newest delivered
         self.samplers = [SlotSampler(serial, seed * 1000 + i) for i in range(case.searchers)]
         self.searches = [self._search(i) for i in range(case.searchers)]
-        # With all slots in use, all searchers draw `supply` times what a step takes.
+        # With all slots in use, all searchers generate `supply` times the responses of a step.
         demand = PROMPTS * case.recency_prob * SAMPLES * MEAN_LENGTH
         self.token_time = SLOTS * case.searchers / (demand * case.supply)
 
@@ -276,8 +276,8 @@ class World:
         return Published(self.published[0][1], None)
 
     def run(self, num_steps: int) -> None:
-        """Until the trainer has made its steps."""
-        # (when, which searcher, whether a chunk of it is over then)
+        """Simulate until the trainer has made all its steps."""
+        # (time, searcher, whether a chunk ends at that time)
         events = [(0.0, i, False) for i in range(len(self.searches))]
         trainer_at, waiting_since = 0.0, 0.0
         is_training = False
@@ -356,7 +356,7 @@ class World:
             **self.case._asdict(),
             "latency_steps": math.nan if latency is None else latency.mean_steps,
             "latency_p95_steps": math.nan if latency is None else latency.p95_steps,
-            # Those that wait at the end, within the bound, would have been next.
+            # Groups that wait at the end within the bound would have been trained next.
             "trained_share": len(counts.trained_groups) / max(1, counts.num_groups - waiting),
             "length_rank": float(((low + high) / 2 / len(lengths)).mean()),
             "slot_use": sum(t for t, _ in used) / max(1, sum(s for _, s in used)),
@@ -389,7 +389,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.search_economy")
     parser.add_argument("--steps", type=int, default=300, help="optimiser steps of each case")
     return run_command(parser, argv, lambda args: measure(args.steps), table)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled programs are made of, for devices that need not be there: launches, bytes, FLOPs.
+"""Command: launches, bytes and FLOPs of compiled programs, for devices that need not be attached.
 
 python -m tba_jax.bench.structure [--config=math:gsm8k] [--targets=h100:8,v5e:2x4,v5p:2x2x1]
     [--programs=decode_chunk,...] [--json] [--config.FIELD=VALUE ...]
 
-Counts, which are exact and the same on every machine, where times are not. Each program of a plan
-is compiled for each target in a process of its own, and what its optimised text does is set beside
-the minimum that follows from shapes (`planning.minimum`). A launch is a kernel, a call of a library
-or a collective; on TPU an instruction of its own. Those of a decode chunk are given per step.
+These counts are exact and equal on every machine, unlike times. Each program of a plan is compiled
+for each target in its own process, and its optimised text is compared with the minimum that follows
+from shapes (`planning.minimum`). A launch is a kernel, a library call or a collective; on TPU, one
+instruction. Figures of a decode chunk are per step.
 """
 
 import argparse
@@ -26,12 +26,12 @@ PROGRAMS = ("decode_chunk", "admit", "prefill", "train_step", "score_reference",
 
 
 def row(planned: dict[str, Any], found: Program, num_layers: int) -> dict[str, Any]:
-    """Figures of one program and execution, of a decode chunk for one step; per device.
+    """Return the figures of one execution per device; of a decode chunk, those of one step.
 
     Args:
-        planned: its entry in a description of the run.
-        found: it, compiled.
-        num_layers: of the model.
+        planned: the program's entry in a description of the run.
+        found: the compiled program.
+        num_layers: layers of the model.
     """
     least = planned["minimum"]
     steps = least["steps"]
@@ -59,10 +59,10 @@ def row(planned: dict[str, Any], found: Program, num_layers: int) -> dict[str, A
 
 
 def measure(args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Every program on every target.
+    """Compile every program for every target and return the figures.
 
     Raises:
-        ValueError: a target or a program that does not exist.
+        ValueError: a target or a program does not exist.
     """
     from tba_jax.models.hf import config_json
     from tba_jax.run.model_parts import model_path
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--targets", default="h100:8,v5e:2x4,v5p:2x2x1", help="as plan's --topology, with commas"
     )
     parser.add_argument("--programs", default=",".join(PROGRAMS), help="only these")
-    parser.add_argument("--timeout_s", type=float, default=1800.0, help="of each compilation")
+    parser.add_argument("--timeout_s", type=float, default=1800.0, help="limit per compilation")
     argv = sys.argv[1:] if argv is None else list(argv)
     overrides = [x for x in argv if x.startswith("--config.")]
     own = [x for x in argv if not x.startswith("--config.")]

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the main job takes to an accuracy, beside GRPO of TRL: whole processes, from command.
+"""Command: time of the main job to an accuracy, compared with TRL's GRPO, from process start.
 
     python -m tba_jax.bench.time_to_accuracy --peers=trl --peer_python=trl/bin/python --json
 
-Both sides train the embedded start model on the embedded sums, batches of as many prompts and
-responses, the same reward, as many steps of a linear schedule, and are asked the same held-out
-problems, greedily, every so many steps. `ours_cold` begins with an empty compilation cache,
-`ours_warm` with that of a whole run before. The peer's learning rate is the one, among those given,
-with which it got there first; those trials also warm its files. Then each side runs once per seed,
-in turn, on the cores that this process may use. A process ends where it has reached the accuracy.
+Both sides train the embedded start model on the embedded sums, with equal batches, the same reward
+and equal linear schedules, and evaluate the same held-out problems greedily at equal intervals.
+`ours_cold` begins with an empty compilation cache, `ours_warm` with the cache of an earlier run.
+The peer's learning rate is the fastest of the given rates; these trials also load its files into
+the file cache. Then
+each side runs once per seed, alternating, on the cores of this process. A process ends when it
+reaches the accuracy.
 
-`from_command_s` counts from the start of the process to the evaluation that reached it,
-`after_first_step_s` from the end of the first step; `over_trl` are medians of ratios within a seed.
-The machine should be quiet.
+`from_command_s` counts from the start of the process to the evaluation that reached the accuracy,
+`after_first_step_s` from the end of the first step; `over_trl` are medians of ratios for equal
+seeds. Use a quiet machine.
 
-The peer needs torch and TRL, best in an environment of its own:
+The peer needs torch and TRL, best in a separate environment:
 
     python -m venv trl && trl/bin/pip install torch trl transformers
 """
@@ -49,7 +50,7 @@ class Reached(NamedTuple):
     Attributes:
         from_command_s: seconds to the evaluation that reached it, None where none did.
         first_step_s: seconds to the end of the first step.
-        step: of that evaluation.
+        step: step of that evaluation.
         accuracies: (step, accuracy, seconds) of every evaluation of what was trained.
     """
 
@@ -60,7 +61,7 @@ class Reached(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.bench.time_to_accuracy",
         description=__doc__,
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
     parser.add_argument("--accuracy", type=float, default=0.95, help="share of the held-out")
-    parser.add_argument("--num_steps", type=int, default=150, help="of the schedule")
+    parser.add_argument("--num_steps", type=int, default=150, help="steps of the schedule")
     parser.add_argument("--eval_period", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--num_held_out", type=int, default=512, help="held-out problems")
     parser.add_argument("--num_prompts", type=int, default=16, help="prompts of a batch")
@@ -83,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures, by name.
+    """Return all figures by name.
 
     Args:
-        args: of the command line.
-        folder: empty, for the runs.
+        args: arguments of the command line.
+        folder: empty folder for the runs.
 
     Raises:
         ValueError: an option or an environment that cannot be measured; a side failed, or none of
@@ -174,7 +175,7 @@ def _ours(
 
 
 def _trl(args: argparse.Namespace, folder: Path, learning_rate: float, seed: int) -> Reached:
-    """GRPO of TRL in a process of the peer's interpreter."""
+    """Run GRPO of TRL in a process of the peer's interpreter."""
     folder.mkdir()
     task, rng = Arithmetic(), np.random.default_rng(seed)
     chosen = rng.choice(TRAIN_SIZE, args.num_prompts * args.num_steps)
@@ -212,14 +213,14 @@ def watch(
     accuracy_of: Callable[[Mapping[str, Any]], float | None],
     stop_at: float | None,
 ) -> Reached:
-    """Run a command and read its log as it grows.
+    """Run a command and read its growing log.
 
     Args:
-        side: its name in errors.
-        command, env: the process, which has no other of its name beside it.
-        log: JSON lines with a `step`; one with step 1 says that the first step is done.
-        accuracy_of: the accuracy in a line; None: it holds none.
-        stop_at: the process is ended at an evaluation that reaches it; None: it runs to its end.
+        side: name of the side in errors.
+        command, env: command line and environment of the process.
+        log: JSON lines with a `step`; the line of step 1 marks the end of the first step.
+        accuracy_of: returns the accuracy in a line, or None.
+        stop_at: accuracy at which the process is ended; None: run to the end.
 
     Raises:
         ValueError: the process failed, made no step or took too long; its last lines go to stderr.
@@ -232,7 +233,8 @@ def watch(
         try:
             is_over = False
             while not is_over:
-                is_over = process.poll() is not None  # asked first: its last lines are read, too
+                # checked first, so that the last lines are read too
+                is_over = process.poll() is not None
                 now = time.perf_counter() - start
                 if now > processes.TIMEOUT_S:
                     raise ValueError(f"{side} took more than {processes.TIMEOUT_S} s")
@@ -240,7 +242,7 @@ def watch(
                     value, step = accuracy_of(line), int(line["step"])
                     if value is None:
                         first_step_s = now if step == 1 else first_step_s
-                    elif step:  # not the start model's
+                    elif step:  # not the evaluation of the start model
                         accuracies.append((step, float(value), now))
                         is_over = is_over or (stop_at is not None and value >= stop_at)
                 time.sleep(0 if is_over else _POLL_S)
@@ -248,7 +250,7 @@ def watch(
             _end(process)
     was_ended = stop_at is not None and any(value >= stop_at for _, value, _ in accuracies)
     if first_step_s is None or (process.returncode and not was_ended):
-        last = said.read_text().strip().splitlines()[-30:] or ["(it said nothing)"]
+        last = said.read_text().strip().splitlines()[-30:] or ["(no output)"]
         sys.stderr.write("\n".join(last[:-1]) + "\n")
         raise ValueError(f"{side} failed with exit code {process.returncode}: {last[-1]}")
     reached = [x for x in accuracies if stop_at is not None and x[1] >= stop_at]
@@ -257,14 +259,14 @@ def watch(
 
 
 class _Lines:
-    """The lines of a growing file of JSON lines, each once; looking costs the writer nothing."""
+    """Reader of a growing file of JSON lines; each line is read once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Those that were completed since the last call."""
+        """Return the lines completed since the last call."""
         if not self._path.exists() or self._path.stat().st_size == self._offset:
             return []
         with self._path.open("rb") as file:
@@ -293,7 +295,7 @@ def _say(what: str, reached: Reached) -> Reached:
 
 
 def _figures(side: str, runs: Sequence[Reached], accuracy: float) -> dict[str, Any]:
-    """Medians of one side, over those of its runs that reached the accuracy."""
+    """Return the medians of one side, over its runs that reached the accuracy."""
     there = [x for x in runs if x.from_command_s is not None]
     if not there:
         best = max((value for x in runs for _, value, _ in x.accuracies), default=0.0)
@@ -316,7 +318,7 @@ def _after_first_step_s(run: Reached) -> float:
 
 
 def _ratios(ours: Sequence[Reached], theirs: Sequence[Reached]) -> dict[str, float]:
-    """Medians over the seeds of our time over theirs."""
+    """Return the medians over the seeds of our time divided by theirs."""
     pairs = [
         (x, y)
         for x, y in zip(ours, theirs, strict=True)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO of TRL under the load of `tba_jax.bench.time_to_accuracy`: one whole process.
+"""GRPO of TRL under the workload of `tba_jax.bench.time_to_accuracy`: one whole process.
 
     python time_to_accuracy_trl.py JOB.json
 
-Nothing of tba_jax is imported, so that it may live in an environment of its own. TRL gets what
-makes it fast here and leaves its mathematics alone: float32 without autocast (slower on a CPU), no
+This file imports nothing of tba_jax, so that it may run in its own environment. TRL's settings are
+chosen for speed without changing its mathematics: float32 without autocast (slower on a CPU), no
 gradient checkpointing, the whole batch in one forward pass, no reference model (its default), the
-fused optimiser, nothing saved and nothing reported. Losses, clipping and advantages are its
-defaults. The invariant it owns: the file that the job names gets a line when the first step is done
-and one for each evaluation, as soon as it is known.
+fused optimiser, no saving and no reporting. Losses, clipping and advantages are its defaults.
+
+Invariant: the job's log file gets a line at the end of the first step and a line for each
+evaluation, immediately.
 """
 
 import importlib
@@ -18,14 +19,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Packages that it needs, by the names they are imported under.
+# names under which its packages are imported
 PACKAGES = ("torch", "transformers", "trl", "datasets")
 
 _INTEGER = re.compile(r"-?[0-9]+")
 
 
 def main(argv: list[str]) -> int:
-    """Run one job."""
     job = json.loads(Path(argv[0]).read_text())
     torch, transformers, trl, datasets = map(importlib.import_module, PACKAGES)
     transformers.set_seed(job["seed"])
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1.0 where the last integer of the completion is the answer, else 0.0."""
+    """Return 1.0 for each completion whose last integer is the answer, otherwise 0.0."""
     last = [(_INTEGER.findall(text) or [""])[-1] for text in completions]
     return [
         float(found != "" and int(found) == int(a)) for found, a in zip(last, answer, strict=True)
@@ -93,7 +93,7 @@ def _watch(base: type, trainer: Any, tokenizer: Any, job: dict[str, Any]) -> Any
 
 
 def evaluate(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
-    """Share of the held-out problems that greedy responses solve."""
+    """Return the share of held-out problems that greedy responses solve."""
     torch, transformers, *_ = map(importlib.import_module, PACKAGES)
     held_out = job["held_out"]
     was_training = model.training

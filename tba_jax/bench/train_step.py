@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the train step is, beside a naive one and torch, and beside what the machine allows.
+"""Command: speed of the train step, compared with a naive step, torch and the roofline.
 
     python -m tba_jax.bench.train_step --model_shape=39m --peers=torch --json
 
-The load: groups of full rows, one Trajectory Balance step with AdamW and clipping. `shared` is our
-step with every prompt computed once for its responses (`batch.share_prompts`), `naive` a plain JAX
-step of the same model (full logits, nothing computed again), `torch` is transformers with
+Workload: groups of full rows, one Trajectory Balance step with AdamW and clipping. `shared` is our
+step that computes every prompt once for all its responses (`batch.share_prompts`), `naive` is a
+plain JAX step of the same model (full logits, no recomputation), `torch` is transformers with
 torch's AdamW. All sides load one checkpoint of random weights and report the loss of their first
-step; where these differ the figures are worth nothing, and the command fails. Every side runs in a
-fresh process per repeat, one after the other; `step_s` is the median over the steps of all repeats.
-Tokens per second count prompt and response. `mfu` is the share that the operations of the model,
-none counted twice, have of the measured matmul rate. The machine should be quiet: `cpu_s`, the
-processor time, tells where it was not.
+step; the command fails if the losses differ. Every repeat of a side runs in a fresh process, one
+after the other; `step_s` is the median over the steps of all repeats. Tokens per second count
+prompt and response. `mfu` is the share of the measured matmul rate that the model's own operations
+use, without recomputation. Use a quiet machine: a large `cpu_s` (processor time) shows disturbed
+runs.
 """
 
 import argparse
@@ -30,36 +30,36 @@ from tba_jax.devices import xla
 _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 128}
 _PACKAGES = {"torch": train_step_torch.PACKAGES}
-# Small against differences between models, large against rounding of sums of log-probs.
+# small against differences between models, large against rounding of sums of log-probs
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _MIB = 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.train_step")
     parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
-    parser.add_argument("--micro_batch_rows", type=int, default=0, help="of our step; 0: all rows")
+    parser.add_argument("--micro_batch_rows", type=int, default=0, help="0: all rows")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
-    parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="of ours")
+    parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="tba_jax")
     reporting.add_comparison_flags(parser, peers="torch")
     with tempfile.TemporaryDirectory(prefix="bench_train_step_") as folder:
         return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures, by name.
+    """Return all figures by name.
 
     Args:
-        args: of the command line.
-        folder: empty, for the checkpoint and messages between processes.
+        args: arguments of the command line.
+        folder: empty folder for the checkpoint and messages between processes.
 
     Raises:
-        ValueError: an option or an environment that cannot be measured; a side failed, or computed
-            something else.
+        ValueError: an option or an environment cannot be measured, a side failed, or the losses of
+            the sides differ.
     """
     least = {**dict.fromkeys((*_SIZES, "repeats", "steps"), 1), "group_size": 2}
     for name, value in (least | {"micro_batch_rows": 0}).items():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in our own processes of `tba_jax.bench.train_step`: checkpoint, our steps, the naive.
+"""Our own processes of `tba_jax.bench.train_step`: the checkpoint, our steps and a naive step.
 
     python -m tba_jax.bench.train_step_sides JOB.json
 
-The naive step is what one writes first: the same model with everything kept for the backward pass,
-logits of all positions in float32, their log-softmax, the same optimiser. It does not know peers,
-repeats or medians. The invariant it owns: all sides start from the same weights and batch and
-report the loss of their first step, which must then be equal.
+The naive step is a straightforward implementation: the same model and optimiser without
+recomputation, logits of all positions in float32, and their log-softmax.
+
+Invariant: all sides start from the same weights and batch, and report the loss of their first step.
 """
 
 import importlib.metadata
@@ -51,7 +51,7 @@ from tba_jax.train.target import Target
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job; the result goes to the file that the job names."""
+    """Run one job and write its result to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
     result = {"write": write, "tba_jax": measure, "shared": measure, "naive": measure}[job["side"]](
         job
@@ -112,7 +112,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
     cpu_s = (time.process_time() - cpu_start) / job["steps"]
     memory = step.memory_analysis()
-    assert memory is not None, "this backend does not tell its memory"
+    assert memory is not None, "this backend does not report its memory"
     stats = jax.devices()[0].memory_stats() or {}
     result = {
         "loss": first_loss,

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step of `tba_jax.bench.train_step` in torch, with transformers and its AdamW.
+"""The train step of `tba_jax.bench.train_step` in torch, with transformers and AdamW of torch.
 
     python train_step_torch.py JOB.json
 
-Nothing of tba_jax is imported, so that it may live in an environment of its own. It gets what
-helps it and changes no number: logits of response positions only (`logits_to_keep`), and the fused
-optimiser. The invariant it owns: weights and batch are those of the other sides, and the loss of
-the first step is reported, which must then be equal.
+This file imports nothing of tba_jax, so that it may run in its own environment. Its options are
+faster without changing a number: logits of response positions only (`logits_to_keep`), and the
+fused optimiser.
+
+Invariant: weights and batch are those of the other sides, and the loss of the first step is
+reported.
 """
 
 import importlib
@@ -25,7 +27,7 @@ PACKAGES = ("torch", "transformers")
 
 
 def main(argv: list[str]) -> int:
-    """Run one job; the result goes to the file that the job names."""
+    """Run one job and write its result to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
     Path(job["result"]).write_text(json.dumps(measure(job)))
     return 0

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a trainer stands still to publish its weights, in memory and through Orbax.
+"""Command: time for which publishing weights stops the trainer, in memory and through Orbax.
 
     python -m tba_jax.bench.weight_sync --json
 
-The loop: real train steps with a publication after each, and the weight poller on its thread, as in
-the asynchronous driver; trainer and reader have a CPU device each. `pause_share` is what the
-trainer's thread spends in publications, over the time of the loop; the first publication, which
-compiles, is told apart. What the poller does meanwhile takes processor time from the steps on a
-machine without spare cores: `cost_share` is how much longer the loop takes than the same steps with
-nothing published. Two models: the embedded one with the batches of the preset `arithmetic`, and one
-whose weights are above 1 GB. Each of the four cases runs in a fresh process.
+Runs real train steps with a publication after each step, and the weight poller on its thread, as in
+the asynchronous driver; trainer and reader have one CPU device each. `pause_share` is the time of
+publications on the trainer thread, divided by the time of the loop; the first publication, which
+compiles, is reported separately. Without spare cores the poller also slows the steps: `cost_share`
+is the increase of the time of the loop over the same steps without publications. Two models: the
+embedded one with the batches of the preset `arithmetic`, and one with more than 1 GB of weights.
+Each of the four cases runs in a fresh process.
 """
 
 import argparse
@@ -27,26 +27,26 @@ _AIMS = {"memory": 0.01, "checkpoint": 0.05}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.bench.weight_sync",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", default=",".join(MODELS), help="some of them")
-    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="some of them")
-    parser.add_argument("--steps", type=int, default=50, help="of the embedded model")
-    parser.add_argument("--large_steps", type=int, default=4, help="of the large one")
+    parser.add_argument("--models", default=",".join(MODELS), help="models to measure")
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="transports to measure")
+    parser.add_argument("--steps", type=int, default=50, help="steps of the embedded model")
+    parser.add_argument("--large_steps", type=int, default=4, help="steps of the large model")
     with tempfile.TemporaryDirectory(prefix="bench_weight_sync_") as folder:
         return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures, by name.
+    """Return all figures by name.
 
     Args:
-        args: of the command line.
-        folder: empty, for weights and messages between processes.
+        args: arguments of the command line.
+        folder: empty folder for weights and messages between processes.
 
     Raises:
         ValueError: an option that cannot be measured; a side failed.

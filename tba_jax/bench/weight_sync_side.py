@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case of `tba_jax.bench.weight_sync` in a process of its own.
+"""One case of `tba_jax.bench.weight_sync`, in its own process.
 
     python -m tba_jax.bench.weight_sync_side JOB.json
 
-The transport, its programs and its poller are those of a run. It does not know the other cases. The
-invariant it owns: the loops with and without publications make the same steps.
+Transport, programs and poller are those of a run.
+
+Invariant: the loops with and without publications make the same steps.
 """
 
 import functools
@@ -29,10 +30,10 @@ from tba_jax.devices.site import Site
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import model as models
 from tba_jax.models import transformer
-from tba_jax.run.async_search import DELIVERY_S
 from tba_jax.run.build import first_batch
 from tba_jax.run.model_parts import START_MODEL, make_publication_program
 from tba_jax.run.search_parts import make_transport
+from tba_jax.run.search_process import DELIVERY_S
 from tba_jax.run.shared import Sites
 from tba_jax.run.trainer_parts import (
     make_optimizer_from,
@@ -52,7 +53,7 @@ _BATCHES = {"large": (2, 4, 64, 128), "tiny": (2, 2, 8, 8)}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job; the result goes to the file that the job names."""
+    """Run one job and write its result to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
     jax.config.update("jax_num_cpu_devices", 2)
     Path(job["result"]).write_text(json.dumps(measure(job)))
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Pauses of the trainer, and what the loop takes with and without them."""
+    """Return the pauses of the trainer, and the times of the loop with and without publications."""
     config, model, shape = _load(job["model"], job["transport"])
     devices = jax.local_devices()
     trainer = Site(Mesh(np.array([[[devices[0]]]]), MESH_AXES))
@@ -110,7 +111,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 def _load(
     name: str, transport: str
 ) -> tuple[Config, models.Description | None, transformer.TransformerConfig]:
-    """(config, the model whose weights are read if any, architecture)."""
+    """Return (config, model whose weights are read or None, architecture)."""
     if name == "embedded":
         model = models.describe(str(START_MODEL))
         config = replace(presets.load("math"), {"sync.transport": transport})
@@ -152,7 +153,7 @@ def _trainer(
     shape: transformer.TransformerConfig,
     sites: Sites,
 ) -> tuple[TrainState, Callable[[TrainState], Any]]:
-    """(state, a compiled step on one batch), as a run makes them."""
+    """Return (state, a compiled step on one batch), made by the functions of a run."""
     dtype = jnp.dtype(config.model.param_dtype)
     if model is None:
         params = transformer.init_params(shape, jax.random.key(0), dtype)

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes of several turns over a decode session.
 
-A turn is a request of one sample. When it has ended its slot is free, and the environment is asked;
-when the environment has answered, the conversation (prompt, sampled tokens, observations) is
-prefilled again as another request. No thread waits for an environment. Sampled IDs are never made
-from text: what was sampled is read by the environment as text and goes on as it was sampled.
+A turn is a request with one sample. When a turn ends, its slot is free and the environment receives
+the text. After the environment's response, the conversation (prompt, sampled tokens, observations)
+is prefilled as a new request. No thread waits for an environment. Sampled IDs are never converted
+to text and back. Keys and values of a conversation are computed again for every turn.
 
-Invariants: a token has the log-prob of the distribution it was sampled from, or is an observation;
-what is sampled depends on prompt, key, turn and observations, not on when observations arrive; and
-in `run` the order of all requests too.
-
-Keys and values of a conversation are computed anew for every turn.
+Invariants: a token is an observation or has the log-prob of the distribution it was sampled from;
+sampled tokens depend on prompt, key, turn and observations, not on the time of observations; in
+`run` the order of all requests is fixed too.
 """
 
 import collections
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,40 +27,42 @@ from tba_jax.flow.trajectory import FinishReason, Prompt
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.source import Verdict
 
-_TURNS = 2**30  # folded with the number of a turn into the key of a sample; beyond any token's
+# Folded with the number of a turn into the key of a sample; larger than the number of any token.
+_TURNS = 2**30
 _POLL_S = 0.001
 MOST_PROCESSES = 64
 """Episodes under way at a time, unless settings say otherwise."""
 
 
 class Texts(Protocol):
-    """What is needed of a tokenizer."""
+    """Tokenizer functions that episodes need."""
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
-        """int32 [s]."""
+        """Return the tokens of a text, int32 [s]."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Text of token IDs."""
+        """Return the text of token IDs."""
         ...
 
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Chat messages as text."""
+        """Return chat messages as text."""
         ...
 
 
 class Episode(NamedTuple):
-    """A finished episode; host arrays, t tokens behind the prompt.
+    """A finished episode; host arrays, t tokens after the prompt.
 
     Attributes:
-        request: what `EpisodeSession.submit` returned.
-        sample: which of the request's samples.
-        tokens: int32 [t], sampled ones and observations.
+        request: number that `EpisodeSession.submit` returned.
+        sample: index among the request's samples.
+        tokens: int32 [t], sampled tokens and observations.
         token_logprobs: float32 [t], 0 at observations.
         is_sampled: bool [t], False at observations.
-        finish: why it ended.
-        version_min, version_max: span of the weight versions that drew its tokens.
-        verdict: its reward, or why it has none; None: reward functions are asked.
+        finish: reason of the end.
+        version_min, version_max: first and last weight version that drew its tokens.
+        verdict: its reward, or the reason for none; None: reward functions compute it.
+        environment_s: seconds that it waited for its environment.
     """
 
     request: int
@@ -74,11 +74,51 @@ class Episode(NamedTuple):
     version_min: int
     version_max: int
     verdict: Verdict | None
+    environment_s: float
 
     @property
     def has_eos(self) -> bool:
-        """Whether no limit ended it."""
+        """Return whether the episode ended by itself, before any limit."""
         return self.finish in ("eos", "done")
+
+
+class TakenAnswer(NamedTuple):
+    """A processed response of an environment, for the schedule log.
+
+    Attributes:
+        request, sample: of the episode, as in `Episode`.
+        answer: the response.
+    """
+
+    request: int
+    sample: int
+    answer: Answer
+
+
+class ReplayedEnvironment:
+    """Environment, and pool of environments, for a replay: all responses are read from a log."""
+
+    def open(self) -> Any:
+        """Return an environment that receives no requests."""
+        return self
+
+    def begin(self, row: Mapping[str, Any]) -> None:
+        """Do nothing: the response is in the log."""
+
+    def turn(self, text: str) -> None:
+        """Do nothing: the response is in the log."""
+
+    def end(self) -> None:
+        """Do nothing: the response is in the log."""
+
+    def poll(self) -> None:
+        """Return None: the response is in the log."""
+
+    def release(self) -> None:
+        """Do nothing: there is no process."""
+
+    def report(self, name: str, text: str) -> None:
+        """Do nothing: the logged run reported the failure."""
 
 
 class _Segment(NamedTuple):
@@ -90,7 +130,7 @@ class _Segment(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Attempt:
-    """An episode under way."""
+    """An unfinished episode."""
 
     request: int
     sample: int
@@ -103,7 +143,9 @@ class _Attempt:
     versions: list[int] = dataclasses.field(default_factory=list)
     num_turns: int = 0
     has_begun: bool = False
-    finish: FinishReason | None = None  # decided, and the reward is asked for
+    finish: FinishReason | None = None  # set when the end is decided and the reward is requested
+    asked_s: float = 0.0  # time of the newest request to the environment
+    environment_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -117,27 +159,28 @@ class _Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """How episodes are made.
+    """Settings and environments of episodes.
 
     Attributes:
-        environments: one for each episode under way.
-        tokenizer: of the policy.
-        max_turns: of the policy in an episode.
-        most: episodes under way in a session; 0: twice its slots, MOST_PROCESSES at most.
+        environments: processes of the environments.
+        tokenizer: tokenizer of the policy.
+        max_turns: maximum number of the policy's turns in an episode.
+        most: maximum number of concurrent episodes in a session; 0: twice its slots, at most
+            MOST_PROCESSES.
     """
 
-    environments: EnvironmentPool
+    environments: EnvironmentPool | ReplayedEnvironment
     tokenizer: Texts
     max_turns: int
     most: int = 0
 
     def over(self, session: Session) -> "EpisodeSession":
-        """Return episodes over a decode session, which is fed."""
+        """Return an episode session over a decode session."""
         most = self.most or min(2 * session.num_slots, MOST_PROCESSES)
         return EpisodeSession(session, self, most)
 
     def check_template(self) -> None:
-        """Refuse a chat template that does not go on from a turn as it was sampled.
+        """Refuse a chat template that changes sampled turns when the conversation continues.
 
         Raises:
             ValueError: as `observation`.
@@ -153,7 +196,7 @@ class Episodes:
         """Return the tokens of an observation that follows these segments.
 
         Raises:
-            ValueError: the chat template does not go on from what was sampled.
+            ValueError: the chat template changes sampled turns.
         """
         messages = prompt.columns.get("prompt")
         if not isinstance(messages, list):
@@ -166,14 +209,15 @@ class Episodes:
         before = prompt.text + self.tokenizer.decode(np.concatenate(ids), skip_special=False)
         if not whole.startswith(before):
             raise ValueError(
-                "the chat template does not extend the conversation: it writes earlier turns "
-                "otherwise than they were sampled, as templates do that drop thinking"
+                "the chat template changes earlier turns when the conversation continues "
+                "(templates that remove thinking do this); set a template that keeps sampled "
+                "turns unchanged"
             )
         return self.tokenizer.encode(whole[len(before) :], add_bos=False)
 
 
 class EpisodeSession:
-    """Episodes over the slots of a decode session; one thread drives it. As `Session`."""
+    """Episodes in the slots of a decode session, with the methods of `Session`; for one thread."""
 
     def __init__(self, session: Session, episodes: Episodes, most: int) -> None:
         self._session, self._episodes, self._most = session, episodes, most
@@ -181,42 +225,61 @@ class EpisodeSession:
         self._asked: list[_Attempt] = []  # whose environments have not answered
         self._sampled: dict[int, _Attempt] = {}  # by the session's number of the request
         self._ended: list[Episode] = []
+        self._taken: list[TakenAnswer] = []
         self._num_submitted = 0
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """Return the version of the weights."""
         return self._session.version
 
     @property
     def num_slots(self) -> int:
-        """Turns that are sampled at a time."""
+        """Return the number of turns sampled at a time."""
         return self._session.num_slots
 
     @property
     def statistics(self) -> Statistics:
-        """Counts of the decode session; tokens are those that were sampled."""
+        """Return the counts of the decode session; tokens are sampled tokens."""
         return self._session.statistics
 
     @property
     def is_idle(self) -> bool:
-        """No episode is under way."""
+        """Return whether there is no unfinished episode."""
         return not (self._queued or self._asked or self._sampled or self._ended)
 
     @property
     def room(self) -> int:
-        """Episodes that could begin; negative where more are queued."""
+        """Return how many episodes could begin; negative if more are queued."""
         under_way = len(self._asked) + len(self._sampled)
         return min(self._session.room, self._most - under_way) - len(self._queued)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is nothing to sample until an environment answers; asks them."""
+        """Send requests to environments; return whether sampling must wait for their responses."""
         self._ask()
         return self._session.is_idle and not self._ended
 
+    def take_answers(self, replayed: Sequence[TakenAnswer] | None = None) -> list[TakenAnswer]:
+        """Process responses of environments; return those processed since the last call, in order.
+
+        Args:
+            replayed: return value of another session at this chunk. It replaces the responses of
+                environments, which have no processes in a replay (`ReplayedEnvironment`).
+        """
+        if replayed is None:
+            self._ask()
+        for taken in replayed or ():
+            self._begin_queued()
+            place = next(i for i, x in enumerate(self._asked) if (x.request, x.sample) == taken[:2])
+            attempt = self._asked.pop(place)
+            assert attempt.environment is not None
+            self._take(attempt, attempt.environment, Answer(*taken.answer))
+        taken, self._taken = self._taken, []
+        return taken
+
     def swap(self, params: Params, version: int) -> None:
-        """Go on with other weights."""
+        """Continue with other weights."""
         self._session.swap(params, version)
 
     def submit(
@@ -228,7 +291,7 @@ class EpisodeSession:
     ) -> int:
         """Queue episodes of one prompt; arguments and result as of `Session.submit`.
 
-        `max_new_tokens` of the settings limits an episode, observations included.
+        `max_new_tokens` of the settings limits the tokens of an episode, observations included.
         """
         index = self._num_submitted
         self._num_submitted += 1
@@ -239,15 +302,14 @@ class EpisodeSession:
         return index
 
     def step(self) -> list[Episode]:
-        """Take up what environments answered, run one chunk, and return the ended episodes."""
-        self._ask()
+        """Run one chunk after `take_answers`, and return the finished episodes."""
         for response in self._session.step():
             self._turn_ended(response)
         ended, self._ended = self._ended, []
         return ended
 
     def run(self) -> Iterator[Episode]:
-        """All episodes. Turns and answers alternate, so nothing depends on how long they take."""
+        """Yield all episodes; waits for every response, so the order depends on no duration."""
         while not self.is_idle:
             self._ask()
             while self._asked:
@@ -267,12 +329,8 @@ class EpisodeSession:
             yield attempt.environment.is_answered
 
     def _ask(self) -> None:
-        """Begin episodes, and go on with those whose environments have answered."""
-        while self._queued and len(self._asked) + len(self._sampled) < self._most:
-            attempt = self._queued.popleft()
-            attempt.environment = self._episodes.environments.open()
-            attempt.environment.begin({**attempt.prompt.columns, "prompt": self._content(attempt)})
-            self._asked.append(attempt)
+        """Begin episodes, and continue those whose environments have responded."""
+        self._begin_queued()
         asked, self._asked = self._asked, []
         for attempt in asked:
             assert attempt.environment is not None
@@ -280,7 +338,20 @@ class EpisodeSession:
             if answer is None:
                 self._asked.append(attempt)
             else:
-                self._answered(attempt, attempt.environment, answer)
+                self._take(attempt, attempt.environment, answer)
+
+    def _begin_queued(self) -> None:
+        while self._queued and len(self._asked) + len(self._sampled) < self._most:
+            attempt = self._queued.popleft()
+            environment = self._episodes.environments.open()
+            environment.begin({**attempt.prompt.columns, "prompt": self._content(attempt)})
+            attempt.environment = environment
+            self._wait_for(attempt)
+
+    def _take(self, attempt: _Attempt, environment: Environment, answer: Answer) -> None:
+        attempt.environment_s += time.monotonic() - attempt.asked_s
+        self._taken.append(TakenAnswer(attempt.request, attempt.sample, answer))
+        self._answered(attempt, environment, answer)
 
     def _content(self, attempt: _Attempt) -> object:
         return attempt.prompt.columns.get("prompt", attempt.prompt.text)
@@ -309,7 +380,7 @@ class EpisodeSession:
                 failure = "environment_template"
         is_full = attempt.num_tokens + len(tokens) >= attempt.settings.max_new_tokens
         if is_full and not attempt.has_begun:
-            line = f"its first text leaves none of {attempt.settings.max_new_tokens} tokens"
+            line = f"its first text fills all {attempt.settings.max_new_tokens} tokens"
             self._episodes.environments.report("environment_no_room", line)
             failure = "environment_no_room"
         attempt.has_begun = True
@@ -351,18 +422,22 @@ class EpisodeSession:
             return
         assert attempt.environment is not None
         attempt.environment.turn(text)
-        self._asked.append(attempt)
+        self._wait_for(attempt)
 
     def _stop(self, attempt: _Attempt, finish: FinishReason) -> None:
         """End an episode at a limit and request its reward."""
         assert attempt.environment is not None
         attempt.finish = finish
         attempt.environment.end()
+        self._wait_for(attempt)
+
+    def _wait_for(self, attempt: _Attempt) -> None:
+        attempt.asked_s = time.monotonic()
         self._asked.append(attempt)
 
     def _end(self, attempt: _Attempt, verdict: Verdict | None) -> None:
         segments = attempt.segments
-        if not segments:  # nothing was sampled: a rejected response has a token all the same
+        if not segments:  # Nothing was sampled; a rejected response still needs one token.
             none = np.zeros(1, np.float32)
             segments = [_Segment(attempt.prompt.tokens[-1:], none, True, "")]
         sizes = [len(s.tokens) for s in segments]
@@ -378,5 +453,6 @@ class EpisodeSession:
                 min(versions),
                 max(versions),
                 verdict,
+                attempt.environment_s,
             )
         )

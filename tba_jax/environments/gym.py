@@ -11,7 +11,7 @@ from typing import Any
 
 
 class GymLike:
-    """A gym-like environment as `host` calls environments.
+    """Adapter from a gym-like environment to the interface of `host`.
 
     Args:
         environment: an instance.
@@ -24,12 +24,12 @@ class GymLike:
         self._rewards: list[Any] = []
 
     def begin(self, row: Mapping[str, Any]) -> None:
-        """Begin an episode; what `init` returns is the prompt, which is known."""
+        """Begin an episode; the return value of `init` is ignored, because the prompt is known."""
         self._rewards = []
         self._environment.init(row["prompt"])
 
     def turn(self, text: str) -> tuple[Any, str]:
-        """Return the observation after a turn, and why the episode ends with it, or ""."""
+        """Return the observation after a turn, and the reason if the episode ends, or ""."""
         step = self._environment.step(text)
         if isinstance(step, Mapping):
             step = step["observations"], step["reward"], step["done"]
@@ -40,5 +40,5 @@ class GymLike:
         return observation, "done" if done else ""
 
     def reward(self) -> Any:
-        """Sum of the rewards of the steps."""
+        """Return the sum of the rewards of the steps."""
         return sum(self._rewards)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a user's environment in a process of its own, one episode at a time.
+"""Process of a user's environment, with one episode at a time.
 
-Two kinds of classes are taken as they are. One is written for TRL's `environment_factory`: `reset`,
-public typed methods that are tools, and perhaps `get_reward`. The other is gym-like: `init` and
-`step`. The parent process sends one JSON request and waits for one JSON answer. Nothing here knows
-tokens, and neither jax nor transformers is imported.
+Two kinds of classes work unchanged. Classes for TRL's `environment_factory` have `reset`, public
+typed methods as tools, and optionally `get_reward`. Gym-like classes have `init` and `step`. The
+parent process sends one JSON request and waits for one JSON answer. Imports neither jax nor
+transformers.
 
-Invariant: whatever the environment does, a request gets an answer or the process ends.
+Invariant: every request gets an answer, or the process ends.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ TOOL_START, TOOL_END = "<tool>", "</tool>"
 RESULT = "<result>{}</result>"
 MOST_CHARACTERS = 2**18
 """Of an observation; a longer one is a failure."""
-_MOST_TEXT = 4000  # characters of a traceback
+_MOST_TEXT = 4000  # maximum characters of a traceback
 _CALL = re.compile(re.escape(TOOL_START) + "(.*?)" + re.escape(TOOL_END), re.DOTALL)
 
 
@@ -40,7 +40,7 @@ class _Failure(Exception):
     """The environment broke its contract.
 
     Attributes:
-        name: of the rejection.
+        name: name of the rejection.
     """
 
     def __init__(self, name: str, text: str) -> None:
@@ -49,25 +49,25 @@ class _Failure(Exception):
 
 
 class _Kind(Protocol):
-    """How one kind of class is called."""
+    """Interface of both kinds of environment classes."""
 
     has_reward: bool
 
     def begin(self, row: Mapping[str, Any]) -> Any:
-        """Begin an episode; a text, or None."""
+        """Begin an episode; return the first text or None."""
         ...
 
     def turn(self, text: str) -> tuple[Any, str]:
-        """Return the observation after a turn, and why the episode ends with it, or ""."""
+        """Return the observation after a turn, and the reason if the episode ends, or ""."""
         ...
 
     def reward(self) -> Any:
-        """Reward of the episode."""
+        """Return the reward of the episode."""
         ...
 
 
 class Tools:
-    """A class written for TRL's `environment_factory`.
+    """Adapter from a class for TRL's `environment_factory`.
 
     Args:
         environment: an instance.
@@ -86,8 +86,8 @@ class Tools:
             parameters = inspect.signature(method).parameters.values()
             if not method.__doc__ or any(p.annotation is p.empty for p in parameters):
                 raise TypeError(
-                    f"the tool {name} wants a docstring and an annotation for each argument; hide "
-                    "a method that is no tool with a leading underscore"
+                    f"tool {name} needs a docstring and an annotation for each argument; begin "
+                    "the name of a method that is not a tool with an underscore"
                 )
             self._tools[name] = method
 
@@ -111,12 +111,12 @@ class Tools:
             if name not in self._tools:
                 return f"error: no tool {name!r}; there are {', '.join(self._tools)}"
             return str(_result(self._tools[name](**arguments)))
-        except Exception as error:  # as in TRL: the policy sees what went wrong
+        except Exception as error:  # As in TRL, the policy sees the error.
             return f"error: {type(error).__name__}: {error!s:.200}"
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments among those offered that a function takes."""
+    """Return those of the offered arguments that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)
@@ -133,10 +133,10 @@ def _result(value: Any) -> Any:
 
 
 def load(name: str) -> Callable[[], _Kind]:
-    """Return what makes an environment of package.module:CLASS or path/to/file.py:CLASS.
+    """Return a function that makes an environment of package.module:CLASS or path/to/file.py:CLASS.
 
     Raises:
-        Whatever the import raises; AttributeError, TypeError: it is no environment.
+        Any exception of the import; AttributeError, TypeError: not an environment.
     """
     module_name, _, own = name.rpartition(":")
     if module_name.endswith(".py"):
@@ -147,12 +147,15 @@ def load(name: str) -> Callable[[], _Kind]:
     if hasattr(factory, "init") and hasattr(factory, "step"):
         return lambda: GymLike(factory())
     if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "reset")):
-        raise TypeError(f"{own} has neither reset() and tools, nor init() and step()")
+        raise TypeError(
+            f"{own} has neither reset() and tools, nor init() and step(); add the "
+            "methods of one kind"
+        )
     return lambda: Tools(factory())
 
 
 class Host:
-    """The environment of a process.
+    """Request handler of an environment process.
 
     Args:
         name: package.module:CLASS or path/to/file.py:CLASS.
@@ -167,13 +170,13 @@ class Host:
         return load(self._name)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a request says; a failure is an answer."""
+        """Execute a request; return a failure as an answer."""
         try:
             return self._answer(request)
         except _Failure as failure:
             self._environment = None
             return {"failure": failure.name, "text": str(failure)}
-        except BaseException as error:  # a boundary: user code, even sys.exit()
+        except BaseException as error:  # User code may raise anything, even SystemExit.
             self._environment = None
             report = "".join(traceback.format_exception(error))
             *_, last = traceback.format_exception_only(error)
@@ -207,7 +210,7 @@ class Host:
         value = value.item() if hasattr(value, "item") else value
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             kind = type(value).__name__
-            raise _Failure("environment_type", f"the reward is a {kind}; want a number")
+            raise _Failure("environment_type", f"the reward is a {kind}; return a number")
         if not math.isfinite(value):
             raise _Failure("environment_nan", f"the reward is {value}")
         return float(value)
@@ -216,11 +219,11 @@ class Host:
 def _text(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         kind = type(value).__name__
-        raise _Failure("environment_type", f"the observation is a {kind}; want a text or None")
+        raise _Failure("environment_type", f"the observation is a {kind}; return a text or None")
     if value is not None and len(value) > MOST_CHARACTERS:
         raise _Failure(
             "environment_flood",
-            f"the observation has {len(value):,} characters; at most {MOST_CHARACTERS:,} are taken",
+            f"the observation has {len(value):,} characters; return at most {MOST_CHARACTERS:,}",
         )
     return value
 

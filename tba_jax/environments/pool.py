@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that run environments: one for each episode under way, used again for later ones.
+"""Pool of processes that run environments; each concurrent episode has its own process.
 
-An environment is user code with a state: it may hang, raise, end its process, or answer nonsense.
-So each episode has its process for itself, and each call has a deadline that really ends it. No
-call waits: whoever drives the episodes asks for answers with `poll`.
+An environment is user code with a state: it may hang, raise, end its process, or return invalid
+values. So each episode uses a process alone, and a call that exceeds its deadline is killed. No
+call blocks: the driver of the episodes polls for answers.
 
-Invariant: a failure is a named reason, never a reward, and costs no other episode anything.
+Invariant: a failure is a named reason, never a reward, and does not affect other episodes.
 """
 
 import json
@@ -22,18 +22,18 @@ from tba_jax.rewards import containment, output
 
 START_TIMEOUT_S = 60.0
 """Starting a process and importing the environment's module, in seconds."""
-_REPORT_S = 30.0  # between two lines about failures of one name
-_MOST_BYTES = 2**22  # of an answer
+_REPORT_S = 30.0  # interval of lines about failures with the same name
+_MOST_BYTES = 2**22  # maximum size of an answer
 
 
 class Answer(NamedTuple):
-    """What an environment said.
+    """Answer of an environment.
 
     Attributes:
-        observation: text for the policy, None for none.
-        finish: why the episode ended, "" while it goes on.
-        reward: of an episode that ended; None where the environment gives none.
-        failure: name of what went wrong; "" for nothing.
+        observation: text for the policy; None for no text.
+        finish: reason of the episode's end; "" while it continues.
+        reward: reward of a finished episode; None if the environment gives none.
+        failure: name of the failure; "" on success.
     """
 
     observation: str | None = None
@@ -46,7 +46,7 @@ class _Process:
     """A process and its connection.
 
     Attributes:
-        is_started: it has answered once, so its imports are done.
+        is_started: the process has answered once, so its imports are done.
     """
 
     def __init__(self, pool: "EnvironmentPool") -> None:
@@ -69,27 +69,27 @@ class _Process:
 
 
 class Environment:
-    """The environment of one episode; one thread drives it."""
+    """The environment of one episode; for one thread."""
 
     def __init__(self, pool: "EnvironmentPool", process: _Process) -> None:
         self._pool, self._process = pool, process
         self._doing, self._deadline_s = "", 0.0
 
     def begin(self, row: Mapping[str, Any]) -> None:
-        """Ask for the beginning of an episode on a row of the data, its prompt included."""
+        """Send the request to begin an episode with a row of the data, prompt included."""
         self._send("reset", {"do": "begin", "row": dict(row)})
 
     def turn(self, text: str) -> None:
-        """Ask what the environment says to a turn of the policy."""
+        """Send a turn of the policy."""
         self._send("a turn", {"do": "turn", "text": text})
 
     def end(self) -> None:
-        """Ask for the reward of an episode that a limit ends."""
+        """Send the request for the reward of an episode that reached a limit."""
         self._send("the reward", {"do": "end"})
 
     @property
     def is_answered(self) -> bool:
-        """Whether `poll` returns an answer, or a failure."""
+        """Return whether `poll` would return an answer or a failure."""
         connection = self._process.connection
         try:
             return connection.poll() or time.monotonic() >= self._deadline_s
@@ -97,9 +97,9 @@ class Environment:
             return True
 
     def poll(self) -> Answer | None:
-        """Return the answer to the newest request; None while there is none.
+        """Return the answer to the newest request; None if it has not arrived.
 
-        After a failure the environment is gone.
+        After a failure the environment is closed.
         """
         process, pool = self._process, self._pool
         try:
@@ -119,7 +119,7 @@ class Environment:
         return self._lost("environment_timeout", text)
 
     def release(self) -> None:
-        """Give the process back, for another episode."""
+        """Return the process to the pool."""
         self._pool.give_back(self._process)
 
     def _send(self, doing: str, request: Mapping[str, Any]) -> None:
@@ -139,16 +139,16 @@ class Environment:
 
 
 class EnvironmentPool:
-    """Processes for episodes; safe to share between threads.
+    """Thread-safe pool of environment processes.
 
     Args:
         name: package.module:CLASS or path/to/file.py:CLASS.
-        timeout_s: seconds that a call may take.
-        max_memory_bytes: of each process; 0: any.
+        timeout_s: deadline of a call in seconds.
+        max_memory_bytes: memory limit of each process; 0: none.
 
     Attributes:
-        groups: what processes leave behind is found with it.
-        has_reward, has_tools: of the environment, once it is checked.
+        groups: finds processes that environments started and did not end.
+        has_reward, has_tools: properties of the environment, set by `check`.
     """
 
     def __init__(self, name: str, *, timeout_s: float, max_memory_bytes: int = 0) -> None:
@@ -167,10 +167,10 @@ class EnvironmentPool:
         self.has_reward = self.has_tools = False
 
     def check(self) -> None:
-        """Wait until the environment can be made.
+        """Wait until the environment can be created.
 
         Raises:
-            ValueError: it cannot; with the reason.
+            ValueError: it cannot be created, with the reason.
         """
         if self._is_checked:
             return
@@ -179,20 +179,21 @@ class EnvironmentPool:
         try:
             if not process.connection.poll(START_TIMEOUT_S + self.timeout_s):
                 raise ValueError(
-                    f"task.environment = {self.name!r} was not made within "
+                    f"task.environment = {self.name!r} was not created within "
                     f"{START_TIMEOUT_S + self.timeout_s:.0f} s; move slow work out of its "
-                    "constructor, or raise reward.timeout_s"
+                    "constructor, or raise --config.reward.timeout_s"
                 )
             answer = json.loads(process.connection.recv_bytes(_MOST_BYTES))
         except (EOFError, OSError):
             raise ValueError(
-                f"task.environment = {self.name!r}: its process ended while it was made; see "
-                "standard error"
+                f"task.environment = {self.name!r}: its process ended during creation; its "
+                "output is on standard error"
             ) from None
         if "failure" in answer:
             raise ValueError(
-                f"task.environment = {self.name!r} cannot be used: {answer['text']}. Want "
-                "package.module:CLASS or path/to/file.py:CLASS, made without arguments"
+                f"task.environment = {self.name!r} cannot be used: {answer['text']}. Give "
+                "package.module:CLASS or path/to/file.py:CLASS, a class without constructor "
+                "arguments"
             )
         process.is_started = True
         self.has_reward, self.has_tools = answer["has_reward"], answer["has_tools"]
@@ -200,7 +201,6 @@ class EnvironmentPool:
         self.give_back(process)
 
     def open(self) -> Environment:
-        """Return an environment for an episode."""
         return Environment(self, self._take())
 
     def _take(self) -> _Process:
@@ -218,7 +218,7 @@ class EnvironmentPool:
             self._idle.append(process)
 
     def report(self, name: str, text: str) -> None:
-        """Print a line about a failure; of later ones with this name once in a while."""
+        """Print a line about a failure; repeated failures of one name are printed at intervals."""
         with self._lock:
             self._failures[name] = self._failures.get(name, 0) + 1
             now = time.monotonic()
@@ -232,7 +232,7 @@ class EnvironmentPool:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """Kill all processes."""
         with self._lock:
             if self._is_closed:
                 return

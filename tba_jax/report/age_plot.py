@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figure of responses by their age: how far each stratum of staleness is from the policy.
-
-It reads `stale_LEAST/NAME` of metrics.jsonl, whatever strata a run has.
-"""
+"""Figure of the trained responses by their staleness, from `stale_LEAST/NAME` of metrics.jsonl."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def by_staleness(run: Run, theme: plots.Theme) -> "Figure | None":
-    """Small multiples of how far responses of each age are from the policy, a line for each age."""
+    """Draw small multiples of off-policy measures, with one line for each range of staleness."""
     panels = [
         ("effective sample size (share)", "ess_fraction"),
         ("log ratio to the sampler, median (nats)", "log_ratio_p50"),

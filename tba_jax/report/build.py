@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: report.html and plots/*.png, made from what its work directory holds.
+"""The report of a run: report.html and plots/*.png, built from its work directory.
 
-It owns one invariant: the page is a single file, replaced whole.
+Invariant: the page is a single file, replaced as a whole.
 """
 
 import os
@@ -17,11 +17,11 @@ from tba_jax.storage.whole_files import write_whole
 
 
 def build_report(workdir: str | os.PathLike[str], own: str = "") -> Path:
-    """Write plots/*.png and report.html from what the work directory holds; returns the page.
+    """Write plots/*.png and report.html of a work directory; return the path of the page.
 
     Args:
-        workdir: of the run.
-        own: figures of the user, as `report.figures` names them.
+        workdir: work directory of the run.
+        own: figures of the user, in the format of `report.figures`.
 
     Raises:
         ValueError: as `load_run`.
@@ -30,7 +30,7 @@ def build_report(workdir: str | os.PathLike[str], own: str = "") -> Path:
 
 
 def write_report(run: Run, own: str = "") -> Path:
-    """`build_report` of a run that is read already."""
+    """Write the report of a run that is already loaded."""
     folder = run.workdir / "plots"
     folder.mkdir(exist_ok=True)
     pictures = draw_pictures(run)
@@ -46,7 +46,7 @@ def write_report(run: Run, own: str = "") -> Path:
 
 
 def draw_pictures(run: Run, dpi: int = 180) -> dict[str, tuple[bytes, bytes]]:
-    """Figure -> PNG files of the light and the dark theme; without the figures that are empty."""
+    """Return figure name -> PNG files of the light and the dark theme, without empty figures."""
     pictures = {}
     for figure in FIGURES:
         light, dark = figure.draw(run, plots.LIGHT), figure.draw(run, plots.DARK)
@@ -56,7 +56,7 @@ def draw_pictures(run: Run, dpi: int = 180) -> dict[str, tuple[bytes, bytes]]:
 
 
 def draw_own(run: Run, names: str, dpi: int = 180) -> dict[str, tuple[bytes, bytes] | str]:
-    """Figures of the user by name: PNG files of both themes, or why there are none."""
+    """Return the user's figures by name: PNG files of both themes, or the error as text."""
     drawn: dict[str, tuple[bytes, bytes] | str] = {}
     for name in filter(None, map(str.strip, names.split(","))):
         title = name.rpartition(":")[2]
@@ -64,7 +64,7 @@ def draw_own(run: Run, names: str, dpi: int = 180) -> dict[str, tuple[bytes, byt
             draw = load_function("report.figures", name)
             light, dark = (plots.to_png(draw(run, x), dpi) for x in (plots.LIGHT, plots.DARK))
             drawn[title] = light, dark
-        except Exception as error:  # the user's code: its own traceback says where
+        except Exception as error:  # The traceback shows the line of the user's code.
             where = "".join(traceback.format_exception(error)).rstrip()
             drawn[title] = f"report.figures={name} raised {type(error).__name__}: {error}\n{where}"
     return drawn

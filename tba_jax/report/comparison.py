@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page that compares runs: curves, final figures, differing settings, responses.
 
-The page follows the rules of `document`: buttons that choose the axis are radio buttons and CSS.
+The page runs no script: buttons that choose the axis are radio buttons and CSS.
 """
 
 import base64
@@ -25,7 +25,7 @@ _CHOICES = {"step": "by step", "tokens": "by trained tokens", "time": "by time"}
 
 
 def _panels(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """(label, metric) of each panel for which a run has values."""
+    """Return (label, metric) of each panel for which a run has values."""
     evaluated = dict.fromkeys(run.metric for run in runs if run.evals)
     panels = [(f"{metric_label(m)}, held out", f"eval/{m}") for m in evaluated]
     panels += [
@@ -46,7 +46,7 @@ def _colours(theme: plots.Theme) -> tuple[str, ...]:
 
 
 def draw_curves(grouped: Sequence[RunGroup], axis: str, theme: plots.Theme) -> "Figure | None":
-    """Small multiples with a colour for each group; None where no run has a value.
+    """Draw small multiples with a colour for each group; None if no run has a value.
 
     Args:
         grouped: groups of runs.
@@ -67,7 +67,7 @@ def draw_curves(grouped: Sequence[RunGroup], axis: str, theme: plots.Theme) -> "
         is_evaluation = name.startswith("eval/")
         for j, group in enumerate(grouped):
             color = colours[j % len(colours)]
-            # Groups beyond the number of colours are told apart by the dashes.
+            # Groups beyond the number of colours differ by dashes.
             dashes = ("-", "--", ":", "-.")[j // len(colours) % 4]
             curves = [groups.curve(run, name, axis) for run in group.runs]
             if not is_evaluation:
@@ -95,7 +95,7 @@ def draw_curves(grouped: Sequence[RunGroup], axis: str, theme: plots.Theme) -> "
         _x_axis(axes, axis)
     figure.legend(
         list(lines.values()),
-        # An underscore at the start would hide the label, a dollar would begin a formula.
+        # An underscore at the start would hide the label, and a dollar sign would start a formula.
         ["\u200b" + grouped[j].name.replace("$", r"\$")[:110] for j in lines],
         loc="outside upper left",
         frameon=False,
@@ -266,8 +266,8 @@ def _responses(runs: Sequence[Run]) -> str:
     for prompt, samples in list(rows.items())[:_MOST_PROMPTS]:
         answer = next((str(s["answer"]) for s in samples if s and s.get("answer")), "")
         lines = answer.strip().splitlines()
-        told = f"<small>answer: {escaped(lines[-1])}</small>" if lines else ""
-        cells = [f'<th scope="row"><pre>{escaped(prompt)}</pre>{told}</th>']
+        answer = f"<small>answer: {escaped(lines[-1])}</small>" if lines else ""
+        cells = [f'<th scope="row"><pre>{escaped(prompt)}</pre>{answer}</th>']
         for sample in samples:
             if sample is None or sample.get("after") is None:
                 cells.append("<td><small>(not sampled)</small></td>")

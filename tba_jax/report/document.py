@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTML that every page of the package is made of: the document, sections, tables, escaped text.
+"""HTML common to all pages of the package: the document, sections, tables, escaped text.
 
-Invariant: a page in a file fetches nothing, a page runs no script but its own, and every text in a
-page is escaped, because model outputs may hold anything.
+Invariant: a page in a file fetches nothing, a page runs only its own script, and every text is
+escaped, because model outputs may contain anything.
 """
 
 import base64
@@ -20,12 +20,12 @@ def document(
     """Return a whole page as HTML text.
 
     Args:
-        title: one sentence for the title of the window.
-        name: of the run or of the command.
+        title: one sentence for the window title.
+        name: name of the run or the command.
         body: HTML of the page.
-        style: CSS rules of this page alone.
+        style: additional CSS rules of this page.
         script: the only script that may run; "" for none.
-        fetches: the script may fetch from the page's own server, else from nowhere.
+        fetches: the script may fetch from the page's own server; otherwise it may fetch nothing.
     """
     policy, code = "; connect-src 'self'" if fetches else "", ""
     if script:
@@ -44,7 +44,7 @@ def document(
 
 
 def escaped(value: Any) -> str:
-    """Any value as escaped text, what cannot be shown as escapes."""
+    """Return any value as escaped text; control characters appear as escapes."""
     return html.escape(shown(str(value)))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a report: a record each, with its place on the page and what stands above it.
+"""The figures of a report: one record each, with section, title, text and drawing function.
 
-To add one, write a function that draws it and a record in `FIGURES`; the page, `plots/` and
-`python -m tba_jax.report` follow.
+To add a figure, write a function that draws it and add a record to `FIGURES`. The page, `plots/`
+and `python -m tba_jax.report` then include it.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEARNED = "What it learned"
-WORKED = "Who works when"
+WORKED = "Trainer and searchers over time"
 HEALTHY = "Is the optimisation healthy?"
 
 
@@ -25,11 +25,11 @@ class ReportFigure(NamedTuple):
     """One figure of a report.
 
     Attributes:
-        name: its file is plots/NAME.png.
-        section: where on the page, one of those above.
-        title, text: what stands above it, or a function that makes it of the run; the title is
-            left out where a section has this figure alone.
-        draw: the figure in the colours of a theme, or None where the run holds nothing to draw.
+        name: stem of the file plots/NAME.png.
+        section: section of the page, one of the constants above.
+        title, text: text above the figure, or a function from the run to that text; a single figure
+            of a section has no title.
+        draw: function from run and theme to the figure; None if the run has nothing to draw.
     """
 
     name: str
@@ -88,7 +88,7 @@ FIGURES = (
     ReportFigure(
         "staleness",
         LEARNED,
-        "Off-policy by how much",
+        "Staleness of the training data",
         "Share of the responses trained on, by the age of the weights that sampled them.",
         plots.staleness,
     ),
@@ -104,8 +104,8 @@ FIGURES = (
         "by_staleness",
         HEALTHY,
         "By the age of the responses",
-        "Moving means; an age is in steps, up to the next. What falls away first here is what an "
-        "objective with ratios no longer learns from.",
+        "Moving means, one line for each range of age in steps. When the measures of old "
+        "responses get worse, an objective with importance ratios learns less from them.",
         age_plot.by_staleness,
     ),
 )

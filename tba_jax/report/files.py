@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run left in its work directory, read back.
+"""Contents of a run's work directory: report.json, metrics.jsonl, schedule.jsonl, config.json.
 
-These are report.json, metrics.jsonl, schedule.jsonl and config.json; each may be missing. Logs are
-read as streams: of a long run their columns stay, not their lines.
+Each file may be missing. Logs are read as streams; only their columns stay in memory.
 """
 
 import dataclasses
@@ -23,14 +22,15 @@ Facts = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a work directory tells about its run.
+    """A run as read from its work directory.
 
     Attributes:
         workdir: the directory.
-        report: report.json, {} when the run has not written it.
-        config: flat config fields, {} when absent.
-        versions: of what decides the numbers, {} when absent.
+        report: contents of report.json; {} before the run has written it.
+        config: flat config fields; {} without config.json.
+        versions: versions of packages that affect the results; {} without config.json.
         metrics: columns of metrics.jsonl.
+        chosen: settings that the run chose itself, with the reasons.
         schedule_start: byte of schedule.jsonl at which the timeline begins; 0: the whole run.
     """
 
@@ -40,42 +40,42 @@ class Run:
     versions: Facts
     metrics: Metrics
     schedule_start: int = 0
+    chosen: Facts = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def lanes(self) -> Mapping[str, Lane]:
-        """Who worked when, by schedule.jsonl; read on first use.
+        """Return the working times of searchers, trainer and evaluations; read on first use.
 
         Raises:
-            ValueError: a line of it is damaged.
+            ValueError: a line of schedule.jsonl is damaged.
         """
         return lanes_of(read_times(self.workdir / "schedule.jsonl", self.schedule_start))
 
     @functools.cached_property
     def busy_shares(self) -> Mapping[str, float]:
-        """As `lanes.busy_shares`."""
         return busy_shares(self.lanes)
 
     @property
     def last_step(self) -> int:
-        """Newest step that left a trace."""
+        """Return the newest step in report.json or metrics.jsonl."""
         return max(self.report.get("steps") or 0, self.metrics.last_step)
 
     @property
     def num_steps(self) -> int:
-        """Steps the run was asked for; those it made where no config says."""
+        """Return the configured number of steps; without a config, the steps made so far."""
         return self.config.get("num_steps") or self.last_step
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last step was made and the closing figures were written."""
+        """Return whether the last step was made and report.json was written."""
         return bool(self.report) and self.last_step >= self.num_steps
 
     @property
     def evals(self) -> list[Facts]:
-        """First and last evaluation: [], [before] or [before, after].
+        """Return the first and the last evaluation: [], [before] or [before, after].
 
         Raises:
-            ValueError: report.json has evaluations without the metric that metrics.jsonl names.
+            ValueError: the evaluations of report.json lack the metric that metrics.jsonl names.
         """
         found: list[Facts] = [
             {
@@ -95,8 +95,8 @@ class Run:
                 if not isinstance(told[time].get(self.metric), int | float):
                     raise ValueError(
                         f"{self.workdir / 'metrics.jsonl'}: the last eval/metric is "
-                        f"{self.metric!r:.40}, which the evaluations of report.json lack. Correct "
-                        "that line, or remove report.json to go without it"
+                        f"{self.metric!r:.40}, which the evaluations of report.json lack. "
+                        "Correct that line, or remove report.json to build the report without it"
                     )
             after_step = ends[-1]["step"] if ends else self.last_step
             return [{"step": 0, **told["before"]}, {"step": after_step, **told["after"]}]
@@ -104,13 +104,13 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """Name of the headline metric, as the evaluations say it."""
+        """Return the name of the headline metric, from the evaluations."""
         named = [r["eval/metric"] for r in self.metrics.evaluations if "eval/metric" in r]
         return named[-1] if named else "pass_at_1"
 
     @property
     def decoding(self) -> str:
-        """How evaluations decode, in words."""
+        """Return a clause on how evaluations decode."""
         temperature = self.config.get("eval.temperature", 0.0)
         if not temperature:
             return "greedy decoding"
@@ -119,13 +119,13 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Name of the response kind whose share was measured."""
+        """Return the name of the response kind whose share was measured; "" without one."""
         kinds = self.report.get("kinds") or []
         return kinds[0] if kinds else ""
 
 
 def flat(facts: Facts, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level with dotted names."""
+    """Return nested mappings as one mapping with dotted names."""
     out: dict[str, Any] = {}
     for name, value in facts.items():
         if isinstance(value, Mapping):
@@ -139,13 +139,13 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
     """Read a work directory.
 
     Raises:
-        ValueError: when it is not a work directory, or one of its files is damaged.
+        ValueError: the path is not a work directory, or one of its files is damaged.
     """
     workdir = Path(workdir)
     if not any((workdir / name).exists() for name in ("metrics.jsonl", "report.json")):
         raise ValueError(
-            f"{workdir}: found neither metrics.jsonl nor report.json, wanted the work directory "
-            "of a run. Give the directory that was named by --workdir"
+            f"{workdir}: not the work directory of a run (no metrics.jsonl and no report.json). "
+            "Give the directory of --workdir"
         )
     return assemble(workdir, Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics)))
 
@@ -157,11 +157,11 @@ def assemble(workdir: Path, metrics: Metrics, schedule_start: int = 0) -> Run:
         ValueError: config.json or report.json is damaged.
     """
     resolved = _read_json(workdir / "config.json")
-    for name in ("config", "versions"):
+    for name in ("config", "versions", "chosen"):
         if not isinstance(resolved.get(name, {}), dict):
             raise ValueError(
-                f"{workdir / 'config.json'}: `{name}` is a {type(resolved[name]).__name__}, wanted "
-                "an object. Remove the file to go without it"
+                f"{workdir / 'config.json'}: `{name}` is a {type(resolved[name]).__name__}, "
+                "expected an object. Remove the file to build the report without it"
             )
     return Run(
         workdir=workdir,
@@ -170,6 +170,7 @@ def assemble(workdir: Path, metrics: Metrics, schedule_start: int = 0) -> Run:
         versions=resolved.get("versions", {}),
         metrics=metrics,
         schedule_start=schedule_start,
+        chosen=resolved.get("chosen", {}),
     )
 
 
@@ -180,5 +181,5 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         return sealed.read(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is not as it was written ({error}). Remove the file to go without it"
+            f"{path} is damaged ({error}). Remove the file to build the report without it"
         ) from error

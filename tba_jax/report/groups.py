@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs beside each other: groups of runs, their curves, and the mean over seeds."""
+"""Groups of runs: their curves, means over seeds, and differing settings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from tba_jax.report.files import Run, flat
 from tba_jax.report.words import plain
 
-# A curve has at most this number of points, however long the run is.
+# A curve has at most this number of points, for any length of the run.
 POINTS = 400
 AXES = {"step": "optimiser step", "tokens": "trained tokens", "time": "time since start (min:s)"}
 _MOST_FIELDS = 3
@@ -21,11 +21,11 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class RunGroup:
-    """Runs that are repetitions of each other.
+    """Runs that repeat each other.
 
     Attributes:
-        name: the settings that distinguish the group, as text.
-        runs: of the group, in the order of the command line.
+        name: settings that distinguish the group, as text.
+        runs: runs of the group, in the order of the command line.
     """
 
     name: str
@@ -43,7 +43,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 def differing_fields(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the fields that differ between runs: name -> value in each run.
 
-    Versions of packages are named `versions.NAME`. A run without the field has None.
+    Versions of packages have names `versions.NAME`. A run without the field has None.
     """
     told = [{**run.config, **flat(run.versions, "versions.")} for run in runs]
     names = dict.fromkeys(name for fields in told for name in fields)
@@ -55,7 +55,7 @@ def group_runs(runs: Sequence[Run], fields: Sequence[str] = ()) -> list[RunGroup
     """Group runs by the values of some fields of their configs.
 
     Args:
-        runs: to group.
+        runs: runs to group.
         fields: config fields; empty: every field that differs between the runs, except `seed`.
 
     Raises:
@@ -75,7 +75,7 @@ def group_runs(runs: Sequence[Run], fields: Sequence[str] = ()) -> list[RunGroup
     grouped = list(members.values())
     if not fields:
         separating = [x for x in chosen if _num_values(grouped, x) == len(grouped)]
-        # A name says more than a number that differs with it.
+        # A text value distinguishes groups better than a number.
         separating.sort(key=lambda x: not isinstance(_field(grouped[0][0], x), str))
         chosen = separating[:1] or chosen
     return [RunGroup(_group_name(group, chosen), tuple(group)) for group in grouped]
@@ -106,8 +106,8 @@ def curve(run: Run, name: str, axis: str) -> Curve:
     """Return a metric against an axis, as two float64 arrays of at most `POINTS` values.
 
     Args:
-        run: whose metric.
-        name: key of metrics.jsonl; means over neighbouring lines where there are more lines.
+        run: the run.
+        name: key of metrics.jsonl; longer logs are averaged over neighbouring lines.
         axis: a key of `AXES`.
     """
     if axis == "time":
@@ -127,7 +127,7 @@ def curve(run: Run, name: str, axis: str) -> Curve:
 
 
 def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """(x, mean, lowest, highest) over runs, where every run has values; None for fewer than two."""
+    """Return (x, mean, lowest, highest) where every run has values; None below two runs."""
     curves = [(x, y) for x, y in curves if len(x) > 1]
     if len(curves) < 2:
         return None
@@ -140,7 +140,10 @@ def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean over seeds and half width of its 90 % Student interval, None for fewer than two."""
+    """Return the mean over seeds and half the width of its 90 % Student interval.
+
+    The interval is None for fewer than two values.
+    """
     from scipy import special
 
     n = len(values)
@@ -152,9 +155,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def shared_prompts(runs: Sequence[Run]) -> Mapping[str, list[Mapping[str, Any] | None]]:
-    """Prompts of which two runs or more hold a response after training: prompt -> sample of each.
+    """Return prompt -> sample of each run, for prompts to which two runs responded after training.
 
-    A run in progress holds none.
+    A run in progress has no such samples.
     """
     by_run = []
     for run in runs:

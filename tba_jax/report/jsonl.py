@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON-lines logs: appended by a run, read as streams, cut back by the run that resumes.
+"""JSON-lines logs: appended by a run, read as streams, truncated by a resumed run.
 
-It does not know what the records mean. Invariants: a log holds whole lines only (a line torn by a
-kill is cut off when the file is opened again), floats that JSON has no number for (nan, inf) are
-null, and nothing here needs more memory than the records that its caller wants.
+Invariants: a log contains complete lines only (opening a log removes an incomplete last line, which
+a kill may leave); non-finite floats are written as null; reading needs no more memory than the
+records that the caller keeps.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ import numpy as np
 from tba_jax.storage.whole_files import open_no_follow
 
 _BLOCK = 2**16
-_LINES = 2**22  # bytes of lines that are read at once
+_LINES = 2**22  # bytes of lines read at once
 
 
 class LogError(RuntimeError):
-    """A line could not be written; the message says where and what to do."""
+    """A line of a log could not be written."""
 
 
 def jsonable(value: Any) -> Any:
-    """`value` with numpy scalars and arrays as Python numbers and lists, nan and inf as None."""
+    """Return `value` with numpy numbers and arrays as Python values, nan and inf as None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -46,11 +46,11 @@ def jsonable(value: Any) -> Any:
 def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, list[bytes]]]:
     """Yield (number of the first line, from 1; lines), a few megabytes at a time.
 
-    A last line without newline was torn by a kill and is left out. Nothing where there is no file.
+    Omits a last line without newline, which a kill left incomplete. Yields nothing without a file.
 
     Args:
-        path: of the log, or of one that was compressed (NAME.gz).
-        start: byte at which a line begins; numbers are counted from there.
+        path: path of the log, or of a compressed log (NAME.gz).
+        start: byte at which a line begins; line numbers count from there.
 
     Raises:
         ValueError: the file cannot be read.
@@ -67,12 +67,13 @@ def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[
                     lines.pop()
                 yield number, lines
                 number += len(lines)
-    except (OSError, EOFError, zlib.error) as error:  # the latter two: damaged where compressed
+    # EOFError and zlib.error: damaged compressed files
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read ({error})") from error
 
 
 def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) of every complete line, as `read_blocks` reads them."""
+    """Yield (number from 1, line) of every complete line, as `read_blocks`."""
     for first, lines in read_blocks(path, start):
         yield from enumerate(lines, first)
 
@@ -91,11 +92,11 @@ def parse_line(where: str, line: bytes, wrong: Wrong = _nothing) -> dict[str, An
 
     Args:
         where: file and line, for messages.
-        line: with its newline or without.
-        wrong: what is wrong with an object.
+        line: the line, with or without newline.
+        wrong: returns the error of a record, "" for none.
 
     Raises:
-        ValueError: it is not a right JSON object.
+        ValueError: the line is not a JSON object, or `wrong` found an error.
     """
     try:
         record = json.loads(line)
@@ -104,7 +105,7 @@ def parse_line(where: str, line: bytes, wrong: Wrong = _nothing) -> dict[str, An
             f"{where}: not JSON ({error}); got {line[:80]!r}. Remove that line"
         ) from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: got {line[:80]!r}, wanted a JSON object. Remove that line")
+        raise ValueError(f"{where}: got {line[:80]!r}, expected a JSON object. Remove that line")
     if why := wrong(record):
         raise ValueError(f"{where}: {why}. Remove that line")
     return record
@@ -114,7 +115,7 @@ def stream_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> Itera
     """Yield the records of a log.
 
     Raises:
-        ValueError: for a line that is not a right JSON object, with file and line number; the file
+        ValueError: a line is not a valid JSON object (with file and line number), or the file
             cannot be read.
     """
     for number, line in read_lines(path):
@@ -122,25 +123,25 @@ def stream_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> Itera
 
 
 def read_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> list[dict[str, Any]]:
-    """`stream_jsonl` as a list: of logs that are known to be short."""
+    """Return the records of a short log as a list."""
     return list(stream_jsonl(path, wrong))
 
 
 def sample_jsonl(
-    path: str | os.PathLike[str], most: int, wrong: Wrong = _nothing, *, always: bytes
+    path: str | os.PathLike[str], least: int, wrong: Wrong = _nothing, *, always: bytes
 ) -> Iterator[dict[str, Any]]:
-    """Yield records of a log at even distances, including the last one.
+    """Yield every n-th record of a log, and the last record.
 
     Args:
-        path: of the log.
-        most: so many at least, where it has them, and fewer than twice as many.
-        wrong: what is wrong with an object.
-        always: lines with these bytes in them come besides.
+        path: path of the log.
+        least: minimum number of records, if the log has so many; less than 2 * least are returned.
+        wrong: returns the error of a record, "" for none.
+        always: records whose lines contain these bytes are returned in addition.
 
     Raises:
-        ValueError: as `stream_jsonl`, for the lines that are parsed.
+        ValueError: as `stream_jsonl`, for the parsed lines.
     """
-    stride = max(1, sum(1 for _ in read_lines(path)) // most)
+    stride = max(1, sum(1 for _ in read_lines(path)) // least)
     last: tuple[str, bytes] | None = None
     for number, line in read_lines(path):
         if number % stride == 0 or always in line:
@@ -153,14 +154,14 @@ def sample_jsonl(
 
 
 class JsonlWriter:
-    """Appends one JSON object per line and flushes each; safe to call from several threads.
+    """Thread-safe writer of a JSON-lines log; every object is flushed.
 
-    Opening a file whose last line was torn cuts that line off.
+    Opening a file removes an incomplete last line.
 
     Args:
-        path: of the log.
-        confirm: raises where this process may no longer change the log; called before the log is
-            opened and before `keep` replaces it.
+        path: path of the log.
+        confirm: raises an error if this process may no longer change the log; called before the log
+            is opened and before `keep` replaces it.
     """
 
     def __init__(
@@ -177,13 +178,12 @@ class JsonlWriter:
             self._file = open(self._path, "a", encoding="utf-8", opener=open_no_follow)
         except OSError as error:
             raise LogError(
-                f"{self._path} cannot be written ({error.strerror}). Move it away or mend the "
-                "storage, then run the same command again"
+                f"{self._path} cannot be written ({error.strerror}). Move it to another folder "
+                "or repair the storage, then run the same command again"
             ) from error
 
     @property
     def path(self) -> Path:
-        """Of the log."""
         return self._path
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -191,7 +191,7 @@ class JsonlWriter:
         self.append({"step": step, **values})
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one object as it is, non-finite floats as null."""
+        """Append one object unchanged; non-finite floats become null."""
         line = json.dumps(jsonable(record), allow_nan=False, ensure_ascii=False)
         with self._lock:
             try:
@@ -199,41 +199,42 @@ class JsonlWriter:
                 self._file.flush()
             except OSError as error:
                 raise LogError(
-                    f"writing {self._path} failed: {error}. Make room or fix the storage, then run "
-                    "the same command again to continue from the newest checkpoint"
+                    f"writing {self._path} failed: {error}. Free disk space or repair the "
+                    "storage, then run the same command again to continue from the newest "
+                    "checkpoint"
                 ) from error
 
     def num_bytes(self) -> int:
-        """Length of the log: everything that was appended before lies below it; 0 if it is gone."""
+        """Return the length of the log in bytes; 0 if the file is gone."""
         with self._lock, contextlib.suppress(FileNotFoundError):
             return self._path.stat().st_size
         return 0
 
     def has_line_end(self, num_bytes: int) -> bool:
-        """Whether the log is that long at least, and a line of it ended there."""
+        """Return whether the log has at least that length and a line ends there."""
         with self._lock, open(self._path, "rb") as file:
             file.seek(max(0, num_bytes - 1))
             return num_bytes == 0 or file.read(1) == b"\n"
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool], start: int = 0) -> None:
-        """Drop the lines for which `wanted(record)` does not hold.
+        """Drop the records for which `wanted(record)` is false.
 
-        The lines that stay are copied to a new file, which takes the name of the log. A kill at any
-        moment leaves the lines as they were, or as they shall be. A process that opened the log
-        before, and that still runs, writes to the old file, which has no name any more.
+        Copies the remaining lines to a new file and renames it, so that a kill leaves either the
+        old or the new log. Another process that still has the old log open writes to a file without
+        a name.
 
         Args:
-            wanted: asked for each record from `start` on.
+            wanted: called for each record from `start` on.
             start: byte at which a line begins; all lines before it stay, and are not read.
 
         Raises:
-            LogError: a line without a field that `wanted` looks at, or with something else there,
-                or storage refuses. Nothing is changed.
+            LogError: a line lacks a field that `wanted` reads or has a value of another type there,
+                or the storage failed. The log is then unchanged.
         """
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".new")
             try:
-                # A process that lost the log may have a file of this name open.
+                # Another process that took over the log may have a file of this name open.
                 unfinished.unlink(missing_ok=True)
                 kept = self._copy(unfinished, wanted, start)
                 with contextlib.ExitStack() as on_failure:
@@ -243,15 +244,15 @@ class JsonlWriter:
                     on_failure.pop_all()
             except OSError as error:
                 raise LogError(
-                    f"cutting back {self._path} failed ({error.strerror}). Make room or fix the "
-                    "storage, then run the same command again"
+                    f"truncating {self._path} failed ({error.strerror}). Free disk space or "
+                    "repair the storage, then run the same command again"
                 ) from error
-            with contextlib.suppress(OSError):  # each line was flushed by itself
+            with contextlib.suppress(OSError):  # Every line was flushed when it was written.
                 self._file.close()
             self._file = kept
 
     def _copy(self, target: Path, wanted: Callable[[dict[str, Any]], bool], start: int) -> IO[str]:
-        """Write the lines that stay to a new file, and return it open for more lines."""
+        """Write the remaining lines to a new file; return it open for appending."""
         try:
             with open(target, "xb") as out, open(self._path, "rb") as file:
                 while start > file.tell() and (
@@ -276,26 +277,25 @@ class JsonlWriter:
             except (KeyError, TypeError) as error:
                 why = f"has no {error.args[0]!r}"
                 if isinstance(error, TypeError):
-                    why = f"has a value of another kind ({error})"
+                    why = f"has a value of another type ({error})"
                 raise LogError(f"{where}: {why}; got {record!r:.80}. Remove that line") from error
             if is_kept:
                 yield line
 
     def is_replaced(self) -> bool:
-        """Return whether the log is another file now than the one that this writer appends to."""
+        """Return whether the path of the log now names another file than the open one."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         return False
 
     def close(self) -> None:
-        """Close the file."""
-        # Every line was flushed by itself: what cannot be flushed now was reported by `append`.
+        # Every line was flushed when it was written, and `append` reported failures.
         with self._lock, contextlib.suppress(OSError):
             self._file.close()
 
 
 def _end_of_lines(file: Any) -> int:
-    """Byte after the last newline of a file; 0 without any."""
+    """Return the byte after the last newline of a file; 0 without a newline."""
     size = file.seek(0, os.SEEK_END)
     for block in itertools.count(1):
         start = max(0, size - block * _BLOCK)
@@ -305,4 +305,4 @@ def _end_of_lines(file: Any) -> int:
             return start + newline + 1
         if start == 0:
             return 0
-    raise AssertionError("there is a first block")
+    raise AssertionError("unreachable: the loop returns at the start of the file")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who worked when: the times of a schedule log, as intervals of searchers, trainer, evaluations.
+"""Working times of searchers, trainer and evaluations, as intervals from a schedule log.
 
-It does not draw. Times are arrays and sets of intervals are [n, 2] arrays of seconds, because a
-long run has millions. Invariant: a log is read once, as a stream, and of a line only the times.
+Times are arrays, and sets of intervals are [n, 2] arrays of seconds, because a long run has
+millions. Invariant: a log is read once, as a stream, and only the times of its lines are kept.
 """
 
 import array
@@ -18,10 +18,10 @@ import numpy as np
 from tba_jax.report.jsonl import parse_line, read_blocks
 from tba_jax.report.lines import wrong_times
 
-Intervals = np.ndarray  # float64 [n, 2]: begin and end, seconds
+Intervals = np.ndarray  # float64 [n, 2]: start and end in seconds
 Lane = dict[str, Intervals]  # by phase
 
-ROUND_PHASES = ("decode", "reward", "reference")  # in the order they are drawn inside a round
+ROUND_PHASES = ("decode", "reward", "reference")  # in the order of drawing within a round
 
 _FIELDS = {
     "round": ("start_s", "end_s", "decode_s", "reward_s", "reference_s"),
@@ -29,7 +29,7 @@ _FIELDS = {
     "sync": ("start_s", "end_s"),
     "eval": ("start_s", "end_s"),
 }
-# How a run writes rounds, the most frequent events by far; another spelling is parsed as JSON.
+# A run writes rounds in this form, by far the most frequent events; other forms are parsed as JSON.
 _ROUND = b'{"event": "round"'
 _ROUNDS = re.compile(
     rb'^\{"event": "round", "searcher": (\d+), "round": \d+, .*?'
@@ -37,17 +37,17 @@ _ROUNDS = re.compile(
     + b"[,}]",
     re.MULTILINE,
 )
-# Where the times of a line end, as a run writes it: what follows is most of its length.
+# A run writes the times before these fields, which are most of the line.
 _LONG_TAILS = {b'{"event": "step"': b', "trajectory_ids"'}
 _WITHOUT_TIMES = b'{"event": "chunk"'
 
 
 class Times(NamedTuple):
-    """The times of a schedule log, a row for each event.
+    """The times of a schedule log, one row for each event.
 
     Attributes:
-        rounds: of each searcher: start, end, and the seconds of decode, reward, reference.
-        steps: start, end, and the wait that lies before the start.
+        rounds: searcher -> start, end, and seconds of decode, reward, reference.
+        steps: start, end, and the wait before the start.
         syncs, evals: start, end.
     """
 
@@ -58,14 +58,14 @@ class Times(NamedTuple):
 
 
 def read_times(path: Path, start: int = 0) -> Times:
-    """Return the times of a schedule log; none without a file.
+    """Return the times of a schedule log; empty without a file.
 
     Args:
-        path: of the log.
-        start: byte at which a line begins; the lines before it are left out.
+        path: path of the log.
+        start: byte at which a line begins; earlier lines are ignored.
 
     Raises:
-        ValueError: a line that is no JSON object, with file and line number.
+        ValueError: a line is not a JSON object (with file and line number).
     """
     rows = _Rows()
     for first, lines in read_blocks(path, start):
@@ -79,14 +79,14 @@ def read_times(path: Path, start: int = 0) -> Times:
 
 
 class _Rows(collections.defaultdict[tuple[str, int], "array.array[float]"]):
-    """(event, searcher or 0) -> its times, one event after the other."""
+    """(event, searcher or 0) -> flat times of all its events."""
 
     def __init__(self) -> None:
         super().__init__(lambda: array.array("d"))
 
 
 def _add_rounds(rows: _Rows, lines: list[bytes]) -> bool:
-    """Whether all of these lines are written as a run writes rounds; else nothing is added."""
+    """Add rounds if all lines have the form of rounds, and return whether they do."""
     found = _ROUNDS.findall(b"".join(lines))
     if len(found) < len(lines):
         return False
@@ -135,11 +135,11 @@ def _as_times(rows: _Rows) -> Times:
 
 
 def lanes_of(times: Times) -> dict[str, Lane]:
-    """Lane -> phase -> intervals: the searchers in order, the trainer, evaluations.
+    """Return lane -> phase -> intervals: the searchers in order, the trainer, evaluations.
 
-    A round's phases are laid end to end from its start; what is left of a round counts as its
-    decode phase, because that is where a searcher's host work happens. Rounds that overlap are
-    tickets, graded beside decoding: a lane of their own. A step's wait lies before its start.
+    The phases of a round follow each other from its start; the rest of a round counts as decode,
+    because a searcher's host work happens there. Overlapping rounds are tickets that are graded
+    while others decode; grading has its own lane. The wait of a step is before its start.
     """
     lanes: dict[str, Lane] = {}
     for searcher, rounds in times.rounds.items():
@@ -165,7 +165,7 @@ def _intervals(start: np.ndarray, end: np.ndarray) -> Intervals:
 
 
 def _round_lane(rounds: np.ndarray) -> Lane:
-    """Phases of rounds, end to end."""
+    """Return the phases of rounds, one after the other."""
     begin, end = rounds[:, 0], rounds[:, 1]
     seconds = rounds[:, 2:].copy()
     seconds[:, 0] += np.maximum(0.0, end - begin - seconds.sum(axis=1))
@@ -206,10 +206,10 @@ def merge_intervals(intervals: Intervals) -> Intervals:
 
 
 def length_before(merged: Intervals, moments: np.ndarray) -> np.ndarray:
-    """Length of a union before each moment.
+    """Return the total length of a union of intervals before each moment.
 
     Args:
-        merged: disjoint, in ascending order.
+        merged: disjoint intervals in ascending order.
         moments: float64 [n], seconds.
     """
     lengths = np.concatenate([[0.0], np.cumsum(merged[:, 1] - merged[:, 0])])
@@ -219,7 +219,7 @@ def length_before(merged: Intervals, moments: np.ndarray) -> np.ndarray:
 
 
 def overlap(first: Intervals, second: Intervals) -> float:
-    """Total length of the intersection of two unions of intervals."""
+    """Return the total length of the intersection of two unions of intervals."""
     a, b = merge_intervals(first), merge_intervals(second)
     if not (len(a) and len(b)):
         return 0.0
@@ -227,10 +227,10 @@ def overlap(first: Intervals, second: Intervals) -> float:
 
 
 def busy_shares(lanes: Mapping[str, Lane]) -> dict[str, float]:
-    """Share of the training time in which each searcher and the trainer work, and "both".
+    """Return the busy shares of each searcher and the trainer, and "both".
 
-    Training time runs from the first round to the last step. "both" is the share in which the
-    trainer and at least one searcher work at once: what asynchrony is for.
+    Training time is from the first round to the last step. "both" is the share in which the trainer
+    and at least one searcher work at the same time.
     """
     searchers = {
         name: np.concatenate([*lane.values()])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a line of a log must be, for those who read it: metrics.jsonl and schedule.jsonl.
+"""Checks of the lines of metrics.jsonl and schedule.jsonl.
 
-A line that was damaged is often JSON still. Fields that nobody reads by name may be anything.
+A damaged line is often still valid JSON. Fields that no reader uses may have any value.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 _NUMBERS = (int, float, type(None))
 _NUMBERS_OF_JSON = {int, float, bool, type(None)}
 
-# Fields of events, wherever they occur; all that end in _s are times.
+# Types of event fields; fields that end in _s are times.
 _EVENT_FIELDS: dict[str, type] = {
     "event": str,
     **dict.fromkeys(("step", "version", "searcher", "round", "chunk", "merge_step"), int),
@@ -21,7 +21,7 @@ _EVENT_FIELDS: dict[str, type] = {
     "rejected": dict,
     "begins": bool,
 }
-# Those that an event cannot be understood without.
+# Fields that an event must have.
 _REQUIRED = {
     "sync": ("step", "version"),
     "eval": ("step",),
@@ -35,7 +35,7 @@ _REQUIRED = {
 def wrong_metrics(record: Mapping[str, Any]) -> str:
     """Return the error in a line of metrics.jsonl; "" without one."""
     pick, others = _layout(tuple(record))
-    if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # as nearly every line
+    if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # true for nearly every line
         record = {name: record[name] for name in others}
     for name, value in {"step": None, **record}.items():
         if name.endswith("_histogram"):
@@ -53,7 +53,7 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=256)  # a run writes a few kinds of lines
+@functools.lru_cache(maxsize=256)  # A run writes few kinds of lines.
 def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
     """Return a getter of the numbers in lines with these names, and the other names."""
     others = [x for x in names if x in ("step", "eval/metric") or x.endswith("_histogram")]
@@ -72,7 +72,8 @@ def _event_layout(
 def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:
     if len(names) > 1:
         return operator.itemgetter(*names)
-    return lambda record: [record[name] for name in names]  # itemgetter of one gives no tuple
+    # itemgetter with one name returns no tuple.
+    return lambda record: [record[name] for name in names]
 
 
 def wrong_event(record: Mapping[str, Any]) -> str:
@@ -84,7 +85,7 @@ def wrong_event(record: Mapping[str, Any]) -> str:
         if name not in record:
             return f"has no {name!r}"
     pick, others = _event_layout(tuple(record))
-    if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # as nearly every line
+    if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # true for nearly every line
         record = {name: record[name] for name in others}
     for name, value in record.items():
         if name.endswith("_s"):
@@ -99,7 +100,7 @@ def wrong_event(record: Mapping[str, Any]) -> str:
 
 
 def wrong_times(record: Mapping[str, Any]) -> str:
-    """`wrong_event` of what a timeline reads of an event, all that is given of it."""
+    """Return the error in those fields of an event that a timeline reads; "" without one."""
     event = record.get("event")
     if event not in _REQUIRED:
         return f"'event' is {event!r:.40}"

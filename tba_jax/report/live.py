@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a run while it trains: served on the loopback interface, updated from its files.
+"""The live page of a run: served on the loopback interface, updated from the run's files.
 
-Invariant: an update reads a bounded number of bytes and draws a bounded number of points, however
-long the run is. The files of the run are only read.
+Invariant: an update reads a bounded number of bytes and draws a bounded number of points, for any
+length of the run. The files of the run are only read.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.page import headline, render_body, run_name
 from tba_jax.report.series import Metrics
 
-POINTS = 2000  # lines of metrics.jsonl that are kept, and evaluations besides
-_UPDATE_BYTES = 2**26  # of metrics.jsonl that an update reads; a longer log takes several updates
-_SCHEDULE_BYTES = 2**22  # of the newest part of schedule.jsonl
+POINTS = 2000  # number of lines of metrics.jsonl that are kept; the same number of evaluations
+_UPDATE_BYTES = 2**26  # bytes of metrics.jsonl per update; a longer log takes several updates
+_SCHEDULE_BYTES = 2**22  # bytes of schedule.jsonl that are read, from its end
 _PERIOD_S = 5.0
-_REST = 9.0  # the rest after an update, in multiples of its processor time: 10 % of a core at most
+_REST = 9.0  # pause after an update, in multiples of its processor time: at most 10 % of a core
 _DPI = 110
 
 
 class SampledLog:
-    """Lines of a growing metrics.jsonl at even distances, the evaluations among them.
+    """Lines of a growing metrics.jsonl at equal distances, with evaluations.
 
     Args:
-        path: of the log, which need not exist yet.
-        most: at least this number of lines is kept where the log has them, at most twice as many;
-            the same holds for evaluations.
+        path: path of the log, which need not exist yet.
+        most: minimum number of kept lines, if the log has them; at most twice as many are kept. The
+            same holds for evaluations.
     """
 
     def __init__(self, path: Path, most: int = POINTS) -> None:
@@ -51,21 +51,21 @@ class SampledLog:
     def _forget(self) -> None:
         self._file = (0, 0)
         self._offset, self._number = 0, 0
-        self._stride = {False: 1, True: 1}  # by whether a line is of an evaluation
+        self._stride = {False: 1, True: 1}  # by whether a line has an evaluation
         self._kept: dict[bool, list[tuple[int, dict[str, Any]]]] = {False: [], True: []}
 
     @property
     def is_behind(self) -> bool:
-        """Whether the log has more lines than were read."""
+        """Return whether the log has unread lines."""
         return self._path.exists() and self._path.stat().st_size > self._offset + 2**16
 
     def update(self, most_bytes: int = _UPDATE_BYTES) -> bool:
-        """Read the lines that are new, up to a number of bytes; whether there were any.
+        """Read new lines, up to a number of bytes; return whether there were any.
 
-        A log that was cut back or replaced by a resumed run is read from its beginning.
+        A log that a resumed run truncated or replaced is read from its beginning.
 
         Raises:
-            ValueError: a damaged line.
+            ValueError: a line is damaged.
         """
         if not self._path.exists():
             return False
@@ -94,7 +94,7 @@ class SampledLog:
         kept.append((self._number, record))
         if len(kept) > 2 * self._most:
             self._stride[is_evaluation] *= 2
-            # The first and the last stay: they are the figures before and after.
+            # The first and the last evaluation always stay: they are the figures before and after.
             self._kept[is_evaluation] = [kept[0], *kept[2:-1:2], kept[-1]]
 
     def metrics(self) -> Metrics:
@@ -104,7 +104,7 @@ class SampledLog:
 
 
 def _newest_part(path: Path, num_bytes: int = _SCHEDULE_BYTES) -> int:
-    """Byte at which a line begins, that many bytes before the end of a log; 0 for a short one."""
+    """Return the byte at which a line begins, about that many bytes before the end of a log."""
     if not path.exists() or path.stat().st_size <= num_bytes:
         return 0
     with open(path, "rb") as file:
@@ -114,16 +114,16 @@ def _newest_part(path: Path, num_bytes: int = _SCHEDULE_BYTES) -> int:
 
 
 class LivePage:
-    """The newest page of a run; `update` makes it anew where the files have changed.
+    """The current page of a run; `update` renders it again after the files have changed.
 
     Args:
-        workdir: of the run.
-        clock: seconds that never go backwards.
+        workdir: work directory of the run.
+        clock: monotonic seconds.
         work_clock: processor seconds of this process.
 
     Attributes:
         version: number of the page, from 1; 0 before the first.
-        title: of the window.
+        title: window title.
         body: HTML of the page.
     """
 
@@ -141,7 +141,7 @@ class LivePage:
         self.version, self.title, self.body = 0, "", ""
 
     def update(self) -> None:
-        """Make the page anew if it is time and a file of the run has changed."""
+        """Render the page if an update is due and a file of the run has changed."""
         if self.version and self._clock() < self._next_s:
             return
         began = self._work_clock()
@@ -152,7 +152,7 @@ class LivePage:
                 self._draw()
             self._seen, self._fault = seen, ""
         except (ValueError, OSError) as error:
-            self._say(str(error))
+            self._show_message(str(error))
         self._next_s = self._clock() + max(_PERIOD_S, _REST * (self._work_clock() - began))
 
     def _draw(self) -> None:
@@ -164,8 +164,8 @@ class LivePage:
         )
         self.version += 1
 
-    def _say(self, fault: str) -> None:
-        """Put a message above the page, which stays as it is."""
+    def _show_message(self, fault: str) -> None:
+        """Show a message above the page, which stays unchanged."""
         if fault == self._fault and self.version:
             return
         self._fault = fault
@@ -181,7 +181,7 @@ def _changed_s(path: Path) -> float:
 def _status(run: Run, *, is_behind: bool) -> str:
     steps = f"step {run.last_step} of {run.num_steps}" if run.num_steps else "no step yet"
     state = "finished" if run.is_finished else "in progress"
-    more = ". The log is being read; older lines come first" if is_behind else ""
+    more = ". The log is still being read, from older to newer lines" if is_behind else ""
     written_s = _changed_s(run.workdir / "metrics.jsonl")
     written = time.strftime("%H:%M:%S", time.localtime(written_s)) if written_s else "never"
     return (
@@ -196,13 +196,13 @@ async function follow() {
   try {
     const answer = await fetch('body?' + version, {cache: 'no-store'});
     if (answer.status === 200) {
-      const told = await answer.json();
+      const page = await answer.json();
       const main = document.querySelector('main');
       const folded = () => [...main.querySelectorAll('details')].filter(
         item => !item.closest('#browser'));
       const open = folded().map(item => item.open);
       const browser = main.querySelector('#browser'), focus = document.activeElement;
-      version = told.version; document.title = told.title; main.innerHTML = told.body;
+      version = page.version; document.title = page.title; main.innerHTML = page.body;
       folded().forEach((item, i) => { item.open = !!open[i]; });
       if (browser) main.querySelector('#browser')?.replaceWith(browser);
       focus.focus();
@@ -218,14 +218,14 @@ setTimeout(follow, 2000);
 
 
 class LiveServer:
-    """HTTP server of a live page, on the loopback interface alone.
+    """HTTP server of a live page, on the loopback interface only.
 
-    Its address has a random part, so that other users of the machine, and pages of other sites,
+    Its address has a random part, so that other users of the machine and pages of other sites
     cannot read the run.
 
     Args:
-        page: to serve.
-        port: to listen on; 0: any free one.
+        page: page to serve.
+        port: port to listen on; 0: any free port.
 
     Raises:
         ValueError: the port is in use or not permitted.
@@ -242,8 +242,8 @@ class LiveServer:
         except (OSError, OverflowError) as error:
             self._socket.close()
             raise ValueError(
-                f"--live={port}: cannot listen on 127.0.0.1:{port} ({error}). Give another port, "
-                "or --live for any free one"
+                f"--live={port}: cannot listen on 127.0.0.1:{port} ({error}). Set another port, "
+                "or --live without a port for any free one"
             ) from error
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = uvicorn.Server(
@@ -259,7 +259,7 @@ class LiveServer:
 
     @property
     def address(self) -> str:
-        """URL of the page."""
+        """Return the URL of the page."""
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}{self._path}"
 
     def run(self) -> None:
@@ -267,11 +267,11 @@ class LiveServer:
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """End `run`, from another thread."""
+        """Stop `run`; may be called from another thread."""
         self._server.should_exit = True
 
     async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request, as an ASGI application."""
+        """Answer one request, as an ASGI application."""
         del receive
         if scope["type"] != "http":
             return
@@ -291,7 +291,7 @@ class LiveServer:
         is_known = secrets.compare_digest(path[: len(self._path)].encode(), self._path.encode())
         name = path[len(self._path) :]
         if scope["method"] != "GET" or not is_known or name not in ("", "body"):
-            return 404, b"text/plain", b"there is no such page"
+            return 404, b"text/plain", b"page not found"
         async with self._lock:
             await asyncio.to_thread(self._page.update)
         page = self._page
@@ -303,5 +303,5 @@ class LiveServer:
             return 200, b"text/html", whole.encode()
         if scope["query_string"] == str(page.version).encode():
             return 204, b"application/json", b""
-        told = {"version": page.version, "title": page.title, "body": page.body}
-        return 200, b"application/json", json.dumps(told).encode()
+        content = {"version": page.version, "title": page.title, "body": page.body}
+        return 200, b"application/json", json.dumps(content).encode()

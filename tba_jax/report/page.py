@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a run's report as HTML text.
 
-It takes what a run left behind (`Run`) and its pictures as PNG bytes, leaves out what is missing
-and says so. It owns one invariant: the page fetches nothing, and every text in it is escaped,
-because model outputs may hold anything.
+Missing parts are omitted with a sentence that says so.
+
+Invariant: the page fetches nothing, and every text in it is escaped, because model outputs may
+contain anything.
 """
 
 import base64
@@ -18,11 +19,11 @@ from tba_jax.report.files import Facts, Run, flat
 from tba_jax.report.words import duration, held_out, percent, plain
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
 
-_FILE_BYTES, _LIVE_BYTES = 6 * 2**20, 2**20  # of responses in a page
+_FILE_BYTES, _LIVE_BYTES = 6 * 2**20, 2**20  # bytes of responses in a page and in a live page
 
 
 def headline(run: Run) -> str:
-    """One sentence: what got better, by how much, how fast."""
+    """Return one sentence: the improvement, its size and its time."""
     evals = run.evals
     seconds = run.report.get("wall_s") or _last_time(run)
     if len(evals) == 2:
@@ -78,13 +79,13 @@ def _notice(run: Run, *, is_live: bool) -> str:
         return ""
     if run.last_step >= run.num_steps:
         text = (
-            f"All {run.num_steps} steps are made, but the run ended before its closing figures "
-            "were written; what follows comes from its logs."
+            f"All {run.num_steps} steps are done, but the run ended before it wrote report.json; "
+            "the figures below come from its logs."
         )
     else:
         text = (
             f"This run is not finished: {run.last_step} of {run.num_steps} steps. Run the same "
-            "command on this work directory to continue; the figures below are those so far."
+            "command on this work directory to continue; the figures below show the run so far."
         )
     return f'<p class="notice" role="status">{escaped(text)}</p>'
 
@@ -169,7 +170,7 @@ def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
 
 
 def _mark(reward: Any, *, is_graded: bool) -> str:
-    """How a response did; rewards of 0 and 1 mean wrong and right only where it is graded."""
+    """Return the mark of a response: right or wrong if graded 1 or 0, else its reward."""
     if reward is None:
         return '<span class="mark none">– no reward</span>'
     if is_graded and reward >= 1:
@@ -180,7 +181,7 @@ def _mark(reward: Any, *, is_graded: bool) -> str:
 
 
 def _gold(answer: str) -> str:
-    """Return the reference answer; of a worked solution the last line, the rest folded."""
+    """Return the reference answer; a worked solution shows its last line and folds the others."""
     *work, last = answer.strip().splitlines() or [""]
     if work:
         return details(f"answer: {last}", f"<pre>{escaped(answer)}</pre>")
@@ -236,12 +237,12 @@ def _asynchrony(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
 LEDGER_ROWS = {
     "outbox": "waiting in an outbox",
     "stored": "stored in the replay buffer",
-    "lost": "lost with a searcher; their prompts were drawn again",
-    "duplicate": "replaced by an identical newer one",
-    "evicted_capacity": "evicted: prompt's store full",
+    "lost": "lost with a searcher; its prompts were drawn again",
+    "duplicate": "replaced by a newer identical response",
+    "evicted_capacity": "evicted: limit of the prompt reached",
     "evicted_bytes": "evicted: buffer full",
-    "evicted_reuse": "evicted: used often enough",
-    "evicted_late": "evicted: later than the bound on staleness",
+    "evicted_reuse": "evicted: used as often as allowed",
+    "evicted_late": "evicted: older than the bound on staleness",
 }
 
 
@@ -287,20 +288,20 @@ def _ledger(run: Run) -> str:
 
 
 def _economy(told: Mapping[str, Any]) -> str:
-    """Return which share of the responses was trained on, and whether it is unbiased."""
+    """Return a sentence on the share of responses that were trained on, and on their bias."""
     if told.get("trained_share") is None:
         return ""
     text = (
-        f" Of the groups whose turn is over {percent(told['trained_share'])} were trained on when "
-        f"they were new; the lengths of what was trained have the mean rank "
-        f"{told['length_rank']:.2f} among all (0.5 is unbiased), and "
-        f"{percent(told['effective_m'])} of the slots drew the newest data"
+        " Of the groups that could have been trained on while new, "
+        f"{percent(told['trained_share'])} were; the mean length rank of the trained responses "
+        f"is {told['length_rank']:.2f} (0.5 is unbiased), and {percent(told['effective_m'])} of "
+        "the batch slots used the newest data"
     )
     return text + (f", {percent(told['late_share'])} of it late." if told["late_share"] else ".")
 
 
 def _changes(run: Run) -> list[tuple[str, str]]:
-    """config_changes as (field, text): a mapping field -> value, or lines "field: old -> new"."""
+    """Return (field, change) pairs of config_changes, a mapping or lines "field: old -> new"."""
     changes = run.report.get("config_changes") or {}
     if isinstance(changes, Mapping):
         items = flat(changes).items()
@@ -315,6 +316,8 @@ def _changes(run: Run) -> list[tuple[str, str]]:
 def _settings(run: Run) -> str:
     changes = _changes(run)
     body = "<p>Everything else is at its default.</p>" + pairs(changes) if changes else ""
+    chosen = [(name, f"{run.config.get(name)}: {why}") for name, why in run.chosen.items()]
+    body += details("Chosen by the run", pairs(chosen))
     body += details("All config fields", pairs(run.config.items()))
     versions = run.versions or run.report.get("versions") or {}
     body += details("Versions and hardware", pairs(flat(_machine(run, versions)).items()))
@@ -327,17 +330,17 @@ def _machine(run: Run, versions: Facts) -> dict[str, Any]:
 
 
 def _fleet(run: Run) -> str:
-    """Searchers on other machines, slot by slot."""
+    """Return the section on searchers of a fleet, one row for each searcher ID."""
     fleet = run.report.get("fleet") or {}
     rows = fleet.get("by_searcher") or []
     if not rows:
         return ""
     text = (
-        f"{fleet['searchers']:.0f} of {fleet['slots']:.0f} searchers were there at the end, on "
-        f"{fleet['hosts']:.0f} hosts. {fleet.get('searchers_lost', 0):.0f} times one died or "
-        f"missed its heartbeat, {fleet['rejoined']:.0f} times one came back, "
-        f"{fleet['lost']:.0f} tickets were lost with one and drawn again; "
-        f"{fleet['put_bytes'] / 1e6:,.1f} MB of responses came in"
+        f"{fleet['searchers']:.0f} of {fleet['slots']:.0f} searchers were connected at the end, "
+        f"on {fleet['hosts']:.0f} hosts. Searchers died or missed their heartbeat "
+        f"{fleet.get('searchers_lost', 0):.0f} times and rejoined {fleet['rejoined']:.0f} times; "
+        f"{fleet['lost']:.0f} tickets were lost and their prompts drawn again; "
+        f"{fleet['put_bytes'] / 1e6:,.1f} MB of responses were received"
     )
     if "put_p50_s" in fleet:
         text += f", acknowledged after {fleet['put_p50_s']:.2f} s (99 %: {fleet['put_p99_s']:.2f})"
@@ -370,9 +373,9 @@ def render(
     """Return the page as HTML text.
 
     Args:
-        run: whose page.
+        run: the run.
         pictures: figure -> PNG files of the light and the dark theme.
-        own: the same of the user's figures, or why there is none.
+        own: the same for the user's figures, or the error of a figure as text.
     """
     body = render_body(run, pictures) + _own_figures(own)
     return document(headline(run), run_name(run), body, sample_browser.STYLE, sample_browser.SCRIPT)
@@ -388,9 +391,9 @@ def render_body(
     """Return the contents of the page as HTML text.
 
     Args:
-        run: whose page.
+        run: the run.
         pictures: figure -> PNG files of the light and the dark theme.
-        is_live: the page follows the run, so it has no advice on how to continue it.
+        is_live: the page follows a running process, so it has no advice on how to continue the run.
     """
     name = run_name(run)
     seed = run.report.get("seed", run.config.get("seed"))

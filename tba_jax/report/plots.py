@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run's report, drawn from the lines of metrics.jsonl and schedule.jsonl.
+"""The figures of a run's report, drawn from metrics.jsonl and schedule.jsonl.
 
-A figure is a function of a run and a theme that returns a matplotlib Figure, or None when the run
-holds nothing to draw. It owns one invariant: no global matplotlib state (no pyplot), so it may run
-in any thread and beside anything else. matplotlib is imported on first use, because it would slow
-every start of the program.
+A figure is a function from a run and a theme to a matplotlib Figure, or None if there is nothing to
+draw. matplotlib is imported on first use, because its import would slow every start.
+
+Invariant: no global matplotlib state (no pyplot), so figures may be drawn in any thread.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours for the variants of a study, in this order (Okabe and Ito).
+# colours of compared variants, in this order (Okabe and Ito)
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 ZOOM_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """Colours of a figure; the data colours are Okabe and Ito's, safe for colour-blind readers.
+    """Colours of a figure; data colours are Okabe and Ito's, safe for colour-blind readers.
 
     Attributes:
         paper: background.
         ink: text.
         muted: axes and secondary text.
         grid: grid lines.
-        main: the quantity the figure is about.
-        second: the other quantity.
+        main: main quantity of the figure.
+        second: second quantity.
         bars: colour of each phase in the timeline.
     """
 
@@ -94,7 +94,7 @@ def to_png(figure: "Figure", dpi: int = 180) -> bytes:
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Centred moving mean over `width` values, over fewer at the ends."""
+    """Return the centred moving mean over `width` values, over fewer at the ends."""
     if len(values) == 0:
         return values
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -105,7 +105,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def share_interval(share: float, n: int) -> tuple[float, float]:
-    """Wilson's 90 % confidence interval of a share that was measured on `n` trials."""
+    """Return Wilson's 90 % confidence interval of a share measured on `n` trials."""
     z2 = 1.6449**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
@@ -120,7 +120,7 @@ def new_figure(width: float, height: float, theme: Theme) -> "Figure":
 
 
 def style_axes(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
-    """Quiet axes: no box, light horizontal grid."""
+    """Draw axes without a box and with light horizontal grid lines."""
     axes.set_facecolor(theme.paper)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
@@ -175,7 +175,7 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     figure = new_figure(5.0, 3.3, theme)
     axes = figure.add_subplot()
     style_axes(axes, theme)
-    # A reward of the user's own may make pass@1, which is its mean, no share.
+    # With a user's reward, pass@1 is the mean reward and may be outside 0 to 1.
     bars = [
         (t, *share_interval(record[name], record["eval/num_trials"]))
         for record, t in zip(evals, times, strict=True)
@@ -221,7 +221,7 @@ def _step_axis_on_top(axes: "Axes", theme: Theme, times: np.ndarray, steps: np.n
     ticks = [tick for tick in ticks if steps.min() <= tick <= steps.max()]
     order = np.argsort(steps, kind="stable")
     places = np.interp(ticks, steps[order], times[order])
-    # Steps that a fast stretch puts side by side would print over one another.
+    # Labels of steps close in time would overlap.
     gap = (times.max() - times.min()) / 9
     kept: list[int] = []
     for i in range(len(ticks)):
@@ -235,7 +235,7 @@ def _step_axis_on_top(axes: "Axes", theme: Theme, times: np.ndarray, steps: np.n
 
 
 def reward(run: Run, theme: Theme) -> "Figure | None":
-    """Mean reward of what the searchers sample, per step, with its moving mean."""
+    """Draw the mean reward of sampled responses per step, with its moving mean."""
     name = "search/reward_mean"
     if not len(run.metrics.column("step", name)[0]):
         name = "train/reward_mean"
@@ -251,7 +251,7 @@ def reward(run: Run, theme: Theme) -> "Figure | None":
 
 
 def habits(run: Run, theme: Theme) -> "Figure | None":
-    """How the model answers: share of the response kind, if one is named, above their length."""
+    """Draw the share of the response kind, if the run names one, and the response length."""
     panels = [
         (
             f"share of {run.kind} answers",
@@ -280,7 +280,7 @@ def habits(run: Run, theme: Theme) -> "Figure | None":
 
 
 def staleness(run: Run, theme: Theme) -> "Figure | None":
-    """How old the trained-on data was, in steps; the last bar collects the far tail."""
+    """Draw the histogram of staleness in steps; the last bar contains all higher values."""
     counts = run.metrics.staleness
     total = sum(counts.values())
     if not total:
@@ -317,7 +317,7 @@ def staleness(run: Run, theme: Theme) -> "Figure | None":
 
 
 def timeline(run: Run, theme: Theme) -> "Figure | None":
-    """Who works when: ten seconds from the middle of the run, and the whole run underneath."""
+    """Draw working times: ten seconds from the middle of the run, and the whole run below."""
     from matplotlib.patches import Patch
 
     lanes, shares = run.lanes, run.busy_shares
@@ -399,7 +399,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
 def searcher_changes(run: Run) -> Mapping[str, np.ndarray]:
     """Return the times of the steps after which more searchers of a fleet had left or joined.
 
-    Searchers that join before the first step are left out.
+    Omits searchers that join before the first step.
     """
     found = {}
     for what, name in (("searcher lost", "searchers_lost"), ("searcher joined", "joins")):
@@ -409,7 +409,7 @@ def searcher_changes(run: Run) -> Mapping[str, np.ndarray]:
 
 
 def _searcher_changes(axes: "Axes", run: Run, theme: Theme) -> None:
-    """Mark on the upper edge when searchers of a fleet left and joined."""
+    """Mark the times at which searchers of a fleet left and joined, on the upper edge."""
     looks = {"searcher lost": ("v", theme.second), "searcher joined": ("^", theme.main)}
     is_marked = False
     for what, times in searcher_changes(run).items():
@@ -450,7 +450,7 @@ def _utilisation(axes: "Axes", lane: Lane, window: tuple[float, float], row: int
 
 
 def optimisation(run: Run, theme: Theme) -> "Figure | None":
-    """Small multiples of the quantities that tell whether the optimisation is healthy."""
+    """Draw small multiples of loss, log ratio, log Z, gradient norm, sample size and staleness."""
     panels = [
         ("TB loss", "train/tb_loss"),
         ("log ratio to the reference (nats)", "train/kl_reference"),

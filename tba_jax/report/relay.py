@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A display for a process that no person watches: what it would show is fetched by another one.
+"""Display of a process without a terminal: another process fetches and shows its output.
 
-Invariant: what was relayed can be fetched again, as an answer may be lost.
+Invariant: fetched items can be fetched again, because an answer may be lost.
 """
 
 import threading
@@ -10,65 +10,53 @@ from typing import Any, Protocol
 
 
 class Display(Protocol):
-    """What a run says to a person; `ProgressDisplay` says what each means."""
+    """Progress output of a run; `ProgressDisplay` documents the methods."""
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Newest values."""
-        ...
+    def write(self, step: int, values: Mapping[str, Any]) -> None: ...
 
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Values of before."""
-        ...
+    def resume(self, records: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def phase(self, text: str) -> None:
-        """Show the current activity."""
-        ...
+    def phase(self, text: str) -> None: ...
 
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-        ...
+    def note(self, text: str) -> None: ...
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the display."""
         ...
 
 
 class Relay:
-    """Keeps what is to be shown, in order, until it was fetched; safe to share between threads."""
+    """Thread-safe queue of display calls, kept until they are fetched."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first = 0  # number of the oldest item that is kept
+        self._first = 0  # number of the oldest kept item
         self._items: list[tuple[str, tuple[Any, ...]]] = []
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Newest values."""
         self._add("write", step, dict(values))
 
     def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Values of before."""
         self._add("resume", [dict(record) for record in records])
 
     def phase(self, text: str) -> None:
-        """Show the current activity."""
         self._add("phase", text)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
         self._add("note", text)
 
     def close(self) -> None:
-        """Do nothing: the watching process closes its own display."""
+        """Do nothing: the fetching process closes its own display."""
 
     def _add(self, method: str, *arguments: Any) -> None:
         with self._lock:
             self._items.append((method, arguments))
 
     def since(self, number: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
-        """Return items from `number` on, and the number to request next; older ones are dropped.
+        """Return the items from `number` on and the next number to request; drop older items.
 
         Args:
-            number: what an earlier call returned, 0 at first.
+            number: the next number of the last call; 0 at first.
         """
         with self._lock:
             done = max(0, number - self._first)
@@ -78,6 +66,6 @@ class Relay:
 
 
 def show(items: Sequence[tuple[str, tuple[Any, ...]]], display: Display) -> None:
-    """Show what another process relayed."""
+    """Show the relayed calls of another process on a display."""
     for method, arguments in items:
         getattr(display, method)(*arguments)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sample browser of a report: responses of samples.jsonl, with filters and a text search.
 
-Invariant: the data are text in the page, and the script puts them on the screen as text alone.
+Invariant: the page contains the data as text, and the script inserts them as text only.
 """
 
 import html
@@ -42,14 +42,14 @@ def _are_numbers(values: Any) -> bool:
 
 
 def read_samples(path: Path, most_bytes: int) -> list[dict[str, Any]]:
-    """Responses at even distances over the log.
+    """Return responses at equal distances over the log.
 
     Args:
-        path: of samples.jsonl, which need not exist.
-        most_bytes: of the log's lines that are returned.
+        path: path of samples.jsonl, which need not exist.
+        most_bytes: limit on the bytes of the returned lines.
 
     Raises:
-        ValueError: a damaged line among those that are returned.
+        ValueError: one of the returned lines is damaged.
     """
     stride = -(-path.stat().st_size // most_bytes) if path.exists() else 1
     together = itertools.groupby(
@@ -64,7 +64,7 @@ def read_samples(path: Path, most_bytes: int) -> list[dict[str, Any]]:
 
 
 def browser(path: Path, most_bytes: int) -> str:
-    """Return the section of a page; `SCRIPT` makes its controls.
+    """Return the section of a page; `SCRIPT` builds its controls.
 
     Raises:
         ValueError: as `read_samples`.
@@ -82,8 +82,8 @@ def browser(path: Path, most_bytes: int) -> str:
         rows.append({**row, "prompt": prompts.setdefault(key, len(prompts))})
     data = json.dumps({"prompts": list(prompts), "rows": rows}, separators=(",", ":"))
     text = (
-        "Some of the responses that were trained on, and of those to held-out prompts, over the "
-        "whole run. Click on one to read it."
+        "A sample of the trained responses and of the responses to held-out prompts, over the "
+        "whole run. Click on a response to read it."
     )
     return section(
         "Responses",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of metrics.jsonl as columns: what figures are drawn from.
+"""The numbers of metrics.jsonl as columns.
 
-It does not know what the metrics mean. Invariant: a log is read once, as a stream; what stays is
-a float of every value, the evaluations, and counts.
+Invariant: a log is read once, as a stream; only one float for each value, the evaluations, and
+counts stay in memory.
 """
 
 import array
@@ -17,12 +17,12 @@ Record = Mapping[str, Any]
 
 
 class _Table:
-    """The lines that have the same names in the same order: a run writes a few kinds of them.
+    """Lines with the same names in the same order; a run writes few kinds of lines.
 
     Attributes:
-        names: place of each name in a row.
-        has_evaluation: some of them are figures of an evaluation.
-        values: float64, a row for each line: nan for what is no number.
+        names: name -> position in a row.
+        has_evaluation: some names are figures of an evaluation.
+        values: float64, one row for each line; nan for values that are not numbers.
         lines: index of each line in the log.
     """
 
@@ -39,7 +39,6 @@ class _Table:
         self.lines.append(line)
 
     def column(self, name: str) -> np.ndarray:
-        """Of the table's lines."""
         return np.array(self.values).reshape(-1, len(self.names))[:, self.names[name]]
 
 
@@ -47,12 +46,12 @@ class Metrics:
     """Columns of the lines of metrics.jsonl.
 
     Args:
-        records: its lines, in order; each is looked at once.
+        records: lines of the log in order; each is read once.
 
     Attributes:
-        evaluations: the lines that have figures of an evaluation, as they are.
+        evaluations: lines with figures of an evaluation, unchanged.
         staleness: staleness in steps -> number of uses, summed over the run.
-        last_step: the highest; 0 without a line.
+        last_step: highest step; 0 without a line.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
@@ -80,11 +79,11 @@ class Metrics:
 
     @property
     def names(self) -> Sequence[str]:
-        """Everything that a line has, sorted."""
+        """Return all names in the log, sorted."""
         return sorted({name for names in self._tables for name in names})
 
     def _values(self, name: str) -> np.ndarray:
-        """float64 [lines], nan where a line has no number of this name."""
+        """Return float64 [lines]; nan where a line has no number of this name."""
         values = np.full(self._num_lines, math.nan)
         for table in self._tables.values():
             if name in table.names:
@@ -92,7 +91,7 @@ class Metrics:
         return values
 
     def column(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-        """Values of `x` and `y` of the lines that hold a number for both, as float64 arrays."""
+        """Return the values of `x` and `y` in lines with numbers for both, as float64 arrays."""
         both = self._values(x), self._values(y)
         is_there = np.isfinite(both[0]) & np.isfinite(both[1])
         return both[0][is_there], both[1][is_there]

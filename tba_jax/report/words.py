@@ -12,7 +12,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "48 s", "3 min 12 s", "2 h 5 min"."""
+    """Return a duration such as "48 s", "3 min 12 s" or "2 h 5 min"."""
     total = round(seconds)
     if total < 60:
         return f"{total} s"
@@ -22,12 +22,14 @@ def duration(seconds: float) -> str:
 
 
 def held_out(n: int) -> str:
-    """So many problems, in words."""
+    """Return the number of held-out problems as text."""
     return f"{n} held-out problem{'s' if n != 1 else ''}"
 
 
-# They turn the order of the text around them, so that it reads as something else.
-_TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# These characters change the direction of the text around them.
+_DIRECTION_MARKS = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
 
 
 def shown(text: str) -> str:
@@ -37,7 +39,7 @@ def shown(text: str) -> str:
     """
     return "".join(
         char.encode("unicode_escape").decode("ascii")
-        if char in _TURNING
+        if char in _DIRECTION_MARKS
         or (char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cs", "Cn"))
         else char
         for char in text

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where numbers go: metrics.jsonl always, a progress display, TensorBoard and W&B on request.
+"""Sinks for metrics: metrics.jsonl always, a progress display, TensorBoard and W&B on request.
 
-Every sink has the same two methods (`MetricWriter`), so the rest of the project writes once. This
-module does not know what the numbers mean, except that `ProgressDisplay` picks a few by name. The
-files of JSON lines are `jsonl`'s. Invariant: every writer closes, whatever became of the others.
+All sinks implement `MetricWriter`.
+
+Invariant: every writer is closed, even if closing another one failed.
 """
 
 import collections
@@ -22,7 +22,7 @@ import numpy as np
 from tba_jax.report.jsonl import jsonable
 
 SPARK = "▁▂▃▄▅▆▇█"
-_SHOWN_SHARE = 0.05  # shares below it are left out of a line
+_SHOWN_SHARE = 0.05  # smaller shares are not shown
 
 
 class MetricWriter(Protocol):
@@ -33,35 +33,33 @@ class MetricWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush and release; calling it twice is fine."""
+        """Flush and close; a second call does nothing."""
         ...
 
 
 class MultiWriter:
-    """Hands everything to several writers; close() closes all of them even if one raises."""
+    """Writer that forwards to several writers; `close` closes all of them even if one raises."""
 
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
         self._writers = tuple(writers)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write to every writer, in order."""
         for writer in self._writers:
             writer.write(step, values)
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Give responses to the trackers.
+        """Write responses to the trackers.
 
         Args:
-            step: of the responses.
+            step: step of the responses.
             of: "train" or "eval".
-            samples: as the lines of samples.jsonl.
+            samples: records of samples.jsonl.
         """
         for writer in self._writers:
             if isinstance(writer, TensorBoardWriter | WandbWriter):
                 writer.write_samples(step, of, samples)
 
     def close(self) -> None:
-        """Close every writer."""
         with contextlib.ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -87,16 +85,16 @@ def _finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardWriter:
-    """Scalars and responses to TensorBoard event files (extra `tensorboard`).
+    """Scalars and responses in TensorBoard event files (extra `tensorboard`).
 
-    A resumed run replaces what it wrote before from its first step on.
+    A resumed run replaces the values from its first step on.
 
     Args:
-        folder: of the event files.
+        folder: folder of the event files.
         config: flat config fields shown with the run.
 
     Raises:
-        ValueError: when tensorboardX is not installed.
+        ValueError: tensorboardX is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
@@ -119,7 +117,7 @@ class TensorBoardWriter:
             self._writer(step).add_scalar(name, value, step)
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Add responses as indented text, in which nothing is markup."""
+        """Add responses as indented text, so that TensorBoard interprets no markup."""
         text = "\n\n".join(
             f"reward {sample['reward']}\n{sample['prompt']}\n-> {''.join(sample['tokens'])}"
             for sample in samples
@@ -134,17 +132,17 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Scalars and responses to Weights & Biases (extra `wandb`).
+    """Scalars and responses in Weights & Biases (extra `wandb`).
 
     Args:
         project: W&B project.
-        name: name of the run there.
-        workdir: where W&B keeps its files.
+        name: name of the run in W&B.
+        workdir: folder of W&B's files.
         config: flat config fields shown with the run.
-        run_id: of the run: a resumed work directory continues its run there; "": a new one.
+        run_id: W&B run ID, so that a resumed work directory continues its W&B run; "": a new run.
 
     Raises:
-        ValueError: when wandb is not installed.
+        ValueError: wandb is not installed.
     """
 
     def __init__(
@@ -165,24 +163,26 @@ class WandbWriter:
             id=run_id or None,
             resume="allow",
         )
+        # W&B drops values of steps before its newest; an evaluation may end after later steps.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the finite numbers of `values`."""
-        self._run.log(_finite_numbers(values), step=step)
+        self._run.log({**_finite_numbers(values), "step": step})
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log responses as a table."""
         columns = ["step", "prompt", "response", "reward"]
         rows = [[step, s["prompt"], "".join(s["tokens"]), s["reward"]] for s in samples]
-        self._run.log({f"samples/{of}": self._module.Table(columns=columns, data=rows)}, step=step)
+        table = self._module.Table(columns=columns, data=rows)
+        self._run.log({f"samples/{of}": table, "step": step})
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric of this name lies in [0, 1] and is shown in percent."""
+    """Return whether a metric of this name lies in [0, 1] and is shown in percent."""
     return metric.startswith("pass_at_") or metric.endswith(("_rate", "_share"))
 
 
@@ -197,14 +197,14 @@ def format_metric(metric: str, value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """ "0:07", "3:12", "1:02:05"."""
+    """Return a duration such as "0:07", "3:12" or "1:02:05"."""
     total = max(0, round(seconds))
     hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def format_count(number: float) -> str:
-    """Three digits at most with k, M or G: "845", "8.1k", "12k", "1.3M"."""
+    """Return at most three digits with k, M or G, such as "845", "8.1k", "12k" or "1.3M"."""
     for unit in ("", "k", "M", "G"):
         if abs(number) < 999.5 or unit == "G":
             break
@@ -223,18 +223,18 @@ def sparkline(numbers: Sequence[float], width: int) -> str:
 
 
 class ProgressDisplay:
-    """What a person watches: a live panel on a terminal, else one plain line every few seconds.
+    """Progress display: a live panel on a terminal, otherwise one plain line every few seconds.
 
-    On a plain stream the first step, evaluations, phases and notes are printed at once.
+    Without a terminal, the first step, evaluations, phases and notes are printed at once.
 
     Args:
         num_steps: steps of the whole run.
         title: name of the run, in the frame of the panel.
-        kind: name of the response kind that `*/kind_share` counts, e.g. "worked".
-        metric: the headline metric of evaluations.
+        kind: name of the response kind that `*/kind_share` counts, such as "worked".
+        metric: headline metric of evaluations.
         console: a rich Console; None means standard output.
-        plain_period_s: least seconds between two plain lines.
-        clock: monotonic seconds, replaced in tests.
+        plain_period_s: minimum seconds between two plain lines.
+        clock: monotonic seconds; tests replace it.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class ProgressDisplay:
             self._live.start()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the newest values; shows them at the next refresh."""
+        """Store the newest values; the next refresh shows them."""
         numbers = _finite_numbers(values)
         with self._lock:
             self._take(numbers)
@@ -300,19 +300,19 @@ class ProgressDisplay:
             self._start = self._clock() - self._last.get("time_s", 0.0)
 
     def phase(self, text: str) -> None:
-        """Say what is going on while no steps are made, e.g. "compiling"."""
+        """Show an activity during which no steps are made, such as "compiling"."""
         with self._lock:
             if self._live is None and text and text != self._phase:
                 self._print(f"[{self._elapsed()}] {text}")
             self._phase = text
 
     def note(self, text: str) -> None:
-        """Print one line that stays, above the panel."""
+        """Print one permanent line above the panel."""
         with self._lock:
             self._print(text if self._live else f"[{self._elapsed()}] {text}")
 
     def close(self) -> None:
-        """Show the final state and give the terminal back."""
+        """Show the final state and release the terminal."""
         with self._lock:
             if self._closed:
                 return
@@ -337,7 +337,7 @@ class ProgressDisplay:
         return format_duration(self._clock() - self._start)
 
     def _left(self) -> str:
-        """Time to the last step at the pace of the last steps; "" before there is a pace."""
+        """Return the time to the last step at the recent rate; "" before two steps."""
         if len(self._marks) < 2 or self._step >= self._num_steps:
             return ""
         (first_time, first_step), (last_time, last_step) = self._marks[0], self._marks[-1]
@@ -355,7 +355,7 @@ class ProgressDisplay:
         return form(self._last[name]) if name in self._last else ""
 
     def _fields(self) -> dict[str, str]:
-        """Label -> text of every quantity that is known so far."""
+        """Return label -> text of every known quantity."""
         stale = self._field("buffer/staleness_mean", "{:.1f}".format)
         if stale and "buffer/staleness_max" in self._last:
             stale += f" (max {self._last['buffer/staleness_max']:.0f})"
@@ -380,7 +380,7 @@ class ProgressDisplay:
         return {label: text for label, text in fields.items() if text}
 
     def _parts(self) -> str:
-        """Return the means of several rewards, by name, in brackets."""
+        """Return the means of several rewards by name, in brackets."""
         prefix = "search/reward_part_"
         parts = [
             f"{name.removeprefix(prefix)} {value:.3f}"
@@ -395,7 +395,7 @@ class ProgressDisplay:
         return f"{share:.0%}" if share >= _SHOWN_SHARE else ""
 
     def _searchers(self) -> str:
-        """Of a fleet: how many are there."""
+        """Return the numbers of connected searchers and of hosts; "" without a fleet."""
         if "fleet/searchers" not in self._last:
             return ""
         there, slots, hosts = (

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems whose every response can be written down, and policies on them, exactly.
+"""Problems with 256 possible responses, and policies over them, so that all measures are exact.
 
-A response is four tokens out of four; where a problem has an end, up to four, of which token 0 is
-the last: then what stands behind it is 0 too, and other strings cannot be. A policy gives every one
-of the 256 its log-prob, token by token, so that the target, the distance to it and the success rate
-are exact. How it is trained is not known here.
+A response has four tokens out of a vocabulary of four. In a problem with an end of sequence, token
+0 ends the response; strings with another token after it have probability 0. A policy gives the
+log-probs of all 256 strings, so target, distance to it and success rate are exact.
 
-Invariant: a look at a policy samples nothing.
+Invariant: evaluating a policy samples nothing.
 """
 
 import itertools
@@ -20,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 VOCABULARY, LENGTH = 4, 4
 NUM_DRAWS = 64
 END = 0
-_IMPOSSIBLE = -1e9  # a log-prob; infinity times a probability of 0 would be nan
+_IMPOSSIBLE = -1e9  # A log-prob; minus infinity times a probability of 0 would be nan.
 STRINGS = np.array(list(itertools.product(range(VOCABULARY), repeat=LENGTH)), np.int32)
-# Every prefix, shorter ones first, and which one stands before each token of each string.
+# Every prefix, shorter ones first, and the index of the prefix before each token of each string.
 _NUM_PREFIXES = sum(VOCABULARY**n for n in range(LENGTH))
 _PREFIX = np.stack(
     [
@@ -32,19 +31,19 @@ _PREFIX = np.stack(
     ],
     axis=1,
 ).astype(np.int32)
-# Of each token of each string, whether an end stands before it, and is one that ends it.
+# For each token of each string: whether it stands after the end, and whether it is the end.
 _AFTER_END = np.cumsum(STRINGS == END, axis=1) - (STRINGS == END) > 0
 _IS_END = (STRINGS == END) & ~_AFTER_END
 
 
 class Problem(NamedTuple):
-    """What is asked.
+    """Rewards and policy of a problem.
 
     Attributes:
-        reward: [n 256], of every string of every prompt.
-        width: of the policy's network; 0: a table of its own for each prompt.
-        habit: nats that token 0 is ahead of the others in every place, of a table at the start.
-        ends: token 0 is the last of a response.
+        reward: [n 256], reward of every string of every prompt.
+        width: width of the policy's network; 0: a separate table for each prompt.
+        habit: initial advantage of token 0 over the others at every position of a table, in nats.
+        ends: token 0 ends a response.
     """
 
     reward: np.ndarray | Array
@@ -53,19 +52,19 @@ class Problem(NamedTuple):
     ends: bool = False
 
 
-class Look(NamedTuple):
-    """A policy, exactly: means over prompts, an array over runs (and looks).
+class Measures(NamedTuple):
+    """Exact measures of a policy: means over prompts, one array over runs (and evaluations).
 
     Attributes:
-        target_kl: KL(target || policy), nats.
+        target_kl: KL(target || policy) in nats.
         success: expected reward.
-        entropy: of responses, nats.
+        entropy: entropy of responses in nats.
         best: probability of the most likely response.
-        modes: as how many equally likely strings what is rewarded counts (a perplexity).
-        distinct: strings with a reward of 1/2 and more among `NUM_DRAWS` draws, each counted once,
-            in expectation.
-        length: tokens, the end included; nan without one.
-        unended: probability of four tokens without an end; nan without one.
+        modes: perplexity of the distribution over rewarded strings.
+        distinct: expected number of distinct strings with a reward of at least 1/2 among
+            `NUM_DRAWS` draws.
+        length: tokens with the end; nan without an end.
+        unended: probability of four tokens without an end; nan without an end.
     """
 
     target_kl: Array | np.ndarray
@@ -79,9 +78,9 @@ class Look(NamedTuple):
 
 
 def init_policy(key: Array, problem: Problem) -> Any:
-    """Parameters, and with them log Z of each prompt where it is learned.
+    """Return initial parameters, with log Z of each prompt where an objective learns it.
 
-    That a policy ends its responses is a parameter which nothing trains.
+    The ending of responses is a parameter that is not trained.
     """
     n, d = problem.reward.shape[0], problem.width
     beside = {"z": jnp.zeros(n)} | ({"end": jnp.zeros(())} if problem.ends else {})
@@ -101,7 +100,7 @@ def init_policy(key: Array, problem: Problem) -> Any:
 
 
 def _next_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 85 4"]:
-    """Of every token after every prefix."""
+    """Return the log-probs of every token after every prefix."""
     if "table" in params:
         logits = params["table"][prompts]
     else:
@@ -111,7 +110,7 @@ def _next_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 85
 
 
 def token_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 256 t"]:
-    """Of every token of every string."""
+    """Return the log-probs of every token of every string."""
     every = jnp.arange(len(STRINGS))
     return _ended(params, _next_logprobs(params, prompts)[:, _PREFIX, STRINGS], every)
 
@@ -119,13 +118,16 @@ def token_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 25
 def token_logprobs_of(
     params: Any, prompts: Int[Array, " n"], group_of: Int[Array, " p"], strings: Int[Array, "p k"]
 ) -> Float[Array, "p k t"]:
-    """Of every token of some strings, given the prompt `prompts[group_of]` of each group."""
+    """Return the log-probs of every token of some strings.
+
+    Group i has the prompt `prompts[group_of[i]]`.
+    """
     index = group_of[:, None, None], jnp.asarray(_PREFIX)[strings], jnp.asarray(STRINGS)[strings]
     return _ended(params, _next_logprobs(params, prompts)[index], strings)
 
 
 def _ended(params: Any, logprobs: Array, strings: Array) -> Array:
-    """Make the states after an end certain or impossible."""
+    """Make the tokens after an end certain or impossible."""
     if "end" not in params:
         return logprobs
     after = jnp.where(jnp.asarray(STRINGS)[strings] == END, 0.0, _IMPOSSIBLE)
@@ -135,7 +137,7 @@ def _ended(params: Any, logprobs: Array, strings: Array) -> Array:
 def token_mask(
     problem: Problem, strings: Int[Array, "p k"], *, mask_eos: bool
 ) -> Bool[Array, "p k t"]:
-    """Which tokens are of a response, its end included or left out."""
+    """Return which tokens belong to a response, with or without its end."""
     if not problem.ends:
         return jnp.ones((*strings.shape, LENGTH), bool)
     left_out = _AFTER_END | _IS_END if mask_eos else _AFTER_END
@@ -143,12 +145,12 @@ def token_mask(
 
 
 def target(reference: Float[Array, "p 256"], reward: Float[Array, "p 256"], beta: float) -> Array:
-    """log of pi_ref exp(r / beta) / Z."""
+    """Return log(pi_ref exp(r / beta) / Z)."""
     return jax.nn.log_softmax(reference + reward / beta, axis=-1)
 
 
-def look(params: Any, start: Any, problem: Problem, beta: float) -> Look:
-    """At every prompt of the problem."""
+def measure(params: Any, start: Any, problem: Problem, beta: float) -> Measures:
+    """Evaluate a policy at every prompt of the problem."""
     every = jnp.arange(problem.reward.shape[0])
     logprob, reference = (token_logprobs(x, every).sum(-1) for x in (params, start))
     reward = jnp.asarray(problem.reward, jnp.float32)
@@ -157,7 +159,7 @@ def look(params: Any, start: Any, problem: Problem, beta: float) -> Look:
     earned = p * reward
     earned = earned / jnp.maximum(earned.sum(-1, keepdims=True), 1e-30)
     none = jnp.float32(jnp.nan)
-    return Look(
+    return Measures(
         jnp.mean(jnp.sum(jnp.exp(goal) * (goal - logprob), -1)),
         jnp.mean(jnp.sum(p * reward, -1)),
         -jnp.mean(jnp.sum(p * logprob, -1)),
@@ -172,17 +174,18 @@ def look(params: Any, start: Any, problem: Problem, beta: float) -> Look:
 
 
 def few_modes() -> Problem:
-    """One prompt with rewards of every size between 0 and 1, by a table."""
+    """Return a problem of one prompt with rewards of every size between 0 and 1."""
     return Problem(np.random.default_rng(0).uniform(size=(1, 256)).astype(np.float32) ** 3)
 
 
 def sums(num_prompts: int = 32, width: int = 32) -> Problem:
-    """Write four digits whose weighted sum is the prompt's: 8 of 256 strings, by one network.
+    """Return the problem of writing four digits whose weighted sum equals the prompt's number.
 
-    The answers to a prompt lie all over: 3 % of what a new policy writes, in eight modes.
+    8 of 256 strings are correct, in eight modes; a new policy writes a correct string with
+    probability 3 %. One network serves all prompts.
     """
     value = STRINGS @ np.array([1, 5, 11, 7]) % num_prompts
-    # As many strings for each prompt, whatever the sums do.
+    # Every prompt has the same number of correct strings.
     order = np.argsort(value, kind="stable")
     reward = np.zeros((num_prompts, 256), np.float32)
     size = 256 // num_prompts
@@ -192,9 +195,9 @@ def sums(num_prompts: int = 32, width: int = 32) -> Problem:
 
 
 def sparse() -> Problem:
-    """One prompt and 16 right strings, without the token that a new policy nearly always writes.
+    """Return a problem with one prompt and 16 correct strings without the most likely token.
 
-    About one string in 1,000 of a new policy is right.
+    About one string in 1,000 of a new policy is correct.
     """
     without = np.flatnonzero((STRINGS > 0).all(1))
     right = np.random.default_rng(0).choice(without, 16, replace=False)
@@ -204,9 +207,10 @@ def sparse() -> Problem:
 
 
 def stops(num_prompts: int = 32, width: int = 32) -> Problem:
-    """Write one of three answers of one, two and three digits, and stop; longer ones are wrong.
+    """Return the problem of writing one of three answers of one to three digits, then the end.
 
-    One response of twelve by a new policy is right, and one of three has no end.
+    Longer responses are wrong. With a new policy, one response in twelve is correct, and one in
+    three has no end.
     """
     rng = np.random.default_rng(0)
     reward = np.zeros((num_prompts, len(STRINGS)), np.float32)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on an enumerable problem is trained on: how groups are drawn, kept and drawn again.
+"""Training data of a run on an enumerable problem: drawn, stored and replayed groups.
 
-A policy that is D steps old draws the data of a step: the lag is exact. What is drawn is kept group
-by group, whole, or response by response, each string of a prompt once. It knows no objective.
+The policy of D steps ago draws the data of a step, so the lag is exact. Data are stored by whole
+groups, or by responses with each string of a prompt once.
 
-Invariant: what is replayed was drawn before, with the log-probs of what drew it.
+Invariant: replayed data were drawn before and keep the log-probs of the policy that drew them.
 """
 
 import dataclasses
@@ -22,26 +22,25 @@ _NUM_STRINGS = len(STRINGS)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all runs of a program share.
+    """Settings shared by all runs of a program.
 
     Attributes:
-        num_steps: of Adam, whose rate falls to 0 on a cosine.
-        prompts, group: p and K of a batch.
-        num_looks: how often it is looked at, the last time at the end.
-        target_beta: of the target that distances are to.
-        samples: S strings drawn for a group, of which the K that differ are taken first; 0: K.
-        searchers: each draws as many groups as a batch has.
-        replay: what is drawn is kept, and drawn again as `Condition.recency` says: whole groups, or
-            responses one by one.
-        mask_eos: the end is left out of log pi.
-        reset_period: steps between reference := policy; 0: never.
-        ema_decay: per step, of a reference that follows the policy; 0: none does.
+        num_steps: steps of Adam, with a cosine learning rate that ends at 0.
+        prompts, group: P and K of a batch.
+        num_evaluations: number of evaluations, the last one at the end.
+        target_beta: beta of the target distribution.
+        samples: S strings drawn for a group, of which K are taken, distinct ones first; 0: K.
+        searchers: searchers; each draws as many groups as a batch has.
+        replay: stored unit of data, replayed with share 1 - `Condition.recency`.
+        mask_eos: exclude the end from log pi.
+        reset_period: steps between resets of the reference to the policy; 0: never.
+        ema_decay: decay per step of a reference that is a moving average; 0: fixed reference.
     """
 
     num_steps: int = 400
     prompts: int = 8
     group: int = 16
-    num_looks: int = 20
+    num_evaluations: int = 20
     target_beta: float = 0.1
     samples: int = 0
     searchers: int = 1
@@ -52,17 +51,18 @@ class Settings:
 
 
 class Condition(NamedTuple):
-    """What the runs of a program may differ in beside seed and rate: numbers, traced.
+    """Numbers in which the runs of one program may differ besides seed and rate; traced.
 
     Attributes:
         beta: KL coefficient at the first step.
-        beta_final: at the last, on a line.
-        sampler: what draws: an index of `SAMPLERS`.
-        lag: steps between the policy that draws and the one that is trained.
-        sync_period: steps between two policies that draw.
-        recency: share of groups that are drawn anew; others are replayed.
-        inverse_temperature: responses of a prompt are replayed ~ softmax(reward times this).
-        capacity: how many strings of a prompt are kept, the newest.
+        beta_final: KL coefficient at the last step; linear in between.
+        sampler: index in `SAMPLERS` of the distribution that draws.
+        lag: steps between the policy that draws and the trained policy.
+        sync_period: steps between two versions that draw.
+        recency: share of newly drawn groups; the others are replayed.
+        inverse_temperature: replay probability of a prompt's responses ~ softmax(reward times
+            this).
+        capacity: number of newest strings stored for each prompt.
     """
 
     beta: float
@@ -76,13 +76,13 @@ class Condition(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Groups: as they were drawn, [p ...], or all of a run, [steps p ...].
+    """Drawn groups of one step, [p ...], or of all steps of a run, [steps p ...].
 
     Attributes:
         prompts: [p].
-        strings: [p k], which of the 256.
-        behavior: [p k t], log-probs of what drew them.
-        version: [p k], the step of the policy that drew them.
+        strings: [p k], indices of the 256 strings.
+        behavior: [p k t], log-probs of the distribution that drew them.
+        version: [p k], step of the policy that drew them.
     """
 
     prompts: Array
@@ -92,12 +92,12 @@ class Drawn(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Responses of each prompt, each string once: its newest draw.
+    """Stored responses of each prompt: the newest draw of each string.
 
     Attributes:
-        step: [n 256], in which it was drawn; -1: never.
-        behavior: [n 256 t], log-probs of what drew it.
-        version: [n 256], the step of the policy that drew it.
+        step: [n 256], step of the draw; -1: never drawn.
+        behavior: [n 256 t], log-probs of the distribution that drew it.
+        version: [n 256], step of the policy that drew it.
     """
 
     step: Array
@@ -106,7 +106,7 @@ class Store(NamedTuple):
 
 
 def is_repeat(strings: Int[Array, "*p k"]) -> Bool[Array, "*p k"]:
-    """Whether the same string stands before it in its group."""
+    """Return whether a string occurs earlier in its group."""
     same = strings[..., :, None] == strings[..., None, :]
     return jnp.any(jnp.tril(same, -1), axis=-1)
 
@@ -132,8 +132,8 @@ def draw(
         ]
     )
     behavior = of_sampler[condition.sampler]
-    # By the inverse of the distribution function: a number for each string would take most of the
-    # time of a step.
+    # Sampling by the inverse distribution function: one random number for each of the 256 strings
+    # would take most of the time of a step.
     below = jnp.cumsum(jnp.exp(behavior.sum(-1)), axis=-1)[group_of][:, None]
     size = settings.samples or k
     uniform = jax.random.uniform(k_strings, (p, size, 1)) * below[..., -1:]
@@ -159,7 +159,7 @@ def _chosen(is_new: Bool[Array, " p"], new: Drawn, old: Drawn) -> Drawn:
 def replayed_groups(
     drawn: Drawn, history: Drawn, recency: Array | float, i: Array, key: Array
 ) -> Drawn:
-    """Exchange some of the groups for groups drawn in the `i` steps before."""
+    """Replace some groups by groups drawn in the last `i` steps."""
     k_which, k_step, k_slot = jax.random.split(key, 3)
     p = drawn.prompts.shape[0]
     is_new = (jax.random.uniform(k_which, (p,)) < recency) | (i == 0)
@@ -171,15 +171,15 @@ def replayed_groups(
 def replayed_responses(
     drawn: Drawn, store: Store, reward: Float[Array, "n 256"], condition: Condition, key: Array
 ) -> Drawn:
-    """Exchange some of the groups for stored responses to the same prompts.
+    """Replace some groups by stored responses to the same prompts.
 
-    They are drawn without replacement; where fewer than K are stored all are taken, and again in
-    turn. A prompt of which nothing is stored keeps its new group.
+    Responses are drawn without replacement; with fewer than K stored, all are taken repeatedly. A
+    prompt without stored responses keeps its new group.
     """
     k_which, k_noise = jax.random.split(key)
     prompts, (p, k) = drawn.prompts, drawn.strings.shape
     at = store.step[prompts]
-    # Strings of one step are as old; then an order decides that says nothing of their reward.
+    # Strings of one step have the same age; this fixed order is independent of their reward.
     order = at * _NUM_STRINGS + (jnp.arange(_NUM_STRINGS) * 97 % _NUM_STRINGS)[None]
     oldest = jnp.take(jnp.sort(order, axis=-1), _NUM_STRINGS - condition.capacity, axis=-1)
     is_kept = (at >= 0) & (order >= oldest[:, None])

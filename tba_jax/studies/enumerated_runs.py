@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on enumerable problems: conditions, seeds and rates of an objective in one program.
 
-The objectives are those of `train.objectives`, shown groups as the trainer shows them; there is no
-model, buffer or driver. What they are shown is `enumerated_data`'s.
+Uses the objectives of `train.objectives`, with groups in the format of the trainer, and data from
+`enumerated_data`; there is no language model and no buffer.
 
-Invariant: a run is a function of its condition, seed and rate alone; how many of them share a
-program changes no figure beyond rounding.
+Invariant: a run depends on its condition, seed and rate alone; the number of runs in a program
+changes results only by rounding.
 """
 
 import functools
@@ -19,10 +19,10 @@ import optax
 from jaxtyping import Array
 
 from tba_jax.studies.enumerated import (
-    Look,
+    Measures,
     Problem,
     init_policy,
-    look,
+    measure,
     token_logprobs,
     token_logprobs_of,
     token_mask,
@@ -41,13 +41,13 @@ from tba_jax.train.objectives.base import GroupData, Objective, Totals
 
 
 class Batches(NamedTuple):
-    """What a run was trained on between two looks, an array over runs (and looks).
+    """Statistics of the training data between two evaluations, arrays over runs (and evaluations).
 
     Attributes:
-        unique: share of a group's strings that differ, mean.
+        unique: mean share of distinct strings in a group.
         rewarded: mean reward.
-        found: strings with a reward of 1/2 and more that were drawn since the start, a prompt; nan
-            where responses are not kept.
+        found: correct strings (reward of at least 1/2) drawn since the start, per prompt; nan if
+            responses are not stored.
     """
 
     unique: Array | np.ndarray
@@ -64,11 +64,11 @@ def _group_data(
         drawn: its groups.
         reference: [p 256 t], or [1 256 t] of a problem with one prompt.
         problem: the rewards.
-        settings: of the study.
-        step: of the trained policy.
+        settings: settings of the study.
+        step: step of the trained policy.
     """
     p, k = settings.prompts, settings.group
-    # Of fewer prompts than groups each is scored once.
+    # With fewer prompts than groups, each prompt is scored once.
     n = min(p, problem.reward.shape[0])
     some, group_of = drawn.prompts[:n], jnp.arange(p) % n
 
@@ -100,14 +100,14 @@ def _group_data(
 
 
 class _Carry(NamedTuple):
-    """Of a run between two steps.
+    """State of a run between two steps.
 
     Attributes:
-        params: the policy's.
-        state: Adam's.
-        queue: slot i holds the policy of the last step that is i modulo its length.
-        kept: what was drawn, where any is replayed.
-        anchor: parameters of a reference that moves; None of one that does not.
+        params: parameters of the policy.
+        state: state of Adam.
+        queue: entry i has the policy of the last step that equals i modulo the queue's length.
+        kept: stored responses for replay; None without replay.
+        anchor: parameters of a reference that changes; None for a fixed reference.
     """
 
     params: Any
@@ -121,7 +121,7 @@ _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 
 
 def _first(start: Any, num_prompts: int, settings: Settings, queue_size: int) -> _Carry:
-    """Before the first step."""
+    """Return the state before the first step."""
     return _Carry(
         start,
         _OPTIMIZER.init(start),
@@ -147,8 +147,8 @@ def train_once(
     key: Array,
     rate: Array,
     queue_size: int,
-) -> tuple[Look, Batches]:
-    """One run; its looks lie along the first axis."""
+) -> tuple[Measures, Batches]:
+    """Train one run; its evaluations are along the first axis."""
     k_start, k_data = jax.random.split(key)
     start = init_policy(k_start, problem)
     at_start = token_logprobs(start, jnp.arange(problem.reward.shape[0]))
@@ -179,7 +179,7 @@ def train_once(
 
         gradient: dict[str, Any] = jax.grad(loss)(params)
         scaled, state = _OPTIMIZER.update(gradient, carry.state)
-        # log Z is a single number a prompt; the policy is many that move together.
+        # log Z is one number per prompt, while many parameters of the policy move together.
         updates: Any = {**cast(dict[str, Any], scaled)}
         updates["z"] = 10 * updates["z"]
         updates = jax.tree.map(lambda u: -rate * decay(i) * u, updates)
@@ -191,28 +191,36 @@ def train_once(
         rewarded = jnp.mean(rewards[drawn.prompts[:, None], drawn.strings])
         return _Carry(params, state, queue, kept, anchor), (unique, rewarded)
 
-    def stretch(carry: _Carry, first: Array) -> tuple[_Carry, tuple[Look, Batches]]:
+    def stretch(carry: _Carry, first: Array) -> tuple[_Carry, tuple[Measures, Batches]]:
         carry, (unique, rewarded) = jax.lax.scan(step, carry, first + jnp.arange(between))
         found = jnp.float32(jnp.nan)
         if isinstance(carry.kept, Store):
             is_found = (carry.kept.step >= 0) & (rewards >= 0.5)
             found = jnp.mean(jnp.sum(is_found, axis=-1).astype(jnp.float32))
-        found_look = look(carry.params, start, problem, settings.target_beta)
-        return carry, (found_look, Batches(jnp.mean(unique), jnp.mean(rewarded), found))
+        measured = measure(carry.params, start, problem, settings.target_beta)
+        return carry, (measured, Batches(jnp.mean(unique), jnp.mean(rewarded), found))
 
-    between = settings.num_steps // settings.num_looks
-    looks_at = between * jnp.arange(settings.num_looks)
+    between = settings.num_steps // settings.num_evaluations
+    evaluated_at = between * jnp.arange(settings.num_evaluations)
     first = _first(start, len(at_start), settings, queue_size)
-    return jax.lax.scan(stretch, first, looks_at)[1]
+    return jax.lax.scan(stretch, first, evaluated_at)[1]
 
 
 @functools.cache
 def _program(
     objective: Objective, settings: Settings, form: tuple[Any, ...], queue_size: int
-) -> Callable[..., tuple[Look, Batches]]:
-    """Of problems that differ in their rewards alone; `form` is the rest of one."""
+) -> Callable[..., tuple[Measures, Batches]]:
+    """Return the compiled program for problems that differ only in rewards.
 
-    def run(reward: Array, condition: Condition, key: Array, rate: Array) -> tuple[Look, Batches]:
+    Args:
+        objective, settings: as in `train_once`.
+        form: fields of the problem without its rewards.
+        queue_size: number of old policies that are kept.
+    """
+
+    def run(
+        reward: Array, condition: Condition, key: Array, rate: Array
+    ) -> tuple[Measures, Batches]:
         problem = Problem(reward, *form)
         return train_once(objective, problem, settings, condition, key, rate, queue_size)
 
@@ -229,8 +237,12 @@ def train(
     *,
     seeds: Sequence[int],
     rates: Sequence[float],
-) -> tuple[Look, Batches]:
-    """All runs of one objective in one program: arrays [conditions, rates, seeds, looks]."""
+) -> tuple[Measures, Batches]:
+    """Train all runs of one objective in one program.
+
+    Returns:
+        Arrays [conditions, rates, seeds, evaluations].
+    """
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
     queue_size = max(c.lag + c.sync_period for c in conditions)
     program = _program(objective, settings, problem[1:], queue_size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and figures of the studies on enumerable problems.
 
-The rate of an objective in a case is chosen by the first half of the seeds, and what is shown is of
-the others. Invariant: every figure is of runs, none is fitted but the slopes, which say so.
+The first half of the seeds selects the learning rate of an objective in a case; the second half is
+reported. Only slopes are fitted values.
 """
 
 from collections.abc import Sequence
@@ -11,38 +11,38 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tba_jax.report.plots import LIGHT, SERIES, new_figure, style_axes, to_png
-from tba_jax.studies.enumerated import Look
+from tba_jax.studies.enumerated import Measures
 from tba_jax.studies.enumerated_runs import Batches
 from tba_jax.studies.sweeps import Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A run has collapsed that ends below so much of its own best.
+# A run has collapsed if it ends below this share of its best success.
 COLLAPSED = 0.5
 CONFIDENCE = 0.9
-# Of a distance to the target, where theory says that there is none.
+# Distance below which a policy counts as at the target.
 AT_TARGET = 1e-3
 
 
 class Row(NamedTuple):
-    """An objective in one case: arrays [rates, seeds, looks]."""
+    """Results of an objective in one case: arrays [rates, seeds, evaluations]."""
 
     objective: str
     case: str
-    looks: Look
+    measures: Measures
     wall_s: float
     batches: Batches
 
 
 class End(NamedTuple):
-    """How an objective ends in one case, at its own rate: arrays over the seeds of the test.
+    """Final results of an objective in one case at its selected rate: arrays over the test seeds.
 
     Attributes:
-        rate: which.
-        success, entropy, modes, target_kl: as in `Look`.
-        collapsed: share of runs, at that rate.
-        collapsed_any: the same over all rates.
+        rate: selected learning rate.
+        success, entropy, modes, target_kl: as in `Measures`.
+        collapsed: share of collapsed runs at that rate.
+        collapsed_any: share of collapsed runs over all rates.
     """
 
     rate: float
@@ -55,7 +55,7 @@ class End(NamedTuple):
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """Mean, and the half width of its Student interval; nan of one value."""
+    """Return the mean and half the width of its Student interval; nan for a single value."""
     from scipy import stats
 
     n = len(values)
@@ -66,20 +66,21 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def end_of(row: Row, rates: Sequence[float], by: str = "success") -> End:
-    """At the rate whose first half of the seeds ends best.
+    """Return the results at the rate that ends best in the first half of the seeds.
 
     Args:
-        row: of the study.
-        rates: its rates.
-        by: success: the highest; target_kl: the lowest.
+        row: results of the study.
+        rates: learning rates of the study.
+        by: "success" selects the highest, "target_kl" the lowest value.
     """
-    success = np.nan_to_num(row.looks.success)
+    success = np.nan_to_num(row.measures.success)
     half = success.shape[1] // 2
-    score = success if by == "success" else -np.nan_to_num(row.looks.target_kl, nan=np.inf)
+    score = success if by == "success" else -np.nan_to_num(row.measures.target_kl, nan=np.inf)
     at = int(np.argmax(score[:, :half, -1].mean(1)))
     collapsed = success[:, :, -1] < COLLAPSED * success.max(-1)
     ends = {
-        name: getattr(row.looks, name)[at, half:, -1] for name in ("entropy", "modes", "target_kl")
+        name: getattr(row.measures, name)[at, half:, -1]
+        for name in ("entropy", "modes", "target_kl")
     }
     return End(
         rates[at],
@@ -91,7 +92,7 @@ def end_of(row: Row, rates: Sequence[float], by: str = "success") -> End:
 
 
 def slopes(ends: Sequence[End], lags: Sequence[float]) -> np.ndarray:
-    """Of success by ten steps of lag, a least-squares line for each seed."""
+    """Return the slope of success per ten steps of lag, a least-squares line for each seed."""
     return np.polyfit(np.array(lags) / 10, np.stack([end.success for end in ends]), 1)[0]
 
 
@@ -106,7 +107,7 @@ def names_of(rows: Sequence[Row]) -> list[str]:
 
 
 def table(name: str, study: Study, rows: Sequence[Row]) -> str:
-    """Of a study, as Markdown."""
+    """Return the table of a study as Markdown."""
     if name == "optimum":
         return optimum_table(study, rows)
     text = sweep_table(study, rows)
@@ -114,7 +115,7 @@ def table(name: str, study: Study, rows: Sequence[Row]) -> str:
 
 
 def optimum_table(study: Study, rows: Sequence[Row]) -> str:
-    """Distance to the target at the better rate, and what the policy became."""
+    """Return the table of distances to the target at the selected rate, with reward and entropy."""
     lines = [
         "| objective | data | KL(target, policy) at the end, mean | worst seed | expected reward | "
         "entropy | at rate |",
@@ -131,7 +132,7 @@ def optimum_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def staleness_table(study: Study, rows: Sequence[Row]) -> str:
-    """Success by lag, its slope, and how many runs collapsed."""
+    """Return the table of success by lag, its slope, and the share of collapsed runs."""
     columns = " | ".join(f"success at lag {lag} (rate)" for lag in study.cases)
     lines = [
         f"| objective | {columns} | slope per 10 steps of lag, 90 % interval | collapsed at the "
@@ -158,10 +159,10 @@ def spread(values: np.ndarray, sign: str = "") -> str:
 
 
 def sweep_table(study: Study, rows: Sequence[Row]) -> str:
-    """Every case of every objective: success and its deviation, entropy, modes, collapses."""
+    """Return success, deviation, entropy, modes and collapses of every objective and case."""
     lines = [
         f"| objective | {study.axis} | success, 90 % interval | deviation over seeds | entropy | "
-        "modes of what is right | collapsed, any rate | at rate | s |",
+        "modes of correct strings | collapsed, any rate | at rate | s |",
         "|---|" + "---|" * 8,
     ]
     for row in rows:
@@ -176,14 +177,14 @@ def sweep_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def figure(name: str, study: Study, rows: Sequence[Row]) -> bytes:
-    """Of a study, as PNG."""
+    """Return the figure of a study as PNG."""
     if name == "optimum":
         return _optimum_figure(study, rows)
     return (_staleness_figure if name == "staleness" else _sweep_figure)(study, rows)
 
 
 def dots(axes: "Axes", names: Sequence[str], *, named: bool = True) -> None:
-    """Objectives down the side, the first on top."""
+    """Label the vertical axis with objectives, the first on top."""
     style_axes(axes, LIGHT, grid=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names if named else [""] * len(names))
@@ -216,7 +217,7 @@ def _optimum_figure(study: Study, rows: Sequence[Row]) -> bytes:
 
 
 def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
-    """Success at each lag, and its slope, objectives in the order of their slopes."""
+    """Draw success at each lag and its slope, with objectives in the order of their slopes."""
     lags = [float(label) for label in study.cases]
     found = {
         name: [end_of(row, study.rates) for row in rows_of(rows, name, study)]
@@ -237,7 +238,7 @@ def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
         right.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=5, capsize=2)
     right.axvline(0, color=LIGHT.muted, linewidth=0.8)
     left.set_xlabel("success at the end")
-    right.set_xlabel("its slope per 10 steps of lag, 90 %")
+    right.set_xlabel("slope of success per 10 steps of lag, 90 %")
     left.set_xlim(0, 1.02)
     picture.legend(
         loc="outside upper center", ncols=4, frameon=False, fontsize=9, title=study.axis,
@@ -247,7 +248,7 @@ def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
 
 
 def _sweep_figure(study: Study, rows: Sequence[Row]) -> bytes:
-    """Success by case, 90 % intervals, a line for each objective."""
+    """Draw success by case with 90 % intervals, one line for each objective."""
     picture = new_figure(max(5.0, 0.45 * len(study.cases)), 3.2, LIGHT)
     axes = picture.subplots()
     style_axes(axes, LIGHT)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and figures of the way: what runs are trained on, and how diverse they are.
+"""Tables and figures of runs over time: their training data and their diversity.
 
-As in `exact_report`, the first half of the seeds chooses the rate and the other half is shown.
-Invariant: a figure at some success is between two looks at one run, on a line.
+As in `exact_report`, the first half of the seeds selects the rate and the second half is reported.
+A value at a given success is interpolated linearly between two evaluations of one run.
 """
 
 from collections.abc import Sequence
@@ -26,48 +26,55 @@ LEVELS = (0.25, 0.5, 0.75)
 
 
 def soonest(row: Row) -> int:
-    """Index of the rate whose first half of the seeds has the highest success, over all looks."""
-    success = np.nan_to_num(row.looks.success)
+    """Return the index of the rate with the highest mean success in the first half of the seeds."""
+    success = np.nan_to_num(row.measures.success)
     return int(np.argmax(success[:, : success.shape[1] // 2].mean((1, 2))))
 
 
 def first_at(values: np.ndarray, level: float) -> np.ndarray:
-    """Index of the first look at `level` or above, of each run [runs looks]; inf: never."""
+    """Return the index of the first evaluation at `level` or above, for each run; inf: never.
+
+    Shape of `values`: [runs evaluations].
+    """
     is_there = values >= level
     return np.where(is_there.any(1), is_there.argmax(1).astype(float), np.inf)
 
 
 def at_success(values: np.ndarray, success: np.ndarray, level: float) -> np.ndarray:
-    """Values where success is first at `level`, of each run [runs looks]; nan: it never is."""
+    """Return values at the point where success first reaches `level`, for each run; nan: never.
+
+    Shape of `values` and `success`: [runs evaluations].
+    """
     found = np.full(len(values), np.nan)
     for run, first in enumerate(first_at(success, level)):
         if np.isfinite(first):
             j = int(first)
             span = slice(max(j - 1, 0), j + 1)
-            # From below to above, which is what `interp` wants.
+            # `interp` needs ascending success.
             found[run] = np.interp(level, success[run, span], values[run, span])
     return found
 
 
 def table(name: str, study: Study, rows: Sequence[Row]) -> str:
-    """Of a study, as Markdown."""
+    """Return the table of a study as Markdown."""
     del name
     tables = {"data": data_table, "diversity": diversity_table, "stops": stops_table}
     return tables[study.shows](study, rows)
 
 
 def data_table(study: Study, rows: Sequence[Row]) -> str:
-    """How soon runs are right, and what they are trained on."""
+    """Return the table of success over time and of the training data."""
     lines = [
         f"| objective | {study.axis} | success at the end, 90 % interval | mean over the run | "
-        "median steps to 10 % | to 50 % | to the first right string drawn | different strings of a "
-        "group | reward trained on | right strings drawn in all | right ones among 64 at the end | "
-        "modes of what is right | at rate | s |",
+        "median steps to 10 % | to 50 % | to the first correct string drawn | "
+        "distinct strings of a group | mean training reward | correct strings drawn in all | "
+        "correct ones among 64 at the end | "
+        "modes of correct strings | at rate | s |",
         "|---|" + "---|" * 13,
     ]
     for row in rows:
-        at, half = soonest(row), row.looks.success.shape[1] // 2
-        of = {k: v[at, half:] for k, v in (row.looks._asdict() | row.batches._asdict()).items()}
+        at, half = soonest(row), row.measures.success.shape[1] // 2
+        of = {k: v[at, half:] for k, v in (row.measures._asdict() | row.batches._asdict()).items()}
         between = study.num_steps // of["success"].shape[1]
         steps = [
             between * (1 + np.median(first_at(values, level)))
@@ -89,8 +96,8 @@ def data_table(study: Study, rows: Sequence[Row]) -> str:
 def _of_level(row: Row, study: Study, field: str, level: float) -> np.ndarray:
     """Return a measurement of each run, in the second half of the seeds, that reaches a level."""
     at = study.rates.index(end_of(row, study.rates).rate)
-    half = row.looks.success.shape[1] // 2
-    values, success = getattr(row.looks, field)[at, half:], row.looks.success[at, half:]
+    half = row.measures.success.shape[1] // 2
+    values, success = getattr(row.measures, field)[at, half:], row.measures.success[at, half:]
     return at_success(values, np.nan_to_num(success), level)
 
 
@@ -100,11 +107,11 @@ def _known(values: np.ndarray) -> str:
 
 
 def diversity_table(study: Study, rows: Sequence[Row]) -> str:
-    """Policies that are as often right, and what they are at the end."""
+    """Return the table of policies at equal success and at the end."""
     low, middle, high = LEVELS
     lines = [
-        f"| objective | {study.axis} | reach {middle:.0%} | there: entropy | modes of what "
-        f"is right | right ones among 64 | KL(target, policy) | modes at {low:.0%} | "
+        f"| objective | {study.axis} | reach {middle:.0%} | there: entropy | modes of correct "
+        f"strings | correct ones among 64 | KL(target, policy) | modes at {low:.0%} | "
         f"modes at {high:.0%} | success at the end | modes at the end | at rate |",
         "|---|" + "---|" * 11,
     ]
@@ -124,7 +131,7 @@ def diversity_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def stops_table(study: Study, rows: Sequence[Row]) -> str:
-    """How responses end."""
+    """Return the table of response lengths and missing ends."""
     lines = [
         f"| objective | {study.axis} | success at the end, 90 % interval | KL(target, policy) | "
         "tokens of a response | without an end | entropy | at rate | s |",
@@ -132,9 +139,9 @@ def stops_table(study: Study, rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         end = end_of(row, study.rates)
-        at, half = study.rates.index(end.rate), row.looks.success.shape[1] // 2
+        at, half = study.rates.index(end.rate), row.measures.success.shape[1] // 2
         shown = [
-            spread(getattr(row.looks, field)[at, half:, -1])
+            spread(getattr(row.measures, field)[at, half:, -1])
             for field in ("success", "target_kl", "length", "unended", "entropy")
         ]
         lines.append(
@@ -145,21 +152,21 @@ def stops_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def figure(name: str, study: Study, rows: Sequence[Row]) -> bytes:
-    """Of a study, as PNG."""
+    """Return the figure of a study as PNG."""
     del name
     return (_diversity_figure if study.shows == "diversity" else _data_figure)(study, rows)
 
 
 def _data_figure(study: Study, rows: Sequence[Row]) -> bytes:
-    """Mean success over the steps, a line for each case; a panel for each objective."""
+    """Draw mean success over the steps: one panel for each objective, one line for each case."""
     names = names_of(rows)
     picture = new_figure(max(5.0, 3.0 * len(names)), 3.4, LIGHT)
     panels = picture.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for axes, name in zip(panels, names, strict=True):
         style_axes(axes, LIGHT)
         for i, row in enumerate(rows_of(rows, name, study)):
-            at, half = soonest(row), row.looks.success.shape[1] // 2
-            mean = row.looks.success[at, half:].mean(0)
+            at, half = soonest(row), row.measures.success.shape[1] // 2
+            mean = row.measures.success[at, half:].mean(0)
             steps = study.num_steps // len(mean) * (1 + np.arange(len(mean)))
             dashes = "-" if i < len(SERIES) else "--"
             axes.plot(steps, mean, color=SERIES[i % len(SERIES)], linestyle=dashes, label=row.case)
@@ -170,7 +177,7 @@ def _data_figure(study: Study, rows: Sequence[Row]) -> bytes:
 
 
 def _diversity_figure(study: Study, rows: Sequence[Row]) -> bytes:
-    """Modes at the same success, a panel for each case."""
+    """Draw modes at equal success, one panel for each case."""
     names, level = names_of(rows), LEVELS[1]
     picture = new_figure(8.0, 0.27 * len(names) + 1.2, LIGHT)
     panels = picture.subplots(1, len(study.cases), sharey=True, squeeze=False)[0]
@@ -186,5 +193,5 @@ def _diversity_figure(study: Study, rows: Sequence[Row]) -> bytes:
             axes.errorbar(
                 mean, names.index(row.objective), xerr=half, fmt="o", color=color, capsize=2
             )
-        axes.set_xlabel(f"modes of what is right at {level:.0%} success, {study.axis} {label}")
+        axes.set_xlabel(f"modes of correct strings at {level:.0%} success, {study.axis} {label}")
     return to_png(picture, dpi=130)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives that studies compare, by name, as settings below `objective`.
+"""Objectives that studies compare: name -> settings below `objective`.
 
-A name is one of `tba_jax.train.objectives`, or a preset of `tba_jax.config.methods`, with what it
-is given beside. Nothing is known here of how they are run.
+A name is one of `tba_jax.train.objectives`, or a preset of `tba_jax.config.methods` with further
+settings.
 """
 
 from collections.abc import Mapping
@@ -47,12 +47,12 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
 
 
 def overrides_of(name: str) -> list[str]:
-    """Return arguments of the main command, without their `--config.`."""
+    """Return arguments of the main command, without `--config.`."""
     return [f"objective.{field}={value}" for field, value in OBJECTIVES[name].items()]
 
 
 def settings_of(name: str, beta: float) -> ObjectiveSettings:
-    """Of the objective alone, at a constant `beta` unless the name has its own."""
+    """Return the settings of an objective, at a constant `beta` unless it sets its own."""
     given = dict(OBJECTIVES[name])
     preset = given.pop("preset", None)
     fields = {"objective.beta": beta} if preset is None else {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the studies on enumerable problems vary: data, not code.
+"""Definitions of the studies on enumerable problems.
 
-A study is objectives times cases; cases that share their settings share a program. Nothing is known
-here of how they are run or shown. docs/results/claims.md has the protocol of each.
+A study combines objectives with cases; cases with equal settings share a program. Protocols:
+docs/results/claims.md.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ LAGS = (0, 8, 32)
 
 
 class Case(NamedTuple):
-    """Differences from what a study has.
+    """Differences of a case from the defaults of its study.
 
     Attributes:
         condition: fields of `Condition`.
@@ -30,19 +30,19 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is compared.
+    """Objectives and cases that are compared.
 
     Attributes:
-        names: of objectives.
-        cases: by label.
-        problem: makes it.
-        rates: of learning, of which the best is taken for each objective and case.
-        beta: of the objectives that have none of their own, and of the target.
-        num_steps: of each run.
-        settings_of: further fields of `Settings`, by name of an objective.
-        axis: what the cases are, for figures.
-        shows: what is looked at: the end of runs, the data they are trained on, how diverse
-            policies are at the same success, or whether they stop.
+        names: names of objectives.
+        cases: label -> case.
+        problem: function that makes the problem.
+        rates: learning rates; the best is selected for each objective and case.
+        beta: beta of the target, and of objectives without their own.
+        num_steps: steps of each run.
+        settings_of: objective -> further fields of `Settings`.
+        axis: description of the cases, for figures.
+        shows: reported quantity: the end of runs, their training data, diversity at equal success,
+            or endings of responses.
     """
 
     names: tuple[str, ...]
@@ -56,24 +56,24 @@ class Study:
     shows: Literal["ends", "data", "diversity", "stops"] = "ends"
 
     def condition(self, label: str) -> Condition:
-        """Of a case."""
+        """Return the condition of a case."""
         return Condition(self.beta, self.beta)._replace(**self.cases[label].condition)
 
     def settings(self, name: str, label: str) -> Settings:
-        """Of an objective in a case."""
+        """Return the settings of an objective in a case."""
         first = Settings(num_steps=self.num_steps, target_beta=self.beta)
         own = self.settings_of.get(name, {})
         return dataclasses.replace(first, **{**own, **self.cases[label].settings})
 
 
-# Points of the loss that one of these studies alone is about.
+# Variants of the loss that only one study compares.
 _OF_CENTRING = ("tb", "tb, centred by the sampler", "tb, not centred", "tb, EMA surrogate")
 _AVERAGED = ("tba_ema", "tba_ema_surrogate")
 _ALL = tuple(
     name
     for name in OBJECTIVES
-    # Another driver is no other objective here, and there is no buffer or searcher to have the
-    # values that A*-PO and VinePPO read; dynamic sampling is left out.
+    # Other drivers are the same objective here. A*-PO and VinePPO need values from a buffer or a
+    # searcher; dynamic sampling is excluded.
     if name
     not in (
         *_OF_CENTRING[1:],
@@ -86,7 +86,7 @@ _ALL = tuple(
     )
 )
 _FEW = ("tb", "grpo, beta 0", "proximal_rloo")
-# Reward alone, and with a KL term of their own.
+# Objectives with reward only, and with a KL term of their own.
 _OF_DIVERSITY = (
     "tb",
     "rloo, beta 0",
@@ -111,19 +111,19 @@ def _betas(lag: int) -> dict[str, Case]:
     return {label: Case({**fields, "lag": lag}) for label, fields in (held | moved).items()}
 
 
-# On the sparse problem.
-_REPLAYED = {"prompts": 4, "num_looks": 100, "replay": "responses"}
+# The sparse problem.
+_REPLAYED = {"prompts": 4, "num_evaluations": 100, "replay": "responses"}
 _HALF_BY_REWARD = {"lag": 2, "recency": 0.5, "inverse_temperature": 5.0}
 _SPARSE_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def _on_sparse(cases: Mapping[str, Case], axis: str) -> Study:
-    """Return a study of the draws when nearly no response is correct."""
+    """Return a study of sampling settings on the problem where nearly no response is correct."""
     return Study(("tb",), cases, sparse, _SPARSE_RATES, num_steps=200, axis=axis, shows="data")
 
 
 STUDIES: Mapping[str, Study] = {
-    # Who ends at pi_ref exp(r / beta)?
+    # Which objectives end at pi_ref exp(r / beta)?
     "optimum": Study(
         _ALL,
         {
@@ -138,7 +138,7 @@ STUDIES: Mapping[str, Study] = {
         1000,
         axis="data drawn by",
     ),
-    # Whose success falls with the age of the data, and whose run collapses?
+    # Success against the age of the data, and collapsed runs.
     "staleness": Study(
         _ALL,
         {str(lag): Case({"lag": lag}) for lag in LAGS},
@@ -152,7 +152,7 @@ STUDIES: Mapping[str, Study] = {
         {str(k): Case({"lag": 4}, {"group": k, "prompts": 128 // k}) for k in (4, 8, 16, 32)},
         axis="K, responses to a prompt",
     ),
-    # m: the share of what is new.
+    # m, the share of new groups.
     "recency": Study(
         _FEW,
         {
@@ -167,9 +167,9 @@ STUDIES: Mapping[str, Study] = {
         {str(k): Case({"sync_period": k}) for k in (1, 2, 4, 8, 16, 32)},
         axis="k, steps between publications",
     ),
-    # rloo is TB times K / (K - 1) where beta is above 0, and knows what 0 is.
+    # For beta above 0, rloo is TB times K / (K - 1); it is also defined for beta 0.
     "beta": Study(("rloo",), _betas(0) | _betas(32), axis="beta"),
-    # Whose mean a group's log-ratio is centred by, and what reference it is to.
+    # Mean that centres a group's log-ratio, and the reference of that ratio.
     "centring": Study(
         _OF_CENTRING,
         {
@@ -180,7 +180,7 @@ STUDIES: Mapping[str, Study] = {
         num_steps=800,
         axis="reference",
     ),
-    # The long run.
+    # Long runs.
     "reset": Study(
         ("tb",),
         {
@@ -190,7 +190,7 @@ STUDIES: Mapping[str, Study] = {
         num_steps=800,
         axis="steps between resets of the reference",
     ),
-    # Part of what TBA' does on old data that is due to its resets of the reference.
+    # The part of TBA' results on old data that comes from its resets of the reference.
     "staleness_resets": Study(
         ("tb", "tba_prime"),
         {
@@ -201,7 +201,7 @@ STUDIES: Mapping[str, Study] = {
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         axis="resets of the reference, lag",
     ),
-    # S strings drawn for each group of K, those that differ first.
+    # S strings drawn for each group of K; distinct strings are taken first.
     "samples": Study(
         _FEW,
         {
@@ -211,7 +211,7 @@ STUDIES: Mapping[str, Study] = {
         axis="S, strings drawn for a group of 8",
         shows="data",
     ),
-    # Half of the groups from the store, by reward.
+    # Half of the groups are replayed, with probability by reward.
     "priority": _on_sparse(
         {
             "no replay": Case({"lag": 2}, _REPLAYED),
@@ -222,12 +222,12 @@ STUDIES: Mapping[str, Study] = {
         },
         "inverse temperature of replay",
     ),
-    # Rounds of 64 a step.
+    # Rounds of 64 responses per step.
     "searchers": _on_sparse(
         {str(n): Case(_HALF_BY_REWARD, {**_REPLAYED, "searchers": n}) for n in (1, 2, 4, 8)},
         "searchers",
     ),
-    # How much is stored, and how often it is drawn.
+    # Stored strings and the share of replay.
     "capacity": _on_sparse(
         {
             f"{n}, m {m:g}": Case({**_HALF_BY_REWARD, "capacity": n, "recency": m}, _REPLAYED)
@@ -236,14 +236,14 @@ STUDIES: Mapping[str, Study] = {
         },
         "strings kept, m",
     ),
-    # Whose policy has more modes when it is as often right?
+    # Which policies have more modes at equal success?
     "diversity": Study(
         _OF_DIVERSITY,
-        {str(lag): Case({"lag": lag}, {"num_looks": 40}) for lag in (0, 8)},
+        {str(lag): Case({"lag": lag}, {"num_evaluations": 40}) for lag in (0, 8)},
         axis="steps of lag",
         shows="diversity",
     ),
-    # Responses that end: the end is trained, or left out of log pi.
+    # Responses with an end: the end is trained, or excluded from log pi.
     "stops": Study(
         ("tb", "rloo, beta 0", "grpo, beta 0"),
         {

@@ -108,7 +108,7 @@ def test_launches_of_a_loop_are_those_of_its_trips_without_scalars():
 def test_an_unknown_program_is_refused(capsys):
     arguments = ["--config=math", "--targets=nowhere:2x2"]
     assert structure.main(arguments) == 1
-    assert "no chip 'nowhere'" in capsys.readouterr().err
+    assert "unknown chip 'nowhere'" in capsys.readouterr().err
 
 
 def two_layers(target, *names):
@@ -143,7 +143,7 @@ def test_a_gpu_reads_weights_and_cache_once_and_admits_in_place():
 
 
 def test_a_shared_prompt_is_counted_once():
-    of = _Products(layers=7.0, head=1.0, pair=2.0)
+    of = _Products(layers=7.0, head=1.0, pair=2.0, near_pair=0.0, window=8)
     assert of.after_prompt(2, 3, 1, 5) == of.causal(2, 8) == 2 * (8 * 7 + 36 * 2)
     # 3 + 2 x 5 tokens; six pairs of the prompt, of each response 15 with it and 15 of its own.
     assert of.after_prompt(1, 3, 2, 5) == 13 * 7 + (6 + 2 * 30) * 2

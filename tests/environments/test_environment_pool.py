@@ -97,7 +97,7 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited(caps
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Untyped", "the tool undescribed wants a docstring"),
+        ("Untyped", "tool undescribed needs a docstring"),
         ("Slow", "OSError: no such server"),
         ("Absent", "has no attribute 'Absent'"),
         ("os", "neither reset"),

@@ -2,6 +2,7 @@
 """Episodes over a real decode session, with environments of this process that take their time."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
-from tba_jax.environments.episodes import Episodes, _Segment
+from tba_jax.environments.episodes import Episodes, ReplayedEnvironment, TakenAnswer, _Segment
 from tba_jax.environments.pool import Answer
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
@@ -97,7 +98,7 @@ def prompts_of(tokenizer):
     return [Prompt(i, x, tokenizer.encode(x, add_bos=True), {}) for i, x in enumerate(texts)]
 
 
-def drawn(model, world, *, in_turn, max_turns=4, limit=LIMIT, num=2):
+def drawn(model, world, *, in_turn, max_turns=4, limit=LIMIT, num=2, log=None, replayed=None):
     """All episodes, in order."""
     config, params, tokenizer, settings, decoder = model
     inner = decoder.session(
@@ -115,10 +116,21 @@ def drawn(model, world, *, in_turn, max_turns=4, limit=LIMIT, num=2):
         for _ in range(10_000):
             if session.is_idle:
                 break
-            if not session.is_waiting:
+            if replayed is not None:
+                session.take_answers([taken_answer(x) for x in replayed.pop(0)])
                 found += session.step()
+            elif not session.is_waiting:
+                taken = session.take_answers()
+                found += session.step()
+                if log is not None:
+                    log.append(taken)
     assert session.is_idle and session.room == 4
     return sorted(found, key=lambda y: (y.request, y.sample))
+
+
+def taken_answer(logged):
+    request, sample, answer = logged
+    return TakenAnswer(request, sample, Answer(*answer))
 
 
 def scored(model, episodes, masks):
@@ -171,12 +183,26 @@ def test_what_is_sampled_does_not_depend_on_when_environments_answer(model, dela
     assert {(y.version_min, y.version_max) for y in again} == {(3, 3)}
 
 
+def test_a_replay_with_logged_answers_is_bit_equal_and_asks_no_environment(model):
+    log = []
+    first = drawn(model, World((3, 40, 0, 11)), in_turn=False, log=log)
+    again = drawn(model, ReplayedEnvironment(), in_turn=False, replayed=json.loads(json.dumps(log)))
+    for y, z in zip(first, again, strict=True):
+        np.testing.assert_array_equal(y.tokens, z.tokens)
+        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
+        assert (y.finish, y.verdict) == (z.finish, z.verdict)
+
+
 def test_turns_in_order_are_bit_equal_however_slow_an_environment_is(model):
     first = drawn(model, World(), in_turn=True)
     again = drawn(model, World((2, 30, 7)), in_turn=True)
     for y, z in zip(first, again, strict=True):
         np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
         np.testing.assert_array_equal(y.tokens, z.tokens)
+
+
+def test_the_time_that_an_environment_takes_is_counted(model):
+    assert all(0 < y.environment_s < 60 for y in drawn(model, World(), in_turn=False))
 
 
 def test_limits_end_an_episode_that_keeps_its_reward(model):
@@ -225,7 +251,7 @@ class Chat:
 
 def test_an_observation_extends_a_chat_and_a_template_that_cannot_is_refused():
     Episodes(World(), Chat(drops=False), 2).check_template()
-    with pytest.raises(ValueError, match="the chat template does not extend the conversation"):
+    with pytest.raises(ValueError, match="the chat template changes earlier turns"):
         Episodes(World(), Chat(drops=True), 2).check_template()
     messages = [{"role": "user", "content": "q"}]
     prompt = Prompt(0, "uq\na", np.zeros(0, np.int32), {"prompt": messages})

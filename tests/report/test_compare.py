@@ -93,7 +93,7 @@ def test_curves_are_bounded_and_bands_end_with_the_shortest_run(tmp_path, monkey
     assert groups.band([short]) is None
 
 
-@pytest.mark.parametrize("arguments, why", [(["nowhere"], "wanted the work directory")])
+@pytest.mark.parametrize("arguments, why", [(["nowhere"], "not the work directory of a run")])
 def test_what_is_no_run_is_one_line(capsys, tmp_path, monkeypatch, arguments, why):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 1

@@ -54,7 +54,7 @@ def test_read_jsonl_names_file_and_line_of_damage(tmp_path):
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2: not JSON .*nonsense"):
         jsonl.read_jsonl(path)
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1: .*wanted a JSON object"):
+    with pytest.raises(ValueError, match="line 1: .*expected a JSON object"):
         jsonl.read_jsonl(path)
 
 
@@ -115,7 +115,7 @@ def test_a_keep_on_a_full_disk_is_a_line_and_changes_nothing(tmp_path, most):
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
         with pytest.raises(
-            jsonl.LogError, match=r"cutting back .*log\.jsonl failed \(File too large\)"
+            jsonl.LogError, match=r"truncating .*log\.jsonl failed \(File too large\)"
         ):
             log.keep(lambda record: record["step"] != 90, start)
     finally:

@@ -72,7 +72,7 @@ def built(tmp_path, **options):
     return Page(report.build_report(tmp_path).read_text(encoding="utf-8"))
 
 
-def test_skipped_prompts_are_told_and_worked_solutions_are_folded(tmp_path):
+def test_skipped_prompts_are_reported_and_worked_solutions_are_folded(tmp_path):
     fake_workdir(tmp_path, num_steps=4)
     told = json.loads((tmp_path / "report.json").read_text())
     assert "skipped as" not in Page(report.build_report(tmp_path).read_text()).text
@@ -88,7 +88,7 @@ def test_skipped_prompts_are_told_and_worked_solutions_are_folded(tmp_path):
     assert page.count("<summary>answer") == 1 and "<small>answer: 16</small>" in page
 
 
-def test_several_responses_to_the_only_problem_are_told_as_such(tmp_path):
+def test_several_responses_to_the_only_problem_are_counted(tmp_path):
     fake_workdir(tmp_path, num_steps=40)
     told = json.loads((tmp_path / "report.json").read_text())
     for when in told["eval"].values():
@@ -157,7 +157,7 @@ def test_samples_are_marked_right_and_wrong(full):
     assert "reward 1.00" in report_page._mark(1.0, is_graded=False)
 
 
-def test_another_headline_is_named_and_decoding_told(tmp_path):
+def test_another_headline_and_the_decoding_are_named(tmp_path):
     sampled = {"eval.temperature": 0.7, "eval.num_samples": 4}
     page = built(tmp_path / "win", metric="win_rate", changes=sampled).text
     told = json.loads((tmp_path / "win" / "report.json").read_text())["eval"]
@@ -214,7 +214,7 @@ def test_run_that_made_no_step(tmp_path):
 
 def test_all_steps_but_no_closing_figures(tmp_path):
     page = built(tmp_path, report=False)
-    assert "the run ended before its closing figures were written" in page.text
+    assert "the run ended before it wrote report.json" in page.text
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_command_reports_and_refuses(tmp_path, capsys):
     assert "wanted the work directory of a run" in capsys.readouterr().err
     (tmp_path / "run" / "report.json").write_text("{")
     assert main([str(tmp_path / "run")]) == 1
-    assert "report.json is not as it was written (Expecting" in capsys.readouterr().err
+    assert "report.json is damaged (Expecting" in capsys.readouterr().err
 
 
 SCHEDULE = [
@@ -453,9 +453,9 @@ def test_no_global_matplotlib_state(full):
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_the_page_says_what_became_of_the_searchers_work(full):
+def test_the_page_reports_the_use_of_generated_responses(full):
     text = Page(full[1]).text
-    assert "Of the groups whose turn is over 62.0 % were trained on when they were new" in text
-    assert "mean rank 0.41 among all (0.5 is unbiased), and 50.0 % of the slots drew" in text
+    assert "Of the groups that could have been trained on while new, 62.0 % were" in text
+    assert "mean length rank of the trained responses is 0.41 (0.5 is unbiased)" in text
     assert "newest data, 12.5 % of it late." in text
     assert "Only 62% of the groups that were merged have been trained on: use <less>." in text

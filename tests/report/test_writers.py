@@ -70,7 +70,8 @@ def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
 
     logged = []
     run = types.SimpleNamespace(
-        log=lambda numbers, step: logged.append((step, numbers)),
+        define_metric=lambda *names, **axis: logged.append((*names, axis)),
+        log=logged.append,
         finish=lambda: logged.append("finished"),
     )
     fake = types.SimpleNamespace(
@@ -85,7 +86,10 @@ def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
     assert logged[0]["project"] == "p" and logged[0]["config"] == {"seed": 1}
     assert logged[0]["id"] == "r" and logged[0]["resume"] == "allow"
     table = [["step", "prompt", "response", "reward"], [7, "2+2\n", "four", 1.0]]
-    assert logged[1:] == [(7, {"a": 0.5, "e": 3.0}), (7, {"samples/eval": table}), "finished"]
+    # With W&B's own steps it would drop an evaluation that ends after a later step.
+    assert logged[1] == ("*", {"step_metric": "step"})
+    lines = [{"a": 0.5, "e": 3.0, "step": 7}, {"samples/eval": table, "step": 7}]
+    assert logged[2:] == [*lines, "finished"]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from tba_jax.settings import Schedule
 from tba_jax.studies import exact, exact_report, exact_runs_report, named
 from tba_jax.studies.enumerated import (
     STRINGS,
-    Look,
+    Measures,
     Problem,
     few_modes,
-    look,
+    measure,
     sparse,
     stops,
     sums,
@@ -55,10 +55,10 @@ def test_token_logprobs_are_those_of_a_table_walked_by_hand():
     np.testing.assert_allclose(np.exp(got.sum(-1)).sum(), 1.0, rtol=1e-5)
 
 
-def test_a_look_at_the_target_says_zero():
+def test_the_distance_at_the_target_is_zero():
     problem = Problem(np.zeros((1, 256), np.float32))
     start = {"table": jnp.zeros((1, 85, 4)), "z": jnp.zeros(1)}
-    found = look(start, start, problem, 0.1)
+    found = measure(start, start, problem, 0.1)
     np.testing.assert_allclose(found.target_kl, 0, atol=1e-6)
     np.testing.assert_allclose(found.entropy, np.log(256), rtol=1e-6)
     assert few_modes().reward.shape == (1, 256) and (sums().reward.sum(1) == 8).all()
@@ -189,7 +189,7 @@ def test_stored_responses_are_replayed_by_reward_and_the_oldest_are_lost():
 def test_the_sparse_problem_is_sparse_at_the_start():
     problem = sparse()
     start = {"table": jnp.zeros((1, 85, 4)).at[..., 0].set(problem.habit), "z": jnp.zeros(1)}
-    found = look(start, start, problem, 0.05)
+    found = measure(start, start, problem, 0.05)
     p = (np.exp(2.2) + 3) ** -4.0  # of each right string
     np.testing.assert_allclose(found.success, 16 * p, rtol=1e-4)
     np.testing.assert_allclose(found.distinct, 16 * (1 - (1 - p) ** 64), rtol=1e-3)
@@ -216,21 +216,21 @@ def test_a_response_ends_at_its_end():
     for mask_eos, lengths in ((False, [2, 4, 4, 1]), (True, [1, 4, 3, 0])):
         mask = token_mask(problem, strings, mask_eos=mask_eos)
         assert mask.sum(-1).tolist() == [lengths]
-    found = look(start, start, problem, 0.05)
+    found = measure(start, start, problem, 0.05)
     np.testing.assert_allclose(found.success, 1 / 16 + 1 / 64 + 1 / 256, rtol=1e-5)
     # 1/4 of one token, 3/16 of two, and 9/16 of three and more, 9/64 of three.
     np.testing.assert_allclose(
         found.length, 0.25 + 2 * 3 / 16 + 3 * 9 / 64 + 4 * 27 / 64, rtol=1e-5
     )
     np.testing.assert_allclose(found.unended, (3 / 4) ** 4, rtol=1e-5)
-    assert np.isnan(look({"table": start["table"], "z": 0}, start, sparse(), 0.1).length)
+    assert np.isnan(measure({"table": start["table"], "z": 0}, start, sparse(), 0.1).length)
 
 
 def test_runs_are_compared_where_they_are_as_often_right():
     success = np.array([[0.2, 0.4, 0.8, 0.6], [0.6, 0.7, 0.8, 0.9], [0.1, 0.2, 0.3, 0.4]])
     values = np.array([[8.0, 6.0, 2.0, 1.0], [5.0, 4.0, 3.0, 2.0], [7.0, 7.0, 7.0, 7.0]])
     found = exact_runs_report.at_success(values, success, 0.5)
-    # A quarter of the way from .4 to .8; there from the first look on; never.
+    # A quarter of the way from .4 to .8; reached at the first evaluation; never.
     np.testing.assert_allclose(found, [5.0, 5.0, np.nan])
     assert exact_runs_report.first_at(success, 0.5).tolist() == [2, 0, np.inf]
 
@@ -242,15 +242,15 @@ def test_the_table_of_data_is_at_the_rate_that_is_right_soonest():
     one = row("1", np.zeros((3, 4)), success=success, found=10 * success)
     assert exact_runs_report.soonest(one) == 1  # and not the one that ends best
     text = exact_runs_report.table("searchers", study, [one])
-    # A look is 50 steps here: 10 % and the first string at the second, 50 % at the third.
+    # Evaluations are 50 steps apart: 10 % and the first string at the second, 50 % at the third.
     assert "| 0.600 ± 0.000 | 0.350 ± 0.000 | 100 | 150 | 100 |" in text and "| 0.1 | 1 |" in text
 
 
 def row(case, ends, **fields):
     success = np.array(ends, float)[..., None] * np.array([0.5, 1.0])
-    looks = Look(**{name: fields.get(name, success) for name in Look._fields})
+    measures = Measures(**{name: fields.get(name, success) for name in Measures._fields})
     batches = Batches(**{name: fields.get(name, success) for name in Batches._fields})
-    return exact_report.Row("tb", case, looks, 1.0, batches)
+    return exact_report.Row("tb", case, measures, 1.0, batches)
 
 
 ENDS = [[0.2, 0.2, 0.2, 0.2], [0.8, 0.8, 0.6, 0.4], [0.1] * 4, [0.1] * 4]
@@ -260,7 +260,7 @@ def test_tables_choose_the_rate_on_other_seeds_and_count_collapses():
     study = STUDIES["staleness"]
     rows = [row(lag, ENDS) for lag in study.cases]
     for one in rows:
-        one.looks.success[1, 3] = [0.9, 0.1]  # it fell
+        one.measures.success[1, 3] = [0.9, 0.1]  # it fell
     text = exact_report.table("staleness", study, rows)
     assert "| 0.350 ± " in text and "(0.003)" in text
     # Of the two seeds of the test at the chosen rate one fell, of all sixteen runs one.
@@ -294,9 +294,11 @@ def test_every_study_has_a_table_and_a_figure_and_continues(tmp_path, monkeypatc
     def rows(study, name, labels, num_seeds):
         for label in labels:
             asked.append((name, label))
-            looks = row(label, np.random.default_rng(0).uniform(size=(len(study.rates), 4))).looks
-            looks.entropy[0, 0, 0] = np.nan
-            yield exact_report.Row(name, label, looks, 2.0, Batches(*looks[:3]))
+            measures = row(
+                label, np.random.default_rng(0).uniform(size=(len(study.rates), 4))
+            ).measures
+            measures.entropy[0, 0, 0] = np.nan
+            yield exact_report.Row(name, label, measures, 2.0, Batches(*measures[:3]))
 
     monkeypatch.setattr(exact, "rows", rows)
     for name, study in STUDIES.items():
@@ -310,14 +312,14 @@ def test_every_study_has_a_table_and_a_figure_and_continues(tmp_path, monkeypatc
         assert first in text and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert exact.main(["optimum", "--only=nope", f"--out={tmp_path}"]) == 2
     assert exact.main(["optimum", "--seeds=1", f"--out={tmp_path}"]) == 2
-    assert "--seeds=1: want 2" in capsys.readouterr().err
+    assert "--seeds=1: need at least 2" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_trajectory_balance_ends_at_the_target_from_uniform_data_and_a_policy_gradient_does_not():
     study = STUDIES["optimum"]
     found = {name: next(exact.rows(study, name, ["uniform"], 1)) for name in ("tb", "dr_grpo")}
-    ends = {name: row.looks.target_kl[:, 0, -1].min() for name, row in found.items()}
+    ends = {name: row.measures.target_kl[:, 0, -1].min() for name, row in found.items()}
     assert ends["tb"] < 1e-3 and ends["dr_grpo"] > 0.1
-    assert found["tb"].looks.target_kl[0, 0, 0] > 0.1
+    assert found["tb"].measures.target_kl[0, 0, 0] > 0.1
     assert jax.config.jax_enable_x64 is False
