@@ -23,10 +23,10 @@ from tba_jax.config.retired import upgrade
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, unflatten
 from tba_jax.devices.placement import MODES
-from tba_jax.devices.platform import take_gpu_memory
+from tba_jax.devices.platform import ignore_absent_tpu, take_gpu_memory
 from tba_jax.report import files
 from tba_jax.report.jsonl import read_jsonl
-from tba_jax.settings import ConfigError, given_name, importable_name
+from tba_jax.settings import ConfigError, given_names, importable_name
 from tba_jax.train.objectives.registry import own_settings
 
 if TYPE_CHECKING:
@@ -103,21 +103,25 @@ def run_training(
         )
     config, curves = _with_given(config, reward, objective, callbacks, in_process), Curves(workdir)
     validate(config)
-    from tba_jax.planning.choices import choose
+    from tba_jax.planning.choices import choose, lines, lowered
     from tba_jax.run.workdir import begun_config
 
     workdir = local_folder(workdir, "workdir")
-    config, _ = choose(config, begun_config(workdir))
+    config = choose(config, begun_config(workdir))
     validate(config)
+    for line in lines(config):
+        print(line)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
     take_gpu_memory()
+    ignore_absent_tpu()
     interruption = None
     # Python handles signals only in the main thread; in another thread a run ends by itself.
     if threading.current_thread() is threading.main_thread():
         interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
     try:
         with surviving_closed_outputs(), curves:
-            outcome = train(config, workdir, interrupted=interruption or (lambda: False))
+            stopped = interruption or (lambda: False)
+            outcome = train(config, workdir, interrupted=stopped, lower=lowered)
     finally:
         if interruption is not None:
             interruption.close()
@@ -151,27 +155,27 @@ def _with_given(
             )
         if in_process and (mode := MODES[config.placement]).searches_elsewhere:
             raise ConfigError(f"in_process=True: placement={mode.name} grades in other processes")
-        given = [given_name(x) for x in rewards] if in_process else names
+        given = given_names(rewards) if in_process else names
         arguments.append(f"task.reward={','.join(given)}")
     if objective is not None:
         kind = objective if isinstance(objective, type) else type(objective)
-        name = given_name(kind)
+        (name,) = given_names([kind])
         arguments.append(f"objective.name={name}")
         if kind is not objective:
             own = (setting.name for setting in own_settings(name))
             arguments += [f"{x}={getattr(objective, x.rpartition('.')[2])}" for x in own]
     if callbacks:
-        arguments.append(f"log.callbacks={','.join(map(given_name, callbacks))}")
+        arguments.append(f"log.callbacks={','.join(given_names(callbacks))}")
     return override(config, [f"--config.{x}" for x in arguments]) if arguments else config
 
 
 class Curves:
     """Reward and headline metric of a run, shown in a notebook and drawn again while it trains.
 
-    RemoteRewards it does nothing.
+    Outside a notebook it does nothing.
 
     Args:
-        workdir: of the run.
+        workdir: work directory of the run.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]) -> None:

@@ -32,7 +32,7 @@ from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
-from tba_jax.run.session import train, train_in_bucket
+from tba_jax.run.session import run_job, train, train_in_bucket
 from tba_jax.run.workdir import Outcome, begun_config, default_workdir
 from tba_jax.settings import ConfigError, listed
 from tba_jax.storage.bucket import is_address
@@ -86,18 +86,18 @@ def main(argv: Sequence[str]) -> int:
     given = _WORKDIR.value or default_workdir(config)
     address = given if is_address(given) else ""
     workdir = Path(given) if address else local_folder(given)
-    from tba_jax.planning.choices import choose
+    from tba_jax.planning.choices import choose, lines
     from tba_jax.run.preflight import all_problems
 
     try:
         with all_problems(config):
-            config, chosen = choose(config, {} if address else begun_config(workdir))
+            config = choose(config, {} if address else begun_config(workdir))
     except Exception:
         if _DRY_RUN.value:  # the settings that were given, without what could not be chosen
             _print_settings(given, config)
         raise
     validate(config)
-    for line in chosen:
+    for line in lines(config):
         print(line, file=sys.stderr if _DRY_RUN.value else sys.stdout)
     if _DRY_RUN.value:
         _print_settings(given, config)
@@ -121,7 +121,7 @@ def _run(config: Config, workdir: Path, address: str) -> int:
 
     Args:
         config: validated.
-        workdir: of the run.
+        workdir: work directory of the run.
         address: of a work directory in an object store; "": a local one.
     """
     if address:
@@ -136,6 +136,8 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         if schedule is not None:
             raise UserError("a schedule is replayed in one process; give another placement")
         return _run_pod(config, workdir)
+    from tba_jax.planning.choices import lowered
+
     interrupted = Interruption()
     outcome = train(
         config,
@@ -144,6 +146,7 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         accept_changed=_ACCEPT_CHANGED.value,
         schedule=schedule,
         start_s=_PROCESS_START,
+        lower=lowered,
     )
     if outcome.step < config.num_steps and schedule is not None and not interrupted():
         print(f"The schedule ends at step {outcome.step} of {config.num_steps}.")
@@ -200,7 +203,13 @@ def _run_pod(config: Config, workdir: Path) -> int:
     last_words = FailureNotice(everyone)
     held = contextlib.ExitStack()
     try:
-        from tba_jax.run.job import run_job
+        from tba_jax.planning.choices import choose_together, lines
+
+        given = len(config.chosen)
+        config = choose_together(config, everyone, begun_config(workdir))
+        validate(config)
+        for line in lines(config)[given:] if everyone.is_primary else ():
+            print(line, flush=True)
 
         cluster, outcome = run_job(
             config,
@@ -217,7 +226,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
         everyone.close()  # the others may still request steps or tickets
         held.close()
         last_words.withdraw()
-        # A pod that was told to go and went in order has not failed.
+        # A pod that stops on SIGTERM exits with status 0.
         return code if everyone.num_processes == 1 else 0
     except BaseException as error:
         if everyone.num_processes == 1:
@@ -240,9 +249,10 @@ def _run_pod(config: Config, workdir: Path) -> int:
 def cli(argv: Sequence[str] | None = None) -> int:
     """Run the command; a user error becomes one line on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
-    from tba_jax.devices.platform import take_gpu_memory
+    from tba_jax.devices.platform import ignore_absent_tpu, take_gpu_memory
 
     take_gpu_memory()
+    ignore_absent_tpu()
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
         return run_command(_help)

@@ -16,6 +16,7 @@ A setting that changes with the optimiser step is a `Schedule`, written as one v
 """
 
 import ast
+import contextvars
 import dataclasses
 import hashlib
 import importlib.util
@@ -43,6 +44,11 @@ _SMALLEST_FLOAT = 1e-30
 # Stands among the choices of a field for a class in a user's file, path/to/file.py:CLASS.
 IN_A_FILE = "FILE.py:CLASS"
 
+# Messages that `need` has noted in the checks of the innermost `check_all`; None outside of one.
+_VIOLATIONS: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar(
+    "violations", default=None
+)
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -63,31 +69,49 @@ def listed(problems: Sequence[str]) -> str:
 def check_all(*checks: Callable[[], None]) -> None:
     """Call every check, and raise one error with all messages.
 
+    In a check, `need` notes a violation and returns, so that its other rules are checked, too.
+
     Raises:
         ConfigError: every message. A plain ValueError is raised only if it is the first error:
             after other errors it is a consequence.
     """
     found: dict[str, None] = {}
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            found |= dict.fromkeys(error.args)
-        except ValueError:
-            if not found:
-                raise
+    token = _VIOLATIONS.set(found)
+    try:
+        for check in checks:
+            try:
+                check()
+            except ConfigError as error:
+                found |= dict.fromkeys(error.args)
+            except ValueError:
+                if not found:
+                    raise
+    finally:
+        _VIOLATIONS.reset(token)
     if found:
         raise ConfigError(*found)
 
 
 def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
-    """Raise unless `ok`.
+    """Raise unless `ok`; within `check_all` note the violation and return.
 
     Raises:
-        ConfigError: "config.FIELD = VALUE: RULE. REMEDY".
+        ConfigError: as `violation`.
     """
-    if not ok:
-        raise ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
+    if ok:
+        return
+    error, found = violation(field, value, rule, remedy), _VIOLATIONS.get()
+    if found is None:
+        raise error
+    found[str(error)] = None
+
+
+def violation(field: str, value: Any, rule: str, remedy: str) -> ConfigError:
+    """Return the error of a broken rule: "config.FIELD = VALUE: RULE. REMEDY".
+
+    Code that cannot go on raises it.
+    """
+    return ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,12 +474,17 @@ def importable_name(function: Any) -> str:
     return f"{file}:{own}" if module.__name__ == "__main__" else f"{module.__name__}:{own}"
 
 
-def given_name(thing: Any) -> str:
-    """Return a name of `GIVEN` under which this process finds it."""
-    own = getattr(thing, "__qualname__", type(thing).__qualname__).rpartition(".")[2]
-    name = f"notebook.py:{re.sub(r'[^A-Za-z0-9_]', '', own)}"
-    GIVEN[name] = thing
-    return name
+def given_names(things: Sequence[Any]) -> list[str]:
+    """Return different names of `GIVEN` under which this process finds these objects."""
+    names: list[str] = []
+    for thing in things:
+        own = getattr(thing, "__qualname__", type(thing).__qualname__).rpartition(".")[2]
+        name = f"notebook.py:{re.sub(r'[^A-Za-z0-9_]', '', own)}"
+        if name in names:
+            name = f"{name}_{len(names) + 1}"
+        names.append(name)
+        GIVEN[name] = thing
+    return names
 
 
 def load_function(field: str, name: str) -> Any:

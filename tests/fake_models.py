@@ -26,6 +26,11 @@ TOLERANCE = 1e-5
 BFLOAT16_KL = 1e-3
 
 
+def bfloat16_kl(config):
+    """Bound of that divergence; larger with experts, because rounding changes some routes."""
+    return BFLOAT16_KL * (10 if config.num_experts else 1)
+
+
 def logits_of(config, params, tokens, mask, dtype=jnp.float32):
     kwargs = {"config": config, "compute_dtype": dtype}
 
@@ -52,10 +57,55 @@ _OLD_FAMILY = {
     "num_kv_heads": 4,
     "head_dim": 4,
 }
+_GEMMA = {
+    "norms": "both",
+    "norm_offset": True,
+    "scaled_embeddings": True,
+    "activation": "gelu_tanh",
+    "score_divisor": 12,
+    "window": 4,
+}
 FAMILIES = {
     "llama": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "qwen3_moe": {
+        "qk_norm": True,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "normalised_experts": True,
+    },
+    "gemma2": _GEMMA | {"attention_cap": 4.0, "logits_cap": 6.0, "pattern": ("window", "full")},
+    "gemma3_text": _GEMMA
+    | {
+        "num_layers": 4,
+        "qk_norm": True,
+        "pattern": ("window", "window", "full"),
+        "window_rope_theta": 100.0,
+    },
+    "mistral": {"pattern": ("window",), "window": 4},
+    "olmo3": {
+        "norms": "post",
+        "qk_norm": True,
+        "qk_norm_is_whole": True,
+        "pattern": ("window", "full"),
+        "window": 4,
+    },
+    "gpt_oss": {
+        "num_layers": 3,
+        "pattern": ("window", "full"),
+        "window": 4,
+        "activation": "clamped_swiglu",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "sinks": True,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "normalised_experts": True,
+        "router_bias": True,
+        "tie_embeddings": False,
+    },
     "gpt_neox": _OLD_FAMILY
     | {
         "activation": "gelu",

@@ -10,8 +10,8 @@ import tba_jax
 from tba_jax.report.build import build_report
 from tba_jax.rewards.in_process import InProcessRewards
 from tba_jax.rewards.pool import RewardFailure
-from tba_jax.run.user_functions import UserFunctions
-from tba_jax.settings import GIVEN, ConfigError, given_name, importable_name
+from tba_jax.run.logs import UserFunctions
+from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
 
 # Executed without a file, as cells of a notebook are.
 NOTEBOOK = """
@@ -101,7 +101,7 @@ def test_a_notebook_gives_reward_objective_callbacks_metric_and_figure(tmp_path)
 
 
 def in_process(function, **options):
-    name = given_name(function)
+    (name,) = given_names([function])
     return InProcessRewards(name, 0.5, (), ("1+1", {"answer": "2"}), is_part=False, **options)
 
 
@@ -141,7 +141,9 @@ def test_a_reward_of_another_form_is_refused_before_the_run(function, message):
 def test_names_of_functions():
     assert importable_name(build_report) == "tba_jax.report.build:build_report"
     assert importable_name(lambda: None) == ""
-    assert GIVEN[given_name(FILE.join)] == FILE.join
+    two = [lambda: 1, lambda: 2]
+    assert [GIVEN[name]() for name in given_names(two)] == [1, 2]
+    assert given_names(two) == ["notebook.py:lambda", "notebook.py:lambda_2"]
 
 
 def test_a_function_of_a_file_that_cannot_be_loaded_has_its_traceback(tmp_path):

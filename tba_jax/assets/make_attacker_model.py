@@ -3,9 +3,10 @@
 
     python -m tba_jax.assets.make_attacker_model --out=DIR [--seed=0] [--num_steps=300]
 
-The supervised stage that red-teaming begins with, in miniature: maximum likelihood on problems of
-the arithmetic task, each after the beginning-of-sequence token. It knows the task, the start model
-and the fine-tuning command; the invariant it owns: same seed, same machine, same folder.
+A small version of the supervised stage before red-teaming: maximum likelihood on problems of the
+arithmetic task, each after the beginning-of-sequence token.
+
+Invariant: the same seed on the same machine writes the same folder.
 """
 
 import argparse
@@ -24,11 +25,11 @@ FIRST_PROBLEM = 64 * arithmetic.TRAIN_SIZE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of rows")
     parser.add_argument("--num_steps", type=int, default=300, help="optimiser steps")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

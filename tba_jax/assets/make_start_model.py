@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the embedded start model: a small character-level Llama that can add, but rarely bothers.
+"""Make the embedded start model: a small character-level Llama that adds, but usually guesses.
 
     python -m tba_jax.assets.make_start_model --out=DIR [--seed=0] [--num_steps=1500]
 
-It is pretrained on text as a careless web would have it: sums of six digits, three in four of them
-answered at once and often wrongly (`hasty_response`), one in four worked out step by step and
-right (`worked_response`). So its habit is the hasty answer, it can do better, and reinforcement
-learning can bring that out. The folder is an ordinary Hugging Face model; no evaluation problem of
-the task is seen.
+It is pretrained on sums of six digits. Three in four have a direct, often wrong answer
+(`hasty_response`); one in four has a correct step-by-step answer (`worked_response`). The model
+therefore prefers hasty answers, and reinforcement learning can raise the share of worked ones. The
+folder is an ordinary Hugging Face model. No evaluation problem of the task is in the training text.
 
 Measured with seed 0 on 2 cores that others used as well: 15 minutes (900 s of training). On the
-1,024 evaluation problems: greedy pass@1 37.9 % (the careless reading itself is right on 38.1 %),
-every greedy response hasty; sampled at temperature 1, four responses each: pass@1
-49.7 %, 26.2 % of the responses worked, 100.0 % of these right, 31.7 % of the hasty ones right.
+1,024 evaluation problems, greedy pass@1 is 37.9 %, and every greedy response is hasty
+(38.1 % of hasty answers without slips are right). Four responses to each problem at temperature 1:
+pass@1 49.7 %; 26.2 % of the responses are worked; 100.0 % of the worked and 31.7 % of the hasty
+responses are right.
 
-It knows the package's model, its files and the arithmetic task; it does not know searchers,
-trainers or configs. The invariant it owns: same seed, same machine, same folder.
+Invariant: the same seed on the same machine writes the same folder.
 """
 
 import argparse
@@ -70,7 +69,7 @@ PROMPT_TOKENS = 1 + arithmetic.MAX_PROMPT_CHARS  # every prompt has as many
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pretrain(seed: int, num_steps: int) -> transformer.Params:
-    """Parameters after `num_steps` of cross-entropy on responses of both kinds."""
+    """Return parameters after `num_steps` of cross-entropy on responses of both kinds."""
     params = transformer.init_params(CONFIG, jax.random.key(seed))
     tx = _optimizer(num_steps)
     opt_state = tx.init(params)
@@ -115,10 +114,10 @@ def pretrain(seed: int, num_steps: int) -> transformer.Params:
 
 
 def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches without end: int32 [NUM_WORKED, s] and [NUM_HASTY, s], <bos> prompt response <eos>.
+    """Yield batches forever: int32 [NUM_WORKED, s] and [NUM_HASTY, s], <bos> prompt response <eos>.
 
-    Every problem is drawn once, and its response is of either kind with the odds of
-    `worked_share`; a row waits until a batch has room for its kind.
+    Every problem is drawn once. Its response is worked with probability `worked_share`, else hasty.
+    A row waits until a batch has room for its kind.
     """
     rng = np.random.default_rng(seed)
     # Other problems than the task's own training set, though these could be met as well.
@@ -139,7 +138,7 @@ def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def token_rows(texts: Sequence[str]) -> np.ndarray:
-    """int32 [rows, s]: <bos> text <eos> of texts of one kind, padded to the longest possible."""
+    """Return int32 [rows, s]: <bos> text <eos>, one kind of text, padded to its maximum length."""
     is_worked = arithmetic.is_worked(texts[0][arithmetic.MAX_PROMPT_CHARS :])
     longest = arithmetic.MAX_WORKED_CHARS if is_worked else arithmetic.MAX_HASTY_CHARS
     rows = np.full((len(texts), PROMPT_TOKENS + longest + 1), PAD, np.int32)
@@ -187,7 +186,8 @@ def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
         seed: root of the random numbers.
 
     Returns:
-        Right answers and kinds as shares: of all responses, and right ones within each kind.
+        The share of right responses, the share of each kind, and the share of right responses
+        within each kind.
     """
     config, params, tokenizer = load(folder)
     decoder = Decoder(
@@ -228,7 +228,7 @@ def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
 
 
 def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tuple[Any, Any]:
-    """Mean cross-entropy over response tokens, and that of each kind after its first token."""
+    """Return mean cross-entropy over response tokens, and of each kind after its first token."""
     totals, counts, after_first = [], [], []
     for tokens in (worked, hasty):
         num_rows, length = tokens.shape
@@ -255,7 +255,7 @@ def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tu
 
 
 def _optimizer(num_steps: int) -> optax.GradientTransformation:
-    """Muon on matrices (a tenth of AdamW's steps here), Adam on the embedding and the norms."""
+    """Return Muon for matrices (needs a tenth of AdamW's steps), Adam for embedding and norms."""
 
     def schedule(peak: float) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(0.0, peak, num_steps // 10, num_steps, peak / 100)

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the two embedded models of the `tldr_toy` task: a policy and a reward model to tune it to.
+"""Make the two embedded models of the `tldr_toy` task: a policy and a reward model.
 
     python -m tba_jax.assets.make_tldr_toy --out=DIR [--seed=0]
 
-DIR/tldr_toy_policy is a small Llama, fine-tuned on what people write (the SFT policy).
-DIR/tldr_toy_reward is the same network with a score instead of a vocabulary, trained as the reward
-model of TL;DR is: from comparisons of two digests of one post, by the Bradley-Terry likelihood. Who
-compares prefers the better one by the gold reward, but errs in FLIP_PROB of the cases, and compares
-people's digests only; what the reward model says of other texts, nobody told it. Both folders are
-ordinary Hugging Face models. No evaluation problem is seen.
+DIR/tldr_toy_policy is a small Llama, fine-tuned on human digests (the SFT policy).
+DIR/tldr_toy_reward is the same network with a score instead of a vocabulary. It is trained like the
+reward model of TL;DR: on comparisons of two digests of one post, by the Bradley-Terry likelihood. A
+comparison prefers the digest with the higher gold reward, and the other one with probability
+FLIP_PROB. Only human digests are compared; scores of other texts are not trained. Both folders are
+ordinary Hugging Face models. No evaluation problem is in the training data.
 
-Measured with seed 0: cross-entropy of the policy 1.71 nats per token at the end. Of 4,096 held-out
-comparisons 75.3 % agree with the gold reward and the reward model with 63.8 % of them; over the
-1,024 evaluation posts its score of people's digests has mean 0.307 and correlation 0.684 with the
-gold reward.
+Measured with seed 0: the final cross-entropy of the policy is 1.71 nats per token. Of 4,096
+held-out comparisons, 75.3 % agree with the gold reward, and the reward model agrees with 63.8 %. On
+the human digests of the 1,024 evaluation posts, its score has mean 0.307 and correlation 0.684 with
+the gold reward.
 
-It knows the package's models, their files and the task; it does not know searchers, trainers or
-configs. The invariant it owns: same seed, same machine, same folders.
+Invariant: the same seed on the same machine writes the same folders.
 """
 
 import argparse
@@ -65,7 +64,7 @@ _IDS = {c: len(SPECIAL_TOKENS) + i for i, c in enumerate(CHARACTERS)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for the two model folders")
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def token_rows(pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-    """int32 [rows, s]: <bos> post : digest <eos>, padded on the right."""
+    """Return int32 [rows, s]: <bos> post : digest <eos>, padded on the right."""
     rows = np.full((len(pairs), ROW_TOKENS), PAD, np.int32)
     for row, (post, digest) in zip(rows, pairs, strict=True):
         ids = [BOS, *(_IDS[c] for c in f"{post}:{digest}"), EOS]
@@ -97,7 +96,7 @@ def token_rows(pairs: Sequence[tuple[str, str]]) -> np.ndarray:
 
 
 def train_policy(seed: int) -> Params:
-    """Cross-entropy on people's digests; every post is met once."""
+    """Train with cross-entropy on human digests; every post occurs once."""
 
     def loss(params: Params, tokens: Any) -> Any:
         hidden = transformer.apply(
@@ -123,7 +122,7 @@ def train_policy(seed: int) -> Params:
 
 
 def comparisons(num: int, name: str) -> tuple[np.ndarray, np.ndarray, float]:
-    """`num` comparisons of two people's digests of a post.
+    """Return `num` comparisons of two human digests of a post.
 
     Returns:
         Token rows of the preferred and of the other one, and the share of comparisons that agree
@@ -188,7 +187,7 @@ def train_reward(policy: Params, seed: int) -> tuple[Params, dict[str, float]]:
 
 
 def _inputs(tokens: Any) -> tuple[Any, Any, Any]:
-    """Tokens, positions and mask for rows that are padded on the right."""
+    """Return tokens, positions and mask of rows padded on the right."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, positions, tokens != PAD
 
@@ -208,7 +207,7 @@ def _fit(
     num_steps: int,
     learning_rate: float,
 ) -> Params:
-    """Adam with a warm-up and a cosine; says how it goes."""
+    """Train with Adam, a warm-up and a cosine schedule; print the progress."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, num_steps // 10, num_steps, learning_rate / 100
     )

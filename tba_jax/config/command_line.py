@@ -62,14 +62,14 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
 
 
 def usable_part(argv: Sequence[str]) -> tuple[Config | None, list[str]]:
-    """Return what a refused command says apart from its mistakes.
+    """Return the valid settings and the errors of a command line.
 
     Args:
         argv: program name and arguments.
 
     Returns:
-        The config of the settings that can be read, None where `--config` itself cannot; and what
-        is wrong with the others.
+        The config with all valid settings (None if `--config` itself is invalid), and the error of
+        each invalid setting.
     """
     names = [a for a in argv if a.startswith("--config=")]
     given = [a for a in argv if a.startswith("--config.") and "=" in a]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A config's request for devices and hosts."""
 
-from tba_jax.config.resolved import has_trainer_group
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES, Asked, MeshShape
-from tba_jax.settings import need
 
 
 def asked(config: Config) -> Asked:
     """Return the request for devices of a config."""
-    mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model)
+    mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model, config.mesh.expert)
     num_searchers = config.num_searchers
     if MODES[config.placement].searches_elsewhere:
         num_searchers = config.fleet.max_searchers
@@ -27,16 +25,4 @@ def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> No
     Raises:
         ConfigError: as `validate`.
     """
-    if has_trainer_group(config):
-        mesh, hosts = asked(config).mesh, config.fleet.trainer_hosts
-        need(
-            mesh.size == num_devices * hosts,
-            "mesh",
-            " x ".join(map(str, mesh)),
-            f"the {hosts} processes of the trainer (fleet.trainer_hosts) have {num_devices} devices"
-            " each, and the mesh must use all of them",
-            f"Make mesh.data x mesh.fsdp x mesh.model {num_devices * hosts}, or change "
-            "fleet.trainer.",
-        )
-        return
     MODES[config.placement].check(asked(config), num_devices, num_hosts)

@@ -14,7 +14,7 @@ def check_method(config: Config) -> None:
 
 
 def _cached(config: Config) -> None:
-    """Refuse settings under which version 0's responses are not the reference's."""
+    """Refuse settings under which responses of version 0 are not samples of the reference."""
     reference, search = config.reference, config.search
     why = "objective.log_z=cached takes version 0's responses for samples of the reference"
     for ok, name, rule, remedy in (

@@ -33,7 +33,7 @@ def _sync(config: Config) -> Iterator[str]:
 
 def _rounds(config: Config) -> Iterator[str]:
     prompts, each = config.batch.num_prompts, config.search.prompts_per_round
-    rounds = -(-prompts // (each * config.num_searchers))
+    rounds = -(-prompts // (each * max(1, config.num_searchers)))
     if rounds > _MANY_ROUNDS:
         yield (
             f"batch.num_prompts={prompts}: a step takes {rounds:,} rounds of {each} prompts "

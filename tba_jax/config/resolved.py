@@ -3,31 +3,37 @@
 
 from typing import Literal
 
-from tba_jax.config.schema import Config
+from tba_jax.config.schema import Config, get_field
 from tba_jax.devices.placement import MODES
 from tba_jax.tasks.registry import entry_of
 
 
-def has_trainer_group(config: Config) -> bool:
-    """Return whether the trainer of a fleet has several processes."""
-    return MODES[config.placement].searches_elsewhere and config.fleet.trainer_hosts > 1
-
-
 def writes_versions(config: Config) -> bool:
-    """Return whether trainer processes without searchers write weights to disk together."""
-    return not MODES[config.placement].trainers_search or has_trainer_group(config)
+    """Return whether the trainer processes have no searchers and write weights to disk."""
+    return not MODES[config.placement].trainers_search
 
 
 def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
     """Return the transport of published weights: files if searchers are in other processes."""
     if config.sync.transport == "auto":
-        mode = MODES[config.placement]
-        return "checkpoint" if mode.searches_elsewhere or not mode.trainers_search else "memory"
+        return "checkpoint" if writes_versions(config) else "memory"
     return config.sync.transport
 
 
+def remat_of(config: Config) -> Literal["none", "dots", "layers"]:
+    """Return what the backward pass recomputes; "auto", not chosen yet, counts as whole layers."""
+    return "layers" if config.model.remat == "auto" else config.model.remat
+
+
+def dtypes_on(config: Config, platform: str) -> dict[str, str]:
+    """Return a dtype for each dtype that the config leaves to the platform of the devices."""
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    names = ("model.compute_dtype", "model.rollout_dtype")
+    return {name: dtype for name in names if get_field(config, name) == "auto"}
+
+
 def ownership_of(config: Config) -> Literal["by_prompt", "any"]:
-    """Return who may draw a prompt: any searcher if one may be missing or there is one prompt."""
+    """Return the ownership; auto: "any" if a searcher may be missing or there is one prompt."""
     if config.search.ownership == "auto":
         has_one_prompt = entry_of(config.task.name).has_one_prompt
         elsewhere = MODES[config.placement].searches_elsewhere

@@ -26,14 +26,14 @@ def validate(config: Config) -> None:
 
     def check(name: str, setting: Setting) -> None:
         try:
-            setting.check(get_field(config, name))
+            check_all(partial(setting.check, get_field(config, name)))
         except ConfigError:
             broken[name] = setting.default
             raise
 
     def apply(rule: Callable[[Config], None], sound: Config) -> None:
         try:
-            rule(sound)
+            check_all(partial(rule, sound))
         except ConfigError as error:
             # A setting out of its range is reported once.
             lines = [line for line in error.args if not any(name in line for name in broken)]
@@ -66,10 +66,10 @@ def _compilation_cache(config: Config) -> None:
 def _transport(config: Config) -> None:
     """Refuse a transport that other hosts cannot use."""
     need(
-        MODES[config.placement].trainers_search or transport_of(config) == "checkpoint",
+        not writes_versions(config) or transport_of(config) == "checkpoint",
         "sync.transport",
         config.sync.transport,
-        f"with placement={config.placement} weights go to other hosts as files of the work "
+        f"with placement={config.placement} weights go to other processes as files of the work "
         "directory",
         "Set --config.sync.transport=auto.",
     )
@@ -179,14 +179,6 @@ def _driver(config: Config) -> None:
 def _strict_bound(config: Config) -> None:
     """Refuse settings under which the trainer cannot keep a strict staleness bound."""
     need(
-        not writes_versions(config),
-        "replay.late",
-        config.replay.late,
-        "trainer processes that write weights together skip a publication while the one before is "
-        "being written, so newer weights might never come",
-        "Set --config.replay.late=train, or use one trainer process.",
-    )
-    need(
         not config.search.exact_lag,
         "replay.late",
         config.replay.late,
@@ -230,13 +222,6 @@ def _fleet(config: Config) -> None:
         "Set --config.driver=async.",
     )
     need(
-        transport_of(config) != "memory",
-        "sync.transport",
-        config.sync.transport,
-        "the searchers of a fleet are other processes, which read weights from the work directory",
-        "Set --config.sync.transport=auto.",
-    )
-    need(
         ownership_of(config) == "any",
         "search.ownership",
         config.search.ownership,
@@ -244,7 +229,7 @@ def _fleet(config: Config) -> None:
         "Set --config.search.ownership=auto.",
     )
     need(
-        config.fleet.max_searchers % config.num_searchers == 0,
+        config.fleet.max_searchers % max(1, config.num_searchers) == 0,
         "fleet.max_searchers",
         config.fleet.max_searchers,
         f"must be a multiple of num_searchers={config.num_searchers}, the searchers per process",
@@ -324,7 +309,7 @@ def _reward_weights(config: Config) -> None:
 def _rows(config: Config) -> None:
     """Refuse row layouts that micro-batches or devices cannot divide."""
     wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
-    parts = config.mesh.data * config.mesh.fsdp
+    parts = config.mesh.data * config.mesh.fsdp * config.mesh.expert
     updates = config.objective.built.minibatches
     prompts = config.batch.num_prompts
     rows = prompts * config.objective.group_size
@@ -332,7 +317,8 @@ def _rows(config: Config) -> None:
         parts <= rows,
         "batch.num_prompts",
         prompts,
-        f"a batch has at most {rows} rows, and mesh.data x mesh.fsdp = {parts} devices divide them",
+        f"a batch has at most {rows} rows, and mesh.data x mesh.fsdp x mesh.expert = {parts} "
+        "devices divide them",
         f"Set --config.batch.num_prompts={-(-parts // config.objective.group_size)} or more.",
     )
     need(
@@ -347,15 +333,15 @@ def _rows(config: Config) -> None:
         wanted % parts == 0,
         "batch.micro_batch_rows",
         wanted,
-        f"cannot be divided by mesh.data x mesh.fsdp = {parts}",
+        f"cannot be divided by mesh.data x mesh.fsdp x mesh.expert = {parts}",
         f"Set --config.batch.micro_batch_rows={parts} or a multiple.",
     )
     need(
         not wanted or wanted % (parts * updates) == 0,
         "batch.micro_batch_rows",
         wanted,
-        f"cannot be divided by mesh.data x mesh.fsdp x objective.minibatches = {parts * updates}: "
-        "every micro-batch has rows of each minibatch",
+        "cannot be divided by mesh.data x mesh.fsdp x mesh.expert x objective.minibatches = "
+        f"{parts * updates}: every micro-batch has rows of each minibatch",
         f"Set --config.batch.micro_batch_rows={parts * updates} or a multiple.",
     )
     need(

@@ -112,8 +112,8 @@ class Config:
     num_searchers: int = field(
         1,
         "searchers (threads of the asynchronous driver) of all hosts; placement=fleet: searchers "
-        "per process",
-        at_least=1,
+        "per process; 0: chosen for the devices of this process, with mesh and placement",
+        at_least=0,
         at_most=4096,
     )
     placement: PlacementName = field(
@@ -157,6 +157,8 @@ class Config:
     eval: EvalSettings = EvalSettings()
     log: LogSettings = LogSettings()
     report: ReportSettings = ReportSettings()
+    chosen: tuple[tuple[str, str], ...] = ()
+    """Settings that the run itself chose, each with the reason. Not a setting."""
 
     def sections(self) -> dict[str, Section]:
         """Section name -> section."""
@@ -199,6 +201,7 @@ def editable(config: Config) -> ConfigDict:
 def plain(config: Config) -> dict[str, Any]:
     """Return a config as nested dictionaries of plain values, which `freeze` takes."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    del values["chosen"]
     return {n: v.values() if isinstance(v, Section) else v for n, v in values.items()}
 
 
@@ -242,7 +245,7 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
             edited.objective[name.removeprefix("objective.")] = value
         else:
             raise KeyError(name)
-    return freeze(edited)
+    return dataclasses.replace(freeze(edited), chosen=config.chosen)
 
 
 def get_field(config: Config, field: str) -> Any:
@@ -263,10 +266,10 @@ def defaults(objective: str) -> dict[str, Any]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return dotted field name -> value, sorted, as JSON can hold them. Loads JAX.
+    """Return dotted field name -> JSON-compatible value, sorted by name. Loads JAX.
 
-    Infinities are the string "inf", schedules are a number or a text. The own settings of the
-    objective are among the fields.
+    Infinities are the string "inf", schedules are a number or a text. The fields include the
+    objective's own settings.
     """
     values = {name: get_field(config, name) for name in SETTINGS}
     for setting in own_settings(config.objective.name):

@@ -60,10 +60,10 @@ class Decoder(Compiled):
         Args:
             params: weights, stacked or in the decoder's layout.
             num_slots: responses decoded at a time.
-            min_slots: when the queue is empty and half the slots are free, their number is halved
-                down to this. None: to an eighth, and only while a response may take 64 more steps.
-                Set it to num_slots for responses that depend bit for bit only on their own prompt,
-                key and settings.
+            min_slots: minimum number of slots. While the queue is empty and half of the slots are
+                free, their number is halved. None: an eighth of num_slots, and halved only while a
+                response may take 64 more steps. With min_slots=num_slots, responses depend bit for
+                bit only on their own prompt, key and settings.
             prefill_prompts: prompts per prefill call (fewer if they are long).
             num_stop_ids: maximum stop ids of a request; None: the number of eos_ids.
             version: version of the weights.
@@ -98,7 +98,7 @@ class Decoder(Compiled):
             settings: how to draw.
             num_slots: responses decoded at a time; None: all.
             min_slots: as in `session`.
-            version: of `params`.
+            version: version of `params`.
             temperatures: float [p S], one for each response; None: that of the settings.
 
         Raises:

@@ -62,8 +62,9 @@ def weight_shardings(
     for name in quantized.MATRICES:
         if quantization != "none" and name in layer_axes:
             scale = quantized.scale_name(name)
-            layer_axes[scale] = layer_axes[name][1:]
-            layer_units[scale] = jax.ShapeDtypeStruct(layer_units[name].shape[1:], jnp.float32)
+            names, shape = layer_axes[name], layer_units[name].shape
+            layer_axes[scale] = (*names[:-2], names[-1])
+            layer_units[scale] = jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), jnp.float32)
     axes["layers"] = (layer_axes,) * config.num_layers
     units["layers"] = (layer_units,) * config.num_layers
     return tree_shardings(axes, units, mesh)

@@ -9,7 +9,7 @@ so a response does not depend on its slot, on other slots or on the time of its 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
 from tba_jax.models import attention, kv_cache, transformer
+from tba_jax.models.architecture import LayerKind
 from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -88,21 +89,32 @@ def prefill(
         cache_sharding: of a cache on a mesh.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    rope = transformer.rotary(positions, config)
+    ropes = transformer.rotary(positions, config)
     mask = positions < jnp.asarray(lengths)[:, None]
     visible = attention.causal(mask, is_right_padded=True)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
+    def attend(
+        q: Array, k: Array, v: Array, sinks: Array | None, kind: LayerKind
+    ) -> tuple[Array, KVCache]:
         kept = kv_cache.keep(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), cache_dtype)
         out = attention.attend_causal(
-            q, k, v, visible, implementation=implementation, sharding=cache_sharding
+            q,
+            k,
+            v,
+            visible,
+            scores=transformer.scores_of(kind, config, sinks),
+            implementation=implementation,
+            sharding=cache_sharding,
         )
         return out, kept
 
     x = transformer.embed(weights, tokens, positions, config=config, compute_dtype=compute_dtype)
     caches = []
-    for layer in weights["layers"]:
-        x, cache = transformer.run_layer(layer, x, rope, attend, config=config)
+    for layer, kind in zip(weights["layers"], config.layer_kinds, strict=True):
+        of_kind = functools.partial(attend, kind=kind)
+        x, cache = transformer.run_layer(
+            layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
+        )
         caches.append(cache)
     return tuple(caches)
 
@@ -219,7 +231,7 @@ def run_chunk(
     def body(carry: _Carry) -> _Carry:
         step = carry.step
         positions = slots.length + step
-        rope = jax.tree.map(lambda x: x[step], ropes)
+        step_ropes = jax.tree.map(lambda x: x[step], ropes)
         x = transformer.embed(
             weights, carry.last, positions, config=config, compute_dtype=compute_dtype
         )
@@ -230,7 +242,8 @@ def run_chunk(
             implementation=implementation,
             sharding=cache_sharding,
         )
-        x, recent = _run_layers(weights, x, rope, history, carry.recent, attend, config)
+        caches = history, carry.recent
+        x, recent = _run_layers(weights, x, step_ropes, caches, attend, config, cache_sharding)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         if has_minimum:
@@ -276,19 +289,37 @@ def _first_carry(slots: Slots, num_steps: int, pad_id: int, recent: tuple[KVCach
 def _run_layers(
     weights: Params,
     x: Float[Array, "n d"],
-    rope: Any,
-    history: tuple[KVCache, ...],
-    recent: tuple[KVCache, ...],
+    ropes: Any,
+    caches: tuple[tuple[KVCache, ...], tuple[KVCache, ...]],
     attend: Callable[..., Any],
     config: TransformerConfig,
+    cache_sharding: jax.sharding.NamedSharding | None,
 ) -> tuple[Float[Array, "n d"], tuple[KVCache, ...]]:
     """Return hidden states of one token per slot after all layers, and the updated caches."""
-    written = []
-    for layer, old, new in zip(weights["layers"], history, recent, strict=True):
-        with_caches = functools.partial(attend, history=old, recent=new)
-        x, cache = transformer.run_layer(layer, x, rope, with_caches, config=config)
+
+    def with_caches(
+        q: Array, k: Array, v: Array, sinks: Array | None, layer: int
+    ) -> tuple[Array, KVCache]:
+        scores = transformer.scores_of(kinds[layer], config, sinks)
+        return attend(q, k, v, history=history[layer], recent=recent[layer], scores=scores)
+
+    (history, recent), written, kinds = caches, [], config.layer_kinds
+    for i, layer in enumerate(weights["layers"]):
+        x, cache = transformer.run_layer(
+            layer,
+            x,
+            ropes[kinds[i]],
+            functools.partial(with_caches, layer=i),
+            config=config,
+            mesh=_mesh(cache_sharding),
+        )
         written.append(cache)
     return x, tuple(written)
+
+
+def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mesh | None:
+    """Return the devices of the decoder; None: one device."""
+    return None if cache_sharding is None else cast("jax.sharding.Mesh", cache_sharding.mesh)
 
 
 def _init_recent(
@@ -317,10 +348,7 @@ def _kept(
 
 
 def _rotations(slots: Slots, num_steps: int, config: TransformerConfig) -> Any:
-    """Return the rotary angles of the chunk's steps, [m n f], computed once for all layers.
-
-    None for a model without rotary positions.
-    """
+    """Return the rotary angles of the chunk's steps, [m n f], once for each kind of layer."""
     steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
     return transformer.rotary(jnp.asarray(slots.length)[None] + steps, config)
 

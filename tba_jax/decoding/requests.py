@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tba_jax.decoding.stop_strings import StopStrings
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
@@ -18,6 +20,7 @@ class SamplingSettings:
         top_k: keep this many of the most probable tokens; 0 keeps all.
         min_new_tokens: minimum length: stop tokens have probability 0 before it.
         stop_ids: tokens that end a response; None: the decoder's eos_ids.
+        stop_strings: texts that also end a response; None: those of the decoder, if it has any.
     """
 
     max_new_tokens: int
@@ -26,6 +29,7 @@ class SamplingSettings:
     top_k: int = 0
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] | None = None
+    stop_strings: StopStrings | None = None
 
     def __post_init__(self) -> None:
         for name, is_valid, wanted in (

@@ -187,6 +187,27 @@ class Session:
             self._started = time.perf_counter()
         return index
 
+    def cancel(self, request: int) -> None:
+        """Drop the unfinished samples of a request; other requests get its slots."""
+        self._requests = collections.deque(r for r in self._requests if r.index != request)
+        if self._waiting is not None:
+            kept = [each for each in self._waiting.samples if each[1].index != request]
+            self._waiting = self._waiting._replace(samples=collections.deque(kept))
+        num_waiting = 0 if self._waiting is None else len(self._waiting.samples)
+        self._num_queued = num_waiting + sum(len(r.keys) for r in self._requests)
+        for slot, occupant in enumerate(self._occupants):
+            if occupant is not None and occupant.request.index == request:
+                self._occupants[slot] = None
+                self._slots.is_live[slot] = False
+
+    def unfinished(self, request: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Return the tokens and log-probs so far, by sample, of a request that has slots."""
+        return {
+            each.sample: (np.concatenate(each.tokens), np.concatenate(each.logprobs))
+            for each in self._occupants
+            if each is not None and each.request.index == request and each.tokens
+        }
+
     def swap(self, params: Params, version: int) -> None:
         """Continue with other weights; unfinished responses keep their cache.
 
@@ -342,7 +363,7 @@ class Session:
         self.num_slots = size
 
     def _replace_caches(self, change: Callable[[KVCache], KVCache]) -> None:
-        """Change the caches layer by layer, so that two whole ones never exist."""
+        """Change the caches layer by layer, so that all old and all new ones never coexist."""
         assert self._history is not None
         caches, self._history = list(self._history), None
         for layer, cache in enumerate(caches):
@@ -365,10 +386,11 @@ class Session:
             num = min(ends[slot], limit)
             longest = max(longest, num)
             has_ended = bool(stops[slot]) and ends[slot] <= limit
-            if self.decoder.stop_strings is not None:
+            stop_strings = occupant.request.settings.stop_strings or self.decoder.stop_strings
+            if stop_strings is not None:
                 count = int(slots.count[slot])
                 so_far = np.concatenate([*occupant.tokens, drawn[:num]])
-                if end := self.decoder.stop_strings.end(so_far, count):
+                if end := stop_strings.end(so_far, count):
                     num, has_ended = end - count, True
             occupant.tokens.append(drawn[:num])
             occupant.logprobs.append(logprobs[:num, slot])
@@ -396,5 +418,5 @@ class Session:
 
 
 def _host(array: np.ndarray) -> Any:
-    """Return the array unchanged, typed for a carrier whose fields are device arrays."""
+    """Return the host array, typed as a device array for the fields of `Slots`."""
     return array

@@ -57,7 +57,7 @@ MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
 class Station(NamedTuple):
-    """What evaluates on one set of devices: decoder, grader, measures, makers of episodes."""
+    """Parts that evaluate on one set of devices: decoder, grader, measures, episodes."""
 
     decoder: Decoder
     grader: Grader
@@ -70,10 +70,10 @@ class Evaluation(NamedTuple):
 
     Attributes:
         metric: name of the headline metric, a key of `values`.
-        values: metric name -> value. `reward_mean` is the mean of the rewards that did not fail,
-            `reward_part_NAME` the mean of one of several rewards. If the headline is `pass_at_1`:
-            that is the mean reward with failures counted as 0 (accuracy for rewards 0 or 1), and
-            `values` has pass_at_2, 4, ... up to the samples per prompt.
+        values: metric name -> value. `reward_mean` is the mean of the rewards that did not fail;
+            `reward_part_NAME` is the mean of one of several rewards. `pass_at_1` is the mean reward
+            with failures counted as 0 (accuracy for rewards 0 or 1); if it is the headline,
+            `values` also has pass_at_2, 4, ... up to the samples per prompt.
         n: prompts graded.
         num_skipped: prompts left out as too long.
         num_failed: responses whose reward failed.

@@ -22,7 +22,9 @@ PRESETS = {
     "default": {
         "num_steps": 200,
         "sync_period": 2,
+        "num_searchers": 0,
         "num_cpu_devices": 2,  # on CPUs alone: searchers decode while the trainer trains
+        "model": {"compute_dtype": "auto", "rollout_dtype": "auto"},
         "task": {
             "name": "custom",
             "max_prompt_tokens": 0,

@@ -8,25 +8,26 @@ arithmetic (default)
 gsm8k
     The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, table 2 and appendix B.1 with the values
     of the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes on
-    4 x A100. Not run by us. Its parameters and moments are bfloat16, as the paper's, where updates
-    of 1e-5 are lost in most weights (docs/results/low_precision.md). Recommended instead:
-    --config.model.param_dtype=float32 (12 bytes a parameter with its moments, not 6), or where
-    memory is short --config.optimizer.rounding=stochastic (6 bytes).
+    4 x A100. Not run by us. Parameters and moments are bfloat16, as in the paper. In bfloat16, most
+    weights lose updates of size 1e-5 (docs/results/low_precision.md). Recommended instead:
+    --config.model.param_dtype=float32 (12 bytes per parameter with its moments, instead of 6). If
+    memory does not suffice: --config.optimizer.rounding=stochastic (6 bytes).
 gsm8k_official
-    The same with the prompt, the grader and the masked EOS of the paper's code, to compare with it
-    (docs/fidelity.md). `gsm8k` asks in the form that the start model was tuned on, trains EOS,
-    which Trajectory Balance needs, and reads answers more carefully. Not run by us.
+    `gsm8k` with the prompt, the grader and the masked EOS of the paper's code, for comparison with
+    that code (docs/fidelity.md). Unlike it, `gsm8k` uses the prompt format that the start model was
+    tuned on, trains EOS, as Trajectory Balance needs, and has a more exact grader. Not run by us.
 math
     TBA' on MATH with Qwen2.5-7B, section 6 and table 4, as exact VarGrad with a reference that is
-    reset: nothing is bounded, and a group is centred by the live policy. Not run by us.
+    reset. Ratios are not bounded, and log-ratios of a group are centred under the current policy.
+    Not run by us.
 tba_prime_2, tba_prime_10
-    The same on data exactly 2 and 10 steps old, as its code of November 2025: centred by the
-    sampler, ratios of tokens up to 8, log-ratios of tokens up to 10. Searchers draw for later steps
-    meanwhile. Not run by us.
+    `math` on data exactly 2 and 10 steps old, as in the paper's code of November 2025: log-ratios
+    are centred under the sampler, ratios of tokens are at most 8, log-ratios of tokens at most 10.
+    Meanwhile searchers sample for later steps. Not run by us.
 
-The models of all are asked in plain text: an SFT model in the form it was tuned on, and a base
-model. An instruction-tuned one (--config.model.path=Qwen/Qwen2.5-7B-Instruct) is
-asked in its chat template with --config.task.chat=True.
+All presets use plain-text prompts; those of an SFT model have the format that it was tuned on. With
+an instruction-tuned model (--config.model.path=Qwen/Qwen2.5-7B-Instruct), set
+--config.task.chat=True to use its chat template.
 """
 
 from ml_collections import ConfigDict

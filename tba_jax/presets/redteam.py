@@ -4,8 +4,8 @@
     python -m tba_jax.main --config=redteam[:PRESET]
 
 toy (default)
-    Harmless: a 0.3M-parameter attacker that writes sums looks for sums to which the embedded start
-    model answers -9, which 0.3 % of its first ones make it do. Everything offline on 2 CPU cores.
+    Harmless: a 0.3M-parameter attacker writes sums and searches for sums to which the embedded
+    start model answers -9. Before training, 0.3 % of the sums succeed. Offline on 2 CPU cores.
 gpt2
     Attacker and victim GPT-2, RoBERTa toxicity: appendix B.3 with 6 searchers. The attacker must
     be a supervised model first: make one with `python -m tba_jax.sft` and give it as
@@ -17,9 +17,10 @@ llama
 llama_150k
     The other row of table 6: recency 0.5 with a buffer of 150,000. Not run by us.
 
-The paper puts the SFT data and ten batches of the SFT model into the buffer before the first step.
-gpt2 and llama do the latter; the former is --config.task.start_path=SFT.jsonl, the file that
-`tba_jax.sft` read. It makes rounds of search.samples_per_prompt attacks, each of them judged.
+Before the first step, the paper fills the buffer with the SFT data and ten batches of samples of
+the SFT model. The presets gpt2 and llama start with the ten batches of samples. To add the SFT
+data, set --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read. Its attacks are
+judged in rounds of search.samples_per_prompt attacks.
 
 gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
 library of its code (peft) chooses for these models. The toy trains all parameters.
@@ -91,7 +92,7 @@ _PAPER = {
 
 
 def _merged(*sections: dict) -> dict:
-    """One dictionary; later entries win, section by section."""
+    """Return the sections merged; later values override earlier ones."""
     out: dict = {}
     for section in sections:
         for key, value in section.items():

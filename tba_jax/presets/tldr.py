@@ -4,16 +4,16 @@
     python -m tba_jax.main --config=tldr[:PRESET]
 
 toy (default)
-    Digests of posts of letters, a 0.1M-parameter policy and a reward model that was trained on
-    noisy comparisons, both embedded; the gold reward they were made with judges. Offline, 2 CPU
-    cores. The frontier of win rate and divergence is in docs/results/tldr_toy.md.
+    Posts are strings of letters, and responses are digests of them. The policy (0.1M parameters)
+    and the reward model, trained on noisy comparisons, are embedded. The exact gold reward judges
+    the evaluations. Offline on 2 CPU cores. docs/results/tldr_toy.md has win rates by divergence.
 pythia410m, pythia1b, pythia2.8b
     The paper's runs (table 3, appendix B.2): Pythia SFT policies and reward models of the same
     size, 256 steps of 8 prompts x 20 responses, three searchers; judged by a 6.9B gold reward model
     against human references. Paper, 410m: win rate 0.86 at perplexity 1.13 (diluted) and about 15
     steps off policy. Not run by us.
 pythia2.8b_slow
-    2.8b for 825 steps (figure 4), beta at its final value from their step 140 on and not 104. Not
+    2.8b for 825 steps (figure 4); beta reaches its final value at step 140 instead of step 104. Not
     run by us.
 """
 

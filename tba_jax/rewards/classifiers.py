@@ -71,7 +71,7 @@ class EncoderClassifier:
     """A RoBERTa sequence classifier of the response alone; long responses are truncated.
 
     Args:
-        settings: of kind "encoder".
+        settings: settings of kind "encoder".
         device: device of the weights.
 
     Raises:

@@ -36,13 +36,13 @@ class Missing(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a call.
+    """Result of a call.
 
     Attributes:
-        rewards: one number, None or Missing per completion; empty where there is no result.
-        traceback: of what the function raised; empty if it did not.
-        unusable: why no call of this function can succeed; empty if that is not known.
-        seconds: how long the call took.
+        rewards: one number, None or Missing per completion; empty without a result.
+        traceback: traceback of the function's error; empty without an error.
+        unusable: reason why no call of this function can succeed; empty if none is known.
+        seconds: duration of the call.
     """
 
     rewards: list[float | Missing | None]
@@ -146,7 +146,7 @@ _NEEDED: dict[str, ModuleType] = {}
 
 
 def preload(functions: Sequence[str]) -> None:
-    """Import the functions' modules now, so that no first call pays for it."""
+    """Import the functions' modules now, so that the first call is not slower."""
     _NEEDED.update(sys.modules)
     for function in functions:
         _attempt(_load, function)  # a failure is reported by `load_error` or the first call
@@ -219,7 +219,7 @@ def score_chunk(
     """Call the function once.
 
     Args:
-        function: its name.
+        function: name of the function.
         prompts, completions: texts, or lists of chat messages.
         keywords: further arguments; those that the function does not take are left out.
     """
@@ -267,7 +267,7 @@ def score_chunk(
 
 
 def _number(value: Any) -> float | Missing | None:
-    """One returned reward; raises what its own conversion raises."""
+    """Return one value of a reward function as a float; raise if the value is not a number."""
     if isinstance(value, Missing):
         return value
     number = value.item() if hasattr(value, "item") else value  # an array's element

@@ -48,11 +48,7 @@ class InProcessRewards:
         prompt, columns = self._row
         error = functions.load_error(self._functions, tuple(columns))
         if error is None:
-            answer = columns.get("answer")
-            text = answer if isinstance(answer, str) else ""
-            listed = {name: [value] for name, value in columns.items()}
-            ids = [np.zeros(1, np.int32)]
-            call = Call(self._functions, [prompt], [text], listed, ids)
+            call = Call.on_row(self._functions, prompt, columns)
             error = functions.trial_error(self._functions, call.arguments(range(1)))
         if error is not None:
             raise ValueError("\n".join(filter(None, error)))

@@ -28,8 +28,22 @@ if TYPE_CHECKING:
 START_MODEL = "embedded:start_model"
 
 
+class TaskSection(Protocol):
+    """What rewards read of the settings of the task."""
+
+    @property
+    def environment(self) -> str:
+        """Class that answers the policy's turns; "" without one."""
+        ...
+
+
 class Sections(Protocol):
     """Sections of the config that rewards are made from."""
+
+    @property
+    def task(self) -> TaskSection:
+        """Settings of the task."""
+        ...
 
     @property
     def seed(self) -> int:
@@ -56,8 +70,8 @@ class Use(NamedTuple):
     """Arguments of a reward source besides the settings.
 
     Attributes:
-        functions: text functions as in `task.reward`, for the kind that runs them; or the name of
-            a kind.
+        functions: names of text functions, as in `task.reward`, or the name of another kind of
+            reward.
         weights: one for each function, and for a reward model in addition; empty: 1 for each.
         row: prompt text and columns of one row of the data, for a trial of the functions.
         tokenizer: tokenizer of the responses.
@@ -94,7 +108,8 @@ def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
     Args:
         settings: settings of the run.
         named: `task.reward`: text functions, the name of a kind, or "".
-        own: the task's own reward, used if neither `named` nor a reward model is set.
+        own: the task's own reward, used if neither `named` nor a reward model is set. Without it
+            an environment gives the rewards.
         task: name of the task, for the message.
 
     Raises:
@@ -102,6 +117,8 @@ def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
     """
     if settings.reward.model_path:
         return _plus_model(KINDS.get(named, FUNCTIONS)) if named else REWARD_MODEL
+    if settings.task.environment and not (named or own):
+        return ENVIRONMENT
     need(
         bool(named or own),
         "task.reward",
@@ -229,6 +246,13 @@ def _victim_models(settings: Sections) -> Mapping[str, str]:
     return {"victim": _victim_path(settings), **judge}
 
 
+def _make_environment_rewards(settings: Sections, use: Use) -> "RewardSource":
+    from tba_jax.rewards.source import EnvironmentRewards
+
+    return EnvironmentRewards()
+
+
+ENVIRONMENT = RewardKind(_make_environment_rewards)
 FUNCTIONS = RewardKind(_make_functions)
 REWARD_MODEL = RewardKind(
     _make_reward_model, models=lambda settings: {"reward model": settings.reward.model_path}

@@ -4,14 +4,14 @@
 A reward function is user code: it may hang, raise, crash its process or return nonsense. The pool
 gives each item a deadline that really ends it, and returns for every item either a finite number or
 a named reason why there is none. Several functions share the processes; their weighted sum is the
-reward, and an item that one of them fails on has none. Its processes import neither jax nor
+reward, and an item that one of them fails on has no reward. The processes import neither jax nor
 transformers. Invariant: a failure is never a reward of 0, and a failing item costs no other item
 its reward.
 
-How: items travel in chunks, for throughput. A chunk that fails in any way is sent again item by
-item, which finds the culprit. Pebble stops a process at its deadline (SIGTERM, SIGKILL 3 s later)
-and replaces it; when a process dies without a task pebble gives its whole pool up, and then this
-class starts another one and sends again what was under way.
+Items are sent in chunks, for throughput. The items of a failed chunk are sent again one by one,
+which finds the item that fails. Pebble stops a process at its deadline (SIGTERM, SIGKILL 3 s later)
+and replaces it. If a process without a task dies, pebble stops its whole pool; `RewardPool` then
+starts a new pool and sends the unfinished tasks again.
 """
 
 import math
@@ -62,7 +62,7 @@ _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 
 
 class RewardFailure(RuntimeError):
-    """Reward functions cannot start, cannot stop or fail too often; the message says which."""
+    """Reward functions cannot start, cannot stop or fail too often; the message has the cause."""
 
 
 # --- in the reward process ---------------------------------------------------------------------
@@ -80,7 +80,7 @@ def _start_process(
 
 
 class _Task(NamedTuple):
-    """Items under way together for one function, in which pool, since when."""
+    """Items that one process scores together: function, pool and start time."""
 
     function: int
     items: range
@@ -90,7 +90,7 @@ class _Task(NamedTuple):
 
 
 class Call:
-    """The items of one `score` call and what is known about them so far, function by function."""
+    """The items of one `score` call, with the rewards and failures of each function so far."""
 
     def __init__(
         self,
@@ -113,6 +113,14 @@ class Call:
         self.values: list[list[float | None]] = [[None] * n for _ in functions]
         self.reasons: list[list[str | None]] = [[None] * n for _ in functions]
         self.first_traceback = ""
+
+    @classmethod
+    def on_row(cls, functions: Sequence[str], prompt: str, columns: Mapping[str, Any]) -> "Call":
+        """Return a call with one row of the data and its reference answer as the completion."""
+        answer = columns.get("answer", columns.get("reference_answer"))
+        completion = answer if isinstance(answer, str) else ""
+        listed = {name: [value] for name, value in columns.items()}
+        return cls(functions, [prompt], [completion], listed, [np.zeros(1, np.int32)])
 
     def arguments(self, items: range) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
         """Return the arguments of the function: texts, or chat messages for chat data.
@@ -294,12 +302,7 @@ class RewardPool:
         """Why a function fails on the row; a deadline that it misses is no failure yet."""
         if self._row is None:
             return None
-        prompt, columns = self._row
-        answer = columns.get("answer", columns.get("reference_answer"))
-        completion = answer if isinstance(answer, str) else ""
-        listed = {name: [value] for name, value in columns.items()}
-        ids = [np.zeros(1, np.int32)]
-        call = Call(self._functions, [prompt], [completion], listed, ids).arguments(range(1))
+        call = Call.on_row(self._functions, *self._row).arguments(range(1))
         limit_s = self._timeout_s * len(self._functions)
         future = self._pool.schedule(trial_error, args=(self._functions, call), timeout=limit_s)
         try:
@@ -397,7 +400,7 @@ class RewardPool:
             pending[future] = _Task(function, items, resends, self._pool, time.monotonic())
 
     def _collect(self, call: Call, pending: "dict[futures.Future[Outcome], _Task]") -> None:
-        """Wait a moment for tasks to end; note what they brought or send their items again."""
+        """Wait at most POLL_S for tasks to end; record their results, or send items again."""
         ended, _ = futures.wait(pending, timeout=POLL_S, return_when=futures.FIRST_COMPLETED)
         self._groups.sweep()
         if ended:
@@ -426,16 +429,16 @@ class RewardPool:
         self._missed[function] += 1
         if self._missed[function] >= max(2, self._num_workers):  # one may be a hard one
             raise RewardFailure(
-                f"reward function {self._functions[function]} met no deadline yet: the first "
-                f"{self._missed[function]} items each took longer than reward.timeout_s = "
-                f"{self._timeout_s} s. Raise it if the function is that slow. First failure:\n"
+                f"reward function {self._functions[function]} is too slow: each of the first "
+                f"{self._missed[function]} items took longer than reward.timeout_s = "
+                f"{self._timeout_s} s. Raise --config.reward.timeout_s. First failure:\n"
                 f"{call.first_traceback}"
             )
 
     def _outcome(
         self, future: "futures.Future[Outcome]", function: int
     ) -> tuple[Outcome | None, str, str]:
-        """(outcome, reason, text) of a task; the reason "resend" blames the pool, not the items.
+        """Return (outcome, reason, text) of a task; reason "resend": a failure of the pool.
 
         Raises:
             ValueError: the function can never succeed, or broke its contract.
@@ -461,10 +464,10 @@ class RewardPool:
         return outcome, "", ""
 
     def _is_lost(self, task: _Task) -> bool:
-        """Whether a task will never end: its pool was given up, or stands still.
+        """Return whether a task will never end, because its pool was stopped or is deadlocked.
 
-        A process killed from outside in the middle of a message takes pebble's lock with it; then
-        no task of any thread ends although deadlines pass, and the pool has to go.
+        If a process is killed while it sends a message, pebble's lock is never released. Then no
+        task of any thread ends, deadlines have no effect, and the pool must be replaced.
         """
         if not task.pool.active:
             return True
@@ -477,7 +480,7 @@ class RewardPool:
         return True
 
     def _dispose(self, pool: ProcessPool, timeout_s: float = 10.0) -> bool:
-        """Stop a pool's processes, whatever they are doing; whether they went in time."""
+        """Kill a pool's processes; return whether they ended in time."""
         pool.stop()
         thread = threading.Thread(
             target=pool.join, args=(timeout_s,), name="reward-pool-stop", daemon=True
@@ -487,7 +490,7 @@ class RewardPool:
         return not thread.is_alive()
 
     def on(self, site: Any) -> "RewardPool":
-        """Itself: its processes serve searchers anywhere."""
+        """Return itself: its processes serve all searchers."""
         return self
 
     def close(self, timeout_s: float = 10.0) -> None:

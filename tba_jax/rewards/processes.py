@@ -12,13 +12,13 @@ from tba_jax.rewards import containment, output
 
 
 def enter_process(folder: str, parent: int, groups: str, max_memory_bytes: int) -> None:
-    """Make a new process ready for user code, and let it end with its parent.
+    """Prepare a new process for user code; it ends when its parent ends.
 
     Args:
-        folder: user modules may lie there.
-        parent: process ID of who started it.
+        folder: folder from which user modules can be imported.
+        parent: process ID of the parent.
         groups: folder of `containment.Groups`, and of `output.Output`.
-        max_memory_bytes: that it may allocate; 0: any.
+        max_memory_bytes: memory limit; 0: none.
     """
     output.redirect(groups)
     containment.enter(groups, max_memory_bytes)

@@ -37,23 +37,23 @@ def last_number(text: str) -> float:
     """
     found = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
     if not found:
-        raise ValueError("it holds no number")
+        raise ValueError("the response contains no number")
     return float(found[-1])
 
 
 class HttpReward:
-    """A reward function that asks a service, several requests at a time.
+    """A reward function that sends requests to an HTTP service, several at a time.
 
     Args:
-        url: that gets a POST request with JSON for each response.
-        body: (prompt, completion, columns) -> the JSON.
-        read: the JSON of the answer -> the reward; raises for an answer that makes no sense.
-        headers: of each request.
-        concurrency: requests under way in a process.
-        timeout_s: of one request.
-        retries: further requests after one that failed, was refused for the moment, or timed out.
-        per_second: requests begun in a second by a process; 0: any number.
-        cache_size: answers that a process keeps; the same request is not made twice.
+        url: URL that receives a POST request with JSON for each completion.
+        body: (prompt, completion, columns) -> JSON of the request.
+        read: JSON of the response -> reward; raises an exception for an invalid response.
+        headers: HTTP headers of each request.
+        concurrency: maximum number of concurrent requests of a process.
+        timeout_s: timeout of a request.
+        retries: maximum number of retries after an error, a temporary refusal or a timeout.
+        per_second: maximum number of requests per second of a process; 0: no limit.
+        cache_size: responses that a process keeps, so that equal requests are sent once.
     """
 
     def __init__(

@@ -113,3 +113,23 @@ class RemoteRewards:
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
+
+
+class EnvironmentRewards:
+    """Placeholder where the environment gives every reward: an episode without one is rejected."""
+
+    def check(self) -> None:
+        """Return at once: the environment is checked."""
+
+    def score(self, prompts: Sequence[str], *args: Any, **kwargs: Any) -> ScoreResult:
+        """Reject every response."""
+        n = len(prompts)
+        return ScoreResult([None] * n, ["environment_no_reward"] * n, "")
+
+    def on(self, site: "Site") -> "EnvironmentRewards":
+        """Return self: there are no models."""
+        del site
+        return self
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""

@@ -100,8 +100,8 @@ class Bucket:
     def create(self, name: str, content: bytes) -> bool:
         """Create an object if none exists; return whether this call created it.
 
-        Every caller must give another `content`: when the store's answer was lost, a repeated call
-        recognises its own object by the content.
+        Every caller must give a unique `content`. If the store's response was lost, a repeated call
+        recognises the caller's own object by the content.
         """
         try:
             with _as_os_error(f"creating {self}/{name}"):

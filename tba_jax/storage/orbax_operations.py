@@ -48,7 +48,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Note that an operation succeeded; after the last one everything is as it was before."""
+    """Note that an operation succeeded; the end of the last one restores the other packages."""
     global _operations
     with _lock:
         _operations -= 1

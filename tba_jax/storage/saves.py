@@ -55,9 +55,9 @@ def has_writer(name: str) -> bool:
 
 
 def remove(unfinished: epath.Path, patience_s: float = 2.0) -> None:
-    """Delete an unfinished folder. One that is still written to after `patience_s` stays.
+    """Delete an unfinished folder; return after `patience_s` if other writers keep adding files.
 
-    Writes of a save that failed end later than the save; a replaced process goes on writing.
+    Writes of a failed save may end later than the save, and a replaced process may still write.
     """
     end = time.monotonic() + patience_s
     while True:
@@ -74,10 +74,11 @@ def remove(unfinished: epath.Path, patience_s: float = 2.0) -> None:
 class Writer:
     """One writer of folders: names its unfinished folders, and deletes them when a save failed.
 
-    The processes of a job write into one folder together, which therefore has the plain name.
+    In a job of several processes, all processes write into one unfinished folder, so its name has
+    no random part.
 
     Args:
-        folder: which the complete folders are in.
+        folder: parent of the complete folders.
         confirm: raises if this process may no longer write there; called before an unfinished
             folder is created and before it becomes visible.
     """
@@ -93,7 +94,7 @@ class Writer:
 
     @property
     def temporary_path_class(self) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath] | None:
-        """What Orbax takes the option of this name for; None in an object store."""
+        """Return the value of Orbax's option of this name; None in an object store."""
         if "://" in str(self._folder):
             return None
         unfinished, confirm = self.unfinished, self._confirm

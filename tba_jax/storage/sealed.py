@@ -39,9 +39,9 @@ def unseal(content: str | bytes) -> dict[str, Any]:
         raise ValueError(f"got {type(facts).__name__}, wanted a JSON object")
     digest = facts.pop(KEY, None)
     if digest is None:
-        raise ValueError(f"has no entry {KEY!r}, with which it was written")
+        raise ValueError(f"lacks the entry {KEY!r}")
     if digest != _digest(facts):
-        raise ValueError(f"has the digest {_digest(facts)}, and was written with {digest}")
+        raise ValueError(f"has the digest {_digest(facts)}, expected {digest}")
     return facts
 
 

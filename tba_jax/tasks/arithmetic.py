@@ -99,10 +99,10 @@ def worked_response(expression: str) -> str:
 
 
 def hasty_response(expression: str, rng: np.random.Generator, *, slip_prob: float) -> str:
-    """Return a response with only an answer, as careless people write them.
+    """Return a response with only an answer, often a wrong one.
 
-    They read the last sign as a repeat of the one before it, which is correct for two problems in
-    five, and sometimes make a further small error.
+    The answer takes the last sign for a repeat of the sign before it, which is correct for two
+    problems in five. With probability `slip_prob` it has a further small error.
 
     Args:
         expression: the sum.

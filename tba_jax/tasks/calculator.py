@@ -2,11 +2,13 @@
 """The environment of the preset agent:toy: sums of the task `arithmetic`, with a calculator.
 
     prompt          7+5-3+8-6+2
-    a guess         =13             ends the episode: 1 if it is right
-    a call          :               is answered with all running totals but the last, 12,9,17,11,
-    then            13              ends the episode too
+    guess           =13             ends the episode
+    call            :               the environment returns the running totals but the last
+    observation     12,9,17,11,
+    answer          13              ends the episode
 
-Guesses of the start model are often wrong, and it seldom calls. The stop string ":" ends a turn.
+The reward is 1 for a correct number, else 0. Guesses of the start model are often wrong, and it
+seldom calls. The stop string ":" ends a turn.
 """
 
 import re

@@ -35,7 +35,7 @@ class TaskSettings(Section):
         "",
         "package.module:function or path/to/file.py:function, several separated by commas: their "
         f"weighted sum; or a learned reward: {', '.join(KINDS)}; with reward.model_path, that "
-        "model's reward is added; empty: the task's own reward",
+        "model's reward is added; empty: the task's own reward, else that of task.environment",
     )
     reward_weights: tuple[float, ...] = field(
         (),

@@ -56,7 +56,7 @@ class GSM8K(RowTask):
 
 
 class GSM8KOfficial(GSM8K):
-    """The same problems with the prompt and the grader of the paper's code, for comparison."""
+    """GSM8K with the prompt and the grader of the paper's code, for comparison."""
 
     name = "gsm8k_official"
     reward = "tba_jax.rewards.gsm8k_official:reward"

@@ -90,7 +90,7 @@ class Mixture:
 
     @functools.cached_property
     def _counts(self) -> list[int]:
-        """Rows of each set in a pass."""
+        """Number of rows of each data set in an epoch of the mixture."""
         sizes = [task.train_size() for task in self._tasks]
         if not self._is_weighted:
             return sizes
@@ -99,7 +99,7 @@ class Mixture:
 
     @functools.cached_property
     def _eval_places(self) -> list[tuple[int, int]]:
-        """(set, index in it) of each held-out row, the sets in turn."""
+        """(data set, index in the data set) of each held-out row; the data sets alternate."""
         sizes = [task.eval_size() for task in self._tasks]
         return [(s, i) for i in range(max(sizes)) for s, size in enumerate(sizes) if i < size]
 
@@ -131,7 +131,7 @@ class Mixture:
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def train_size(self) -> int:
-        """Return the number of training problems of a pass."""
+        """Return the number of training problems of an epoch."""
         return sum(self._counts)
 
     def eval_size(self) -> int:
@@ -139,7 +139,7 @@ class Mixture:
         return len(self._eval_places)
 
     def train_problem(self, index: int) -> Problem:
-        """Prompt and columns of a training problem."""
+        """Return prompt and columns of a training problem."""
         for number, count in enumerate(self._counts):
             if index < count:
                 task = self._tasks[number]
@@ -148,7 +148,7 @@ class Mixture:
         raise IndexError(index)
 
     def eval_problem(self, index: int) -> Problem:
-        """Prompt and columns of a held-out problem."""
+        """Return prompt and columns of a held-out problem."""
         number, at = self._eval_places[index]
         return self._problem(number, self._tasks[number].eval_problem(at))
 
@@ -158,7 +158,7 @@ class Mixture:
         return prompt, named
 
     def response_kind(self, text: str) -> None:
-        """Responses are of no kind."""
+        """Return None: there are no response kinds."""
         del text
 
 

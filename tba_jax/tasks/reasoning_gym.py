@@ -27,7 +27,6 @@ MESSAGE = (
 class ReasoningGym:
     """10,000 training and 1,000 held-out problems of one data set, with its default difficulty.
 
-    The splits have seeds of their own; a data set with few possible problems can still make the
     The splits have different seeds; a data set with few possible problems may still produce the
     same problem in both.
 

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from tba_jax.devices.sharding import BATCH_AXES, shardings_like
+from tba_jax.devices.sharding import batch_axes, shardings_like
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import OF_GROUPS, Batch, PackedBatch
 from tba_jax.models import lora
@@ -147,9 +147,9 @@ def step_shardings(
                 state.opt_state,
             )
         )
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     replicated = NamedSharding(mesh, PartitionSpec())
-    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    parts = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
     return StepShardings(
         state=state,
         batch=rows,

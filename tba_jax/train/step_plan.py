@@ -29,7 +29,8 @@ class StepPlan(NamedTuple):
         stop: make no step after this one (with `wait`: not even this one).
         sync: publish and merge after this step.
         save: write a checkpoint after this step.
-        publish: with `sync`, also publish; False while a process still writes the last version.
+        publish: with `sync`, also publish; False, unless every version is needed, while a process
+            still writes the last version.
     """
 
     wait: bool
@@ -114,6 +115,7 @@ class OwnBatches:
         num_steps: steps of the run.
         sync_period: steps between publications.
         checkpoint_period: steps between checkpoints, 0: none.
+        needs_versions: publish every version, and wait where the last one is still written.
         peers: the other trainer processes.
     """
 
@@ -122,6 +124,7 @@ class OwnBatches:
     num_steps: int
     sync_period: int
     checkpoint_period: int
+    needs_versions: bool = False
     peers: Peers = dataclasses.field(default_factory=NoPeers)
 
     def decide(
@@ -144,7 +147,7 @@ class OwnBatches:
             stop=stops,
             sync=done % self.sync_period == 0 and done < self.num_steps,
             save=bool(period) and done % period == 0,
-            publish=not (is_publishing() or self.peers.is_publishing),
+            publish=self.needs_versions or not (is_publishing() or self.peers.is_publishing),
         )
         decision = Decision(plan)
         if is_ready:

@@ -160,7 +160,10 @@ def test_no_field_is_dead():
             {"batch.packed_length": 79},
             "must hold a prompt and its response, up to 80 tokens .*packed_length=80 or more",
         ),
-        ({"model.remat": "all"}, "config.model.remat = 'all': must be one of none, dots, layers"),
+        (
+            {"model.remat": "all"},
+            "config.model.remat = 'all': must be one of auto, none, dots, layers",
+        ),
         ({"optimizer.name": "sgd"}, "must be one of adamw, adafactor"),
         ({"optimizer.max_nonfinite_steps": 0}, "must be at least 1"),
         ({"optimizer.offload": True, "optimizer.name": "adafactor"}, "adafactor has too little"),
@@ -304,7 +307,7 @@ def test_no_field_is_dead():
         ({"objective.beta": 1e-300}, "beta = 1e-300: must be 0 or at least 1e-30 in size"),
         ({"search.top_p": 5e-324}, "search.top_p = 5e-324: must be 0 or at least 1e-30 in size"),
         ({"reward.num_workers": 100_000}, r"num_workers = 100000: must lie in \[0, 512\]. The def"),
-        ({"num_searchers": 100_000}, r"num_searchers = 100000: must lie in \[1, 4096\]. The def"),
+        ({"num_searchers": 100_000}, r"num_searchers = 100000: must lie in \[0, 4096\]. The def"),
         ({"num_cpu_devices": 100_000}, r"num_cpu_devices = 100000: must lie in \[1, 1024\]"),
         ({"reward.offset": math.nan}, "config.reward.offset = nan: must be a finite number"),
         ({"reward.missing_eos": math.nan}, "missing_eos = nan: must be a finite number, or inf"),
@@ -386,7 +389,7 @@ def run_main(*arguments, cwd=ROOT):
         ),
         (["--config=configs/math.py", "--config.num_steps=1e3"], "--config.num_steps=1e3"),
         (
-            ["--config=configs/math.py", "--config.objective.group_size=200"],
+            ["--config=configs/math.py", "--config.objective.group_size=20"],
             "a group needs objective",
         ),
         (["--config=configs/math.py", "stray"], "unexpected argument 'stray'"),
@@ -406,6 +409,9 @@ def test_data_is_read_before_the_model_and_a_failed_start_can_be_corrected_in_pl
         "--config.placement=shared",
         "--config.num_searchers=1",
         "--config.model.path=/no/such/model",
+        # Nothing is left to choose, for which the model would be read first.
+        "--config.model.remat=layers",
+        "--config.search.num_slots=8",
         f"--workdir={tmp_path / 'run'}",
     )
     done = run_main(*arguments, f"--config.task.data_path={tmp_path}")
@@ -443,8 +449,14 @@ def test_dry_run_prints_the_settings_where_the_model_is_missing(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch.micro_batch_rows": 1}, "rows = 1: cannot .*fsdp = 2.*rows=2 or a multiple"),
-        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "rows = 3: .*fsdp = 2.*rows=2"),
+        (
+            {"batch.micro_batch_rows": 1},
+            "rows = 1: cannot .*fsdp x mesh.expert = 2.*rows=2 or a multiple",
+        ),
+        (
+            {"batch.micro_batch_rows": 3, "batch.packed_length": 80},
+            "rows = 3: .*expert = 2.*rows=2",
+        ),
         ({"batch.micro_batch_rows": 16}, None),
         ({"batch.micro_batch_rows": 32}, None),
         ({"batch.micro_batch_rows": 2}, None),

@@ -234,7 +234,7 @@ def test_every_row_has_its_own_settings(params, decoder):
             np.testing.assert_allclose(response.token_logprobs[step], want, atol=2e-5)
 
 
-def test_a_long_response_holds_nobody_back(params):
+def test_a_long_response_delays_no_other_response(params):
     """One response of 20 tokens and 30 of 2, in two slots: they pass through the other slot."""
     decoder = make_decoder(eos_ids=(), chunk_steps=2)
     session = decoder.session(params, num_slots=2, prefill_prompts=4)

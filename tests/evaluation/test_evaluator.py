@@ -165,7 +165,7 @@ def test_searchers_that_share_an_evaluation_give_its_figures(model, num_searcher
     assert finished.version == 4 and finished.evaluation == parted.run(model[1])
 
 
-def test_a_headline_nobody_measures_is_refused(model):
+def test_a_headline_without_a_metric_function_is_refused(model):
     class Missing(Arithmetic):
         metric = "win_rate"
 

@@ -35,7 +35,7 @@ def make_service(**changes):
     return notes, EvaluationService(notes, itertools.count().__next__, **changes)
 
 
-def test_whoever_steps_does_the_next_part_with_its_own_weights():
+def test_each_station_evaluates_the_next_shard_with_its_own_weights():
     notes, service = make_service()
     assert not service.step() and service.poll() == []
     service.request(0, ["start", "start"])

@@ -79,7 +79,7 @@ def test_the_same_call_gives_the_same_rewards_on_any_device_and_thread(victim):
     assert found == [expected] * 3
 
 
-def test_an_attack_that_is_too_long_is_rejected_by_name_and_harms_nobody(victim):
+def test_a_too_long_attack_is_rejected_by_name_without_effect_on_others(victim):
     out = score(source(victim), [ATTACKS[0], "1+" * 20])
     assert out.reasons == [None, "attack_too_long"] and out.rewards[1] is None
     assert np.isnan(out.parts["toxicity"][1])

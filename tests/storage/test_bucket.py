@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_in_the_bucket_is_said_and_the_one_before_it_fetche
     )
 
 
-def test_a_bucket_is_held_by_one_and_its_holder_hears_of_the_next(bucket):
+def test_a_bucket_has_one_holder_which_detects_the_next(bucket):
     slots = BucketSlots(bucket)
     with Hold(slots, beat_s=60.0) as hold:
         with pytest.raises(UserError, match="is working on gs://bucket/runs/a"):
@@ -241,7 +241,7 @@ def test_a_store_that_refuses_may_pass_but_not_for_long(bucket):
         mirroring = Mirroring(mirror, hold, patience_s=60.0, period_s=60.0, clock=lambda: now[0])
         mirroring._step()
         now[0] = 61.0
-        with pytest.raises(StorageError, match="nothing for 60 s .*503 Slow Down.*/cache/run"):
+        with pytest.raises(StorageError, match="no upload .* for 60 s .*503 Slow Down.*/cache/run"):
             mirroring._step()
         mirror.is_open = True
         mirroring._step()

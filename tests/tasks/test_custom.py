@@ -110,7 +110,7 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     write(tmp_path / "train.jsonl", [{"prompt": CHAT}])
     write(tmp_path / "test.jsonl", [{"prompt": [{"role": "system", "content": "Be brief."}]}])
     task = get_task("custom", str(tmp_path))
-    with pytest.raises(ValueError, match=r"^eval problem 0 of task custom is a chat, .*no system"):
+    with pytest.raises(ValueError, match=r"^eval problem 0 of task custom is a chat .*no system"):
         eval_prompts(task, ChatTokenizer(), 1, 40, "refuse")
 
 

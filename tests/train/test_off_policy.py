@@ -67,7 +67,7 @@ def test_strata_are_the_statistics_of_the_repeated_rows_of_each_age():
     assert len(found) == 4 * len(expected)
 
 
-def test_ratios_that_no_longer_weigh_anything_are_told_once_they_are_part_of_a_batch():
+def test_a_low_effective_sample_size_is_reported_once_in_the_batch():
     strata = {"stale_0/share": 0.6, "stale_0/ess_fraction": 0.9, "stale_8/share": 0.4}
     assert low_ess_warnings({**strata, "stale_8/ess_fraction": 0.11}) == []
     (line,) = low_ess_warnings({**strata, "stale_8/ess_fraction": 0.02})

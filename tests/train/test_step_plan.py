@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a step: made in one process, the same in all."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,6 +55,11 @@ def test_publications_and_checkpoints_follow_the_step_alone(step, sync, save):
     assert plan == StepPlan(wait=False, stop=False, sync=bool(sync), save=save)
 
 
+def test_a_version_that_is_needed_waits_for_the_one_before():
+    owner = dataclasses.replace(batches(Peers(is_publishing=True)), needs_versions=True)
+    assert owner.decide(1, no, yes).plan.publish
+
+
 def test_everyone_receives_what_the_owner_decided():
     peers = Peers(is_publishing=True)
     decision = batches(peers).decide(3, no, no)
@@ -64,7 +70,7 @@ def test_everyone_receives_what_the_owner_decided():
     assert ReceivedBatches(lambda step, facts: received).decide(3, no, no) is received
 
 
-def test_nobody_is_told_of_a_step_that_waits_for_data():
+def test_a_step_that_waits_for_data_is_not_sent():
     peers = Peers()
     decision = batches(peers, is_ready=False).decide(3, no, no)
     assert decision.plan.wait and decision.batch is None and not peers.waited

@@ -92,11 +92,11 @@ class GroupData(NamedTuple):
         return jnp.sum(jnp.where(self.num_drawn > 0, x, 0)) / self.totals.prompts
 
     def mean_over_responses(self, x: Float[Array, "p k"]) -> Float[Array, ""]:
-        """Return the contribution to the weighted mean over the batch's responses."""
+        """Return these responses' contribution to the weighted mean over the batch's responses."""
         return jnp.sum(x * self.weight) / self.totals.responses
 
     def mean_over_tokens(self, x: Float[Array, "p k t"]) -> Float[Array, ""]:
-        """Return the contribution to the mean over the batch's counted tokens, weighted."""
+        """Return these tokens' contribution to the weighted mean over all counted tokens."""
         return jnp.sum(jnp.where(self.mask, x, 0) * self.weight[..., None]) / self.totals.tokens
 
 

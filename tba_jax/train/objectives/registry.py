@@ -16,7 +16,16 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.settings import GIVEN, ConfigError, Setting, declared, import_file, is_in_a_file, need
+from tba_jax.settings import (
+    GIVEN,
+    ConfigError,
+    Setting,
+    check_all,
+    declared,
+    import_file,
+    is_in_a_file,
+    violation,
+)
 from tba_jax.train import objectives
 
 if TYPE_CHECKING:
@@ -131,6 +140,7 @@ def make_objective(
     """
     made: Any = objective_class(name)
     known = {s.name.removeprefix("objective."): s for s in own_settings(name)}
+    check_all(*(functools.partial(_typed, name, known, n, value) for n, value in own.items()))
     values = {n: _typed(name, known, n, value) for n, value in own.items()}
     for entry in dataclasses.fields(made):
         if entry.name not in known and hasattr(shared, entry.name):
@@ -141,22 +151,22 @@ def make_objective(
 def _typed(objective: str, known: Mapping[str, Setting], name: str, value: Any) -> Any:
     """Return the value of one own setting; whole numbers become floats if a float is declared."""
     has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
-    need(
-        name in known,
-        f"objective.{name}",
-        value,
-        f"objective.name={objective} has no such setting; {has}",
-        f"Leave it out, or set --config.objective.{name}=None.",
-    )
+    if name not in known:
+        raise violation(
+            f"objective.{name}",
+            value,
+            f"objective.name={objective} has no such setting; {has}",
+            f"Leave it out, or set --config.objective.{name}=None.",
+        )
     type_ = known[name].type
     wanted = str if known[name].choices else type_
     if wanted is float and type(value) is int:
         return float(value)
-    need(
-        type(value) is wanted,
-        f"objective.{name}",
-        value,
-        known[name].rule or f"must be a {known[name].kind}".replace("a True", "True"),
-        f"The default is {known[name].default}.",
-    )
+    if type(value) is not wanted:
+        raise violation(
+            f"objective.{name}",
+            value,
+            known[name].rule or f"must be a {known[name].kind}".replace("a True", "True"),
+            f"The default is {known[name].default}.",
+        )
     return value
