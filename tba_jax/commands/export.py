@@ -42,7 +42,7 @@ def _write(workdir: str, published: str, out: Path, title: str) -> int:
 
 
 def _follow(workdir: Path, repo: str, every: int, *, is_public: bool) -> None:
-    """Push the newest checkpoint every so many steps, and the last one, until the run has finished.
+    """Push the newest checkpoint periodically until the run has finished, then the last one.
 
     A push that fails is reported and tried again.
     """
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--push_every",
         type=int,
         default=0,
-        help="follow a run: push its newest checkpoint every so many steps. 0: push once",
+        help="follow a run: steps between two pushes of its newest checkpoint. 0: push once",
     )
     args = parser.parse_args(argv)
     from tba_jax.run.errors import CheckpointError, UserError

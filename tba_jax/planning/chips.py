@@ -116,7 +116,7 @@ class Topology:
         """Return the devices to compile for.
 
         Raises:
-            ValueError: libtpu is not installed, or knows no such slice.
+            ValueError: libtpu is not installed, or has no slice of this name.
         """
         from jax.experimental import topologies
 

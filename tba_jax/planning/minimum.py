@@ -58,7 +58,7 @@ class _Products(NamedTuple):
         return rows * (tokens * self.layers + pairs)
 
     def step(self, columns: int) -> float:
-        """Return the FLOPs of one new token that sees so many columns, logits included."""
+        """Return the FLOPs of one new token that attends to a number of columns, with logits."""
         seen = columns * self.pair + min(columns, self.window) * self.near_pair
         return self.layers + self.head + seen
 

@@ -134,7 +134,7 @@ def sample_jsonl(
 
     Args:
         path: path of the log.
-        least: minimum number of records, if the log has so many; less than 2 * least are returned.
+        least: minimum number of records of a long log; fewer than 2 * least are returned.
         wrong: returns the error of a record, "" for none.
         always: records whose lines contain these bytes are returned in addition.
 

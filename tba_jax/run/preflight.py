@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _LOOKED_AT = 2000  # prompts, evenly spaced
 _MULTIPLE = 32  # programs are compiled for few lengths
-_HELD_OUT_SHARE = 5  # at most one row in so many
+_HELD_OUT_SHARE = 5  # at most one in five rows is held out
 
 
 @contextlib.contextmanager

@@ -93,16 +93,21 @@ def test_one_bad_point_does_not_end_a_sweep_that_ends_in_a_comparison(fake_main,
     assert sum(x == "begin sync_period=1-seed0" for x in events(tmp_path)) == 1
 
 
+def process_of(fake_main, arguments, folder):
+    """Command and environment of a sweep in a process of its own, over the fake main command."""
+    code = (
+        "from tba_jax.commands import sweep; import sys;"
+        f"sweep.MAIN = (sys.executable, {str(fake_main)!r});"
+        f"sys.exit(sweep.main({[*arguments, f'--out={folder}/out']!r}))"
+    )
+    return [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_twice_makes_each_of_eight_runs_once(fake_main, tmp_path):
     fake_main.write_text(FAKE_MAIN.format(tests=str(ROOT / "tests"), seconds=0.5))
     arguments = [*ARGUMENTS, "--grid=sync_period=1,2;num_searchers=1,2", "--seeds=2"]
-    code = (
-        "from tba_jax.commands import sweep; import sys;"
-        f"sweep.MAIN = (sys.executable, {str(fake_main)!r});"
-        f"sys.exit(sweep.main({[*arguments, f'--out={tmp_path}/out']!r}))"
-    )
-    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, env = process_of(fake_main, arguments, tmp_path)
     for kill in (signal.SIGKILL, signal.SIGTERM):
         begun = len(events(tmp_path)) if (tmp_path / "events").exists() else 0
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
@@ -129,12 +134,7 @@ def test_a_sweep_on_ray_runs_at_once_stops_and_continues(fake_main, tmp_path):
     pytest.importorskip("ray")
     fake_main.write_text(FAKE_MAIN.format(tests=str(ROOT / "tests"), seconds=3.0))
     arguments = [*ARGUMENTS, "--grid=sync_period=1,3;num_searchers=1,2", "--ray=local"]
-    code = (
-        "from tba_jax.commands import sweep; import sys;"
-        f"sweep.MAIN = (sys.executable, {str(fake_main)!r});"
-        f"sys.exit(sweep.main({[*arguments, f'--out={tmp_path}/out']!r}))"
-    )
-    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, env = process_of(fake_main, arguments, tmp_path)
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 120
     while time.monotonic() < end and not (tmp_path / "events").exists():
