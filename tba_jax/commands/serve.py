@@ -11,6 +11,7 @@ The server listens on the loopback interface. With --host it listens on another 
 import argparse
 import ipaddress
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(args: argparse.Namespace) -> int:
     _check(args)
     # Imported here, so that --help and wrong flags answer at once.
+    from tba_jax.remote.http_server import bind
+
+    try:
+        bound = bind(args.host, args.port)
+    except OSError as error:
+        raise ValueError(
+            f"--port={args.port}: cannot listen on {args.host} ({error}). Give a free port, or 0"
+        ) from error
+    with bound:
+        bound.listen()  # from here on a second server is refused, also before the model is loaded
+        return _serve_on(bound, args)
+
+
+def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     import jax
     import jax.numpy as jnp
 
@@ -102,12 +117,7 @@ def _serve(args: argparse.Namespace) -> int:
         info=lambda: {"model": name, "weight_version": version, "num_slots": args.num_slots},
         can_pause=True,
     )
-    try:
-        server = HttpServer(application, "http-server", host=args.host, port=args.port)
-    except OSError as error:
-        raise ValueError(
-            f"--port={args.port}: cannot listen on {args.host} ({error}). Give a free port, or 0"
-        ) from error
+    server = HttpServer(application, "http-server", bound)
     stop = StopFlag()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import urllib3
 
-from tba_jax.remote.http_server import HttpServer
+from tba_jax.remote.http_server import HttpServer, bind
 
 Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
 """Returns the response to a request, or a future of the response. The response is empty if the
@@ -83,13 +83,14 @@ class ChannelServer:
         self._token, self._is_local = token, is_local
         host = "127.0.0.1" if is_local else "0.0.0.0"
         try:
-            self._server = HttpServer(self._respond, "channel-server", host=host, port=port)
+            bound = bind(host, port)
         except OSError as error:
             raise ChannelError(
                 f"remote.port={port}: cannot listen on {host}:{port} ({error}). Set "
                 "--config.remote.port to a free port that the firewall lets through, or to 0 for "
                 "any free port"
             ) from error
+        self._server = HttpServer(self._respond, "channel-server", bound)
         self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, "channel-handler")
 
     def start(self) -> "ChannelServer":

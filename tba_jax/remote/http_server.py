@@ -18,27 +18,37 @@ _START_S = 30.0
 _STOP_S = 10.0
 
 
-class HttpServer:
-    """HTTP server of one application; listens from its construction, responds after `start`.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address.
 
     Args:
-        application: handles each request.
-        name: of the thread.
-        host: address to listen on.
-        port: to listen on, 0 for any free port.
+        host: address.
+        port: 0 for any free port.
 
     Raises:
         OSError: the port is in use, not permitted or not a port.
     """
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise OSError(str(error)) from error
+    return found
 
-    def __init__(self, application: Application, name: str, *, host: str, port: int) -> None:
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-        except (OSError, OverflowError) as error:
-            self._socket.close()
-            raise OSError(str(error)) from error
+
+class HttpServer:
+    """HTTP server of one application; accepts requests after `start`.
+
+    Args:
+        application: handles each request.
+        name: of the thread.
+        bound: socket of `bind`, which the server closes.
+    """
+
+    def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
+        self._socket = bound
         config = uvicorn.Config(
             application,
             interface="asgi3",

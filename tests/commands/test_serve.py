@@ -12,6 +12,8 @@ import urllib.request
 import pytest
 
 from tba_jax.commands.serve import main
+from tba_jax.remote.http_server import bind
+from tests.integration import commands
 
 MODEL = "embedded:start_model"
 
@@ -24,7 +26,7 @@ MODEL = "embedded:start_model"
         ([f"--model={MODEL}", "--host=0.0.0.0"], "Add --token=SECRET"),
         ([f"--model={MODEL}", "--host=example.com"], "Add --token=SECRET"),
         ([f"--model={MODEL}", "--num_slots=0"], "--num_slots"),
-        (["--model=no/such/folder"], "no/such/folder"),
+        (["--model=no/such/folder", "--port=0"], "no/such/folder"),
     ],
 )
 def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsys, monkeypatch):
@@ -34,9 +36,23 @@ def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsy
     assert line.startswith("serve: ") and message in line
 
 
+def test_a_port_in_use_is_refused_before_the_model_is_read(capsys):
+    with bind("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        bound.listen()
+        assert main(["--model=no/such/folder", f"--port={port}"]) == 1
+    assert f"serve: --port={port}: cannot listen on" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_a_port_in_use_is_refused_and_a_free_one_serves_until_sigterm(capsys):
-    command = [sys.executable, "-m", "tba_jax.serve", f"--model={MODEL}", "--port=0"]
+@pytest.mark.parametrize("kind", ["model", "workdir"])
+def test_a_model_or_the_newest_checkpoint_of_a_run_is_served_until_sigterm(kind, tmp_path):
+    name, version = MODEL, 0
+    if kind == "workdir":
+        name, version = str(tmp_path / "run"), 8
+        done = commands.run(name, cache=tmp_path / "cache")
+        assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "tba_jax.serve", f"--{kind}={name}", "--port=0"]
     process = subprocess.Popen(
         [*command, "--num_slots=2"],
         stdout=subprocess.PIPE,
@@ -48,10 +64,16 @@ def test_a_port_in_use_is_refused_and_a_free_one_serves_until_sigterm(capsys):
     try:
         url = process.stdout.readline().split()[-1]
         with urllib.request.urlopen(f"{url}/models", timeout=60) as response:
-            assert json.load(response)["data"][0]["id"] == MODEL
-        port = int(url.split(":")[-1].removesuffix("/v1"))
-        assert main([f"--model={MODEL}", f"--port={port}"]) == 1
-        assert f"serve: --port={port}: cannot listen on" in capsys.readouterr().err
+            assert json.load(response)["data"][0]["id"] == name
+        root = url.removesuffix("/v1")
+        with urllib.request.urlopen(f"{root}/server_info", timeout=60) as response:
+            assert json.load(response)["weight_version"] == version
+        body = json.dumps({"prompt": "7+5-3=", "max_tokens": 3}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{url}/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["choices"][0]["text"]
+        port = int(root.split(":")[-1])
         for address in {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}:
             if not str(address).startswith("127."):
                 with socket.socket() as probe:

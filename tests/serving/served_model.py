@@ -14,7 +14,7 @@ from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.remote.http_server import HttpServer
+from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import MAX_STOP_IDS, Served
@@ -63,7 +63,7 @@ class ServedModel:
             can_pause=True,
         )
         self.application = application
-        self.server = HttpServer(application, "http-server", host="127.0.0.1", port=0)
+        self.server = HttpServer(application, "http-server", bind("127.0.0.1", 0))
         self.stop = StopFlag()
 
     @contextlib.contextmanager
