@@ -238,6 +238,6 @@ def serve(
     while True:
         try:
             request = json.loads(connection.recv_bytes())
-        except (EOFError, OSError):
+            connection.send_bytes(json.dumps(host.answer(request)).encode())
+        except (EOFError, OSError):  # of the connection; `answer` raises nothing
             return
-        connection.send_bytes(json.dumps(host.answer(request)).encode())

@@ -15,6 +15,8 @@ class Game:
         match text:
             case "hang":
                 time.sleep(1000)
+            case "nap":
+                time.sleep(0.3)
             case "die":
                 os._exit(3)
             case "raise":

@@ -113,6 +113,19 @@ def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
         pool.close()
 
 
+def test_an_environment_whose_connection_is_closed_ends_in_silence(capfd):
+    pool = EnvironmentPool(f"{FILE}:Game", timeout_s=5.0)
+    try:
+        environment = begun(pool)
+        environment.turn("nap")
+        environment._process.connection.close()
+        environment._process.process.join(30.0)
+        assert environment._process.process.exitcode == 0
+    finally:
+        pool.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_an_environment_that_hangs_ends_with_the_run_that_was_killed():
     script = FILE.with_name("main_that_is_killed.py")
     command = [sys.executable, str(script), f"{FILE}:Game"]
