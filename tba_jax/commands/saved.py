@@ -16,6 +16,7 @@ from tba_jax.config.retired import RETIRED, upgrade
 from tba_jax.config.schema import Config, defaults, unflatten
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
+from tba_jax.models.transformer import TransformerConfig, leaf_dtype
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError, UserError
 from tba_jax.run.model_parts import describe_model, policy_config
@@ -74,7 +75,8 @@ def load_policy(
     if published:
         versions = Versions(local_folder(workdir))
         step = versions.newest_intact(note, _version(published))
-        params = versions.read(step, _cast(state.params, jnp.dtype(config.model.rollout_dtype)))
+        dtype = jnp.dtype(config.model.rollout_dtype)
+        params = versions.read(step, _cast(state.params, dtype, policy))
     else:
         newest = checkpoints.latest_step()
         if newest is not None and (found := checkpoints.damage(newest)):
@@ -106,7 +108,11 @@ def _version(published: str) -> int | None:
     return int(published)
 
 
-def _cast(abstract: Any, dtype: jnp.dtype) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), abstract
-    )
+def _cast(abstract: Any, dtype: jnp.dtype, config: TransformerConfig) -> Any:
+    """Return the shapes of published parameters."""
+
+    def leaf(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        own = leaf_dtype(path[-1].key, dtype, config)
+        return jax.ShapeDtypeStruct(x.shape, own, sharding=x.sharding)
+
+    return jax.tree_util.tree_map_with_path(leaf, abstract)

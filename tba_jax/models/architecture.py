@@ -89,6 +89,8 @@ class TransformerConfig:
         experts_per_token: number of these experts.
         normalised_experts: their weights sum to 1.
         router_bias: the matrix that scores experts has a bias.
+        float32_head: the output matrix is stored in float32, and logits are products of it with
+            states that are cast to float32.
         attention: implementation: auto, the fastest measured one for the platform; xla, without
             kernels; tpu_kernel, kernels for TPU.
     """
@@ -133,6 +135,7 @@ class TransformerConfig:
     experts_per_token: int = 0
     normalised_experts: bool = False
     router_bias: bool = False
+    float32_head: bool = False
     attention: Literal["auto", "xla", "tpu_kernel"] = "auto"
 
     def __post_init__(self) -> None:
@@ -160,6 +163,16 @@ class TransformerConfig:
                 f"experts_per_token = {self.experts_per_token} of num_experts = "
                 f"{self.num_experts}; set it to a number from 1 to num_experts"
             )
+
+    @property
+    def output_table(self) -> str:
+        """Name of the leaf whose rows are the output vectors of tokens."""
+        return "embed" if self.tie_embeddings else "unembed"
+
+    @property
+    def float32_leaves(self) -> tuple[str, ...]:
+        """Leaves outside the layers that are float32 whatever the dtype of the others."""
+        return (self.output_table,) * (self.float32_head and not self.num_labels)
 
     @property
     def rotary_dim(self) -> int:

@@ -31,6 +31,11 @@ class ModelSettings(Section):
         "attention and a decode kernel on TPUs, not measured yet",
         on_resume=True,
     )
+    float32_head: bool = field(
+        False,
+        "the output matrix is stored and published in float32, and logits are its float32 products "
+        "with the states; for bfloat16, slower",
+    )
     rollout_dtype: Literal["float32", "bfloat16", "auto"] = field(
         "float32",
         "dtype of the searchers' weights and computation; auto: float32 on CPUs, else bfloat16",

@@ -58,6 +58,7 @@ class _Static(NamedTuple):
     with_entropy: bool
     keeps_logits: bool
     cap: float | None = None
+    is_exact: bool = False
 
 
 class _Sums(NamedTuple):
@@ -87,6 +88,7 @@ def fused_logprobs(
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
     cap: float | None = None,
+    is_exact: bool = False,
 ) -> Float32[Array, "b t"]:
     """Return log softmax(hidden @ table.T / temperature)[targets], float32.
 
@@ -108,12 +110,13 @@ def fused_logprobs(
         kept_bytes: logits up to this size, over all devices, are computed once and kept for the
             backward pass, without blocks and chunks.
         cap: c of c tanh(logit / c), before the temperature; None: none.
+        is_exact: products of float32 inputs are float32, also where TF32 or bfloat16 is faster.
 
     Raises:
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, False, keeps, cap)
+    static = _Static(temperature, vocab_shards, vocab_block, False, keeps, cap, is_exact)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)[0]
 
@@ -129,13 +132,14 @@ def fused_logprobs_and_entropy(
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
     cap: float | None = None,
+    is_exact: bool = False,
 ) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
     """Return `fused_logprobs`, and the entropy in nats of each token's distribution.
 
     Gradients flow through both. Arguments and errors are those of `fused_logprobs`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, True, keeps, cap)
+    static = _Static(temperature, vocab_shards, vocab_block, True, keeps, cap, is_exact)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)
 
@@ -275,13 +279,13 @@ def _backward(
             if static.cap is not None:  # the derivative of the cap
                 d_logits = d_logits * (1 - (logits * static.temperature / static.cap) ** 2)
             d_logits = d_logits.astype(hidden.dtype)
-            of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows)
+            of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows, static)
             if c == 1:
                 d_hidden = d_hidden + of_chunk[None]  # updating a slice would copy it
             else:
                 of_chunk = d_hidden[j] + of_chunk
                 d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
-            return d_hidden, d_rows + _matmul("mwn,nd->mwd", d_logits, hidden[j])
+            return d_hidden, d_rows + _matmul("mwn,nd->mwd", d_logits, hidden[j], static)
 
         none = jnp.zeros(rows.shape, jnp.float32)
         if c == 1:
@@ -352,8 +356,9 @@ def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array,
 def _logits(
     rows: Float[Array, "m w d"], hidden: Float[Array, "n d"], static: _Static
 ) -> Float32[Array, "m w n"]:
-    return capped(_matmul("mwd,nd->mwn", rows, hidden), static.cap) / static.temperature
+    return capped(_matmul("mwd,nd->mwn", rows, hidden, static), static.cap) / static.temperature
 
 
-def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+def _matmul(equation: str, x: Array, y: Array, static: _Static) -> Float32[Array, "..."]:
+    precision = "highest" if static.is_exact else None
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)

@@ -206,14 +206,15 @@ def _response_logprobs(
 
     def of_tokens(states: Array, targets: Array) -> Array:
         return fused_logprobs(
-            states.astype(jnp.dtype(scoring.compute_dtype)),
-            _output_table(params, config),
+            states.astype(_head_dtype(config, scoring)),
+            params[config.output_table],
             targets,
             temperature=scoring.temperature,
             chunk_tokens=scoring.chunk_tokens,
             **_table(sharding),
             kept_bytes=scoring.kept_bytes,
             cap=config.logits_cap,
+            is_exact=config.float32_head,
         )
 
     logprobs = of_tokens(hidden, targets)
@@ -281,14 +282,15 @@ def packed_token_logprobs(
         before = _predictors(segments, is_prompt)
         states = jnp.take_along_axis(hidden, before[:, 1:, None], axis=1)
     logprobs = fused_logprobs(
-        states.astype(compute_dtype),
-        _output_table(params, config),
+        states.astype(_head_dtype(config, scoring)),
+        params[config.output_table],
         tokens[:, 1:],
         temperature=scoring.temperature,
         chunk_tokens=scoring.chunk_tokens,
         **_table(sharding),
         kept_bytes=scoring.kept_bytes,
         cap=config.logits_cap,
+        is_exact=config.float32_head,
     )
     # No state predicts the first token of a row.
     first = ((0, 0), (1, 0))
@@ -312,5 +314,6 @@ def _refuse_classifier(config: TransformerConfig) -> None:
         )
 
 
-def _output_table(params: Any, config: TransformerConfig) -> Float[Array, "v d"]:
-    return params["embed"] if config.tie_embeddings else params["unembed"]
+def _head_dtype(config: TransformerConfig, scoring: Scoring) -> Any:
+    """Return the dtype of the inputs of logits."""
+    return jnp.dtype("float32" if config.float32_head else scoring.compute_dtype)

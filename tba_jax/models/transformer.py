@@ -37,11 +37,11 @@ class Ends(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs):
         d = config.hidden_size
 
-        def table(rows: int) -> nnx.Param:
+        def table(rows: int, name: str = "") -> nnx.Param:
             values = jax.random.normal(rngs.params(), (rows, d)) / math.sqrt(d)
-            return nnx.Param(values.astype(dtype))
+            return nnx.Param(values.astype(leaf_dtype(name, dtype, config)))
 
-        self.embed = table(config.vocab_size)
+        self.embed = table(config.vocab_size, "embed")
         self.final_norm = nnx.Param(jnp.full((d,), 0 if config.norm_offset else 1, dtype))
         if config.norm == "layer":
             self.final_norm_bias = nnx.Param(jnp.zeros((d,), dtype))
@@ -50,7 +50,12 @@ class Ends(nnx.Module):
         if config.num_labels:
             self.score = table(config.num_labels)
         elif not config.tie_embeddings:
-            self.unembed = table(config.vocab_size)
+            self.unembed = table(config.vocab_size, "unembed")
+
+
+def leaf_dtype(name: str, dtype: Any, config: TransformerConfig) -> Any:
+    """Return the dtype of a leaf outside the layers whose tree has this dtype."""
+    return jnp.float32 if name in config.float32_leaves else dtype
 
 
 @functools.partial(jax.jit, static_argnames=("config", "param_dtype"))
@@ -60,7 +65,7 @@ def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.fl
     Args:
         config: the architecture.
         key: JAX PRNG key.
-        param_dtype: storage dtype.
+        param_dtype: storage dtype, except of `config.float32_leaves`.
     """
     ends_key, layers_key = jax.random.split(key)
     ends = nnx.to_pure_dict(nnx.state(Ends(config, param_dtype, nnx.Rngs(ends_key))))
@@ -247,6 +252,8 @@ def unembed(
 ) -> Float32[Array, "*b v"]:
     """Return logits, accumulated in float32 for any dtype of the matmul inputs.
 
+    Invariant: with `config.float32_head` inputs are float32, as in `logprobs`.
+
     Raises:
         ValueError: the model is a classifier.
     """
@@ -255,11 +262,12 @@ def unembed(
             f"a classifier with {config.num_labels} labels has no logits over tokens. Use "
             "classifier.classify, or load a language model"
         )
-    table = params["embed"] if config.tie_embeddings else params["unembed"]
+    dtype = jnp.float32 if config.float32_head else compute_dtype
     logits = jnp.einsum(
         "...d,vd->...v",
-        hidden.astype(compute_dtype),
-        table.astype(compute_dtype),
+        hidden.astype(dtype),
+        params[config.output_table].astype(dtype),
+        precision="highest" if config.float32_head else None,
         preferred_element_type=jnp.float32,
     )
     return capped(logits, config.logits_cap)

@@ -35,6 +35,7 @@ from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.minimum import minima
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
 from tba_jax.run import trainer_parts
+from tba_jax.run.model_parts import with_settings
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +65,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
         devices = chips.local_devices()
         chip = chips.attached_chip(devices) if not request["program"] else None
-    model_config = dataclasses.replace(
-        config_json.transformer_config(request["model"]), attention=config.model.attention
-    )
+    model_config = with_settings(config_json.transformer_config(request["model"]), config)
     config, choice = _place(request, config, model_config, devices, chip)
     if request["program"]:
         planned = _programs(config, model_config, request["judges"], choice)

@@ -449,7 +449,7 @@ def abstract_reference(
 ) -> Any:
     """Return the reference on the first searcher's devices, in the trainer's layout."""
     shardings = model_parts.reference_shardings(model_config, placement.searcher_meshes[0])
-    return _abstract(abstract_params(model_config), shardings, config.model.param_dtype)
+    return _abstract(abstract_params(model_config, config.model.param_dtype), shardings)
 
 
 def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
@@ -457,16 +457,16 @@ def _frozen(config: Config, model_config: TransformerConfig, placement: Placemen
     base = trainer_parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
     if base is None:
         return ()
-    return (_abstract(abstract_params(model_config), base, config.model.param_dtype),)
+    return (_abstract(abstract_params(model_config, config.model.param_dtype), base),)
 
 
 def _frozen_bytes(frozen: tuple) -> dict[str, float]:
     return {FROZEN: shard_bytes(frozen)} if frozen else {}
 
 
-def _abstract(shapes: Any, shardings: Any, dtype: str) -> Any:
+def _abstract(shapes: Any, shardings: Any, dtype: str = "") -> Any:
     return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=sharding),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding),
         shapes,
         shardings,
     )

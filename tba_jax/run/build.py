@@ -154,15 +154,14 @@ def _lower_step(
     config, model = shared.config, shared.model.config
     state = abstract_state(config, model, shared.sites.trainer.mesh)
 
-    def abstract(x: Any, sharding: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+    def abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     rows = jax.tree.map(abstract, batch, step.shardings.of_batch(batch))
     frozen = ()
     if step.shardings.base is not None:
-        dtype = jnp.dtype(config.model.param_dtype)
-        like = functools.partial(abstract, dtype=dtype)
-        frozen = (jax.tree.map(like, abstract_params(model), step.shardings.base),)
+        params = abstract_params(model, jnp.dtype(config.model.param_dtype))
+        frozen = (jax.tree.map(abstract, params, step.shardings.base),)
     return step.program.lower(state, rows, *frozen)
 
 

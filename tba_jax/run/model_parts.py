@@ -37,7 +37,7 @@ def model_path(config: Config) -> str:
 
 
 def describe_model(config: Config, *, with_weights: bool = True) -> models.Description:
-    """Describe the start model of a run, with the configured attention.
+    """Describe the start model of a run, with its settings.
 
     Args:
         config: config of the run.
@@ -47,8 +47,15 @@ def describe_model(config: Config, *, with_weights: bool = True) -> models.Descr
         ValueError: as `models.describe`.
     """
     found = models.describe(model_path(config), with_weights=with_weights)
-    architecture = dataclasses.replace(found.config, attention=config.model.attention)
-    return dataclasses.replace(found, config=architecture)
+    return dataclasses.replace(found, config=with_settings(found.config, config))
+
+
+def with_settings(architecture: TransformerConfig, config: Config) -> TransformerConfig:
+    """Return the architecture of a model file with the settings of a run."""
+    model = config.model
+    return dataclasses.replace(
+        architecture, attention=model.attention, float32_head=model.float32_head
+    )
 
 
 def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
@@ -156,7 +163,8 @@ def make_publication_program(
         else:
             shardings = lora.split(param_shardings(policy, where))[1]
     dtype = jnp.dtype(config.model.rollout_dtype)
-    return make_publish_program(dtype, layout, shardings, quantization)
+    exact = model_config.float32_leaves
+    return make_publish_program(dtype, layout, shardings, quantization, exact)
 
 
 def decoder_weights(
@@ -172,7 +180,8 @@ def decoder_weights(
         mesh: the searcher's.
     """
     layout, published = make_publication(model_config, source)
-    program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, published)
+    dtype, exact = jnp.dtype(config.model.rollout_dtype), model_config.float32_leaves
+    program = make_publish_program(dtype, layout, published, float32_leaves=exact)
     return hand_over(program(params), searcher_shardings(model_config, mesh))
 
 

@@ -72,7 +72,10 @@ def make_references(
         # A copy: the train state is made of `params` and then donated, or the parameters
         # span processes.
         copy = make_publish_program(
-            jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
+            jnp.dtype(config.model.param_dtype),
+            None,
+            param_shardings(plain, mesh),
+            float32_leaves=plain.float32_leaves,
         )
         params = copy(params)
     programs: dict[Site, Callable[..., Array]] = {}
@@ -142,17 +145,20 @@ def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: 
     dtype = jnp.dtype(config.model.rollout_dtype)
     quantization, mesh = config.search.quantization, sites.publication.mesh
     layout, published = make_publication(plain, mesh, quantization)
+    rounded = functools.partial(
+        make_publish_program, quantization=quantization, float32_leaves=plain.float32_leaves
+    )
     wanted = [searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers]
     if policy.adapters is None:
         # Files have the trainer's layout: convert and quantise after reading.
-        arrange = make_publish_program(dtype, layout, published, quantization)
+        arrange = rounded(dtype, layout, published)
         return Arrival(sites.trainer.locked(arrange), wanted, [])
     # One base for each set of devices, in the decoder's layout and in full precision: adapters are
     # added before rounding.
-    exact = make_publish_program(dtype, *make_publication(plain, mesh))(base)
+    exact = rounded(dtype, *make_publication(plain, mesh), quantization="none")(base)
     held = exact
     if quantization != "none":
-        held = make_publish_program(dtype, layout, published, quantization)(base)
+        held = rounded(dtype, layout, published)(base)
     kernels, rest = lora.adapted(exact, policy), lora.unadapted(held, policy)
     merges: dict[Site, Callable[[Any], Any]] = {}
     for site, shardings in zip(sites.searchers, wanted, strict=True):
@@ -247,10 +253,10 @@ def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> An
     if policy.adapters is None:
         shapes, shardings = abstract_params(policy, dtype), param_shardings(policy, mesh)
     else:
-        shapes = lora.abstract_adapters(policy)
+        shapes = jax.tree.map(lambda x: x.update(dtype=dtype), lora.abstract_adapters(policy))
         shardings = lora.split(param_shardings(policy, mesh))[1]
     return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
         on_mesh(mesh, shardings),
     )

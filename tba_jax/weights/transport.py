@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -92,6 +92,7 @@ def make_publish_program(
     layout: Layout | None = None,
     out_shardings: Any = None,
     quantization: Quantization = "none",
+    float32_leaves: Collection[str] = (),
 ) -> Callable[[Any], Any]:
     """Return a jitted function that copies params in the rollout dtype and the searchers' layout.
 
@@ -103,12 +104,17 @@ def make_publish_program(
         layout: rearranges the tree for the searchers; None: no change.
         out_shardings: tree of shardings of the result; None: XLA's choice.
         quantization: of the copy; other than "none" only with the decoder's layout.
+        float32_leaves: `TransformerConfig.float32_leaves`, which stay float32.
     """
+
+    def copy(path: Any, x: jax.Array) -> jax.Array:
+        is_exact = len(path) == 1 and path[0].key in float32_leaves
+        return jnp.copy(x.astype(jnp.float32 if is_exact else dtype))
 
     def publish(params: Any) -> Any:
         # Cast last: layers cut out of a cast stack would need the whole stack in both dtypes.
         arranged = params if layout is None else layout(params)
-        copied = jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), arranged)
+        copied = jax.tree_util.tree_map_with_path(copy, arranged)
         leaves, tree = jax.tree.flatten(quantize(copied, quantization))
         smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
         leaves[smallest] = _after_some_work(leaves[smallest])
