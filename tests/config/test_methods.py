@@ -93,6 +93,16 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
             {"log_z": "cached", "beta": "linear(1, 2, 5)"},
             "beta = 'linear.1, 2, 5.': objective.log_z",
         ),
+        ({"balance": "turn"}, "log_z = 'vargrad': objective.balance=turn learns the soft value"),
+        ({"balance": "turn", "log_z": "learned"}, None),
+        (
+            {"balance": "turn", "log_z": "learned", "mask_eos": True},
+            "mask_eos = True: with objective.balance=turn a turn of EOS alone",
+        ),
+        (
+            {"balance": "turn", "log_z": "learned", "importance": "topr"},
+            "importance = 'topr': objective.balance=turn is implemented for exact",
+        ),
         ({"epochs": 2}, "epochs = 2: objective.name=tb has no such setting; it has scale"),
         ({"name": "dapo", "minibatches": 4}, "minibatches = 4: .*it has clip_low, clip_high"),
         ({"name": "ppo", "epochs": 3, "minibatches": 4}, None),

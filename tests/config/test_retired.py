@@ -82,6 +82,7 @@ BEFORE = {
 def test_a_saved_config_of_before_is_the_same_run(before, now):
     # Of a `tb` config, with the settings of all objectives.
     saved = flatten(Config()) | BEFORE | before
+    del saved["objective.balance"]  # newer than such configs
     read = unflatten(upgrade(saved))
     assert read == make_config(now)
     assert upgrade(flatten(read)) == flatten(read)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A game of two turns, counted out: whose marks lead Trajectory Balance to the soft optimum?"""
+"""A game of two turns, counted out: what leads Trajectory Balance to the soft optimum?"""
 
 from dataclasses import replace
 
@@ -15,43 +15,55 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.settings import Schedule
+from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 from tba_jax.train.target import Target
 
 SIZE = 6
-BETA = 0.5
+BETA = 0.25
 CONFIG = tiny_config(vocab_size=SIZE)
 SCORE = replace(SCORING, eos_ids=())
 PROMPT = np.array([3, 5, 1, 4], np.int32)
-# A token, what the game says to it, another token: every episode there is.
 FIRST, SECOND = (x.ravel() for x in np.meshgrid(np.arange(SIZE), np.arange(SIZE), indexing="ij"))
-SAID = (2 * FIRST + 1) % 4
-TOKENS = np.stack([FIRST, SAID, SECOND], axis=1).astype(np.int32)
-REWARD = np.random.default_rng(0).uniform(size=SIZE * SIZE).astype(np.float32)
 IS_SAMPLED = np.array([True, False, True])
+TURNS = TrajectoryBalance(log_z="learned", balance="turn", log_z_layers=2, log_z_rate=3.0)
 
 
-def logprobs(params, is_sampled):
-    """Of the marked tokens of every episode, [36]."""
-    n = len(TOKENS)
+def game(*said):
+    """(tokens, rewards) of every episode: a token, what the game says to it, another token.
+
+    Args:
+        said: for each answer of the game, equally likely, that answer to every first token.
+    """
+    tokens = np.concatenate([np.stack([FIRST, x, SECOND], axis=1) for x in said])
+    reward = np.random.default_rng(0).uniform(size=len(tokens))
+    return tokens.astype(np.int32), reward.astype(np.float32)
+
+
+FROM_CONTEXT = game((2 * FIRST + 1) % 4)
+RANDOM = game((2 * FIRST + 1) % 4, (2 * FIRST + 2) % 4)
+
+
+def logprobs(params, tokens, is_sampled):
+    """Of the marked tokens of every episode."""
+    n = len(tokens)
     lengths = np.full((n, 1), 3, np.int32)
-    rows = Padding((4,), (3,), 0).rows([PROMPT] * n, TOKENS[:, None], lengths)
+    rows = Padding((4,), (3,), 0).rows([PROMPT] * n, tokens[:, None], lengths)
     marks = np.broadcast_to(is_sampled, (n, 1, 3))
     return np.asarray(Reference(make_reference_program(CONFIG, SCORE), params)(*rows, marks))[:, 0]
 
 
-def trained(is_sampled, num_steps):
-    """log pi of every episode after training on all of them, and at the start."""
+def trained(tokens, reward, is_sampled, num_steps, objective=SETTINGS.objective):
+    """Parameters after training on every episode, and at the start."""
     params = random_params(CONFIG)
-    start = logprobs(params, IS_SAMPLED)
-    reference = logprobs(params, is_sampled)
-    n = len(TOKENS)
+    reference = logprobs(params, tokens, is_sampled)
+    n = len(tokens)
     episodes = tuple(
         Trajectory(
             prompt_id=0,
-            response_tokens=TOKENS[i],
-            reward=float(REWARD[i]),
+            response_tokens=tokens[i],
+            reward=float(reward[i]),
             reward_parts={},
             behavior_token_logprobs=np.where(is_sampled, -1.8, 0).astype(np.float32),
             reference_logprob=float(reference[i]),
@@ -72,27 +84,55 @@ def trained(is_sampled, num_steps):
     batch = packing.batch([draw])
     schedule = optax.cosine_decay_schedule(3e-3, num_steps)
     optimizer = optax.adam(schedule)
-    settings = replace(SETTINGS, target=Target(Schedule(BETA)), scoring=SCORE)
+    settings = replace(
+        SETTINGS,
+        objective=objective,
+        target=Target(Schedule(BETA)),
+        scoring=SCORE,
+        log_z_rate=objective.log_z_rate,
+    )
     step = make_train_step(CONFIG, optimizer, schedule, settings)
-    state = init_state(params, optimizer, keep_reference=False)
+    state = init_state(
+        params,
+        optimizer,
+        keep_reference=objective.needs_token_reference,
+        log_z_size=CONFIG.hidden_size if objective.heads else 0,
+        log_z_layers=objective.log_z_layers,
+    )
     for _ in range(num_steps):
         state, _ = step(state, batch)
-    return logprobs(jax.device_get(state.params), IS_SAMPLED), start
+    return jax.device_get(state.params), random_params(CONFIG)
 
 
-def kl_to_optimum(is_sampled, num_steps):
-    got, start = trained(np.array(is_sampled), num_steps)
-    np.testing.assert_allclose(np.exp(got).sum(), 1.0, atol=1e-5)
-    optimum = start + REWARD / BETA
-    optimum = optimum - np.log(np.exp(optimum).sum())
-    return float((np.exp(optimum) * (optimum - got)).sum())
+def kl_to_optimum(episodes, is_sampled, num_steps, objective=SETTINGS.objective):
+    """KL(soft optimum || policy) of both turns together, in nats."""
+    tokens, reward = episodes
+    found = trained(tokens, reward, np.array(is_sampled), num_steps, objective)
+    # [answers, first token, second token]
+    shape = (-1, SIZE, SIZE)
+    first, first_at_start = (logprobs(x, tokens, [1, 0, 0]).reshape(shape)[0, :, 0] for x in found)
+    got, start = (logprobs(x, tokens, [0, 0, 1]).reshape(shape) for x in found)
+    np.testing.assert_allclose(np.exp(got).sum(-1), 1.0, atol=1e-5)
+    second = start + reward.reshape(shape) / BETA
+    value = np.log(np.exp(second).sum(-1))
+    second = second - value[..., None]
+    best = first_at_start + value.mean(0)
+    best = best - np.log(np.exp(best).sum())
+    later = (np.exp(second) * (second - got)).sum(-1).mean(0)
+    return float((np.exp(best) * (best - first + later)).sum())
 
 
 @pytest.mark.slow
 def test_where_observations_follow_from_the_context_the_optimum_is_reached():
-    assert kl_to_optimum([True, False, True], 1500) < 1e-3
+    assert kl_to_optimum(FROM_CONTEXT, [True, False, True], 1500) < 1e-3
 
 
 @pytest.mark.slow
 def test_an_observation_that_counts_as_sampled_leads_elsewhere():
-    assert kl_to_optimum([True, True, True], 1500) > 1e-2
+    assert kl_to_optimum(FROM_CONTEXT, [True, True, True], 1500) > 1e-2
+
+
+@pytest.mark.slow
+def test_of_random_observations_turns_reach_the_optimum_and_whole_episodes_do_not():
+    assert kl_to_optimum(RANDOM, IS_SAMPLED, 1500, TURNS) < 1e-3
+    assert kl_to_optimum(RANDOM, IS_SAMPLED, 1500) > 1e-2

@@ -22,13 +22,18 @@ from tba_jax.train.objectives.registry import make_objective, objective_names
 BETA = 0.3
 # K = 6 of up to four distinct responses.
 WEIGHTS = np.array([[3, 1, 2, 0], [1, 1, 1, 3], [2, 2, 1, 1]])
-T = 4
+T = 6
 
 
 def problem():
-    """Arrays [p k t] and [p k] of a small batch; the sampler is near the policy."""
+    """Arrays [p k t] and [p k] of a small batch; the sampler is near the policy.
+
+    The third and the fifth token are observations, except at the end of a response.
+    """
     rng = np.random.default_rng(3)
-    mask = np.arange(T) < rng.integers(1, T + 1, WEIGHTS.shape)[..., None]
+    lengths = rng.integers(1, T + 1, WEIGHTS.shape)[..., None]
+    mask = np.arange(T) < lengths
+    mask &= (np.arange(T) % 2 == 1) | (np.arange(T) == 0) | (np.arange(T) == lengths - 1)
     mask &= WEIGHTS[..., None] > 0
     policy = np.where(mask, rng.normal(-1.5, 0.5, mask.shape), 0.0)
     behavior = np.where(mask, policy + rng.normal(0, 0.4, mask.shape), 0.0)
@@ -96,6 +101,7 @@ def groups(policy, made):
             soft=made.soft[i],
             a=tokens(made.given),
             v=tokens(made.values),
+            at=[np.flatnonzero(made.mask[i, j]) for j in rows],
             n=len(rows),
         )
 
@@ -210,6 +216,18 @@ def vargrad(g):
     return -np.mean(tb_residual(g, g.then))
 
 
+def turn_residuals(g):
+    """Where the turns of each response begin among its counted tokens, and their residuals."""
+    for now, ref, v, at, r in zip(g.now, g.ref, g.v, g.at, g.r, strict=True):
+        begins = np.flatnonzero(np.append(True, np.diff(at) > 1))
+        target = np.append(v[begins[1:]], r / BETA)
+        yield begins, np.add.reduceat(now - ref, begins) + v[begins] - target
+
+
+def of_turns(g):
+    return np.array([BETA / 2 * np.sum(t**2) for _, t in turn_residuals(g)])
+
+
 def per_length(residual):
     lengths = lambda g: np.array([len(x) for x in g.now])  # noqa: E731 (one line, used here alone)
     return lambda g, policy: (residual(g, policy) + g.r / BETA) / lengths(g) - g.r / BETA
@@ -291,6 +309,7 @@ FORMULAS = {
     "tb": ({}, balance(tb_residual, vargrad)),
     "tb, paper": ({"scale": "paper"}, lambda gs: balance(tb_residual, vargrad)(gs) * 2 / BETA),
     "tb, learned": ({"log_z": "learned"}, balance(tb_residual, lambda g: g.log_z)),
+    "tb, turns": ({"log_z": "learned", "balance": "turn"}, over_responses(of_turns)),
     "tb, leave one out": ({"log_z": "leave_one_out"}, balance(tb_residual, loo_log_z)),
     "tb, mean reward": (
         {"log_z": "mean_reward"}, balance(tb_residual, lambda g: np.mean(g.r) / BETA)),
@@ -382,6 +401,26 @@ def test_value_and_gradient_are_those_of_the_formula(name):
     assert largest > 1e-3
     # A central difference in float64: its error is of the order of step^2.
     np.testing.assert_allclose(gradient, expected, atol=1e-8 * max(1, largest) + 1e-7 * largest)
+
+
+def test_the_value_before_a_turn_learns_from_that_turn_alone():
+    made = problem()
+    objective = named("tb", log_z="learned", balance="turn")
+
+    def loss(values):
+        changed = SimpleNamespace(**vars(made) | {"values": values})
+        return loss_of(objective, jnp.asarray(made.policy), changed)
+
+    with jax.enable_x64(True):
+        gradient = jax.grad(loss)(jnp.asarray(made.values))
+    expected, num_turns = np.zeros_like(made.values), []
+    for i, g in enumerate(groups(made.policy, made)):
+        rows = [j for j, w in enumerate(WEIGHTS[i]) for _ in range(w)]
+        for j, at, (begins, residual) in zip(rows, g.at, turn_residuals(g), strict=True):
+            expected[i, j, at[begins]] += BETA * residual / WEIGHTS.sum()
+            num_turns.append(len(begins))
+    assert set(num_turns) == {1, 2, 3}
+    np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-15)
 
 
 def test_values_are_pulled_to_what_advantages_say_and_by_nothing_else():

@@ -29,6 +29,7 @@ from tba_jax.settings import Schedule
 from tba_jax.train.heads import LogZHead
 from tba_jax.train.objectives.base import Loss, Objective
 from tba_jax.train.objectives.ppo import Ppo
+from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 
@@ -144,30 +145,36 @@ HEAD = LogZHead(jnp.linspace(-1, 1, CONFIG.hidden_size, dtype=jnp.float32), jnp.
 TRACE = 0.8
 
 
+def values_of_rows(params, head, batch):
+    """The head's value of the state before each token of a padded batch, [rows t]."""
+    rows, t = batch.rewards.size, 6
+    tokens = batch.tokens.reshape(rows, -1)
+    size = tokens.shape[1]
+    lengths = (batch.prompt_lengths.reshape(rows, 1), batch.response_lengths.reshape(rows, 1))
+    index, first = np.arange(size), size - t - lengths[0]
+    is_token = (index >= first) & (index < size - t + lengths[1])
+    hidden = apply(
+        params, tokens, jnp.maximum(index - first, 0), jnp.asarray(is_token), config=CONFIG,
+        compute_dtype=jnp.float32, remat="none",
+    )  # fmt: skip
+    return hidden[:, size - t - 1 : size - 1] @ head.weight + head.bias
+
+
 @functools.cache
 def expected_of_values():
     """PPO with values of states, as written down for a whole padded batch of repeated rows."""
     params, _, draws = problem()
     batch = lay_out(repeated(draws))
-    tokens = batch.tokens.reshape(24, -1)
-    size, t = tokens.shape[1], 6
-    lengths = (batch.prompt_lengths.reshape(24, 1), batch.response_lengths.reshape(24, 1))
-    index, first = np.arange(size), size - t - lengths[0]
-    is_token = (index >= first) & (index < size - t + lengths[1])
-    mask = np.arange(t) < lengths[1]
+    t, lengths = 6, batch.response_lengths.reshape(24, 1)
+    mask = np.arange(t) < lengths
     behavior, reward = batch.behavior_token_logprobs.reshape(24, t), batch.rewards.reshape(24, 1)
     # from[i, j]: how much of the surprise at j is in the advantage at i.
     carried = np.triu(TRACE ** np.maximum(np.arange(t) - np.arange(t)[:, None], 0))
 
     def loss(trained):
         params, head = trained
-        places = jnp.maximum(index - first, 0)
-        hidden = apply(
-            params, tokens, places, jnp.asarray(is_token), config=CONFIG,
-            compute_dtype=jnp.float32, remat="none",
-        )  # fmt: skip
-        values = jnp.where(mask, hidden[:, size - t - 1 : size - 1] @ head.weight + head.bias, 0)
-        ends = np.arange(t) == lengths[1] - 1
+        values = jnp.where(mask, values_of_rows(params, head, batch), 0)
+        ends = np.arange(t) == lengths - 1
         after = jnp.where(ends, reward, jnp.pad(values[:, 1:], ((0, 0), (0, 1))))
         advantage = jnp.where(mask, after - values, 0) @ carried.T.astype(np.float32)
         advantage = jax.lax.stop_gradient(jnp.where(mask, advantage, 0))
@@ -178,6 +185,87 @@ def expected_of_values():
         return jnp.sum((0.1 * (values - target) ** 2 / 2 - gain) * mask) / mask.sum()
 
     return jax.jit(jax.value_and_grad(loss))((params, HEAD))
+
+
+def with_observations(draws):
+    """The same draws; every third token is an observation, from the first, second or third on."""
+
+    def marked(j, y):
+        is_sampled = (np.arange(len(y.response_tokens)) + j) % 3 > 0
+        is_sampled[-1] = True
+        logprobs = np.where(is_sampled, y.behavior_token_logprobs, 0)
+        return dataclasses.replace(y, is_sampled=is_sampled, behavior_token_logprobs=logprobs)
+
+    return [
+        d._replace(trajectories=tuple(marked(j, y) for j, y in enumerate(d.trajectories)))
+        for d in draws
+    ]
+
+
+@functools.cache
+def expected_of_turns():
+    """Turn-level balance, as written down turn by turn for a padded batch of repeated rows."""
+    params, reference, draws = problem()
+    batch = lay_out(repeated(with_observations(draws)))
+    reward, is_sampled = batch.rewards.reshape(-1), batch.is_sampled.reshape(24, -1)
+    theirs = score(reference, batch).reshape(24, -1)
+
+    def loss(trained):
+        values, ours = values_of_rows(*trained, batch), score(trained[0], batch).reshape(24, -1)
+        total, num = 0.0, 0
+        for row, marks in enumerate(is_sampled):
+            edges = np.flatnonzero(np.diff(np.pad(marks.astype(int), 1)))
+            turns = edges.reshape(-1, 2)  # first token and the token after the last
+            num += len(turns)
+            for n, (first, end) in enumerate(turns):
+                is_last = n + 1 == len(turns)
+                target = reward[row] / BETA if is_last else values[row, turns[n + 1, 0]]
+                gap = jnp.sum(ours[row, first:end] - theirs[row, first:end])
+                total += (gap + values[row, first] - jax.lax.stop_gradient(target)) ** 2
+        assert num > 30  # of 24 rows: some have two turns
+        return BETA / 2 * total / 24
+
+    return jax.jit(jax.value_and_grad(loss))((params, HEAD))
+
+
+# Padded, with a prompt for each response or for all; packed, in the same two ways.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        slow({}),
+        slow({"micro_batch_rows": 2}),
+        slow({"micro_batch_rows": 6, "is_whole": True, "shares_prompts": True}),
+        slow({"micro_batch_rows": 4, "shares_prompts": True}),
+        slow({"row_length": 18}),
+        {"micro_batch_rows": 2, "row_length": 18, "shares_prompts": True},
+    ],
+)
+def test_turns_balance_between_values_read_after_observations_in_every_layout(layout):
+    params, reference, draws = problem()
+    optimizer = keep_gradient()
+    cut = {k: v for k, v in layout.items() if k in ("micro_batch_rows", "is_whole")}
+    objective = TrajectoryBalance(log_z="learned", balance="turn")
+    settings = dataclasses.replace(SETTINGS, objective=objective, **cut)
+    step = make_train_step(CONFIG, optimizer, optax.constant_schedule(0.0), settings)
+    state = init_state(
+        jax.tree.map(jnp.copy, params), optimizer, keep_reference=True,
+        log_z_size=CONFIG.hidden_size,
+    )  # fmt: skip
+    state = state._replace(
+        log_z_head=jax.tree.map(jnp.copy, HEAD), reference_params=jax.tree.map(jnp.copy, reference)
+    )
+    state, metrics = step(state, lay_out(with_observations(draws), **layout))
+    loss, gradient = expected_of_turns()
+    np.testing.assert_allclose(metrics["train/loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["train/tb_loss"], 2 * loss / BETA, rtol=1e-5)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
+    assert float(jnp.abs(gradient[1].weight).max()) > 1e-3
+    jax.tree.map(
+        # float32 sums in another order, of numbers up to the largest
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * largest),
+        state.opt_state,
+        gradient,
+    )
 
 
 @pytest.mark.parametrize(

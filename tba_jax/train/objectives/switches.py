@@ -4,11 +4,12 @@
 Invariant: with the default switches nothing here is called, so Trajectory Balance stays exact.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.settings import need
 from tba_jax.train.objectives.base import GroupData
@@ -88,6 +89,37 @@ def estimated_log_z(
     return jnp.broadcast_to(found[:, None], scaled_reward.shape)
 
 
+class Turns(NamedTuple):
+    """Turns of every response: the runs of counted tokens, one after another.
+
+    Attributes:
+        begins: [p k t], the first token of each turn.
+        index: [p k t], the turn of each counted token, from 0.
+        is_turn: [p k t], entry n of the last axis: the response has a turn n.
+        is_last: [p k t], entry n of the last axis: turn n is the last one.
+    """
+
+    begins: Bool[Array, "p k t"]
+    index: Int[Array, "p k t"]
+    is_turn: Bool[Array, "p k t"]
+    is_last: Bool[Array, "p k t"]
+
+    def sums(self, x: Float[Array, "p k t"]) -> Float[Array, "p k t"]:
+        """Return the sum over each turn, entry n of the last axis; x is 0 at uncounted tokens."""
+        add = functools.partial(jax.ops.segment_sum, num_segments=x.shape[-1])
+        return jax.vmap(jax.vmap(add))(x, self.index)
+
+
+def turns_of(data: GroupData) -> Turns:
+    """Return the turns of every response; observations are the uncounted tokens between them."""
+    before = jnp.pad(data.mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    begins = data.mask & ~before
+    index = jnp.maximum(jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1, 0)
+    n = jnp.arange(data.mask.shape[-1])[None, None]
+    num = jnp.sum(begins, axis=-1, dtype=jnp.int32)[..., None]
+    return Turns(begins, index, n < num, n == num - 1)
+
+
 def shaped(t: Float[Array, "p k"], shape: str) -> Float[Array, "p k"]:
     """Return a convex function of the residual with minimum 0 at 0 and curvature 1 there."""
     if shape == "linex":
@@ -141,6 +173,8 @@ def check(o: Any, shared: Any) -> None:
     has_anchor = o.anchor != "none"
     if o.log_z == "cached":
         _check_cached(o, shared)
+    if o.balance == "turn":
+        _check_turns(o, shared)
     need(
         has_anchor or (o.log_z in ("vargrad", "leave_one_out", "mean_reward")),
         "objective.log_z",
@@ -215,4 +249,38 @@ def _check_cached(o: Any, shared: Any) -> None:
             value,
             f"objective.log_z=cached {rule}",
             f"Set --config.objective.{name}={remedy}.",
+        )
+
+
+def _check_turns(o: Any, shared: Any) -> None:
+    """Refuse settings that have no meaning, or another one, for residuals of single turns."""
+    need(
+        o.log_z == "learned",
+        "objective.log_z",
+        o.log_z,
+        "objective.balance=turn learns the soft value of the state before every turn",
+        "Set --config.objective.log_z=learned.",
+    )
+    need(
+        not shared.mask_eos,
+        "objective.mask_eos",
+        shared.mask_eos,
+        "with objective.balance=turn a turn of EOS alone would have no token",
+        "Set --config.objective.mask_eos=False.",
+    )
+    for name, default in (
+        ("anchor", "reference"),
+        ("shape", "squared"),
+        ("baseline_shift", 0.0),
+        ("length_normalise", False),
+        ("reward_transform", "raw"),
+        ("importance", "none"),
+        ("kl_clamp", 0.0),
+    ):
+        need(
+            getattr(o, name) == default,
+            f"objective.{name}",
+            getattr(o, name),
+            "objective.balance=turn is implemented for exact Trajectory Balance only",
+            f"Set --config.objective.{name}={default}.",
         )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from tba_jax.settings import field
 from tba_jax.train.objectives import switches
 from tba_jax.train.objectives.base import (
+    BALANCE,
     GroupData,
     Loss,
     Objective,
@@ -39,7 +40,8 @@ class TrajectoryBalance(Objective):
     residual = (log pi - log anchor) - r / beta, with log_z from the group. t = residual + log_z is
     the argument of a convex shape. Without an anchor the loss is -A log pi, A without gradient, and
     beta is not read. docs/objectives.md lists the methods that these settings express. The second
-    form of the gradient above holds for VarGrad alone.
+    form of the gradient above holds for VarGrad alone. With balance=turn the terms of the mean are
+    sums of squares over the turns of an episode.
 
     References:
         TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3; TBA': section 6.
@@ -70,6 +72,11 @@ class TrajectoryBalance(Objective):
         1,
         "log_z=learned: layers of the head: 1: linear; more: with GELU and LayerNorm between them",
         at_least=1,
+    )
+    balance: Literal["episode", "turn"] = field(
+        "episode",
+        "part of a response with a residual of its own: episode: the whole response; turn: each "
+        "turn of an episode, between learned soft values, which is exact for random observations",
     )
     anchor: Literal["reference", "behavior", "ema_surrogate", "none"] = field(
         "reference",
@@ -119,8 +126,8 @@ class TrajectoryBalance(Objective):
 
     @property
     def needs_token_reference(self) -> bool:
-        """Whether log-ratios are clamped token by token."""
-        return self.anchor == "reference" and self.kl_clamp > 0
+        """Whether log-ratios are clamped token by token, or summed turn by turn."""
+        return self.balance == "turn" or (self.anchor == "reference" and self.kl_clamp > 0)
 
     @property
     def needs_soft_value(self) -> bool:
@@ -133,9 +140,11 @@ class TrajectoryBalance(Objective):
         return "unused" if self.anchor == "none" else "positive"
 
     @property
-    def heads(self) -> tuple[Literal["log_z"], ...]:
-        """Learned heads: log Z, with log_z=learned."""
-        return ("log_z",) if self.log_z == "learned" else ()
+    def heads(self) -> tuple[Literal["log_z", "value"], ...]:
+        """Learned heads, with log_z=learned: log Z of prompts, or the value of every state."""
+        if self.log_z != "learned":
+            return ()
+        return ("value",) if self.balance == "turn" else ("log_z",)
 
     def check(self, shared: Any) -> None:
         switches.check(self, shared)
@@ -143,6 +152,8 @@ class TrajectoryBalance(Objective):
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
         if self.anchor == "none":
             return self._without_anchor(data)
+        if self.balance == "turn":
+            return self._of_turns(data, beta)
         plain = TrajectoryBalance(
             self.scale,
             self.log_z,
@@ -178,6 +189,30 @@ class TrajectoryBalance(Objective):
         mean_square = data.mean_over_responses(jnp.square(residual + log_z[:, None]))
         loss = mean_square * (beta / 2) if self.scale == "advantage" else mean_square
         return Loss(loss, balance_metrics(data, residual, log_z))
+
+    def _of_turns(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
+        """Return the loss of exact Trajectory Balance of every turn.
+
+        residual = log pi - log pi_ref + log Z(s) - target     sums over the tokens of a turn
+
+        log Z(s) is the learned soft value over beta, at the first token of a turn. The target is
+        log Z(s) of the next turn, gradient stopped, or r / beta after the last turn.
+        """
+        assert data.token_values is not None, "balance=turn needs the value head"
+        assert data.reference_token_logprobs is not None, "balance=turn needs the reference"
+        reference = jax.lax.stop_gradient(data.reference_token_logprobs)
+        gap = jnp.where(data.mask, data.policy_token_logprobs - reference, 0)
+        turns = switches.turns_of(data)
+        log_z = turns.sums(jnp.where(turns.begins, data.token_values, 0))
+        after = jnp.pad(log_z[..., 1:], ((0, 0), (0, 0), (0, 1)))
+        target = jnp.where(turns.is_last, (data.reward / beta)[..., None], after)
+        residual = turns.sums(gap) + log_z - jax.lax.stop_gradient(target)
+        square = jnp.sum(jnp.where(turns.is_turn, jnp.square(residual), 0), axis=-1)
+        mean_square = data.mean_over_responses(square)
+        loss = mean_square * (beta / 2) if self.scale == "advantage" else mean_square
+        first = data.mean_over_prompts(data.mean_over_group(log_z[..., 0]))
+        values = jax.lax.stop_gradient((mean_square, first, jnp.sqrt(mean_square)))
+        return Loss(loss, dict(zip(BALANCE, values, strict=True)))
 
     def _without_anchor(self, data: GroupData) -> Loss:
         """Return a policy-gradient loss: the score of each response times its advantage."""
