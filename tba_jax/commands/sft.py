@@ -3,202 +3,339 @@
 
     python -m tba_jax.sft --model=DIR_OR_HUB_ID --data=FILE.jsonl --out=DIR [--num_steps=100] ...
 
-Rows of the file have "response" and optionally "prompt". The loss is the mean negative log-prob of
-response tokens, including end-of-sequence. Without a prompt, the response follows the
-beginning-of-sequence token, as the attacks of task redteam do. AdamW; rows are shuffled in every
-pass. Invariant: the same seed and file give the same model.
+Rows have "prompt" and "completion" (or "response"), as texts or as lists of chat messages, or they
+have "messages". The loss is the mean negative log-prob of the tokens of the answers, including
+end-of-sequence. Without a prompt, the response follows the beginning-of-sequence token. AdamW; rows
+are shuffled in every pass. Data may be a .jsonl or .parquet file, a folder with train and test
+files, or hf://NAME. A test split, or the rows of --eval_share, give the evaluation loss.
+Invariant: the same seed and file give the same model.
 """
 
 import argparse
-import json
+import dataclasses
+import functools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from jaxtyping import Array, Float
 
 from tba_jax.config.command_line import local_folder
-from tba_jax.devices.platform import platform_of
-from tba_jax.devices.site import any_device
-from tba_jax.flow.padding import left_pad
+from tba_jax.devices.placement import MeshShape
+from tba_jax.devices.sharding import trainer_mesh
+from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.bin_packing import rows_at_once
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.padding import Padding, length_buckets
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
-from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.models.shardings import ComputeSharding
-from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import TransformerConfig
 from tba_jax.settings import Schedule
+from tba_jax.tasks.conversations import Example, read_examples
+from tba_jax.tasks.rows import has_split
 from tba_jax.train.config import OptimizerSettings
+from tba_jax.train.micro_batches import cut_rows, score_all
+from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
+from tba_jax.train.rows import make_rows
+from tba_jax.train.state import StepShardings, make_init_state, step_shardings
+from tba_jax.train.step import make_train_step
+from tba_jax.train.step_settings import StepSettings
+from tba_jax.train.target import Target
 
-# Steps between two printed losses.
-_PRINT_STEPS = 20
+_PRINT_STEPS = 20  # steps between two printed losses
+_LENGTHS = 3  # compiled lengths of prompts and of responses
 
 
-def load_rows(path: Path, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (prompt tokens, response tokens with end-of-sequence) of every line.
+@dataclasses.dataclass(frozen=True)
+class Likelihood(Objective):
+    """loss = -(sum of log pi of all answer tokens) / (their number)."""
 
-    Raises:
-        ValueError: an unusable file or line; the message names it.
+    needs_behavior = False
+    beta_is = "unused"
+
+    def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
+        del beta
+        return Loss(-data.mean_over_tokens(data.policy_token_logprobs), {})
+
+
+class Tuned(NamedTuple):
+    """Result of a fine-tuning.
+
+    Attributes:
+        params: plain parameters; adapters are merged.
+        losses: nats per token of each step's batch, before its update.
+        eval_losses: (step, nats per token of the held-out examples).
     """
-    if not tokenizer.eos_ids:
-        raise ValueError("this model has no end-of-sequence token, so responses could never end")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); want JSON lines") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error}); got {line.strip()[:80]!r}") from None
-        if not isinstance(row, dict) or not isinstance(row.get("response"), str):
-            raise ValueError(f"{where}: want an object with text under 'response'; got {row!r:.80}")
-        prompt = tokenizer.encode(row.get("prompt", ""), add_bos=True)
-        if not len(prompt):
-            raise ValueError(
-                f"{where}: no prompt, and this model has no beginning-of-sequence token to stand "
-                "in for one; give a 'prompt'"
-            )
-        response = tokenizer.encode(row["response"], add_bos=False)
-        rows.append((prompt, np.append(response, tokenizer.eos_ids[0]).astype(np.int32)))
-    if not rows:
-        raise ValueError(f"{path} holds no rows; want one JSON object per line")
-    return rows
+
+    params: Any
+    losses: list[float]
+    eval_losses: list[tuple[int, float]]
 
 
-def batches(
-    rows: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int, pad_id: int, seed: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (tokens [b 1 s], prompt lengths [b 1], response lengths [b 1]) forever, one shape."""
+def batches(examples: Sequence[Example], packing: Packing, seed: int) -> Iterator[Any]:
+    """Yield batches without end; each pass has every example once, in an order of the seed."""
     rng = np.random.default_rng(seed)
-    prompt_len = max(len(prompt) for prompt, _ in rows)
-    response_len = max(len(response) for _, response in rows)
     waiting: list[int] = []
     while True:
-        while len(waiting) < batch_size:
-            waiting += rng.permutation(len(rows)).tolist()
-        chosen = [rows[i] for i in waiting[:batch_size]]
-        del waiting[:batch_size]
-        prompts = left_pad([prompt for prompt, _ in chosen], prompt_len, pad_id)
-        responses = np.full((batch_size, response_len), pad_id, np.int32)
-        for out, (_, response) in zip(responses, chosen, strict=True):
-            out[: len(response)] = response
-        lengths = np.array([[len(prompt), len(response)] for prompt, response in chosen], np.int32)
-        tokens = np.concatenate([prompts, responses], axis=1)[:, None]
-        yield tokens, lengths[:, :1], lengths[:, 1:]
+        while len(waiting) < packing.num_prompts:
+            waiting += rng.permutation(len(examples)).tolist()
+        yield packing.batch([_draw(examples[i]) for i in waiting[: packing.num_prompts]])
+        del waiting[: packing.num_prompts]
+
+
+def _in_order(examples: Sequence[Example], packing: Packing) -> Iterator[Any]:
+    """Yield batches with every example once; the last one may have empty rows."""
+    size = packing.num_prompts
+    for start in range(0, len(examples), size):
+        draws = [_draw(x) for x in examples[start : start + size]]
+        empty = draws[0]._replace(trajectories=(), weights=(), trajectory_ids=())
+        yield packing.batch([*draws, *[empty] * (size - len(draws))])
+
+
+def _draw(example: Example) -> Draw:
+    response = Trajectory(
+        prompt_id=0,
+        response_tokens=example.response,
+        reward=0.0,
+        reward_parts={},
+        behavior_token_logprobs=np.zeros(len(example.response), np.float32),
+        reference_logprob=0.0,
+        version_min=-1,
+        version_max=-1,
+        searcher=0,
+        round=0,
+        sampling_temperature=1.0,
+        finish_reason="eos",
+        is_sampled=example.is_answer,
+    )
+    return Draw(Prompt(0, "", example.prompt, {}), (response,), (1,), True, (0,), 0)
 
 
 def fine_tune(
-    params: Any,
-    config: TransformerConfig,
-    rows: Sequence[tuple[np.ndarray, np.ndarray]],
-    *,
-    num_steps: int,
-    batch_size: int,
-    learning_rate: float,
-    warmup_steps: int,
-    weight_decay: float,
-    pad_id: int,
-    seed: int,
-) -> tuple[Any, list[float]]:
-    """Return (parameters, loss of every step); `params` are donated."""
-    settings = OptimizerSettings(
-        learning_rate=Schedule(learning_rate, shape="cosine", warmup=warmup_steps),
-        weight_decay=weight_decay,
+    source: models.Description,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    args: argparse.Namespace,
+) -> Tuned:
+    """Fine-tune a model with the options of the command.
+
+    Raises:
+        ValueError: the mesh does not divide the model or does not fit the devices, a matrix of
+            --lora_modules is missing, or an example is longer than a packed row.
+    """
+    shape = _mesh_shape(args.mesh)
+    if shape.size > len(jax.devices()):
+        raise ValueError(
+            f"--mesh={args.mesh} has {shape.size} devices, and this machine has "
+            f"{len(jax.devices())}. Lower its sizes"
+        )
+    mesh = trainer_mesh(np.array(jax.devices()[: shape.size]), shape)
+    config = source.config
+    if args.lora_rank:
+        modules = args.lora_modules.split(",")
+        config = lora.with_adapters(config, args.lora_rank, args.lora_alpha, modules)
+    optimizer_settings = OptimizerSettings(
+        learning_rate=Schedule(args.learning_rate, shape="cosine", warmup=args.warmup_steps),
+        weight_decay=args.weight_decay,
     )
-    schedule = learning_rate_schedule(settings.learning_rate, num_steps)
-    optimizer = make_optimizer(settings, schedule)
-    device = next(iter(jax.tree.leaves(params)[0].devices()))
-    sharding = ComputeSharding(config, any_device(platform_of(device)))
-    response_len = max(len(response) for _, response in rows)
+    schedule = learning_rate_schedule(optimizer_settings.learning_rate, args.num_steps)
+    optimizer = make_optimizer(optimizer_settings, schedule)
+    rows = math.ceil(args.micro_batch_rows / shape.num_parts) * shape.num_parts
+    settings = StepSettings(
+        objective=Likelihood(),
+        target=Target(Schedule(1.0)),
+        scoring=Scoring(compute_dtype=args.dtype),
+        micro_batch_rows=rows if rows < args.batch_size else 0,
+        row_multiple=shape.num_parts,
+        is_whole=True,
+        remat="layers",
+    )
+    shardings = step_shardings(
+        config, optimizer, mesh, keep_reference=False, num_prompts=args.batch_size
+    )
+    packing = _packing([*examples, *held_out], source.load_tokenizer().pad_id, args, settings)
+    # Adapters are float32; the weights below them are read and never updated.
+    loaded = source.load_params(
+        param_dtype=jnp.dtype(args.dtype if args.lora_rank else "float32"),
+        shardings=shardings.base if args.lora_rank else shardings.state.params,
+    )
+    base, params = (), loaded
+    if args.lora_rank:
+        base = (loaded,)
+        params = lora.init_adapters(config, args.seed, shardings.state.params)
+    state = make_init_state(optimizer, shardings)(params)
+    del params, loaded
+    step = make_train_step(config, optimizer, schedule, settings, shardings)
+    score = jax.jit(functools.partial(_totals, config=config, settings=settings, where=shardings))
+    stream, losses, eval_losses = batches(examples, packing, args.seed), [], []
+    for i in range(args.num_steps + 1):
+        is_last = i == args.num_steps
+        if held_out and (is_last or i % args.eval_period == 0):
+            found = [
+                score(state.params, _placed(x, shardings), *base)
+                for x in _in_order(held_out, packing)
+            ]
+            total, num = np.sum(np.array(found, np.float64), axis=0)
+            eval_losses.append((i, float(total / num)))
+            print(f"step {i}: {eval_losses[-1][1]:.4f} nats per held-out token", flush=True)
+        if is_last:
+            break
+        state, metrics = step(state, _placed(next(stream), shardings), *base)
+        losses.append(float(metrics["train/loss"]))
+        if i % _PRINT_STEPS == 0 or i == args.num_steps - 1:
+            print(f"step {i + 1} of {args.num_steps}: {losses[-1]:.4f} nats per token", flush=True)
+    params = lora.merge(base[0], state.params, config=config) if base else state.params
+    return Tuned(params, losses, eval_losses)
 
-    def step(params: Any, opt_state: Any, tokens: Any, prompts: Any, responses: Any) -> Any:
-        def loss_fn(params: Any) -> jax.Array:
-            logprobs = token_logprobs(
-                params,
-                tokens,
-                prompts,
-                responses,
-                response_bucket=response_len,
-                config=config,
-                scoring=Scoring(),
-                remat="layers",
-                sharding=sharding,
+
+def _packing(
+    examples: Sequence[Example], pad_id: int, args: argparse.Namespace, settings: StepSettings
+) -> Packing:
+    prompt = length_buckets(max(len(x.prompt) for x in examples), _LENGTHS)
+    response = length_buckets(max(len(x.response) for x in examples), _LENGTHS)
+    return Packing(
+        num_prompts=args.batch_size,
+        group_size=1,
+        padding=Padding(prompt, response, pad_id),
+        policy_temperature=1.0,
+        row_length=args.packed_length,
+        row_multiple=settings.row_multiple,
+        micro_batch_rows=settings.micro_batch_rows,
+        is_whole=True,
+    )
+
+
+def _placed(batch: Batch | PackedBatch, shardings: StepShardings) -> Any:
+    return jax.device_put(batch, shardings.of_batch(batch))
+
+
+def _totals(
+    params: Any,
+    batch: Batch | PackedBatch,
+    base: Any = None,
+    *,
+    config: models.TransformerConfig,
+    settings: StepSettings,
+    where: StepShardings,
+) -> tuple[Array, Array]:
+    """Return (sum of -log pi of the answer tokens of a batch, their number)."""
+    rows = make_rows(
+        where.placed(batch),
+        jnp.int32(0),
+        config,
+        settings.scoring,
+        settings.remat,
+        where.compute,
+        base,
+    )
+    size = rows_at_once(settings.micro_batch_rows, 1, settings.row_multiple)
+    scored = score_all(rows, params, cut_rows(rows, size, is_whole=True), rows.score)
+    totals = rows.totals()
+    data = rows.group_data(scored, None, rows.tokens, totals)
+    return settings.objective(data, 1.0).loss * totals.tokens, totals.tokens
+
+
+def _mesh_shape(text: str) -> MeshShape:
+    """Return the mesh of a text such as "data=2,fsdp=4"."""
+    try:
+        pairs = (pair.split("=") for pair in text.split(",") if pair)
+        shape = MeshShape(**{name.strip(): int(size) for name, size in pairs})
+        if min(shape) < 1:
+            raise ValueError("sizes are at least 1")
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"--mesh={text} ({error}); wanted sizes of {', '.join(MeshShape._fields)}, for example "
+            "--mesh=data=2,fsdp=4"
+        ) from None
+    return shape
+
+
+def _examples(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Example], list[Example]]:
+    """Return (training examples, held-out examples)."""
+    examples = read_examples(args.data, "train", tokenizer)
+    if args.eval_share:
+        order = np.random.default_rng(args.seed).permutation(len(examples)).tolist()
+        num = round(args.eval_share * len(examples))
+        if not 0 < num < len(examples):
+            raise ValueError(
+                f"--eval_share={args.eval_share} of {len(examples)} rows are {num} rows; wanted "
+                "at least one row to evaluate and one to train on"
             )
-            return -jnp.sum(logprobs) / jnp.sum(responses)
+        return [examples[i] for i in order[num:]], [examples[i] for i in order[:num]]
+    has_test = has_split(args.data, "test")
+    return examples, read_examples(args.data, "test", tokenizer) if has_test else []
 
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
 
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    opt_state = optimizer.init(params)
-    losses = []
-    stream = batches(rows, batch_size, pad_id, seed)
-    for i in range(num_steps):
-        params, opt_state, loss = jitted(params, opt_state, *next(stream))
-        losses.append(float(loss))
-        if i % _PRINT_STEPS == 0 or i == num_steps - 1:
-            print(f"step {i + 1} of {num_steps}: {losses[-1]:.4f} nats per token", flush=True)
-    return params, losses
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help with defaults, and with the description as written."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.sft",
+        description=__doc__,
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face folder or hub id")
+    add("--data", required=True, help="file, folder or hf://NAME")
+    add("--out", required=True, help="folder to write, new or empty")
+    add("--num_steps", type=int, default=100, help="optimiser steps")
+    add("--batch_size", type=int, default=64, help="rows of the data per step")
+    add("--micro_batch_rows", type=int, default=0, help="rows at a time on all devices; 0: all")
+    add("--learning_rate", type=float, default=3e-5, help="peak; cosine to 0")
+    add("--warmup_steps", type=int, default=0, help="linear warm-up from 0")
+    add("--weight_decay", type=float, default=0.0, help="weight decay of matrices")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of computation")
+    add("--mesh", default="data=1", help="sizes of the axes data, fsdp, model and expert")
+    add("--packed_length", type=int, default=0, help="tokens of a row of several examples; 0: one")
+    add("--lora_rank", type=int, default=0, help="rank of adapters; 0: train all parameters")
+    add("--lora_alpha", type=float, default=16.0, help="scale of adapters times their rank")
+    add("--lora_modules", default="q,k,v,o", help="matrices with adapters")
+    add("--eval_share", type=float, default=0.0, help="share of the rows held out; 0: a test split")
+    add("--eval_period", type=int, default=50, help="steps between evaluations")
+    add("--seed", type=int, default=0, help="seed of the order of rows")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.sft",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", required=True, help="Hugging Face folder or hub id")
-    parser.add_argument("--data", type=Path, required=True, help="JSON lines")
-    parser.add_argument("--out", required=True, help="folder to write, new or empty")
-    parser.add_argument("--num_steps", type=int, default=100, help="optimiser steps")
-    parser.add_argument("--batch_size", type=int, default=64, help="rows per step")
-    parser.add_argument("--learning_rate", type=float, default=3e-5, help="peak; cosine to 0")
-    parser.add_argument("--warmup_steps", type=int, default=0, help="linear warm-up from 0")
-    parser.add_argument("--weight_decay", type=float, default=0.0, help="weight decay of matrices")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the order of rows")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        if args.num_steps < 1 or args.batch_size < 1 or args.learning_rate <= 0:
-            raise ValueError("--num_steps, --batch_size and --learning_rate want positive numbers")
+        positive = ("num_steps", "batch_size", "learning_rate", "eval_period")
+        wrong = [name for name in positive if getattr(args, name) <= 0]
+        if wrong:
+            raise ValueError(f"--{wrong[0]}={getattr(args, wrong[0])}; wanted a positive number")
         out = local_folder(args.out, "--out")
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
         source = models.describe(args.model)
-        config, tokenizer = source.config, source.load_tokenizer()
-        rows = load_rows(args.data, tokenizer)
-        longest = max(len(p) for p, _ in rows) + max(len(r) for _, r in rows)
-        if longest > config.max_positions:
+        examples, held_out = _examples(args, source.load_tokenizer())
+        longest = max(len(x.prompt) + len(x.response) for x in [*examples, *held_out])
+        most = args.packed_length or source.config.max_positions
+        if longest > most:
+            what = "--packed_length has" if args.packed_length else f"{args.model} was made for"
             raise ValueError(
-                f"{args.data}: prompt and response take up to {longest} tokens, the model at "
-                f"{args.model} was made for {config.max_positions}; shorten them"
+                f"{args.data}: prompt and response take up to {longest} tokens, and {what} {most}. "
+                "Shorten them"
             )
-        params, _ = fine_tune(
-            source.load_params(),
-            config,
-            rows,
-            num_steps=args.num_steps,
-            batch_size=args.batch_size,
-            learning_rate=args.learning_rate,
-            warmup_steps=args.warmup_steps,
-            weight_decay=args.weight_decay,
-            pad_id=tokenizer.pad_id,
-            seed=args.seed,
+        tuned = fine_tune(source, examples, held_out, args)
+        hf_weights.save(
+            Path(out),
+            source.config,
+            tuned.params,
+            source.hf_config,
+            tokenizer_files_from=source.folder,
         )
-        hf_weights.save(out, config, params, source.hf_config, tokenizer_files_from=source.folder)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -2,8 +2,10 @@
 """Supervised fine-tuning: it learns the responses, ends them, and refuses unusable files."""
 
 import json
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import load_folder
@@ -11,10 +13,16 @@ from fake_models import load_folder
 from tba_jax.commands import sft
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.padding import Padding
+from tba_jax.models import model as models
 from tba_jax.models.hf import folders
+from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks import arithmetic
+from tba_jax.tasks.conversations import Example, read_examples
 
 
 def write_rows(path, rows):
@@ -54,25 +62,154 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
 
 
 def test_every_row_comes_once_per_pass_in_an_order_of_the_seed():
-    rows = [(np.array([1], np.int32), np.array([i], np.int32)) for i in range(6)]
+    rows = [Example(np.array([1], np.int32), np.array([i], np.int32)) for i in range(6)]
+    packing = Packing(2, 1, Padding((1,), (1,), 0), 1.0)
 
     def order(seed):
-        stream = sft.batches(rows, 2, 0, seed)
-        return [next(stream)[0][:, 0, 1].tolist() for _ in range(6)]
+        stream = sft.batches(rows, packing, seed)
+        return [next(stream).tokens[:, 1].tolist() for _ in range(6)]
 
     first = order(0)
     assert sorted(sum(first[:3], [])) == sorted(sum(first[3:], [])) == list(range(6))
     assert order(0) == first != order(1)
 
 
+@pytest.fixture(scope="module")
+def examples_file(tmp_path_factory):
+    texts = [f"{a}+{b}" for a in range(1, 8) for b in (3, 45)]
+    rows = [{"prompt": x, "completion": f"{eval(x)}"} for x in texts]
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
+
+
+def tuned(examples_file, *flags):
+    """What the command computes in four steps with these flags."""
+    arguments = [f"--model={START_MODEL}", f"--data={examples_file}", "--out=unused"]
+    args = sft._parser().parse_args(
+        [*arguments, "--num_steps=4", "--batch_size=8", "--learning_rate=1e-3", *flags]
+    )
+    source = models.describe(str(START_MODEL))
+    return sft.fine_tune(source, *sft._examples(args, source.load_tokenizer()), args)
+
+
+@pytest.fixture(scope="module")
+def plain(examples_file):
+    return tuned(examples_file, "--eval_share=0.3", "--eval_period=2")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--packed_length=40", "--micro_batch_rows=2"],
+        ["--mesh=data=2,fsdp=2", "--micro_batch_rows=4"],
+        pytest.param(["--mesh=model=2", "--packed_length=24"], marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_and_meshes_give_the_same_losses(plain, examples_file, flags):
+    found = tuned(examples_file, "--eval_share=0.3", "--eval_period=2", *flags)
+    assert [step for step, _ in plain.eval_losses] == [0, 2, 4]
+    # float32 sums in another order; AdamW divides by the root of small second moments.
+    np.testing.assert_allclose(found.losses, plain.losses, rtol=1e-4)
+    np.testing.assert_allclose(found.eval_losses, plain.eval_losses, rtol=1e-4)
+
+
+def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, examples_file):
+    args = sft._parser().parse_args(
+        [f"--model={START_MODEL}", f"--data={examples_file}", "--out=x", "--eval_share=0.3"]
+    )
+    source = models.describe(str(START_MODEL))
+    _, held_out = sft._examples(args, source.load_tokenizer())
+    assert len(held_out) == 4
+    params, total = source.load_params(), 0.0
+    for x in held_out:
+        tokens = np.concatenate([x.prompt, x.response])[None, None]
+        lengths = np.array([[len(x.prompt)]]), np.array([[len(x.response)]])
+        total -= float(
+            token_logprobs(
+                params,
+                tokens,
+                *lengths,
+                response_bucket=len(x.response),
+                config=source.config,
+                scoring=Scoring(),
+            ).sum()
+        )
+    num = sum(len(x.response) for x in held_out)
+    # Another length of padding.
+    np.testing.assert_allclose(plain.eval_losses[0][1], total / num, rtol=1e-5)
+
+
+def test_adapters_alone_are_trained_and_merged(examples_file):
+    found = tuned(examples_file, "--lora_rank=4", "--lora_modules=q,v", "--dtype=bfloat16")
+    before = models.describe(str(START_MODEL)).load_params(param_dtype=jnp.bfloat16)
+    assert found.losses[-1] < found.losses[0]
+    changed = {
+        name
+        for name, x in found.params["layers"].items()
+        if not np.array_equal(x, before["layers"][name])
+    }
+    assert changed == {"q", "v"}
+    assert np.array_equal(found.params["embed"], before["embed"])
+
+
+class ChatTokenizer:
+    """Characters as tokens, and a template with a mark before each message."""
+
+    eos_ids = (3, 4)
+
+    def encode(self, text, add_bos):
+        return np.array([1] * add_bos + [ord(x) for x in text], np.int32)
+
+    def decode(self, ids, skip_special=True):
+        return "".join("$" if x == 4 else "" if x == 3 else chr(x) for x in ids)
+
+    def format_chat(self, messages):
+        return "".join(f"<{x['role'][0]}>{x['content']}$" for x in messages) + "<a>"
+
+
+CHAT = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "no"},
+    {"role": "user", "content": "r"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def test_the_answers_of_a_chat_are_trained_and_nothing_else(tmp_path):
+    rows = [{"messages": CHAT}, {"prompt": CHAT[:3], "completion": CHAT[3:]}]
+    data = write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": CHAT[:2]}])
+    tokenizer = ChatTokenizer()
+    first, second, third = read_examples(str(data), "train", tokenizer)
+    # End-of-sequence is the one of the template; the model samples it.
+    text = "<u>q$<a>"
+    assert first.prompt.tolist() == tokenizer.encode(text, add_bos=True).tolist()
+    answer, end = tokenizer.encode("no", False).tolist(), [4]
+    given = tokenizer.encode("<u>r$<a>", False).tolist()
+    last = tokenizer.encode("yes", False).tolist()
+    assert first.response.tolist() == [*answer, *end, *given, *last, *end]
+    assert first.is_answer.tolist() == [True] * 3 + [False] * 8 + [True] * 4
+    assert np.array_equal(first.response, second.response)
+    assert third.is_answer is None and third.response.tolist() == [*answer, *end]
+
+
+def test_a_template_that_removes_earlier_text_is_refused(tmp_path):
+    class Forgets(ChatTokenizer):
+        def format_chat(self, messages):
+            return super().format_chat(messages[-1:])
+
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}])
+    with pytest.raises(ValueError, match="line 1: the chat template changes earlier turns"):
+        read_examples(str(data), "train", Forgets())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no rows"),
-        ('{"response": "1"}\n{"response": 1}', "line 2: want an object with text under 'response'"),
-        ("[1]", "line 1: want an object"),
-        ('{"response": ', "line 1: not JSON"),
-        ('{"response": "' + "1" * 600 + '"}', "was made for 512; shorten them"),
+        ("", "has no rows"),
+        ('{"response": "1"}\n{"response": 1}', "line 2: got the columns response; wanted texts"),
+        ("[1]", "line 1"),
+        ('{"response": ', "line 1"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "wanted an answer with the role"),
+        ('{"response": "' + "1" * 600 + '"}', "was made for 512. Shorten them"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message):
@@ -82,6 +219,33 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message)
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--mesh=data", "--mesh=data (.*); wanted sizes of data, fsdp, model, expert"),
+        ("--mesh=data=64", "--mesh=data=64 has 64 devices, and this machine has 8"),
+        ("--num_steps=0", "--num_steps=0; wanted a positive number"),
+        ("--eval_share=0.01", "of 14 rows are 0 rows; wanted at least one row to evaluate"),
+        ("--lora_rank=0.5", "invalid int value"),
+        ("--packed_length=4", "--packed_length has 4"),
+    ],
+)
+def test_a_wrong_option_is_named(examples_file, tmp_path, capsys, flag, message):
+    argv = [f"--model={START_MODEL}", f"--data={examples_file}", f"--out={tmp_path}/m", flag]
+    try:
+        assert sft.main(argv) == 1
+    except SystemExit as error:
+        assert error.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_help_lists_defaults(capsys):
+    with pytest.raises(SystemExit):
+        sft.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "peak; cosine to 0 (default: 3e-05)" in text
 
 
 def test_the_embedded_attacker_writes_sums():
