@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembly of a run: its start (weights or checkpoint), programs compiled ahead, all parts.
+"""Assembly of a run: initial weights or checkpoint, programs compiled ahead of time, all parts.
 
-Invariants: a reference never shares buffers with what is trained, which the next step donates. What
-is compiled ahead is what will be called, or is not called at all; no result depends on it.
+Invariants: the reference model never shares buffers with the trained parameters, because a train
+step donates its inputs. Compiling ahead of time changes no result: a program that does not fit the
+first batch is not used.
 """
 
 import contextlib
@@ -69,9 +70,9 @@ from tba_jax.train.state import TrainState, make_init_state
 from tba_jax.train.step_plan import Batches, NoPeers, ReceivedBatches
 
 SHORT_TOKENS = 64
-"""Up to here a policy repeats most of its responses to a prompt, and distinct ones are trained."""
+"""Largest response length, in tokens, at which most responses to a prompt repeat each other."""
 PUBLICATION = "publication"
-"""What compiling the publish program is called."""
+"""Job name of the publish program in the `Precompiler`."""
 _TAIL_BYTES = 2**16
 
 
@@ -81,16 +82,16 @@ def check_prompts(
     phase: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Survey the training prompts once: refuse unusable ones, report what will be skipped or cut.
+    """Survey the training prompts once, and report the prompts that will be skipped or cut.
 
     Args:
         shared: parts of the run; only the first process reads the prompts.
-        fingerprints: of data and tokenizer.
-        phase: receives the name of a step that takes long.
-        note: receives one line for each finding.
+        fingerprints: fingerprints of the data and of the tokenizer.
+        phase: function that displays the name of a phase that takes long.
+        note: function that displays one line for each finding.
 
     Raises:
-        ValueError: prompts that are too long, or cannot be read.
+        ValueError: prompts are too long, or cannot be read.
     """
     task = shared.config.task
     if entry_of(task.name).makes_problems or not shared.cluster.is_primary:
@@ -100,12 +101,12 @@ def check_prompts(
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     path = shared.workdir / "prompts.json"
     found: prompt_survey.Survey | None = None
-    # The file is missing or of other data: survey again.
+    # Survey again if the file is missing or describes other data.
     with contextlib.suppress(OSError, ValueError, TypeError):
         facts = sealed.read(path)
         found = prompt_survey.Survey.of(facts["survey"]) if facts.get("of") == name else None
     if found is None:
-        phase(f"looking through {shared.task.train_size():,} prompts")
+        phase(f"checking {shared.task.train_size():,} prompts")
         found = prompt_survey.survey(shared.task, shared.tokenizer, task.max_prompt_tokens)
         sealed.write(path, {"of": name, "survey": dataclasses.asdict(found)})
     lines = prompt_survey.judge(found, task.name, task.max_prompt_tokens, task.long_prompts)
@@ -114,7 +115,9 @@ def check_prompts(
 
 
 def check_rewards(shared: Shared) -> None:
-    """Try the reward functions of a run on one row; also where other processes will call them.
+    """Try the reward functions of a run on one row.
+
+    Tries them here also if only other processes will call them: an error then appears early.
 
     Raises:
         ValueError, RewardFailure, RuntimeError: a reward cannot be used.
@@ -128,8 +131,8 @@ def check_rewards(shared: Shared) -> None:
 def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompiler:
     """Compile the publish program and the train step of the likely first batches in the background.
 
-    Compiles nothing ahead with driver=sync (its only thread would wait), with several hosts (their
-    compilers may exchange measurements and must compile in the same order), and with several padded
+    Compiles nothing ahead of time in three cases: with driver=sync, whose only thread would wait;
+    with several hosts, whose compilers must compile in the same order; and with several padded
     lengths.
     """
     config = shared.config
@@ -173,7 +176,8 @@ def _lower_publication(shared: Shared, publish: Any) -> jax.stages.Lowered:
 def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
     """Return a made-up batch with the likely shape of the first batch.
 
-    Only distinct responses take rows: a quarter of all where responses are short, else all.
+    Each distinct response takes one row. Of short responses a quarter is assumed to be distinct, of
+    long responses all.
     """
     prompts, size = packing.num_prompts, packing.group_size
     is_short = config.search.max_new_tokens <= SHORT_TOKENS
@@ -209,8 +213,9 @@ class Start:
 
     Attributes:
         state: the train state, initial or restored.
-        base: frozen parameters under adapters; None where all are trained.
-        references: a reference scorer for each set of searcher devices, where searchers score.
+        base: frozen parameters below the adapters; None if all parameters are trained.
+        references: a reference scorer for each set of searcher devices; empty unless searchers
+            compute the reference log-probabilities.
         step: step of the restored checkpoint; 0 for a new run.
         host_state: host state of that checkpoint (`Checkpoints.restore`); None for a new run.
     """
@@ -232,12 +237,13 @@ def open_start(
 
     Args:
         shared: parts of the run; all processes of the run call this function.
-        phase: receives the name of a step that takes long.
-        note: receives one line for each loss.
-        accepted: kinds in `host_state.KINDS` that may have changed since the checkpoint.
+        phase: function that displays the name of a phase that takes long.
+        note: function that displays one line for each loss of data and each accepted change.
+        accepted: inputs, named in `host_state.KINDS`, that may have changed since the checkpoint.
 
     Raises:
-        ValueError: weights or prompts are not usable. UserError: another input of the run changed.
+        ValueError: weights or prompts are not usable.
+        UserError: another input of the run changed.
         CheckpointError: no checkpoint is intact, the newest intact one cannot be read, or it
             belongs to another run.
     """
@@ -245,11 +251,11 @@ def open_start(
     policy, mesh = shared.policy, sites.trainer.mesh
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model.config, mesh)
-    facts = shared.facts  # Read now: files may change before the first checkpoint.
+    facts = shared.facts  # Read here, because files may change before the first checkpoint.
     check_prompts(shared, facts.fingerprints, phase, note)
     newest = _newest_intact(shared, note)
     if newest is None and shared.cluster.is_primary and (made := steps_made(shared.workdir)):
-        note(f"there is no checkpoint: the {made:,} steps that were made are made again")
+        note(f"there is no checkpoint: training starts again at step 0 ({made:,} steps are lost)")
     references: dict[Site, Reference] = {}
     params, base = None, None
     scores_here = config.reference.placement == "searcher" and bool(sites.searchers)
@@ -283,14 +289,14 @@ def open_start(
 
 
 def steps_made(workdir: Path) -> int:
-    """Return the step of the last complete line of metrics.jsonl; 0 where there is none."""
+    """Return the step of the last complete line of metrics.jsonl; 0 without such a line."""
     path = workdir / "metrics.jsonl"
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
     except OSError:
-        return 0  # Opening the log for writing reports the failure.
+        return 0  # The failure is reported when the log is opened for writing.
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):
             step = json.loads(line)["step"] if line.startswith(b'{"step"') else None
@@ -302,15 +308,15 @@ def steps_made(workdir: Path) -> int:
 def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
     """Return the step of the newest intact checkpoint; None without checkpoints.
 
-    Moves damaged checkpoints aside. All processes call this function, and each reads a share of the
-    files.
+    Moves damaged checkpoints to another folder. All processes call this function, and each process
+    checks a share of the files.
 
     Raises:
         CheckpointError: all checkpoints are damaged; raised in all processes.
     """
     checkpoints, cluster = shared.checkpoints, shared.cluster
     while True:
-        # One process lists the folder: another host might see a newer checkpoint.
+        # Only one process lists the folder, because another host might see a newer checkpoint.
         step = cluster.broadcast_json(checkpoints.latest_step())
         if step is None:
             return None
@@ -354,13 +360,13 @@ def build(
         cluster: the processes of the run; all of them call this function.
         clock: clock that started with the process.
         progress: display of the phases.
-        extra_writers: more metric sinks.
-        accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
+        extra_writers: additional metric writers.
+        accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         link, confirm: as in `conduct` and in `open_shared`.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
-        ValueError: model folder, data or reward function are not usable; says which and why.
+        ValueError: the model folder, the data or a reward function is not usable.
         UserError, CheckpointError: as `open_start`.
     """
     with all_problems(config):
@@ -372,7 +378,7 @@ def build(
     ahead = compile_ahead(shared, step, publish)
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
-        with all_problems(config):  # before weights are read, while programs are compiled
+        with all_problems(config):  # Before weights are read, while programs are compiled.
             check_rewards(shared)
         start = open_start(shared, progress.phase, progress.note, accept_changed)
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers), confirm)
@@ -424,7 +430,7 @@ def _build_search(
     confirm: Callable[[], None],
     note: Callable[[str], None],
 ) -> Search:
-    """Build the searchers of this process, and counters for searchers of other processes."""
+    """Build the searchers of this process, and the counters for searchers of other processes."""
     config, cluster = shared.config, shared.cluster
     if writes_versions(config):
         writer = make_version_writer(shared, publish, kept)
@@ -442,7 +448,7 @@ def _build_search(
             confirm=confirm,
         ),
         references=start.references,
-        # Start data are used before the first step only.
+        # Start data are used only before the first step.
         wants_given=start.step == 0,
         note=note,
     )
@@ -453,11 +459,11 @@ def _build_search(
 
 
 def restore(run: Run, saved: HostState | None) -> None:
-    """Restore the host state from a checkpoint, and drop later log lines.
+    """Restore the host state from a checkpoint, and drop log lines of later steps.
 
     Args:
         run: a run whose train state is already restored.
-        saved: as `Checkpoints.restore` gives it; None for a new run.
+        saved: host state that `Checkpoints.restore` returned; None for a new run.
     """
     shared = run.shared
     if shared.is_follower:

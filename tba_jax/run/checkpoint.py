@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orbax save and restore of everything that is state, as one atomic unit per step.
+"""Checkpoints of a run: Orbax saves and restores all state of a step as one atomic unit.
 
-A checkpoint holds the train state (arrays, sharded) and the host state: the replay buffer, the
-outboxes, the prompt streams, the counters. Plain Orbax items keep only process 0's host content, so
-host state goes through `HostStateHandler`: one file per process inside the same composite save.
-Processes meet through the coordination service of `jax.distributed` alone, never through a program
-on devices that searchers work on. It owns the invariants that a checkpoint is either complete or
-invisible, that nothing on disk is pickled, and that what is restored is what was saved.
+A checkpoint holds the train state (sharded arrays) and the host state: the replay buffer, the
+outboxes, the prompt streams and the counters. `HostStateHandler` writes the host state into a file
+of the same Orbax save. Processes synchronise only through the coordination service of
+`jax.distributed`, because the devices may be in use by searchers.
+
+Invariants: a checkpoint is either complete or invisible; no file contains pickled objects; the
+restored state is equal to the saved state.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from tba_jax.run.host_state import CHECKPOINT_ENTRIES, HostState, pack, unpack
 from tba_jax.storage import digests, orbax_operations, saves
 from tba_jax.weights.versions import brief
 
-# What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
+# Errors that Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 _READ_ERRORS = (
     OSError,
     ValueError,
@@ -74,7 +75,7 @@ class Saving(NamedTuple):
 
 
 class HostStateHandler(ocp.AsyncCheckpointHandler):
-    """Writes each process's host state into its own file of the shared checkpoint folder.
+    """Orbax handler that writes the host state into a file of the checkpoint folder.
 
     Args:
         saving: processes that save together.
@@ -84,7 +85,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         self._saving = saving
 
     async def async_save(self, directory: epath.Path, args: Any = None) -> Any:
-        """Serialise now (the caller may go on changing its state), write in the background."""
+        """Serialise before returning, because the caller goes on; write in the background."""
         if not self._saving.keeps_state:
             return []
         data = pack(args.item)
@@ -108,7 +109,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
 
         Raises:
             FileNotFoundError: the checkpoint has no host state.
-            CheckpointError: an earlier version saved one host state for each process.
+            CheckpointError: the checkpoint has several host states, as earlier versions wrote.
         """
         del args
         saved = list(directory.glob("process_*.npz"))
@@ -124,7 +125,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
 @dataclasses.dataclass
 class HostStateSave(ocp.args.CheckpointArgs):
-    """Orbax argument of a save: a HostState."""
+    """Orbax argument of a save: the `HostState` to write."""
 
     item: Any
 
@@ -132,21 +133,21 @@ class HostStateSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(HostStateHandler, for_restore=True)
 @dataclasses.dataclass
 class HostStateRestore(ocp.args.CheckpointArgs):
-    """Orbax argument of a restore; it has no fields."""
+    """Orbax argument of a restore; `item` is not used."""
 
     item: Any = None
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager without its check for preemption.
+    """Orbax's manager without Orbax's check for preemption.
 
-    JAX agrees on one counter value at which all processes report a preemption. Orbax would pass the
-    step, `Cluster.is_preempted` passes the number of its calls, and both share one counter: the
-    last caller before a preemption would set a value that the other caller never reaches.
+    JAX has one counter for preemption, and all processes report a preemption at the same value.
+    Orbax would set the counter to the step; `Cluster.is_preempted` sets it to the number of its
+    calls. With both callers, one would wait for a value that the other never reaches.
     """
 
     def reached_preemption(self, step: int) -> bool:
-        """Return False: the driver of the run handles preemption."""
+        """Return False, because the driver of the run handles preemption."""
         del step
         return False
 
@@ -155,17 +156,17 @@ class Checkpoints:
     """The checkpoints of one run under `folder`.
 
     Args:
-        folder: e.g. WORKDIR/checkpoints; created when absent unless `read_only`.
-        keep: newest checkpoints kept.
-        timeout_s: a save that takes longer has failed.
-        read_only: for commands that look at a run without writing to it.
-        processes: processes that save together; default: this process alone.
-        confirm: raises where this process may no longer write here; called before unfinished
-            folders are removed, before a save begins, before it becomes visible and before a
-            checkpoint is put aside.
+        folder: for example WORKDIR/checkpoints; created if it is missing, unless `read_only`.
+        keep: number of newest checkpoints to keep.
+        timeout_s: seconds after which an incomplete save counts as failed.
+        read_only: True for commands that only read a run.
+        processes: processes that save together; None: this process alone.
+        confirm: function that raises if this process may no longer write to the folder. Called
+            before each removal of unfinished folders, start of a save, commit of a save, and
+            removal of a damaged checkpoint.
 
     Attributes:
-        list_s: seconds that the newest save took to list its files with their digests.
+        list_s: seconds that the newest save needed to write the digests of its files.
     """
 
     def __init__(
@@ -186,11 +187,11 @@ class Checkpoints:
         self._writer = saves.Writer(self._folder, confirm)
         self._saving: int | None = None
         self._is_saving = self._has_failed = False
-        self._since = time.monotonic()  # of its beginning
+        self._since = time.monotonic()  # Start of the current save.
         self._timeout_s = timeout_s
         named = None if jax.process_count() == 1 else set(saving.members)
         if named is not None and not read_only:
-            # With named processes Orbax leaves the folder to us.
+            # Orbax does not create the folder if the processes are named.
             self._folder.mkdir(parents=True, exist_ok=True)
         if not read_only and jax.process_index() == saving.members[0]:
             confirm()
@@ -221,7 +222,7 @@ class Checkpoints:
             )
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint, None without any."""
+        """Return the step of the newest complete checkpoint; None without checkpoints."""
         return self._manager.latest_step()
 
     def _sweep(self) -> None:
@@ -231,9 +232,9 @@ class Checkpoints:
                 saves.remove(folder)
 
     def _list_files(self) -> None:
-        """Write the digests of all files: in process 0, before the checkpoint becomes visible."""
+        """Write the digests of all files; process 0 calls this before the commit of the save."""
         final = self._folder / str(self._saving)
-        # In an object store a save writes to the final name.
+        # In an object store, Orbax writes to the final name from the beginning.
         for folder in (self._writer.unfinished(final), final):
             if folder.is_dir():
                 start = time.perf_counter()
@@ -247,33 +248,36 @@ class Checkpoints:
 
         Args:
             step: step of the checkpoint.
-            below: check only the files of this item.
-            share: (i, n): check the i-th of n shares of the files.
+            below: prefix of the paths to check, for example "host_state/"; "" checks all files.
+            share: (i, n): check only the i-th of n shares of the files.
         """
         return digests.damage(self._folder / str(step), below=below, share=share)
 
     def damaged(self, step: int, found: Sequence[str]) -> CheckpointError:
-        """Return the error for a damaged checkpoint, with the way out."""
+        """Return the error for a damaged checkpoint, including what the user can do."""
         older = [s for s in self._manager.all_steps() if s < step]
         way_out = (
-            "There is no older one. Put back an intact copy of that folder, or start again in "
-            "another work directory"
+            "There is no older checkpoint. Put back an intact copy of that folder, or start again "
+            "in another work directory"
         )
         if older:
-            way_out = f"The main command puts it aside and continues from checkpoint {max(older)}"
+            way_out = (
+                "The main command moves it to damaged_checkpoints and continues from checkpoint "
+                f"{max(older)}"
+            )
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return CheckpointError(
             f"checkpoint {self._folder / str(step)} is damaged: {found[0]}{more}. {way_out}"
         )
 
     def put_aside(self, step: int, found: Sequence[str]) -> epath.Path:
-        """Move a damaged checkpoint aside; only process 0 calls this method.
+        """Move a damaged checkpoint to `damaged_checkpoints`; only process 0 calls this method.
 
         Returns:
-            The folder to which it was moved.
+            The new path of the damaged checkpoint.
 
         Raises:
-            CheckpointError: no older checkpoint exists; the damaged one stays in place.
+            CheckpointError: no older checkpoint exists; the damaged checkpoint stays in place.
         """
         if not any(s < step for s in self._manager.all_steps()):
             raise self.damaged(step, found)
@@ -293,15 +297,15 @@ class Checkpoints:
             self._manager.reload()
 
     def save(self, step: int, train_state: Any, host_state: HostState) -> None:
-        """Start an asynchronous save; arrays and host state are copied before it returns.
+        """Copy arrays and host state, then write them in the background.
 
-        Arrays are copied to host memory, so no device holds them twice, and they may be donated.
-        On CPU no copy is made: a donated buffer is not reused while it is written.
+        The copy is in host memory, so the caller may donate the arrays. On CPU no copy is made: JAX
+        does not reuse a donated buffer while it is written.
 
         Raises:
-            CheckpointError: when this save, or the one before it, failed.
+            CheckpointError: this save or the previous save failed.
         """
-        self.wait()  # Raised here, the failure of the earlier save carries its own step.
+        self.wait()  # Here the error of the previous save still names its own step.
         self._saving, self._since = step, time.monotonic()
         orbax_operations.begin()
         self._is_saving = True
@@ -332,13 +336,13 @@ class Checkpoints:
             orbax_operations.end()
 
     def _wait(self) -> None:
-        # Orbax bounds its barriers, but not what a storage that hangs does to a write.
+        # Orbax limits the time of its barriers, but not of a write to storage that hangs.
         failures: list[BaseException] = []
 
         def wait() -> None:
             try:
                 self._manager.wait_until_finished()
-            except BaseException as error:  # re-raised in the caller below
+            except BaseException as error:  # Raised again in the calling thread.
                 failures.append(error)
 
         thread = threading.Thread(target=wait, name="checkpoint-wait", daemon=True)
@@ -350,16 +354,17 @@ class Checkpoints:
             raise failures[0]
 
     def abandon(self, timeout_s: float) -> None:
-        """Give the current save `timeout_s` to complete, after the run failed.
+        """Wait at most `timeout_s` for the current save, after the run failed.
 
-        Raises nothing: the failure of the run is reported, and an incomplete save stays invisible.
+        Raises no error of the save, because the failure of the run is the one to report. An
+        incomplete save stays invisible.
         """
 
         def finish() -> None:
             with contextlib.suppress(CheckpointError):
                 self.wait()
             if self._is_saving:
-                with contextlib.suppress(OSError):  # the folder is gone, or its storage failed
+                with contextlib.suppress(OSError):  # The folder is gone, or its storage failed.
                     self._writer.remove_unfinished()
 
         thread = threading.Thread(target=finish, name="last-save", daemon=True)
@@ -373,11 +378,11 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             self._has_failed = True
             complete = list(self._manager.all_steps())
-            # Orbax counts a save as done when it begins.
+            # Orbax lists the step of a save as soon as the save begins.
             complete = [step for step in complete if step != self._saving]
             where = self._folder / str(self._saving) if self._saving is not None else self._folder
             why = f"{type(error).__name__}: {brief(error)}"
-            # Orbax's own message about a timeout names no setting.
+            # Orbax's message about a timeout does not name the setting.
             if isinstance(error, TimeoutError):
                 waited = time.monotonic() - self._since
                 reason = f"; {brief(error)}" if str(error) else ""
@@ -392,18 +397,17 @@ class Checkpoints:
             ) from error
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, HostState]:
-        """Read the newest (or given) checkpoint with the shardings of `abstract_state`.
+        """Read a checkpoint with the shardings of `abstract_state`; does not check digests.
 
         Args:
             abstract_state: tree of jax.ShapeDtypeStruct with shardings.
-            step: step to restore; None: the newest.
+            step: step to restore; None: the newest checkpoint.
 
         Returns:
             step, train state, and host state.
 
         Raises:
-            CheckpointError: the checkpoint is missing or unreadable; it stays in place. Digests
-                are checked by `damage`, not here.
+            CheckpointError: the checkpoint is missing or unreadable.
         """
         step = self._resolve(step)
         restored = self._read(
@@ -417,7 +421,7 @@ class Checkpoints:
         return step, restored["train_state"], restored["host_state"]
 
     def restore_host_state(self, step: int | None = None) -> tuple[int, HostState]:
-        """Read and verify the host state alone, for commands that inspect a run."""
+        """Read the host state and check its digests, for commands that inspect a run."""
         step = self._resolve(step)
         if found := self.damage(step, below="host_state/"):
             raise self.damaged(step, found)
@@ -443,8 +447,8 @@ class Checkpoints:
         with orbax_operations.operation():
             restored = self._try_read(step, args)
             if isinstance(restored, CheckpointError):
-                # The frames of the failure hold unfinished reads, which complain when they are
-                # dropped: now, not below the message or at the end of the process.
+                # The traceback refers to unfinished reads, which emit a RuntimeWarning when they
+                # are garbage collected. Collect them here, where the warning can be suppressed.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)
                     gc.collect()
@@ -452,14 +456,13 @@ class Checkpoints:
             return restored
 
     def _try_read(self, step: int, args: ocp.args.Composite) -> Any:
-        """Return what was read, or an error without the frames of the failure."""
+        """Return the restored items, or an error without the traceback of its cause."""
         try:
             return self._manager.restore(step, args=args)
         except CheckpointError:
-            raise  # it already has a message for the user
+            raise  # Its message is already for the user.
         except Exception as error:
-            # A damaged array arrives as a bare Exception, caused by what TensorStore found (or by
-            # the cancellation that another damaged array led to).
+            # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
             is_array = type(error) is Exception
             if not is_array and not isinstance(error, _READ_ERRORS):
                 raise
@@ -478,7 +481,7 @@ class Checkpoints:
         way_out = (
             f"Move that folder away to continue from checkpoint {max(older)}"
             if older
-            else "There is no older one; start again in another work directory"
+            else "There is no older checkpoint; start again in another work directory"
         )
         return CheckpointError(
             f"checkpoint {self._folder / str(step)} cannot be read: {type(error).__name__}: "
@@ -486,7 +489,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Wait for the current save, then release threads."""
+        """Wait for the current save, then stop the threads of Orbax."""
         self.wait()
         self._manager.close()
 
@@ -494,10 +497,10 @@ class Checkpoints:
 def load_host_state(
     workdir: str,
 ) -> tuple[int, HostState]:
-    """Return step and host state of the newest checkpoint of a run; only reads.
+    """Return step and host state of the newest checkpoint of a run, without changing files.
 
     Raises:
-        CheckpointError: when the folder holds no readable checkpoint.
+        CheckpointError: the folder has no readable checkpoint.
     """
     folder = epath.Path(workdir) / "checkpoints"
     if not folder.is_dir():

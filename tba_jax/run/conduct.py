@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run conducted in a claimed work directory: built, driven, evaluated at the end, reported.
+"""One run from start to end in a claimed work directory: build, train, evaluate, report.
 
-Prints nothing but progress. Also writes report.json, the closing figures, and saves what is in
-memory when the work directory is gone.
+Also writes report.json, and an emergency checkpoint if the work directory is removed.
 """
 
 import os
@@ -50,10 +49,10 @@ from tba_jax.run.workdir import Outcome, begin_run, run_id_of
 from tba_jax.storage import sealed
 
 Drive = Callable[[Run, Callable[[], bool]], None]
-"""Moves the parts of a run until its last step, or until the function says to stop."""
+"""Driver of a run: trains until the last step, or until the given function returns True."""
 
 _SHOWN = 500
-"""Lines of metrics.jsonl that the display of a resumed run begins with, evaluations aside."""
+"""Maximum number of metrics.jsonl lines, besides evaluations, in the display of a resumed run."""
 
 
 def conduct(
@@ -75,18 +74,18 @@ def conduct(
         config: validated.
         workdir: claimed work directory.
         cluster: the processes of the run; all of them call this function.
-        interrupted: checked between steps.
-        hold: lease of the work directory in process 0; None in the others.
-        accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
-        start_s: `time.perf_counter` when the run's time began to count.
-        display: where progress is shown; None: standard output.
-        drive: replaces the configured driver, for example `replaying(schedule)`.
-        link: connection to the other processes of the run; None: there are none.
+        interrupted: function that returns True if the run must stop; called between steps.
+        hold: lease of the work directory in process 0; None in the other processes.
+        accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
+        start_s: value of `time.perf_counter` at the start of the run's clock.
+        display: display of the progress; None: standard output.
+        drive: driver instead of the configured driver, for example `replaying(schedule)`.
+        link: connection to the other processes of the run; None without other processes.
 
     Raises:
         OutOfMemory: device memory ran out before the first update.
         UserError: the reward function cannot be used.
-        WorkdirLost: the directory is gone, or another process has taken it over.
+        WorkdirLost: the work directory was removed, or another process has taken it over.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
     if display is None:
@@ -96,8 +95,8 @@ def conduct(
         hold.begin()
     try:
         _drive(run, interrupted, drive)
-        # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run
-        # that is killed in it evaluates again.
+        # Save before the final evaluation, which may take long or fail. A run that is killed
+        # during the final evaluation repeats it.
         run.save()
         is_finished = run.trainer.step_index >= config.num_steps
         if is_finished:
@@ -114,10 +113,10 @@ def conduct(
             raise
         raise WorkdirLost(f"{lost}. {rescue(run)}") from error
     run.close()
-    run.confirm_hold()  # closing may take long
+    run.confirm_hold()  # Closing may have taken long.
     report = write_report_json(run) if cluster.is_primary else {}
     if is_finished and cluster.is_primary:
-        from tba_jax.report.build import build_report  # brings the plotting library
+        from tba_jax.report.build import build_report  # Loads the plotting library.
 
         run.confirm_hold()
         build_report(workdir, config.report.figures)
@@ -146,7 +145,7 @@ def _open(
     progress: Display,
     link: Peer | None,
 ) -> Run:
-    """Build the run; close the display if that fails."""
+    """Build the run; close the display if the build fails."""
     try:
         names, callbacks = config.log.callbacks, None
         if names and cluster.is_primary:
@@ -164,7 +163,7 @@ def _open(
             extra_writers=_writers(config, workdir, progress.note) if cluster.is_primary else (),
             accept_changed=accept_changed,
             link=link,
-            # A folder that mirrors an object store belongs to this process alone.
+            # No other process uses a local folder that mirrors an object store.
             confirm=hold.confirm if hold is not None and hold.companion is None else _nothing,
         )
         run.hold = hold
@@ -180,14 +179,13 @@ def _open(
 
 
 def _nothing() -> None:
-    """Confirm nothing: no other process can take the work directory over."""
+    """Do nothing: no other process can take over this work directory."""
 
 
 def _taken_over(hold: Hold | None, workdir: Path) -> WorkdirLost | None:
-    """Return WorkdirLost where another process has taken the directory over, else None.
+    """Return WorkdirLost if another process has taken over the work directory, else None.
 
-    A process that continues after another one has taken its work directory over finds files
-    removed or replaced, and fails in many ways.
+    The new process removes and replaces files, so the old process may fail with any error.
     """
     if hold is None or not workdir.exists():
         return None
@@ -195,7 +193,7 @@ def _taken_over(hold: Hold | None, workdir: Path) -> WorkdirLost | None:
         hold.confirm()
     except WorkdirLost as lost:
         return lost
-    except Exception:  # report the failure that is already being handled
+    except Exception:  # The caller is already handling a failure and reports that one.
         return None
     return None
 
@@ -215,7 +213,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
         )
         if run.evaluated.before is None:
             evaluations.evaluate_start_model(run)
-    # The driver also evaluates the final policy where searchers are in other processes.
+    # With searchers in other processes, the driver also evaluates the final policy.
     has_others = bool(run.search.remote) or run.shared.is_follower
     if begun < config.num_steps or has_others:
         own = drive_sync if config.driver == "sync" else drive_async
@@ -225,7 +223,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
 
 
 def resume_display(progress: Display, workdir: Path) -> None:
-    """Show the curves of earlier processes of the run, sampled to a bounded number of lines."""
+    """Show the metrics of earlier processes of the run, sampled to at most `_SHOWN` lines."""
     path = workdir / "metrics.jsonl"
     progress.resume([*sample_jsonl(path, _SHOWN, wrong_metrics, always=b'"eval/n"')])
 
@@ -248,14 +246,14 @@ def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list
 
 
 def _evaluate_at_the_end(run: Run) -> None:
-    """Evaluate start model and final policy, unless that is done."""
+    """Evaluate the start model and the final policy, unless already evaluated."""
     if run.evaluated.before is None:
         evaluations.evaluate_start_model(run)
     evaluations.evaluate_last(run)
 
 
 def write_report_json(run: Run) -> dict[str, Any]:
-    """Write WORKDIR/report.json, figures for scripts, and return them."""
+    """Write the final figures of the run to WORKDIR/report.json, and return them."""
     trainer, clock = run.trainer, run.clock
     wall_s = clock()
 
@@ -336,7 +334,7 @@ def _samples(run: Run) -> list[dict[str, Any]]:
     if before is None or after is None:
         return []
     prompts = run.evaluator.prompts
-    if len(prompts) == 1:  # several of its responses are shown
+    if len(prompts) == 1:  # Show several responses of the only prompt.
         prompts = prompts * len(before["texts"])
     shown = zip(
         prompts, before["texts"], before["rewards"], after["texts"], after["rewards"], strict=False
@@ -355,11 +353,11 @@ def _samples(run: Run) -> list[dict[str, Any]]:
 
 
 def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) -> dict[str, Any]:
-    """Summarise how much of the searchers' work was used, with advice.
+    """Return how many of the searchers' responses were used, and warnings.
 
     Args:
-        economy: use of the responses of the replay buffer.
-        waiting: groups of which no response was drawn.
+        economy: counters of how often the responses of the replay buffer were used.
+        waiting: number of groups without any drawn response.
         settings: settings of the replay buffer.
     """
     figures = economy.stats(waiting, settings.max_staleness)
@@ -370,7 +368,11 @@ def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) ->
 
 
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
-    """Mean, median, 95th percentile and maximum over all uses of trajectories; {} for none."""
+    """Return mean, median, 95th percentile and maximum of the staleness of trained trajectories.
+
+    Args:
+        counts: number of uses of a trajectory at each staleness; an empty mapping gives {}.
+    """
     if not counts:
         return {}
     values = np.array(sorted(counts))
@@ -391,7 +393,7 @@ def rescue(run: Run) -> str:
         run: aborted run, between two steps.
 
     Returns:
-        One or two sentences for the user: what was saved, or where the last log lines are.
+        One or two sentences for the user about the saved state and the last log lines.
     """
     shared, step = run.shared, run.trainer.step_index
     if shared.workdir.exists():
@@ -399,12 +401,12 @@ def rescue(run: Run) -> str:
         lines = "it drops the log lines of these steps"
         if names:
             lines = (
-                f"it has replaced {names} by copies, so that the last lines of this process are in "
-                "no log"
+                f"it has replaced {names} by copies, so the last lines of this process are in no "
+                "log"
             )
         return (
             f"This process ends at step {step}. The other process continues from the newest "
-            f"checkpoint and makes later steps again; {lines}"
+            f"checkpoint and repeats the steps after it; {lines}"
         )
     if shared.cluster.num_processes > 1:
         return "Run the same command in another work directory to begin again"
@@ -419,8 +421,8 @@ def rescue(run: Run) -> str:
         checkpoints.save(step, run.trainer.state, run.host_state())
         checkpoints.close()
     except (UserError, CheckpointError) as error:
-        return f"Saving its state there again failed: {error}"
+        return f"Writing an emergency checkpoint there failed: {error}"
     return (
-        f"Its state at step {step} was saved there again, and the same command continues; the "
-        "logs until then are lost"
+        f"An emergency checkpoint of step {step} was written there. Run the same command again to "
+        "continue from it; the logs of earlier steps are lost"
     )

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two drivers of `loop`: searchers that take turns with the trainer, and concurrent ones.
+"""The two drivers of a run: each connects searchers and trainer, and calls `loop`.
 
-driver=sync: searchers and trainer take turns on one thread; bit-reproducible, and the on-policy
-baseline. Every publication is followed by as many rounds of each searcher as the next steps need;
-before the first step, by at least `search.initial_fill` responses. With `search.exact_lag` D a
-merge takes the rounds of D publications ago; the first D publications train on responses of version
-0, which are sampled in advance.
+driver=sync: searchers and trainer alternate on one thread. This driver is bit-reproducible and the
+on-policy baseline. After each publication, every searcher does the rounds that the next steps need;
+before the first step, the searchers sample at least `search.initial_fill` responses. With
+`search.exact_lag=D` a merge takes the rounds of the publication D publications ago. The first D
+publications train on responses of version 0, which are sampled in advance.
 
-driver=async: searchers sample concurrently while the trainer trains. They are threads of this
-process, one that decodes and one that grades for each, or run in other processes. Trainer and
-searchers wait for each other only by `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
+driver=async: searchers sample while the trainer trains. A searcher is two threads of this process
+(decoding and grading), or a part of another process. Trainer and searchers wait for each other only
+because of `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
 
-Invariant: however an asynchronous loop ends, the state is saved or the first failure is raised, and
-every wait for a thread has a limit (tests/integration/test_async_loop.py).
+Invariant: an asynchronous loop ends with a save or with the first failure, and every wait for a
+thread has a time limit (tests/integration/test_async_loop.py).
 """
 
 import faulthandler
@@ -38,22 +38,22 @@ from tba_jax.run.search_process import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
 from tba_jax.train.off_policy import low_ess_warnings
 
-_WARN_AFTER = 50  # steps; what compiled is past then
-_LATE_SHARE = 0.05  # of responses; a smaller share is not worth a line
-# Batches' worth of groups that are merged without a step before the run counts as starved: a policy
-# that repeats itself may bring little that is new for a while.
+_WARN_AFTER = 50  # Steps before diagnostics: compilation distorts the first measurements.
+_LATE_SHARE = 0.05  # Smallest share of late responses that is reported.
+# A run counts as starved after it has merged this many batches of groups without a step. The number
+# is large because a policy that repeats its responses may add few new ones for some time.
 _STARVED_BATCHES = 20
 
 
 def rounds_per_sync(run: Run) -> int:
-    """Return the rounds of each searcher for a publication, enough for every fresh slot."""
+    """Return how many rounds each searcher does per publication to fill the fresh batch rows."""
     config = run.config
     prompts = config.batch.num_prompts * config.sync_period
     return -(-prompts // (config.search.prompts_per_round * run.shared.sites.num_searchers))
 
 
 def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
-    """Search and train in turn until the last step or an interruption."""
+    """Alternate search and training until the last step or an interruption."""
     admission = RoundAdmission([searcher.index for searcher in run.search.remote])
     with serving(run, admission) as service:
         loop(run, SynchronousSearch(run, admission, service), interrupted)
@@ -64,12 +64,12 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 class SynchronousSearch:
-    """Searchers of `loop` that sample between a publication and its merge.
+    """`loop.Search` of driver=sync: searchers sample between a publication and its merge.
 
     Args:
         run: the connected parts.
         admission: admits the rounds of searchers in other processes.
-        service: the search server that they have joined.
+        service: search server of the searchers in other processes.
     """
 
     publishes_first = True
@@ -88,13 +88,13 @@ class SynchronousSearch:
         return []
 
     def check(self) -> None:
-        """Do nothing: a searcher raises its own failure."""
+        """Do nothing: local searchers raise their failures in `published`."""
 
     def may_publish(self) -> bool:
         return True
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
-        """Evaluate the new weights if that is due, then sample with them."""
+        """Evaluate the new weights if an evaluation is due, then sample with them."""
         run, config = self._run, self._run.config
         run.search.transport.poll()
         self._service.announce()
@@ -119,21 +119,24 @@ class SynchronousSearch:
         self._wait({s.index: s.num_given_rounds for s in self._run.search.remote})
 
     def _do_rounds(self, number: int) -> None:
-        """Do as many rounds of every searcher with the newest weights."""
+        """Do `number` rounds of every searcher with the newest weights."""
         search = self._run.search
         targets = {s.index: s.outbox.committed[0] + number for s in search.remote}
         self._admission.allow(dict.fromkeys(targets, number), self._run.trainer.version)
         for _ in range(number):
             for searcher in search.local:
                 did_round = searcher.step()
-                assert did_round  # weights are published, and the outbox has no bound here
+                assert did_round  # Weights are published, and the outbox has no bound here.
         self._wait(targets)
 
     def _wait(self, targets: Mapping[int, int]) -> None:
-        """Wait until searchers of other processes have finished this many rounds in all.
+        """Wait until searchers of other processes have finished their target number of rounds.
+
+        Args:
+            targets: total number of finished rounds to wait for, by searcher ID.
 
         Raises:
-            PeerError: nothing arrives for `log.watchdog_s`.
+            PeerError: no round arrives for `log.watchdog_s`.
         """
         outboxes = {s.index: s.outbox for s in self._run.search.remote}
         limit_s = self._run.config.log.watchdog_s
@@ -157,7 +160,7 @@ class SynchronousSearch:
         return self._run.trainer.merge(self._rounds if has_lag else None)
 
     def merged(self, step: int) -> None:
-        """Do nothing: the weights are evaluated already."""
+        """Do nothing: `published` has evaluated the weights."""
 
     def must_wait(self, step: int) -> bool:
         return False
@@ -176,14 +179,14 @@ class SynchronousSearch:
 
 
 class Watchdog:
-    """Ends the process with a message if no step, round or evaluation ends for `limit_s`."""
+    """Ends the process with a message if no step, round or evaluation ends within `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._last = time.monotonic()
 
     def kick(self) -> None:
-        """Note that the run makes progress."""
+        """Record that the run makes progress."""
         self._last = time.monotonic()
 
     def step(self) -> bool:
@@ -198,15 +201,15 @@ class Watchdog:
                 flush=True,
             )
             faulthandler.dump_traceback(file=sys.stderr)
-            os._exit(3)  # a thread stuck in native code cannot be stopped in another way
+            os._exit(3)  # A thread that hangs in native code cannot be stopped in another way.
         return False
 
 
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """Train until the last step or an interruption, in the process that owns the buffer.
 
-    With `search.exact_lag` D a step waits for the responses of the weights of D publications ago,
-    and a publication waits until all tickets of the weights before it have started.
+    With `search.exact_lag=D`, a step waits for the responses sampled from the weights published D
+    publications ago. A publication waits until all tickets of the previous weights have started.
 
     Raises:
         WorkerError: a searcher or the weight poller failed; its cause has the traceback.
@@ -218,7 +221,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 def make_admission(run: Run) -> Admission:
-    """Return what admits the tickets of all searchers."""
+    """Return the admission of the tickets of all searchers."""
     unmerged = sum(outbox.num_groups for outbox in run.search.outboxes)
     return Admission(
         make_demand(run.config), [searcher.index for searcher in run.search.searchers], unmerged
@@ -237,7 +240,7 @@ def make_exact_lag(run: Run) -> ExactLag:
 
 
 def searches_of(run: Run, admission: SearcherAdmission) -> list[ContinuousSearch]:
-    """Return this process's searchers as they run concurrently with a trainer."""
+    """Return the searchers of this process, for sampling concurrently with a trainer."""
     in_flight, log_event = swaps_in_flight(run.config), run.logs.schedule.append
     return [
         ContinuousSearch(searcher, admission, swaps_in_flight=in_flight, log_event=log_event)
@@ -246,7 +249,7 @@ def searches_of(run: Run, admission: SearcherAdmission) -> list[ContinuousSearch
 
 
 def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
-    """Return a sentence for each thing that is wasted, biased or late, with what to change."""
+    """Return a sentence for each waste, bias or delay of responses, with the setting to change."""
     lines = run.buffer.warnings()
     bound, latency = run.config.replay.max_staleness, admission.latency()
     if bound and latency is not None and latency.late_share > _LATE_SHARE:
@@ -268,12 +271,12 @@ def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
 
 
 class AsynchronousSearch:
-    """Searchers of `loop` that work concurrently.
+    """`loop.Search` of driver=async: searchers sample concurrently with the trainer.
 
     Args:
         run: the connected parts.
-        service: searchers of other processes.
-        admission: admits tickets; an `ExactLag` also keeps responses exactly as old as configured.
+        service: search server of the searchers in other processes.
+        admission: admits tickets; an `ExactLag` also fixes the staleness of every response.
     """
 
     publishes_first = False
@@ -285,7 +288,7 @@ class AsynchronousSearch:
         self._service = service
         self._admission = admission
         self._lag = admission if isinstance(admission, ExactLag) else None
-        self._stop = StopFlag()  # shared by all workers
+        self._stop = StopFlag()  # Shared by all workers.
         self._watchdog = Watchdog(run.config.log.watchdog_s)
         self._searches = searches_of(run, admission)
         self._decoding = [
@@ -293,11 +296,11 @@ class AsynchronousSearch:
             for i, s in enumerate(self._searches)
         ]
         self._idle_before = [searcher.idle_s for searcher in run.search.local]
-        self._merged_below = 0  # exact lag: tickets with lower numbers are merged
+        self._merged_below = 0  # Exact lag: all tickets with lower numbers are merged.
         self._committed = 0
         self._num_merged = 0
-        self._merged_before = 0  # groups, at the last step
-        self._reports: list[RoundReport] = []  # of merges that the loop did not ask for
+        self._merged_before = 0  # Number of merged groups at the last step.
+        self._reports: list[RoundReport] = []  # Reports of merges that `must_wait` did.
         self._warn_at: float = run.trainer.step_index + _WARN_AFTER
         self._newest_eval = self._newest_eval_version = run.evaluated.last_eval_step
 
@@ -324,13 +327,13 @@ class AsynchronousSearch:
                 worker.start()
             loop(run, self, interrupted)
         except BaseException:
-            # Only the first failure is raised: stop everyone, so that no later one hides it.
+            # Stop all workers first, so that no later failure hides the first one.
             self._stop.set()
-            # A thread inside native code must not meet the end of the interpreter.
-            run.shared.rewards.close()  # ends a `score` that waits for a reward
+            # Join the workers: a thread in native code may crash when the interpreter ends.
+            run.shared.rewards.close()  # Ends a `score` call that waits for a reward.
             self._join(workers)
             raise
-        # Save first: a searcher may need minutes to finish a round that is no longer needed.
+        # Save before joining, because a searcher may need minutes to finish its round.
         run.save()
         self._join(workers)
         self._count()
@@ -343,7 +346,7 @@ class AsynchronousSearch:
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def _step_of(self, station: int, search: ContinuousSearch) -> Callable[[], bool]:
-        """Return the step of a decoding thread: evaluation shards come before chunks."""
+        """Return the step function of a decoding thread, which prefers evaluation shards."""
         return lambda: self._run.evaluations.step(station) or search.step()
 
     def _deliver(self) -> bool:
@@ -360,9 +363,9 @@ class AsynchronousSearch:
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait for the first responses, and request the evaluation of the start model."""
         reports = self._fill(interrupted)
-        # After the fill: the trainer waits for responses only.
+        # Request the evaluation after the fill, so that it does not delay the first responses.
         self._request_evaluation(self._run.trainer.step_index)
-        return reports + self.merge()  # what the outboxes held when the run was interrupted
+        return reports + self.merge()  # An interrupted fill may leave responses in the outboxes.
 
     def check(self) -> None:
         """Raise the failure of a thread."""
@@ -372,10 +375,10 @@ class AsynchronousSearch:
         return self._lag is None or self._lag.has_begun(self._run.trainer.version)
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
-        """Do nothing: searchers take up the weights themselves."""
+        """Do nothing: searchers take the newest weights from the transport."""
 
     def merge(self) -> list[RoundReport]:
-        """Merge; finished responses show that searchers work."""
+        """Merge the responses that are due, and reset the watchdog if responses arrived."""
         lag, step = self._lag, self._run.trainer.step_index
         if lag is None:
             reports = self._run.trainer.merge()
@@ -398,13 +401,13 @@ class AsynchronousSearch:
         if is_late or self._admission.holds(step):
             return True
         if self._run.config.replay.late == "wait":
-            self._reports += self.merge()  # responses that may be late after this step
+            self._reports += self.merge()  # Responses that may be late after this step.
         return False
 
     def wait(self) -> None:
-        """Sleep a moment, for searchers that are behind an exact lag or a bound.
+        """Sleep for `POLL_S` while searchers are behind the exact lag or a staleness bound.
 
-        Committed responses show that searchers work; without any the watchdog ends the run.
+        Committed responses reset the watchdog; without them the watchdog ends the run.
         """
         run, start = self._run, self._run.clock()
         self._stop.wait(POLL_S)
@@ -415,7 +418,7 @@ class AsynchronousSearch:
             self._watchdog.kick()
 
     def no_batch(self) -> list[RoundReport]:
-        """Wait and merge; raise where merged responses never make a batch."""
+        """Wait and merge; raise StarvedError if many merged responses gave no batch."""
         self._stop.wait(POLL_S)
         reports = self.merge()
         self._record_evaluations()
@@ -447,15 +450,15 @@ class AsynchronousSearch:
         run = self._run
         if not evaluations.is_due(run, step, self._newest_eval):
             return
-        run.search.transport.settle()  # in memory: this very version, in every process
-        # Versions on disk, at the very start: the weight poller brings the first version. (To poll
-        # here as well would wait for ever once the poller's thread has taken that version.)
+        run.search.transport.settle()  # In memory, this version becomes the newest at once.
+        # On disk, wait until the weight poller has read the first version. Polling here would wait
+        # for ever if the poller's thread has already taken that version.
         while (published := run.search.transport.latest(0)) is None:
             self._stop.check()
             self._stop.wait(POLL_S)
         version = published.version
         if version <= self._newest_eval_version:
-            return  # the transport is behind: at a later publication
+            return  # The transport is behind; a later publication is evaluated.
         self._newest_eval, self._newest_eval_version = step, version
         evaluations.request(run, version)
 
@@ -471,7 +474,7 @@ class AsynchronousSearch:
         searchers = run.search.searchers
 
         def target() -> float:
-            """Responses to wait for; how many are given is known when searcher 0 has joined."""
+            """Return the number of responses to wait for; unknown (inf) until searcher 0 joins."""
             given = sum(searcher.num_given for searcher in searchers)
             is_known = given or not run.config.task.start_path
             return given + run.config.search.initial_fill if is_known else math.inf
@@ -488,13 +491,13 @@ class AsynchronousSearch:
             reports += self.merge()
             self._check_starved()
             self._stop.wait(POLL_S)
-        # The first step of a process compiles; the display drops the phase when a step is made.
+        # The first step of a process compiles; the display ends the phase after the first step.
         run.logs.progress.phase("compiling the training step")
         run.trainer.counters.wait_s += run.clock() - start
         return reports
 
     def _check_starved(self) -> None:
-        """Raise StarvedError where responses are merged for ever without a step."""
+        """Raise StarvedError if too many groups were merged since the last step."""
         config = self._run.config
         first = -(-config.search.initial_fill // config.search.samples_per_prompt)
         wanted = max(config.batch.num_prompts, first)
@@ -520,6 +523,6 @@ class AsynchronousSearch:
                 self._run.logs.progress.note(line)
 
     def _record_evaluations(self) -> None:
-        """Record the evaluations that are done; they show that searchers work."""
+        """Record finished evaluations, and reset the watchdog if there are any."""
         if self._run.record_evaluations():
             self._watchdog.kick()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a user can fix, and the output of errors at the command-line entry points.
+"""Errors of a run, and their output at the command-line entry points.
 
-Invariant: a command that fails prints one line; the traceback of an unexpected error is in a file.
+Invariant: a command that fails prints one line. A file has the traceback of an unexpected error.
 """
 
 import errno
@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-# Errors of storage and operating system in ordinary operation, with a remedy.
+# Expected errors of storage and operating system, with what the user can do.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable"),
@@ -25,7 +25,7 @@ class UserError(Exception):
 
 
 class StarvedError(RuntimeError):
-    """No batch can be drawn from the replay buffer although searchers fill it."""
+    """No batch can be drawn from the replay buffer, although searchers add responses."""
 
 
 class CheckpointError(RuntimeError):
@@ -94,7 +94,7 @@ def _kept(error: BaseException) -> str:
     except OSError:  # A full disk must not hide the error.
         print(text, file=sys.stderr)
         return ""
-    return f" (not expected; the traceback is in {file.name}, and belongs into a bug report)"
+    return f" (unexpected error; attach the traceback in {file.name} to a bug report)"
 
 
 def is_mendable(error: BaseException) -> bool:

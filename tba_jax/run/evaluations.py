@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out evaluation of a run: evaluator and metrics, when one is due, who works on its shards.
+"""Held-out evaluation of a run: its evaluator and metrics, its schedule, and requests for it.
 
-The owner of the replay buffer owns the queue. Its own searchers take shards from it; searchers of
-other processes lease them from the search server.
+The owner of the replay buffer owns the queue of evaluation shards. Searchers of the same process
+take shards from the queue; searchers of other processes lease shards from the search server.
 """
 
 import functools
@@ -57,19 +57,19 @@ def make_judging(
     sites: Sequence[Site] = (ANY_DEVICE,),
     note: Callable[[str], None] = print,
 ) -> Judging:
-    """Make the measures and metrics that the config names.
+    """Make the measures and metrics that the config names, besides those of the task.
 
     Args:
         config: the config.
         tokenizer: tokenizer of the policy.
         model_config: architecture of policy and reference.
-        gold: judge of the win rate, or None.
-        reference_params: returns the start model's weights at a site.
-        sites: site of each searcher that evaluates; sites may repeat.
-        note: prints what is wrong with metrics of the user.
+        gold: reward source that judges the win rate; None: no win rate.
+        reference_params: function that returns the start model's weights on a site's devices.
+        sites: site of each searcher that evaluates; searchers may share a site.
+        note: function that prints errors of user-defined metrics.
 
     Raises:
-        ConfigError: a metric of the user cannot be used.
+        ConfigError: a user-defined metric cannot be used.
     """
     measures: dict[Site, list[Measure]] = {site: [] for site in sites}
     metrics: list[MetricFunction] = []
@@ -98,7 +98,7 @@ def make_judging(
 TASK_METRICS: dict[str, Callable[[EvalSettings], MetricFunction]] = {
     "attacks": make_attack_metrics,
 }
-"""Name in a task's entry -> its metric function."""
+"""Factory of the metric function for each name in a task's entry."""
 
 
 def make_evaluator(
@@ -145,12 +145,12 @@ def build_evaluator(
         shared: parts of the run.
         decoders: decoder of each site.
         graders: grader of each searcher.
-        references: reference of each site, which also serves metrics as start model.
-        note: receives the number of skipped prompts.
+        references: reference scorer of each site; metrics use its weights as the start model.
+        note: function that prints the number of skipped prompts.
     """
     config, sites = shared.config, shared.sites.searchers
     start_params = functools.cache(functools.partial(load_start_weights, shared))
-    lock = threading.Lock()  # one copy for searchers that share devices
+    lock = threading.Lock()  # Searchers that share devices load only one copy.
 
     def reference_params(site: Site) -> Any:
         if site in references:
@@ -174,25 +174,28 @@ def build_evaluator(
     ]
     evaluator = make_evaluator(config, shared.task, shared.tokenizer, stations, judging.metrics)
     if evaluator.num_skipped:
-        note(f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
+        note(
+            f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and "
+            "are skipped"
+        )
     return evaluator
 
 
 def load_start_weights(shared: Shared, site: Site) -> Any:
     """Load the start model's weights in the layout and on the devices of a searcher."""
-    # Uses devices of this process only: other processes are not involved.
+    # This function uses only devices of this process, so a single process may call it.
     source = shared.sites.reading(shared.model.config)
     load = source.locked(start_weights)
     return load(shared.config, shared.model.config, source.mesh, site.mesh)
 
 
 def is_due(run: Run, step: int, newest: int) -> bool:
-    """Return whether to evaluate the version published at `step`.
+    """Return whether the version published at `step` must be evaluated.
 
     Args:
         run: the run.
         step: step of the publication.
-        newest: version of the last evaluation that was requested, -1 before the first.
+        newest: version of the last requested evaluation; -1 before the first request.
     """
     if newest < 0:
         return True
@@ -203,7 +206,7 @@ def is_due(run: Run, step: int, newest: int) -> bool:
 def request(run: Run, version: int) -> None:
     """Request the evaluation of a version.
 
-    Searchers of this process that do not have the version any more take no part.
+    Searchers of this process that already have a newer version take no shards.
     """
     latest = [run.search.transport.latest(i) for i in range(len(run.search.local))]
     found = [p.params if p is not None and p.version == version else None for p in latest]
@@ -211,9 +214,9 @@ def request(run: Run, version: int) -> None:
 
 
 def wind_up(run: Run) -> None:
-    """Record what is done, and forget what has not begun.
+    """Record finished evaluations, and drop requested evaluations that have not started.
 
-    What has begun is finished with the evaluation of the final policy.
+    Started evaluations are finished together with the evaluation of the final policy.
     """
     run.evaluations.merge()
     run.record_evaluations()
@@ -221,9 +224,9 @@ def wind_up(run: Run) -> None:
 
 
 def evaluate_start_model(run: Run) -> None:
-    """Evaluate the start model of a run that was interrupted before it was evaluated.
+    """Evaluate the start model in a run that was interrupted before this evaluation.
 
-    Where this process has no searchers, `request_start_model` does it.
+    Does nothing without searchers in this process: `request_start_model` covers that case.
     """
     if run.cluster.is_primary and run.search.local:
         weights = load_start_weights(run.shared, run.shared.sites.evaluation)
@@ -237,10 +240,10 @@ def request_start_model(run: Run) -> None:
 
 
 def evaluate_now(run: Run, version: int) -> None:
-    """Evaluate the newest version while no searcher samples, and record it.
+    """Evaluate the newest version while no searcher samples, and record the result.
 
-    The synchronous driver of one process evaluates on its only thread. Otherwise all searchers take
-    shards.
+    In one process with driver=sync the only thread evaluates. In all other cases all searchers work
+    on shards.
 
     Raises:
         FleetError: this process has no searchers, and no other process takes the shards.
@@ -266,7 +269,7 @@ def evaluate_now(run: Run, version: int) -> None:
 
 
 def evaluate_last(run: Run) -> None:
-    """Publish and evaluate the final policy, unless that is done; all processes call this."""
+    """Publish and evaluate the final policy unless already evaluated; all processes call this."""
     step = run.trainer.step_index
     if step < run.config.num_steps or run.evaluated.last_eval_step >= step:
         return
@@ -303,9 +306,9 @@ def _step_together(run: Run) -> None:
                 deadline = time.monotonic() + limit_s
             elif time.monotonic() > deadline:
                 raise FleetError(
-                    f"no searcher has come for {limit_s:.0f} s (config.fleet.trainer_silence_s) to "
-                    "evaluate the final policy; it is saved, and the same command goes on from "
-                    "there"
+                    f"no searcher took an evaluation shard of the final policy for {limit_s:.0f} s "
+                    "(config.fleet.trainer_silence_s). The final policy is saved. Start searchers, "
+                    "then run the same command again to evaluate it"
                 )
     finally:
         stop.set()

@@ -99,7 +99,7 @@ def test_a_work_directory_that_is_deleted_ends_the_run_and_its_state_is_saved(ca
     assert process.returncode == 1
     assert f"error: the work directory {workdir} is gone" in err, err
     step, _ = load_host_state(str(workdir))
-    assert step >= 3 and f"Its state at step {step} was saved there again" in err
+    assert step >= 3 and f"An emergency checkpoint of step {step} was written there" in err
     assert len(err.strip().splitlines()) == 1, err
     config = json.loads((workdir / "config.json").read_text())
     assert len(config["run_id"]) == 16

@@ -35,7 +35,9 @@ def told(error, capsys):
 
 def test_an_unexpected_error_is_one_line_and_a_file(capsys):
     code, (line,) = told(KeyError("event"), capsys)
-    assert code == 1 and line.startswith("error: KeyError: 'event' (not expected; the traceback is")
+    assert code == 1 and line.startswith(
+        "error: KeyError: 'event' (unexpected error; attach the traceback in"
+    )
     path = Path(line.partition(" is in ")[2].partition(",")[0])
     text = path.read_text()
     path.unlink()
