@@ -94,7 +94,7 @@ def _kept(error: BaseException) -> str:
     except OSError:  # A full disk must not hide the error.
         print(text, file=sys.stderr)
         return ""
-    return f" (unexpected error; attach the traceback in {file.name} to a bug report)"
+    return f" (unexpected error: the traceback is in {file.name}, attach it to a bug report)"
 
 
 def is_mendable(error: BaseException) -> bool:

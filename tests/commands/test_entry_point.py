@@ -36,7 +36,7 @@ def told(error, capsys):
 def test_an_unexpected_error_is_one_line_and_a_file(capsys):
     code, (line,) = told(KeyError("event"), capsys)
     assert code == 1 and line.startswith(
-        "error: KeyError: 'event' (unexpected error; attach the traceback in"
+        "error: KeyError: 'event' (unexpected error: the traceback is in"
     )
     path = Path(line.partition(" is in ")[2].partition(",")[0])
     text = path.read_text()
