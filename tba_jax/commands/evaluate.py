@@ -69,7 +69,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         return start_weights(config, model_config, source, site.mesh)
 
     rewards = make_rewards(config, task, tokenizer, [site])
-    environments, gold = make_environments(config), None
+    environments, gold = make_environments(config, tokenizer), None
     try:
         gold = make_gold(config, task, tokenizer, site)
         judging = make_judging(config, tokenizer, model_config, gold, start_params)

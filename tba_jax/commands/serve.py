@@ -107,15 +107,15 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         version=version,
         is_fed=True,
     )
-    queue, scope = RequestQueue(), PlainScope(served)
+    queue = RequestQueue()
+    scope = PlainScope(served, queue)
     application = Application(
         lambda path: (scope, path),
-        queue,
         served,
+        queue=queue,
         token=args.token,
         max_requests=args.max_requests,
         info=lambda: {"model": name, "weight_version": version, "num_slots": args.num_slots},
-        can_pause=True,
     )
     server = HttpServer(application, "http-server", bound)
     stop = StopFlag()

@@ -20,14 +20,17 @@ class StopStrings:
         strings: at least one, none of them empty.
         decode: token ids -> text; further tokens do not change the text of earlier ones, except an
             unfinished character at its end.
+
+    Attributes:
+        strings: the strings.
     """
 
     def __init__(
         self, strings: Sequence[str], decode: Callable[[Sequence[int] | np.ndarray], str]
     ) -> None:
-        self._strings = tuple(strings)
+        self.strings = tuple(strings)
         self._decode = decode
-        self._reach = max(map(len, self._strings)) + _SLACK
+        self._reach = max(map(len, self.strings)) + _SLACK
 
     def end(self, tokens: np.ndarray, num_read: int) -> int:
         """Return the number of tokens after which the text contains a stop string; 0: none.
@@ -45,7 +48,7 @@ class StopStrings:
 
     def _is_in(self, tokens: np.ndarray) -> bool:
         text = self._decode(tokens)
-        return any(string in text for string in self._strings)
+        return any(string in text for string in self.strings)
 
     def _tail(self, tokens: np.ndarray, num_read: int) -> int:
         """Return the start of a suffix with enough text before token `num_read`."""

@@ -13,6 +13,7 @@ sampled tokens depend on prompt, key, turn and observations, not on the time of 
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +23,8 @@ import numpy as np
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.session import Session
-from tba_jax.environments.pool import Answer, Environment, EnvironmentPool
+from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
 from tba_jax.flow.trajectory import FinishReason, Prompt
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.source import Verdict
@@ -95,6 +97,10 @@ class TakenAnswer(NamedTuple):
     answer: Answer
 
 
+class UnexpectedAnswer(Exception):
+    """A logged answer is for an episode that waits for none."""
+
+
 class ReplayedEnvironment:
     """Environment, and pool of environments, for a replay: all responses are read from a log."""
 
@@ -105,7 +111,7 @@ class ReplayedEnvironment:
     def begin(self, row: Mapping[str, Any]) -> None:
         """Do nothing: the response is in the log."""
 
-    def turn(self, text: str) -> None:
+    def turn(self, text: str, response: Response) -> None:
         """Do nothing: the response is in the log."""
 
     def end(self) -> None:
@@ -167,12 +173,15 @@ class Episodes:
         max_turns: maximum number of the policy's turns in an episode.
         most: maximum number of concurrent episodes in a session; 0: twice its slots, at most
             MOST_PROCESSES.
+        is_agent: environments are agents, which write the context themselves. The first token of a
+            prompt is then the prompt, and the rest of the first request is an observation.
     """
 
     environments: EnvironmentPool | ReplayedEnvironment
     tokenizer: Texts
     max_turns: int
     most: int = 0
+    is_agent: bool = False
 
     def over(self, session: Session) -> "EpisodeSession":
         """Return an episode session over a decode session."""
@@ -266,13 +275,21 @@ class EpisodeSession:
         Args:
             replayed: return value of another session at this chunk. It replaces the responses of
                 environments, which have no processes in a replay (`ReplayedEnvironment`).
+
+        Raises:
+            UnexpectedAnswer: one of `replayed` is for an episode that waits for none.
         """
         if replayed is None:
             self._ask()
         for taken in replayed or ():
             self._begin_queued()
-            place = next(i for i, x in enumerate(self._asked) if (x.request, x.sample) == taken[:2])
-            attempt = self._asked.pop(place)
+            found = [x for x in self._asked if (x.request, x.sample) == taken[:2]]
+            if not found:
+                raise UnexpectedAnswer(
+                    f"sample {taken.sample} of request {taken.request} waits for no answer"
+                )
+            (attempt,) = found
+            self._asked.remove(attempt)
             assert attempt.environment is not None
             self._take(attempt, attempt.environment, Answer(*taken.answer))
         taken, self._taken = self._taken, []
@@ -367,12 +384,24 @@ class EpisodeSession:
         elif attempt.has_begun and attempt.num_turns >= self._episodes.max_turns:
             self._stop(attempt, "turns")
         else:
-            self._observe(attempt, environment, answer.observation or "")
+            self._observe(attempt, environment, answer)
 
-    def _observe(self, attempt: _Attempt, environment: Environment, text: str) -> None:
+    def _observe(self, attempt: _Attempt, environment: Environment, answer: Answer) -> None:
         """Add an observation, and sample the next turn where there is room for one."""
-        tokens, failure = np.zeros(0, np.int32), ""
-        if text:
+        tokens, failure, text = np.zeros(0, np.int32), "", answer.observation or ""
+        request = None if answer.request is None else Request(*answer.request)
+        if request is not None:
+            tokens = np.array(request.tokens, np.int32)
+            if not attempt.has_begun:
+                first, tokens = tokens[0], tokens[1:]
+                if first != attempt.prompt.tokens[0]:
+                    line = (
+                        f"its first request begins with token {first}, prompts of the task with "
+                        f"{attempt.prompt.tokens[0]}: use chats in both or in neither"
+                    )
+                    self._episodes.environments.report("environment_first_token", line)
+                    failure = "environment_first_token"
+        elif text:
             try:
                 tokens = self._episodes.observation(attempt.prompt, attempt.segments, text)
             except ValueError as error:
@@ -384,32 +413,48 @@ class EpisodeSession:
             self._episodes.environments.report("environment_no_room", line)
             failure = "environment_no_room"
         attempt.has_begun = True
+        if not (failure or is_full):
+            try:
+                self._sample(attempt, tokens, request)
+            except ValueError as error:  # of tokens that an agent sent
+                if request is None:
+                    raise
+                self._episodes.environments.report("environment_request", str(error))
+                failure = "environment_request"
         if failure:
             environment.release()
             self._end(attempt, Verdict(None, failure))
         elif is_full:
             self._stop(attempt, "length")
-        else:
-            if len(tokens):
-                zeros = np.zeros(len(tokens), np.float32)
-                attempt.segments.append(_Segment(tokens, zeros, False, text))
-            self._sample(attempt)
+        elif len(tokens):
+            zeros = np.zeros(len(tokens), np.float32)
+            attempt.segments.append(_Segment(tokens, zeros, False, text))
 
-    def _sample(self, attempt: _Attempt) -> None:
-        """Queue the next turn."""
-        settings = attempt.settings
+    def _sample(self, attempt: _Attempt, observed: np.ndarray, request: Request | None) -> None:
+        """Queue the next turn, after an observation.
+
+        Raises:
+            ValueError: as `Session.submit`.
+        """
         key = attempt.key
         if attempt.num_turns:
             key = fold_in(key, _TURNS + attempt.num_turns)
-        request = self._session.submit(
-            np.concatenate([attempt.prompt.tokens, attempt.tokens]),
+        settings = attempt.settings
+        room = settings.max_new_tokens - attempt.num_tokens - len(observed)
+        stop_strings = settings.stop_strings
+        if request is not None:
+            room = min(room, request.max_tokens)
+            if request.stop:
+                text_of = functools.partial(self._episodes.tokenizer.decode, skip_special=False)
+                stop_strings = StopStrings(request.stop, text_of)
+        context = attempt.prompt.tokens[: 1 if self._episodes.is_agent else None]
+        number = self._session.submit(
+            np.concatenate([context, attempt.tokens, observed]),
             key[None],
-            dataclasses.replace(
-                settings, max_new_tokens=settings.max_new_tokens - attempt.num_tokens
-            ),
+            dataclasses.replace(settings, max_new_tokens=room, stop_strings=stop_strings),
             np.array([attempt.temperature], np.float32),
         )
-        self._sampled[request] = attempt
+        self._sampled[number] = attempt
 
     def _turn_ended(self, response: Response) -> None:
         attempt = self._sampled.pop(response.request)
@@ -417,11 +462,14 @@ class EpisodeSession:
         attempt.versions += [response.version_min, response.version_max]
         text = self._episodes.tokenizer.decode(response.tokens)
         attempt.segments.append(_Segment(response.tokens, response.token_logprobs, True, text))
-        if not response.has_eos:
-            self._stop(attempt, "length")
-            return
+        is_full = attempt.num_tokens >= attempt.settings.max_new_tokens
+        if not response.has_eos and is_full:
+            attempt.finish = "length"
+            if not self._episodes.is_agent:
+                self._stop(attempt, "length")
+                return
         assert attempt.environment is not None
-        attempt.environment.turn(text)
+        attempt.environment.turn(text, response)
         self._wait_for(attempt)
 
     def _stop(self, attempt: _Attempt, finish: FinishReason) -> None:

@@ -2,8 +2,9 @@
 """Process of a user's environment, with one episode at a time.
 
 Two kinds of classes work unchanged. Classes for TRL's `environment_factory` have `reset`, public
-typed methods as tools, and optionally `get_reward`. Gym-like classes have `init` and `step`. The
-parent process sends one JSON request and waits for one JSON answer. Imports neither jax nor
+typed methods as tools, and optionally `get_reward`. Gym-like classes have `init` and `step`. An
+agent is a function `run(base_url, row)` that samples from an OpenAI client and returns the reward.
+The parent process sends one JSON request and waits for one JSON answer. Imports neither jax nor
 transformers.
 
 Invariant: every request gets an answer, or the process ends.
@@ -30,6 +31,8 @@ from tba_jax.settings import import_file
 
 TOOL_START, TOOL_END = "<tool>", "</tool>"
 RESULT = "<result>{}</result>"
+BASE_URL = "base_url"
+"""First argument of an agent, and column of the row that it begins with."""
 MOST_CHARACTERS = 2**18
 """Of an observation; a longer one is a failure."""
 _MOST_TEXT = 4000  # maximum characters of a traceback
@@ -49,7 +52,7 @@ class _Failure(Exception):
 
 
 class _Kind(Protocol):
-    """Interface of both kinds of environment classes."""
+    """Interface of environments."""
 
     has_reward: bool
 
@@ -115,6 +118,30 @@ class Tools:
             return f"error: {type(error).__name__}: {error!s:.200}"
 
 
+class Agent:
+    """Adapter from an agent, which is not asked turn by turn.
+
+    Args:
+        run: (base URL, row) -> reward; possibly a coroutine function.
+    """
+
+    has_reward = True
+
+    def __init__(self, run: Callable[[str, Mapping[str, Any]], Any]) -> None:
+        self._run = run
+        self._reward: Any = None
+
+    def begin(self, row: Mapping[str, Any]) -> None:
+        row = dict(row)
+        self._reward = _result(self._run(row.pop(BASE_URL), row))
+
+    def turn(self, text: str) -> tuple[Any, str]:
+        raise NotImplementedError("an agent requests its turns")
+
+    def reward(self) -> Any:
+        return self._reward
+
+
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the offered arguments that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
@@ -133,7 +160,7 @@ def _result(value: Any) -> Any:
 
 
 def load(name: str) -> Callable[[], _Kind]:
-    """Return a function that makes an environment of package.module:CLASS or path/to/file.py:CLASS.
+    """Return a function that makes an environment of package.module:NAME or path/to/file.py:NAME.
 
     Raises:
         Any exception of the import; AttributeError, TypeError: not an environment.
@@ -146,10 +173,15 @@ def load(name: str) -> Callable[[], _Kind]:
     factory = getattr(module, own)
     if hasattr(factory, "init") and hasattr(factory, "step"):
         return lambda: GymLike(factory())
+    if (
+        inspect.isfunction(factory)
+        and next(iter(inspect.signature(factory).parameters), "") == BASE_URL
+    ):
+        return lambda: Agent(factory)
     if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "reset")):
         raise TypeError(
             f"{own} has neither reset() and tools, nor init() and step(); add the "
-            "methods of one kind"
+            "methods of one kind, or give a function run(base_url, row)"
         )
     return lambda: Tools(factory())
 
@@ -192,10 +224,16 @@ class Host:
         environment = self._environment
         match request["do"]:
             case "describe":
-                is_tools = isinstance(environment, Tools)
-                return {"has_reward": environment.has_reward, "has_tools": is_tools}
+                return {
+                    "has_reward": environment.has_reward,
+                    "has_tools": isinstance(environment, Tools),
+                    "is_agent": isinstance(environment, Agent),
+                }
             case "begin":
-                return {"observation": _text(environment.begin(request["row"]))}
+                text = _text(environment.begin(request["row"]))
+                if isinstance(environment, Agent):
+                    return {"finish": "done", "reward": self._reward(environment)}
+                return {"observation": text}
             case "turn":
                 observation, finish = environment.turn(request["text"])
                 answer = {"observation": _text(observation), "finish": finish}

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tba_jax.decoding.requests import Response
 from tba_jax.environments.host import serve
 from tba_jax.rewards import containment, output
 
@@ -24,6 +25,20 @@ START_TIMEOUT_S = 60.0
 """Starting a process and importing the environment's module, in seconds."""
 _REPORT_S = 30.0  # interval of lines about failures with the same name
 _MOST_BYTES = 2**22  # maximum size of an answer
+
+
+class Request(NamedTuple):
+    """Request of an agent for a turn.
+
+    Attributes:
+        tokens: tokens that continue those of the episode.
+        max_tokens: maximum number of tokens of the turn.
+        stop: texts that end the turn, instead of the run's; empty: those of the run.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    stop: list[str]
 
 
 class Answer(NamedTuple):
@@ -34,12 +49,14 @@ class Answer(NamedTuple):
         finish: reason of the episode's end; "" while it continues.
         reward: reward of a finished episode; None if the environment gives none.
         failure: name of the failure; "" on success.
+        request: request of an agent for the next turn, instead of an observation.
     """
 
     observation: str | None = None
     finish: str = ""
     reward: float | None = None
     failure: str = ""
+    request: Request | None = None
 
 
 class _Process:
@@ -77,10 +94,11 @@ class Environment:
 
     def begin(self, row: Mapping[str, Any]) -> None:
         """Send the request to begin an episode with a row of the data, prompt included."""
-        self._send("reset", {"do": "begin", "row": dict(row)})
+        doing = "run()" if self._pool.is_agent else "reset"
+        self._send(doing, {"do": "begin", "row": dict(row)})
 
-    def turn(self, text: str) -> None:
-        """Send a turn of the policy."""
+    def turn(self, text: str, response: Response | None = None) -> None:
+        """Send a turn of the policy; `response` has its tokens."""
         self._send("a turn", {"do": "turn", "text": text})
 
     def end(self) -> None:
@@ -112,15 +130,31 @@ class Environment:
                     return Answer(failure=answer["failure"])
                 return Answer(**answer)
         except (EOFError, OSError):
-            return self._lost("environment_crash", f"its process ended during {self._doing}")
+            return self.reject("environment_crash", f"its process ended during {self._doing}")
         if time.monotonic() < self._deadline_s:
             return None
         text = f"{self._doing} took longer than {pool.timeout_s:g} s (reward.timeout_s)"
-        return self._lost("environment_timeout", text)
+        return self.reject("environment_timeout", text)
 
     def release(self) -> None:
         """Return the process to the pool."""
         self._pool.give_back(self._process)
+
+    def reject(self, name: str, text: str) -> Answer:
+        """End the process, report a failure and return it as an answer."""
+        self.kill()
+        self._pool.report(name, text)
+        return Answer(failure=name)
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._pool.groups.sweep(now=True)
+
+    def restart_deadline(self) -> None:
+        """Give the process, which runs, the whole time of a call from now on."""
+        self._process.is_started = True
+        self._deadline_s = time.monotonic() + self._pool.timeout_s
 
     def _send(self, doing: str, request: Mapping[str, Any]) -> None:
         self._doing = doing
@@ -130,12 +164,6 @@ class Environment:
             self._process.connection.send_bytes(json.dumps(request).encode())
         except OSError:
             self._deadline_s = 0.0  # `poll` finds that it has ended
-
-    def _lost(self, name: str, text: str) -> Answer:
-        self._process.kill()
-        self._pool.groups.sweep(now=True)
-        self._pool.report(name, text)
-        return Answer(failure=name)
 
 
 class EnvironmentPool:
@@ -148,7 +176,7 @@ class EnvironmentPool:
 
     Attributes:
         groups: finds processes that environments started and did not end.
-        has_reward, has_tools: properties of the environment, set by `check`.
+        has_reward, has_tools, is_agent: properties of the environment, set by `check`.
     """
 
     def __init__(self, name: str, *, timeout_s: float, max_memory_bytes: int = 0) -> None:
@@ -164,7 +192,7 @@ class EnvironmentPool:
         self._failures: dict[str, int] = {}  # not reported yet
         self._reported_s: dict[str, float] = {}
         self._is_checked = False
-        self.has_reward = self.has_tools = False
+        self.has_reward = self.has_tools = self.is_agent = False
 
     def check(self) -> None:
         """Wait until the environment can be created.
@@ -192,11 +220,12 @@ class EnvironmentPool:
         if "failure" in answer:
             raise ValueError(
                 f"task.environment = {self.name!r} cannot be used: {answer['text']}. Give "
-                "package.module:CLASS or path/to/file.py:CLASS, a class without constructor "
-                "arguments"
+                "package.module:NAME or path/to/file.py:NAME, a class without constructor "
+                "arguments or a function run(base_url, row)"
             )
         process.is_started = True
         self.has_reward, self.has_tools = answer["has_reward"], answer["has_tools"]
+        self.is_agent = answer["is_agent"]
         self._is_checked = True
         self.give_back(process)
 

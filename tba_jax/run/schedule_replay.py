@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.environments.episodes import TakenAnswer
+from tba_jax.environments.episodes import TakenAnswer, UnexpectedAnswer
 from tba_jax.environments.pool import Answer
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.report.jsonl import parse_line, read_lines, stream_jsonl
@@ -294,7 +294,12 @@ class SearcherReplay:
             self._admission.update(dict.fromkeys(event["tickets"], event["chunk"]))
         elif self._search.is_idle:
             raise ReplayError(f"round {wanted} of searcher {searcher.index} never ends")
-        self._search.advance(published, tickets, answers)
+        try:
+            self._search.advance(published, tickets, answers)
+        except UnexpectedAnswer as error:
+            raise ReplayError(
+                f"searcher {searcher.index}: {error}; is the config that of the logged run?"
+            ) from error
         for finished in self._search.take_finished(sys.maxsize):
             number = finished.ticket.number
             if self._admissions.is_last(number, self._admission.pop(number)):

@@ -400,7 +400,6 @@ def build_searchers(
     config, sites, task = shared.config, shared.sites, shared.task
     decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
     outboxes = tuple(Outbox(outbox_bytes(config)) for _ in sites.searchers)
-    streams = tuple(_stream(shared, i) for i in range(len(sites.searchers)))
     given = None
     if wants_given and shared.sites.first_searcher == 0:
         given = make_start_data(config, task, shared.tokenizer, shared.model.config, sites)
@@ -408,6 +407,8 @@ def build_searchers(
         note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
     key = jax.random.key(config.seed)
     episodes = make_episodes(config, task, shared.tokenizer, shared.rewards.environments)
+    is_agent = episodes is not None and episodes.is_agent
+    streams = tuple(_stream(shared, i, is_agent) for i in range(len(sites.searchers)))
     samplers = [
         Sampler(decoders[site], config.search, key, shared.sites.first_searcher + i, episodes)
         for i, site in enumerate(sites.searchers)
@@ -438,7 +439,7 @@ def build_searchers(
     return Search(transport, searchers, streams, decoders)
 
 
-def _stream(shared: Shared, i: int) -> PromptStream:
+def _stream(shared: Shared, i: int, is_agent: bool) -> PromptStream:
     config = shared.config
     return PromptStream(
         shared.task,
@@ -449,6 +450,7 @@ def _stream(shared: Shared, i: int) -> PromptStream:
         seed=config.seed,
         max_prompt_tokens=config.task.max_prompt_tokens,
         long_prompts=config.task.long_prompts,
+        first_token_only=is_agent,
     )
 
 

@@ -36,10 +36,13 @@ from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RemoteRewards, RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.host_state import Facts, RunClock, code_name, fingerprints
-from tba_jax.run.model_parts import describe_model, policy_config
+from tba_jax.run.model_parts import describe_model, end_ids, policy_config
 from tba_jax.run.workdir import run_id_of
-from tba_jax.search.rollout import Sampler
+from tba_jax.search.rollout import Sampler, sampling_settings
 from tba_jax.search.vine import Vine
+from tba_jax.serving.agents import AgentPool
+from tba_jax.serving.chat import TemplateFormat
+from tba_jax.serving.protocol import Served
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.registry import Task, get_task
 
@@ -174,16 +177,26 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
     return Rewards(
         make_rewards(config, task, tokenizer, sites.searchers),
         make_gold(config, task, tokenizer, sites.evaluation),
-        make_environments(config),
+        make_environments(config, tokenizer),
     )
 
 
-def make_environments(config: Config) -> EnvironmentPool | None:
+def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
     """Return the processes of the environment that the config names, if it names one."""
     if not config.task.environment:
         return None
-    return EnvironmentPool(
+    search = config.search
+    served = Served(
+        "policy",
+        tokenizer,
+        TemplateFormat(tokenizer),
+        end_ids(config, tokenizer.eos_ids),
+        1 + max(search.max_new_tokens, config.eval.max_new_tokens),
+        sampling_settings(search),
+    )
+    return AgentPool(
         config.task.environment,
+        served,
         timeout_s=config.reward.timeout_s,
         max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
     )
@@ -207,8 +220,10 @@ def make_episodes(
             "set. Add the method, or set --config.task.reward=my_rewards.py:score"
         )
     search = config.search
-    episodes = Episodes(environments, tokenizer, search.max_turns, search.max_episodes)
-    if isinstance(task.eval_problem(0)[0], list):
+    episodes = Episodes(
+        environments, tokenizer, search.max_turns, search.max_episodes, environments.is_agent
+    )
+    if not environments.is_agent and isinstance(task.eval_problem(0)[0], list):
         if environments.has_tools:
             raise ValueError(
                 f"task.environment = {environments.name!r} has tools, and the prompts are chats: "

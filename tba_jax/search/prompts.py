@@ -9,6 +9,7 @@ Prompts are tokenized when taken, independent of `prompt_survey`. Grain is impor
 stream, because many commands do not need it, or by `load_grain`.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -148,6 +149,7 @@ class PromptStream:
         seed: seed of the run.
         max_prompt_tokens: longer prompts are refused or skipped.
         long_prompts: refuse or skip.
+        first_token_only: prompts have the first of their tokens, because agents write the others.
 
     Attributes:
         num_skipped: skipped prompts so far, with repeats; part of the state.
@@ -167,6 +169,7 @@ class PromptStream:
         seed: int,
         max_prompt_tokens: int,
         long_prompts: LongPrompts,
+        first_token_only: bool = False,
     ) -> None:
         import grain
 
@@ -182,6 +185,7 @@ class PromptStream:
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._long_prompts: LongPrompts = long_prompts
+        self._num_tokens = 1 if first_token_only else None
         self._num_owned = len(range(first, size, stride))
         self.num_skipped = 0
         shuffle_seed = int(np.random.SeedSequence([seed, searcher]).generate_state(1)[0])
@@ -208,7 +212,8 @@ class PromptStream:
                 self._long_prompts,
             )
             if prompt is not None:
-                prompts.append(prompt)
+                tokens = prompt.tokens[: self._num_tokens]
+                prompts.append(dataclasses.replace(prompt, tokens=tokens))
                 num_skipped_in_a_row = 0
                 continue
             self.num_skipped += 1

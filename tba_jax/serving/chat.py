@@ -74,16 +74,8 @@ class TemplateFormat:
     def bridge(
         self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
     ) -> np.ndarray | None:
-        whole = self.prompt(messages, tools)
         before = np.concatenate([prompt, completion])
-        if np.array_equal(whole[: len(before)], before):
-            return whole
-        text = self._tokenizer.decode(whole, skip_special=False)
-        text_before = self._tokenizer.decode(before, skip_special=False)
-        if not text.startswith(text_before):
-            return None
-        rest = self._tokenizer.encode(text[len(text_before) :], add_bos=False)
-        return np.concatenate([before, rest])
+        return extended(self._tokenizer, before, self.prompt(messages, tools))
 
     def message(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
@@ -164,6 +156,29 @@ class RendererFormat:
         if calls:
             message["tool_calls"] = calls
         return message
+
+
+def extended(
+    tokenizer: Tokenizer, before: np.ndarray, whole: np.ndarray, *, skip_special: bool = False
+) -> np.ndarray | None:
+    """Return tokens with the text of `whole` that begin with the tokens `before`.
+
+    None where the text does not begin with theirs.
+
+    Args:
+        tokenizer: tokenizer of both.
+        before: int32 [s].
+        whole: int32 [t].
+        skip_special: the text of special tokens does not count.
+    """
+    if np.array_equal(whole[: len(before)], before):
+        return whole
+    text = tokenizer.decode(whole, skip_special)
+    text_before = tokenizer.decode(before, skip_special)
+    if not text.startswith(text_before):
+        return None
+    rest = tokenizer.encode(text[len(text_before) :], add_bos=False)
+    return np.concatenate([before, rest])
 
 
 def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:

@@ -9,7 +9,7 @@ change what is sampled is honoured or refused, never ignored.
 import dataclasses
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -90,8 +90,8 @@ class Served(NamedTuple):
         chat: chat format of the model.
         eos_ids: tokens that end a response.
         max_length: tokens of prompt and response together.
-        sampling: sampling settings that replace those of requests, in a training run; None: the
-            requests' own.
+        sampling: sampling settings of a training run, which requests cannot change; None: requests
+            have their own.
     """
 
     model: str
@@ -292,7 +292,13 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> Call:
+def parse(
+    kind: Kind,
+    body: Mapping[str, Any],
+    served: Served,
+    seed: int,
+    extend: Callable[[np.ndarray], np.ndarray] = lambda prompt: prompt,
+) -> Call:
     """Return the call of a request's JSON object.
 
     Args:
@@ -300,6 +306,7 @@ def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> Cal
         body: the JSON object.
         served: the model.
         seed: root of the random numbers of a request without `seed`.
+        extend: returns the tokens of a prompt whose text or messages continue sampled tokens.
 
     Raises:
         ApiError: the request is refused.
@@ -312,7 +319,7 @@ def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> Cal
         if value is not None and value not in values and not (kind == "generate" and not value):
             raise ApiError(f"{name} = {value!r:.80} is not supported. Leave it out", param=name)
     try:
-        prompts = _prompts(kind, body, served, tools)
+        prompts = tuple(map(extend, _prompts(kind, body, served, tools)))
         return _call(kind, body, given, served, prompts, tools, seed)
     except ValueError as error:
         raise ApiError(str(error)) from error
@@ -387,7 +394,8 @@ def _settings(
 ) -> SamplingSettings:
     room = served.max_length - len(prompt)
     wanted = given.get("max_completion_tokens", given.get("max_tokens"))
-    if room < 1 or (wanted is not None and wanted > room):
+    is_run = served.sampling is not None
+    if room < 1 or (wanted is not None and wanted > room and not is_run):
         raise ApiError(
             f"the prompt has {len(prompt)} tokens and the response may have "
             f"{wanted or 1}; the maximum context length is {served.max_length}. Shorten the "
@@ -399,24 +407,23 @@ def _settings(
     if stop and given.get("min_tokens"):
         raise ApiError("min_tokens with stop: a text cannot be prevented. Leave out one of them")
     stops = StopStrings(stop, lambda ids: decode(ids, skip_special=False)) if stop else None
+    default = served.sampling or SamplingSettings(room)
     settings = SamplingSettings(
-        room if wanted is None else wanted,
-        temperature=_number(given, "temperature", 1.0),
-        top_p=_number(given, "top_p", 1.0),
-        top_k=max(0, _get(given, "top_k", int, 0)),
-        min_new_tokens=_get(given, "min_tokens", int, 0),
+        room if wanted is None else min(wanted, room),
+        temperature=_number(given, "temperature", default.temperature),
+        top_p=_number(given, "top_p", default.top_p),
+        top_k=max(0, _get(given, "top_k", int, default.top_k)),
+        min_new_tokens=_get(given, "min_tokens", int, default.min_new_tokens),
         stop_ids=stop_ids,
         stop_strings=stops,
     )
-    if served.sampling is None:
-        return settings
-    return dataclasses.replace(
-        served.sampling,
-        max_new_tokens=settings.max_new_tokens,
-        min_new_tokens=0,
-        stop_ids=stop_ids,
-        stop_strings=stops,
-    )
+    for name in ("temperature", "top_p", "top_k", "min_new_tokens") if is_run else ():
+        value, own = getattr(settings, name), getattr(default, name)
+        if value != own:
+            raise ApiError(
+                f"{name} = {value}: the training run samples with {own}. Leave it out", param=name
+            )
+    return settings
 
 
 def _prompts(

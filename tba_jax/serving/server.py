@@ -33,7 +33,7 @@ _ROUTES: dict[str, Kind] = {
 
 
 class Scope(Protocol):
-    """Parser and recorder of the requests below one base URL."""
+    """The requests below one base URL: independent ones, or the turns of an episode."""
 
     def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
         """Return the call of a request.
@@ -43,8 +43,12 @@ class Scope(Protocol):
         """
         ...
 
-    def finish(self, call: Call, updates: list[Update]) -> None:
-        """Record the samples of a call that ended, before the client receives them."""
+    def submit(self, generation: Generation) -> None:
+        """Queue a generation of a call."""
+        ...
+
+    def cancel(self, generation: Generation) -> None:
+        """Drop a generation, if it has not ended."""
         ...
 
 
@@ -52,13 +56,16 @@ class PlainScope(NamedTuple):
     """Scope of independent requests."""
 
     served: Served
+    queue: RequestQueue
 
     def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
-        """See `Scope.parse`."""
         return parse(kind, body, self.served, int.from_bytes(os.urandom(7), "big"))
 
-    def finish(self, call: Call, updates: list[Update]) -> None:
-        """See `Scope.finish`."""
+    def submit(self, generation: Generation) -> None:
+        self.queue.submit(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        self.queue.cancel(generation)
 
 
 class Disconnected(Exception):
@@ -70,30 +77,27 @@ class Application:
 
     Args:
         scopes: returns the scope of a path prefix and the rest of the path.
-        queue: generations for the session.
+        served: the model.
+        queue: paused and resumed by /pause and /resume; None: there are no such routes.
         token: bearer token of every request; "": none is needed.
         max_requests: maximum number of concurrent requests; others are refused with status 429.
         info: fields of /server_info.
-        can_pause: whether /pause and /resume exist; False in a training run.
-        more: further POST routes below a prefix: (path, body) -> (status, JSON object).
     """
 
     def __init__(
         self,
         scopes: Callable[[str], tuple[Scope, str]],
-        queue: RequestQueue,
         served: Served,
         *,
+        queue: RequestQueue | None = None,
         token: str = "",
         max_requests: int = 256,
         info: Callable[[], Mapping[str, Any]] = dict,
-        can_pause: bool = False,
-        more: Callable[[str, Mapping[str, Any]], Any] | None = None,
     ) -> None:
-        self._scopes, self._queue, self._served = scopes, queue, served
+        self._scopes, self._served, self._queue = scopes, served, queue
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._max_requests, self._num_requests = max_requests, 0
-        self._info, self._can_pause, self._more = info, can_pause, more
+        self._info = info
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request."""
@@ -124,7 +128,7 @@ class Application:
             await _send(send, 200, self._look_up(path))
         elif method != "POST":
             raise ApiError(f"{method} is not supported", status=405)
-        elif self._can_pause and path in ("/pause", "/resume"):
+        elif self._queue is not None and path in ("/pause", "/resume"):
             self._queue.pause(path == "/pause")
             await _send(send, 200, {"is_paused": self._queue.is_paused})
         elif self._num_requests >= self._max_requests:
@@ -142,7 +146,8 @@ class Application:
 
     def _look_up(self, path: str) -> dict[str, Any]:
         if path == "/health":
-            return {"status": "paused" if self._queue.is_paused else "ok"}
+            is_paused = self._queue is not None and self._queue.is_paused
+            return {"status": "paused" if is_paused else "ok"}
         if path == "/server_info":
             return {"version": tba_jax.__version__, **self._info()}
         _, rest = self._scopes(path)
@@ -160,9 +165,6 @@ class Application:
         raise _no_route("GET", path)
 
     async def _post(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
-        if self._more is not None and (found := self._more(path, body)) is not None:
-            await _send(send, 200, await found)
-            return
         scope, rest = self._scopes(path)
         kind = _ROUTES.get(rest)
         if kind is None:
@@ -173,17 +175,16 @@ class Application:
         gone = asyncio.ensure_future(_until_disconnected(receive))
         try:
             for generation in generations:
-                self._queue.submit(generation)
+                scope.submit(generation)
             if call.is_streamed:
-                await _stream(call, scope, updates, gone, send)
+                await _stream(call, updates, gone, send)
             else:
                 found = await _collect(call, updates, gone)
-                scope.finish(call, found)
                 await _send(send, 200, call.response(found))
         finally:
             gone.cancel()
             for generation in generations:
-                self._queue.cancel(generation)
+                scope.cancel(generation)
 
     def _generation(
         self, call: Call, i: int, updates: "asyncio.Queue[tuple[int, Update | Exception]]"
@@ -262,6 +263,8 @@ async def _next(
         waiting.cancel()
         raise Disconnected
     i, update = waiting.result()
+    if isinstance(update, ApiError):
+        raise update
     if isinstance(update, ValueError):
         raise ApiError(str(update))
     if isinstance(update, Exception):
@@ -285,7 +288,6 @@ async def _collect(
 
 async def _stream(
     call: Call,
-    scope: Scope,
     updates: "asyncio.Queue[tuple[int, Update | Exception]]",
     gone: "asyncio.Future[None]",
     send: Any,
@@ -309,8 +311,6 @@ async def _stream(
             choice = deltas[i, update.sample].next(update)
             if update.finish:
                 ended[i, update.sample] = update
-                if len(ended) == len(samples):
-                    scope.finish(call, [ended[at] for at in samples])
             if choice is not None:
                 await event({**call.envelope(is_chunk=True), "choices": [choice]})
             if len(ended) == len(samples):

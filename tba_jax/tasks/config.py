@@ -44,7 +44,8 @@ class TaskSettings(Section):
     )
     environment: str = field(
         "",
-        "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns "
+        "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns, or a "
+        "function run(base_url, row) whose requests over HTTP are the turns "
         "(docs/guide/environments.md); empty: a response is one turn",
     )
     columns: str = field(

@@ -44,7 +44,7 @@ def test_a_gym_like_environment_is_asked_turn_by_turn_and_its_rewards_are_added(
         found = answer(environment)
         assert (found.observation, found.finish, found.reward) == (observation, "", None)
     environment.turn("end")
-    assert answer(environment)[1:] == ("done", 3.0, "")
+    assert answer(environment)[1:4] == ("done", 3.0, "")
     environment.release()
 
 
@@ -89,7 +89,7 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited(caps
             environment.turn(text)
             assert f"<result>{said}" in answer(environment).observation
         environment.turn("7")
-        assert answer(environment)[1:] == ("eos", 7.0, "")
+        assert answer(environment)[1:4] == ("eos", 7.0, "")
     finally:
         pool.close()
 

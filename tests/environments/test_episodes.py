@@ -12,7 +12,13 @@ from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
-from tba_jax.environments.episodes import Episodes, ReplayedEnvironment, TakenAnswer, _Segment
+from tba_jax.environments.episodes import (
+    Episodes,
+    ReplayedEnvironment,
+    TakenAnswer,
+    UnexpectedAnswer,
+    _Segment,
+)
 from tba_jax.environments.pool import Answer
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
@@ -37,7 +43,7 @@ class Environment:
         assert row["prompt"]
         self._asked, self._answer = 0, Answer()
 
-    def turn(self, text):
+    def turn(self, text, response):
         self.num_turns += 1
         self.world.texts.append(text)
         self._asked = 0
@@ -191,6 +197,11 @@ def test_a_replay_with_logged_answers_is_bit_equal_and_asks_no_environment(model
         np.testing.assert_array_equal(y.tokens, z.tokens)
         np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
         assert (y.finish, y.verdict) == (z.finish, z.verdict)
+
+
+def test_a_logged_answer_for_an_episode_that_waits_for_none_is_refused(model):
+    with pytest.raises(UnexpectedAnswer, match="sample 1 of request 7 waits for no answer"):
+        drawn(model, ReplayedEnvironment(), in_turn=False, replayed=[[[7, 1, ["", "", None, ""]]]])
 
 
 def test_turns_in_order_are_bit_equal_however_slow_an_environment_is(model):

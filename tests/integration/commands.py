@@ -33,6 +33,13 @@ IN_AN_ENVIRONMENT = (
 )
 """Changes of a small run whose episodes have a calculator."""
 
+WITH_AN_AGENT = (
+    f"task.environment={ROOT / 'tests/serving/agents_for_tests.py'}:arithmetic",
+    "search.max_new_tokens=40",
+    "eval.max_new_tokens=40",
+)
+"""Changes of a small run whose episodes are written by an agent over HTTP."""
+
 
 def command(workdir, *overrides, config="configs/math.py", flags=()):
     """argv of a small run."""

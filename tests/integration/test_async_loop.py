@@ -5,7 +5,7 @@ import json
 import signal
 
 import pytest
-from commands import IN_AN_ENVIRONMENT, lines, losses, run, start, wait_for
+from commands import IN_AN_ENVIRONMENT, WITH_AN_AGENT, lines, losses, run, start, wait_for
 
 
 def balance(ledger):
@@ -74,8 +74,13 @@ def test_interruption_saves_says_how_to_continue_and_resumes(number, cache, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [("sync_period=2", "search.swap=round"), ("search.num_slots=4",), IN_AN_ENVIRONMENT],
-    ids=["round", "in_flight", "environment"],
+    [
+        ("sync_period=2", "search.swap=round"),
+        ("search.num_slots=4",),
+        IN_AN_ENVIRONMENT,
+        WITH_AN_AGENT,
+    ],
+    ids=["round", "in_flight", "environment", "agent"],
 )
 def test_an_async_run_is_replayed_in_one_thread_to_the_same_losses(changes, cache, tmp_path):
     overrides = ("num_searchers=2", "num_cpu_devices=3", "num_steps=12", *changes)

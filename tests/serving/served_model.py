@@ -53,14 +53,13 @@ class ServedModel:
         chat = make_chat_format(self.tokenizer, renderer)
         self.served = Served("start", self.tokenizer, chat, self.tokenizer.eos_ids, MAX_LENGTH)
         self.queue = RequestQueue()
-        self.scope = scope = PlainScope(self.served)
+        self.scope = scope = PlainScope(self.served, self.queue)
         application = Application(
             lambda path: (scope, path),
-            self.queue,
             self.served,
+            queue=self.queue,
             token=token,
             max_requests=max_requests,
-            can_pause=True,
         )
         self.application = application
         self.server = HttpServer(application, "http-server", bind("127.0.0.1", 0))
@@ -104,8 +103,8 @@ class ServedModel:
         return status, text if text.startswith("data:") else json.loads(text)
 
 
-def folder_with_template(folder):
+def folder_with_template(folder, template=TEMPLATE):
     """A copy of the start model with a chat template."""
     shutil.copytree(START_MODEL, folder, dirs_exist_ok=True)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder

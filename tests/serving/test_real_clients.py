@@ -16,6 +16,7 @@ from served_model import NUM_SLOTS, ServedModel, folder_with_template
 
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.serving.chat import RendererFormat
+from tests.integration import commands
 
 PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]
 SCRIPT = Path(__file__).with_name("openai_client.py")
@@ -94,7 +95,7 @@ def test_a_client_calls_tools(python, tmp_path):
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
     served = model.served._replace(tokenizer=tokenizer, chat=chat, eos_ids=tokenizer.eos_ids)
     served = served._replace(max_length=4096)
-    model.application._scopes = lambda path: (type(model.scope)(served), path)
+    model.application._scopes = lambda path: (model.scope._replace(served=served), path)
     model.session = ScriptedSession(tokenizer.encode(call, add_bos=False))
     with model.running():
         client(python, model, "tools")
@@ -104,6 +105,31 @@ def test_a_client_calls_tools(python, tmp_path):
     messages = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "10"}]
     bridged = chat.bridge(first, model.session.tokens, messages, [])
     assert bridged[: len(ids)].tolist() == ids and len(second) > len(ids)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_agents_with_a_client_are_environments_of_a_training_run(python, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENT_PYTHON", python)
+    workdir = tmp_path / "run"
+    agent = SCRIPT.with_name("agents_for_tests.py")
+    small = ("samples_per_prompt=4", "prompts_per_round=2", "max_new_tokens=40")
+    done = commands.run(
+        workdir,
+        f"task.environment={agent}:with_openai",
+        "task.num_eval_prompts=2",
+        "eval.max_new_tokens=40",
+        "num_steps=3",
+        "batch.num_prompts=2",
+        "objective.group_size=4",
+        "reward.timeout_s=60",
+        *(f"search.{each}" for each in small),
+        cache=tmp_path / "cache",
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    ledger = json.loads((workdir / "report.json").read_text())["ledger"]
+    assert ledger["rejected"] == {} and ledger["generated"] >= 3 * 2 * 4
+    assert sorted(commands.losses(workdir)) == [1, 2, 3]
 
 
 def qwen_like_tokenizer(folder):

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents: programs with an OpenAI client that act as environments of a training run.
+
+An agent is a function `run(base_url, row)` in an environment process. It, or a program that it
+starts, sends requests to its base URL on this machine's loopback interface. Each request is a turn
+of one episode, sampled by the searcher's decode session; the return value is the reward.
+
+Invariants: the prompt of a request begins with all earlier tokens of its episode as they were
+sampled, or the episode is rejected by a name; a request outlives its episode only as an error.
+"""
+
+import functools
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tba_jax.decoding.requests import Response
+from tba_jax.environments.host import BASE_URL
+from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
+from tba_jax.remote.http_server import HttpServer, bind
+from tba_jax.serving.chat import extended
+from tba_jax.serving.protocol import ApiError, Call, Kind, Served, parse
+from tba_jax.serving.queue import Generation, Update
+from tba_jax.serving.server import Application, Scope
+
+_MAX_REQUESTS = 1024
+_NO_TURN = "environment_no_turn", "the agent returned without a sampled turn"
+
+
+class Agent:
+    """An agent as the environment of one episode, and the scope of its requests.
+
+    The thread of the episode session calls the methods of an environment; the thread of the HTTP
+    server calls those of a scope.
+    """
+
+    def __init__(self, pool: "AgentPool", process: Environment) -> None:
+        self.id = secrets.token_hex(16)
+        self._pool, self._process = pool, process
+        self._lock = threading.Lock()
+        self._prompt = self._completion = np.zeros(0, np.int32)  # of the newest sampled turn
+        self._generation: Generation | None = None  # requested, and not sampled
+        self._is_taken = False  # the session has received `_generation`
+        self._refusal = ""  # of further requests
+        self._failure: tuple[str, str] | None = None  # name and sentence
+        self._has_returned = False
+
+    # As an environment.
+
+    def begin(self, row: Mapping[str, Any]) -> None:
+        """Start the agent with a row of the data."""
+        self._process.begin({**row, BASE_URL: self._pool.add(self)})
+
+    def turn(self, text: str, response: Response) -> None:
+        """Answer the request with the sampled turn."""
+        with self._lock:
+            generation, self._generation, self._is_taken = self._generation, None, False
+            assert generation is not None, "the session samples requested turns only"
+            self._prompt, self._completion = generation.prompt, response.tokens
+            self._process.restart_deadline()
+        finish = "stop" if response.has_eos else "length"
+        _notify(generation, Update(0, response.tokens, response.token_logprobs, finish))
+
+    def end(self) -> None:
+        """Refuse the request and further ones, because of a limit; the agent may still return."""
+        self._refuse("this episode has reached search.max_turns or search.max_new_tokens")
+        self._process.restart_deadline()
+
+    @property
+    def is_answered(self) -> bool:
+        """Return whether `poll` would return a request, a reward or a failure."""
+        is_requested = self._generation is not None and not self._is_taken
+        return is_requested or self._failure is not None or self._process.is_answered
+
+    def poll(self) -> Answer | None:
+        """Return the next request, the reward or a failure; None if there is none of them.
+
+        After a reward or a failure further requests are refused.
+        """
+        with self._lock:
+            generation, failure = self._generation, self._failure
+            if failure is None and generation is not None and not self._is_taken:
+                self._is_taken = True
+                return Answer(request=self._request(generation))
+        answer = self._process.poll()
+        if answer is None and failure is None:
+            return None
+        if answer is None:
+            assert failure is not None
+            answer = self._process.reject(*failure)
+        elif not answer.failure:
+            self._has_returned = True
+            failure = failure or (None if len(self._completion) else _NO_TURN)
+            if failure is not None:
+                self.release()
+                self._pool.report(*failure)
+                answer = Answer(failure=failure[0])
+        self.close()
+        return answer
+
+    def release(self) -> None:
+        """Return the process to the pool, or end it if the agent still runs."""
+        if self._has_returned:
+            self._process.release()
+        else:
+            self._process.kill()
+            self.close()
+
+    def close(self) -> None:
+        """Refuse the request and further ones."""
+        self._pool.remove(self)
+        self._refuse("this episode has ended")
+
+    def _refuse(self, reason: str) -> None:
+        with self._lock:
+            self._refusal = reason
+            generation, self._generation, self._is_taken = self._generation, None, False
+        if generation is not None:
+            _notify(generation, ApiError(reason, code="episode_ended"))
+
+    def _request(self, generation: Generation) -> Request:
+        start = len(self._prompt) + len(self._completion)
+        strings = generation.settings.stop_strings
+        return Request(
+            generation.prompt[start:].tolist(),
+            generation.settings.max_new_tokens,
+            list(strings.strings) if strings else [],
+        )
+
+    # As the scope of requests.
+
+    def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
+        served = self._pool.served
+        with self._lock:
+            if self._refusal:
+                raise ApiError(self._refusal, code="episode_ended")
+            if self._generation is not None:
+                raise self._failed("the agent sent a request before the answer to another")
+            call = parse(kind, body, served, 0, functools.partial(self._extended, kind, body))
+        if len(call.prompts) * call.num_samples > 1:
+            raise ApiError("n: a turn of an episode has one sample. Set 1", param="n")
+        if body.get("seed") is not None:
+            raise ApiError("seed: the seed is that of the training run. Leave it out", param="seed")
+        if set(call.settings[0].stop_ids or ()) != set(served.eos_ids):
+            raise ApiError(
+                "stop_token_ids and ignore_eos: a training run has --config.search.stop_ids. "
+                "Leave them out",
+                param="stop_token_ids",
+            )
+        return call
+
+    def submit(self, generation: Generation) -> None:
+        with self._lock:
+            self._generation = generation
+        if self._refusal:
+            self._refuse(self._refusal)
+
+    def cancel(self, generation: Generation) -> None:
+        with self._lock:
+            if self._generation is generation:
+                text = "the agent's client disconnected before the answer to its request"
+                self._failure = "environment_disconnect", text
+
+    def _extended(self, kind: Kind, body: Mapping[str, Any], prompt: np.ndarray) -> np.ndarray:
+        """Return the prompt of a request in the tokens of the episode.
+
+        Raises:
+            ApiError: it does not continue them.
+        """
+        before = np.concatenate([self._prompt, self._completion])
+        if not len(before):
+            return prompt
+        found = None
+        if kind == "chat":
+            found = self._pool.served.chat.bridge(
+                self._prompt, self._completion, body["messages"], body.get("tools") or []
+            )
+        elif isinstance(body.get("prompt"), str):
+            found = extended(self._pool.served.tokenizer, before, prompt, skip_special=True)
+        elif np.array_equal(prompt[: len(before)], before):
+            found = prompt
+        if found is None:
+            raise self._failed("a request of the agent does not continue the conversation")
+        return found
+
+    def _failed(self, text: str) -> ApiError:
+        self._failure = "environment_fork", text
+        return ApiError(text, status=409, code="environment_fork")
+
+
+def _notify(generation: Generation, update: Update | Exception) -> None:
+    try:
+        generation.notify(update)
+    except RuntimeError:
+        """The server has stopped, and its clients are disconnected."""
+
+
+class AgentPool(EnvironmentPool):
+    """Pool of environment processes; if they run agents, with a server of their requests.
+
+    Args:
+        name: as of `EnvironmentPool`.
+        served: the policy, with the sampling settings of the run.
+        timeout_s: deadline in seconds: of a call, or of an agent between two turns.
+        max_memory_bytes: memory limit of each process; 0: none.
+    """
+
+    def __init__(
+        self, name: str, served: Served, *, timeout_s: float, max_memory_bytes: int = 0
+    ) -> None:
+        super().__init__(name, timeout_s=timeout_s, max_memory_bytes=max_memory_bytes)
+        self.served = served
+        self._agents: dict[str, Agent] = {}
+        self._server: HttpServer | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.is_agent and self._server is None:
+            application = Application(self._scope, self.served, max_requests=_MAX_REQUESTS)
+            self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))
+            self._server.start()
+
+    def open(self) -> Environment | Agent:
+        process = super().open()
+        return Agent(self, process) if self.is_agent else process
+
+    def add(self, agent: Agent) -> str:
+        """Accept requests of an agent; return its base URL."""
+        assert self._server is not None
+        self._agents[agent.id] = agent
+        return f"http://127.0.0.1:{self._server.port}/{agent.id}/v1"
+
+    def remove(self, agent: Agent) -> None:
+        """Refuse requests of an agent."""
+        self._agents.pop(agent.id, None)
+
+    def close(self) -> None:
+        for agent in list(self._agents.values()):
+            agent.close()
+        super().close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _scope(self, path: str) -> tuple[Scope, str]:
+        _, own, *rest = path.split("/", 2)
+        agent = self._agents.get(own)
+        if agent is None:
+            raise ApiError(
+                "there is no such episode: it has ended, or the base URL is not the agent's own",
+                status=404,
+                code="episode_ended",
+            )
+        return agent, "/".join(["", *rest])

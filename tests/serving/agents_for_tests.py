@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents that processes of tests import; the prompt of a row says what an agent does."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+
+def post(base_url, route, **body):
+    """Response of the policy, as a JSON object."""
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(base_url + route, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def complete(base_url, prompt, **body):
+    body = {"prompt": prompt, "return_token_ids": True, "logprobs": 1, **body}
+    (choice,) = post(base_url, "/completions", **body)["choices"]
+    return choice
+
+
+def refused(base_url, prompt, **body):
+    """Name of the refusal of a request; "" for none."""
+    try:
+        complete(base_url, prompt, **body)
+    except urllib.error.HTTPError as error:
+        with error:
+            return json.load(error)["error"]["code"]
+    return ""
+
+
+def talk(base_url, row):
+    """Three turns, in text or in tokens; the reward is the number of tokens sampled / 10."""
+    text, num = row["prompt"], 0
+    for turn in range(3):
+        choice = complete(base_url, text, max_tokens=6, stop=[":", ","])
+        num += len(choice["token_ids"])
+        if choice["finish_reason"] == "length" and turn == 2:
+            break
+        if row["kind"] == "tokens":
+            text = [*choice["prompt_token_ids"], *choice["token_ids"], 20 + turn]
+        else:
+            cut = choice["logprobs"]["tokens"][-1]
+            text += choice["text"] + (cut if cut in ":," else "") + f"{turn}+"
+    return num / 10
+
+
+def chat(base_url, row):
+    """Two turns of a chat."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(2):
+        found = post(base_url, "/chat/completions", messages=messages, max_tokens=8)
+        messages += [found["choices"][0]["message"], {"role": "user", "content": "1+1"}]
+    return 1.0
+
+
+def arithmetic(base_url, row):
+    """One turn; the reward is 1 for the right answer."""
+    choice = complete(base_url, row["prompt"])
+    return float(choice["text"].endswith(f"={row['answer']}"))
+
+
+def with_openai(base_url, row):
+    """An agent in another interpreter, with OpenAI's client."""
+    script = Path(__file__).with_name("openai_client.py")
+    command = [os.environ["AGENT_PYTHON"], str(script), base_url, "agent"]
+    done = subprocess.run(command, input=json.dumps(row), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+def misbehave(base_url, row):
+    """Fail in the way that the row names."""
+    prompt = row["prompt"]
+    match row["kind"]:
+        case "hang":
+            complete(base_url, prompt)
+            time.sleep(1000)
+        case "crash":
+            complete(base_url, prompt)
+            os._exit(3)
+        case "error":
+            complete(base_url, prompt, temperature="hot")
+        case "no turn":
+            return 1.0
+        case "fork":
+            complete(base_url, prompt)
+            assert refused(base_url, "2+2") == "environment_fork"
+        case "two at once":
+            for _ in range(2):
+                threading.Thread(target=refused, args=(base_url, prompt)).start()
+            time.sleep(1000)
+        case "nonsense":
+            complete(base_url, [1, 10**6])
+        case "first token":
+            complete(base_url, [28, 16])
+        case "idle":
+            time.sleep(1000)
+        case "type":
+            complete(base_url, prompt)
+            return "much"
+        case "late":
+            complete(base_url, prompt)
+            with open(row["file"], "w") as file:
+                file.write(base_url)
+            time.sleep(1000)
+        case "good":
+            complete(base_url, prompt)
+        case "turns":
+            text = prompt
+            for _ in range(3):
+                choice = complete(base_url, text, max_tokens=1)
+                text = [*choice["prompt_token_ids"], *choice["token_ids"]]
+            assert refused(base_url, text) == "episode_ended"
+            return 0.5
+    return 1.0

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents over HTTP as environments: exact tokens and log-probs, and every way to fail by a name."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents_for_tests import refused
+from fake_models import load_folder
+from served_model import folder_with_template
+
+from tba_jax.config.schema import make_config
+from tba_jax.decoding.engine import row_keys
+from tba_jax.decoding.requests import Response
+from tba_jax.environments.episodes import Episodes, ReplayedEnvironment, TakenAnswer
+from tba_jax.environments.pool import Answer
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.scoring import Scoring
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import unstack_layers
+from tba_jax.run.model_parts import START_MODEL, make_decoder
+from tba_jax.run.shared import make_environments
+from tba_jax.search.reference import Reference, make_reference_program
+from tba_jax.search.rollout import sampling_settings
+from tba_jax.serving.protocol import ApiError
+from tba_jax.serving.queue import Generation
+
+FILE = Path(__file__).with_name("agents_for_tests.py")
+LIMIT = 48
+
+
+@dataclasses.dataclass
+class Model:
+    config: object
+    params: object
+    tokenizer: Tokenizer
+    settings: object
+    decoder: object
+
+    def session(self):
+        params = unstack_layers(self.params, self.config)
+        return self.decoder.session(params, num_slots=4, prefill_prompts=4, is_fed=True, version=3)
+
+    def other_params(self):
+        """Weights of the next version, a little different."""
+        params = jax.tree.map(lambda x: x * 1.02, self.params)
+        return params, unstack_layers(params, self.config)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    template = (
+        "<bos>{% for m in messages %}{{ m.content }}"
+        "{{ '=' if m.role == 'user' else '<eos>' }}{% endfor %}"
+    )
+    folder = folder_with_template(tmp_path_factory.mktemp("model"), template)
+    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
+    tokenizer = Tokenizer.load(folder)
+    changes = {"task.max_prompt_tokens": 12, "task.environment": f"{FILE}:talk"}
+    changes |= {"search.max_new_tokens": LIMIT, "eval.max_new_tokens": LIMIT}
+    settings = make_config({**changes, "reward.timeout_s": 2.0, "search.num_slots": 4})
+    return Model(config, params, tokenizer, settings, make_decoder(settings, config, tokenizer))
+
+
+def pool_of(model, name):
+    task = dataclasses.replace(model.settings.task, environment=f"{FILE}:{name}")
+    return make_environments(dataclasses.replace(model.settings, task=task), model.tokenizer)
+
+
+def drawn(model, environments, rows, *, max_turns=8, swap=None, log=None, replayed=None):
+    """The episodes of the rows, in order; weights change to `swap` after the first turns."""
+    inner = model.session()
+    session = Episodes(environments, model.tokenizer, max_turns, is_agent=True).over(inner)
+    for i, (row, key) in enumerate(zip(rows, row_keys(jax.random.key(5), len(rows)), strict=True)):
+        tokens = model.tokenizer.encode(row["prompt"], add_bos=True)[:1]
+        prompt = Prompt(i, row["prompt"], tokens, row)
+        session.submit(prompt, key[None], sampling_settings(model.settings.search), np.ones(1))
+    found, end = [], time.monotonic() + 60
+    while not session.is_idle:
+        assert time.monotonic() < end
+        if replayed is None and session.is_waiting:
+            if swap is not None and session.statistics.tokens and session.version == 3:
+                session.swap(swap, 4)
+            time.sleep(0.002)
+            continue
+        logged = None if replayed is None else replayed.pop(0)
+        taken = session.take_answers(logged)
+        if log is not None:
+            log.append(taken)
+        found += session.step()
+    return sorted(found, key=lambda y: y.request)
+
+
+def scored(model, params, rows, episode):
+    """log pi of each sampled token of an episode, by the scorer of the reference."""
+    program = make_reference_program(model.config, Scoring(eos_ids=model.tokenizer.eos_ids))
+    places = np.flatnonzero(episode.is_sampled)
+    n, size = len(places), len(episode.tokens)
+    responses = np.zeros((n, 1, LIMIT), np.int32)
+    responses[:, 0, :size] = episode.tokens
+    is_sampled = np.zeros(responses.shape, bool)
+    is_sampled[np.arange(n), 0, places] = True
+    prompts = [model.tokenizer.encode(rows[episode.request]["prompt"], add_bos=True)[:1]] * n
+    padded = Padding((12,), (LIMIT,), model.tokenizer.pad_id).rows(
+        prompts, responses, np.full((n, 1), size)
+    )
+    return np.asarray(Reference(program, params)(*padded, is_sampled))[:, 0]
+
+
+ROWS = [
+    {"prompt": text, "kind": kind}
+    for text in ("7+5-3=", "1-1+6=", "9+9-8=")
+    for kind in ("tokens", "text")
+]
+
+
+@pytest.fixture(scope="module")
+def talked(model):
+    """Episodes of agents that talk, and the log of their requests."""
+    environments, log = pool_of(model, "talk"), []
+    try:
+        environments.check()
+        return drawn(model, environments, ROWS, log=log), log
+    finally:
+        environments.close()
+
+
+def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model, talked):
+    episodes, _ = talked
+    assert {y.verdict.reason for y in episodes} == {None}
+    for y, row in zip(episodes, ROWS, strict=True):
+        own = scored(model, model.params, ROWS, y)
+        np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, atol=1e-5)
+        assert y.verdict.reward == len(own) / 10  # no token was lost, or counted twice
+        text = model.tokenizer.decode(y.tokens)
+        assert text.startswith(row["prompt"]) and not y.token_logprobs[~y.is_sampled].any()
+        assert (np.diff(y.is_sampled.astype(int)) == 1).sum() == 3  # turns
+
+
+def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model):
+    other, swap = model.other_params()
+    environments = pool_of(model, "talk")
+    try:
+        environments.check()
+        (y,) = drawn(model, environments, ROWS[:1], swap=swap)
+    finally:
+        environments.close()
+    assert (y.version_min, y.version_max) == (3, 4)
+    before, after = (scored(model, each, ROWS, y) for each in (model.params, other))
+    num_first = np.argmax(~y.is_sampled[np.argmax(y.is_sampled) :])
+    wanted = np.concatenate([before[:num_first], after[num_first:]])
+    np.testing.assert_allclose(y.token_logprobs[y.is_sampled], wanted, atol=1e-5)
+    assert np.abs(before - after).max() > 1e-3
+
+
+def test_a_replay_with_logged_requests_is_bit_equal_and_starts_no_agent(model, talked):
+    episodes, log = talked
+    logged = [
+        [TakenAnswer(i, j, Answer(*answer)) for i, j, answer in chunk]
+        for chunk in json.loads(json.dumps(log))
+    ]
+    again = drawn(model, ReplayedEnvironment(), ROWS, replayed=logged)
+    for y, z in zip(episodes, again, strict=True):
+        np.testing.assert_array_equal(y.tokens, z.tokens)
+        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
+        assert (y.finish, y.verdict) == (z.finish, z.verdict)
+
+
+def test_a_chat_continues_with_the_sampled_tokens(model):
+    environments = pool_of(model, "chat")
+    rows = ROWS[::2]
+    try:
+        environments.check()
+        episodes = drawn(model, environments, rows)
+    finally:
+        environments.close()
+    assert [y.verdict for y in episodes] == [(1.0, None)] * 3
+    for y in episodes:
+        own = scored(model, model.params, rows, y)
+        # Rounding of float32 in contexts that the model never saw is up to 3e-5.
+        np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, atol=1e-4)
+        assert "1+1=" in model.tokenizer.decode(y.tokens)
+
+
+FAILURES = {
+    "hang": "environment_timeout",
+    "crash": "environment_crash",
+    "error": "environment_error",
+    "no turn": "environment_no_turn",
+    "fork": "environment_fork",
+    "two at once": "environment_fork",
+    "nonsense": "environment_request",
+    "first token": "environment_first_token",
+    "type": "environment_type",
+    "late": "environment_timeout",
+    "good": None,
+    "turns": None,
+}
+
+
+def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(model, tmp_path, capfd):
+    file = tmp_path / "late"
+    rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in FAILURES]
+    environments = pool_of(model, "misbehave")
+    environments.timeout_s = 1.0
+    try:
+        environments.check()
+        episodes = drawn(model, environments, rows, max_turns=3)
+        assert {k: y.verdict.reason for k, y in zip(FAILURES, episodes, strict=True)} == FAILURES
+        by_kind = dict(zip(FAILURES, episodes, strict=True))
+        assert (by_kind["turns"].finish, by_kind["turns"].verdict.reward) == ("turns", 0.5)
+        assert by_kind["turns"].is_sampled.sum() == 3
+        assert refused(file.read_text(), "7+5-3=") == "episode_ended"  # after its deadline
+        lines = capfd.readouterr().err
+        for name in filter(None, FAILURES.values()):
+            assert f"rejected as {name}" in lines
+    finally:
+        environments.close()
+
+
+def generation(received):
+    settings = sampling_settings(make_config({}).search)
+    prompt = np.array([1, 2, 3], np.int32)
+    return Generation(prompt, np.zeros((1, 2), np.uint32), settings, False, received.append)
+
+
+def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
+    environments, received = pool_of(model, "misbehave"), []
+    try:
+        environments.check()
+        agent = environments.open()
+        agent.begin({"prompt": "1", "kind": "idle"})
+        agent.submit(own := generation(received))
+        assert agent.is_answered and agent.poll().request.tokens == [1, 2, 3]
+        assert not agent.is_answered and agent.poll() is None
+        agent.cancel(own)
+        tokens = np.array([4, 2], np.int32)
+        agent.turn("", Response(0, 0, tokens, np.zeros(2, np.float32), True, 0, 0))
+        assert agent.is_answered and agent.poll().failure == "environment_disconnect"
+        agent.submit(generation(received))
+        assert isinstance(received[-1], ApiError) and received[-1].code == "episode_ended"
+    finally:
+        environments.close()
+
+
+def test_the_end_of_a_run_answers_waiting_requests(model):
+    environments, received = pool_of(model, "misbehave"), []
+    environments.check()
+    agent = environments.open()
+    agent.begin({"prompt": "1", "kind": "idle"})
+    agent.submit(generation(received))
+    environments.close()
+    assert [each.code for each in received] == ["episode_ended"]
