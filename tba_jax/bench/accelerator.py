@@ -11,7 +11,6 @@ affects no other part. DIR contains results.json, page.md and the output of ever
 does the same at tiny sizes on CPU in a minute or two.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -23,6 +22,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tba_jax.bench.reporting import make_parser
 
 _PROBE = ("tba_jax.bench.accelerator_probe",)
 _DECODE = ("tba_jax.bench.decode", "--repeats=1", "--json")
@@ -41,16 +42,14 @@ class Part(NamedTuple):
         question: question that it answers.
         limit_s: time limit of its process.
         module: module and arguments, as after `python -m`; {out} is replaced by its folder.
-        dry: arguments of a dry run, which override earlier ones.
-        keys: figures shown on the page, as paths into the result; empty: all.
+        dry: arguments of a dry run; later arguments override earlier ones.
     """
 
     name: str
     question: str
     limit_s: float
     module: tuple[str, ...]
-    dry: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
+    dry: tuple[str, ...] = ("--dry_run",)
 
 
 PARTS = (
@@ -59,21 +58,13 @@ PARTS = (
         "Which device, which versions, and what does it do in a second?",
         60,
         (*_PROBE, "device"),
-        ("--dry_run",),
     ),
-    Part(
-        "parity",
-        "Do programs give the same results as on CPU?",
-        120,
-        (*_PROBE, "parity"),
-        ("--dry_run",),
-    ),
+    Part("parity", "Do programs give the same results as on CPU?", 120, (*_PROBE, "parity")),
     Part(
         "memory",
-        "Does the planned memory equal the memory on the device?",
+        "Is the memory on the device the planned memory?",
         120,
         (*_PROBE, "memory"),
-        ("--dry_run",),
     ),
     Part(
         "decode",
@@ -87,7 +78,6 @@ PARTS = (
             "--prompt_tokens=256",
         ),
         ("--shape=tiny", "--num_prompts=2", "--prompt_tokens=8", "--max_new_tokens=8"),
-        ("device", "sides.tba_jax"),
     ),
     Part(
         "train_step",
@@ -95,7 +85,6 @@ PARTS = (
         150,
         (*_STEP, "--model_shape=1.5b", "--dtype=bfloat16"),
         ("--model_shape=tiny", "--steps=1", *_SMALL_STEP),
-        ("sides.tba_jax",),
     ),
     Part(
         "async",
@@ -225,21 +214,10 @@ def page(
         yield part.question
         if "command" in found:
             yield f"\n    {found['command']}\n\n{found['seconds']} s; it printed {part.name}.log"
-        rows = list(_rows(_chosen(found["figures"], part.keys)))
+        rows = list(_rows(found["figures"]))
         if rows:
             yield "\n| | |\n|---|---|"
             yield from (f"| {name} | {value} |" for name, value in rows)
-
-
-def _chosen(figures: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for key in keys:
-        value: Any = figures
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            found[key] = value
-    return found or figures
 
 
 def _rows(figures: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
@@ -255,12 +233,7 @@ def _rows(figures: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if every part succeeded."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.bench.accelerator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("accelerator", __doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--out", required=True, type=Path, help="folder for results")
     parser.add_argument("--budget_s", type=float, default=600.0, help="limit of all parts (600)")

@@ -8,10 +8,8 @@ against CPU. memory: the compiler's memory of a program against the device's own
 running it. The last line of output is a JSON object.
 """
 
-import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax.bench.processes import versions
+from tba_jax.bench.reporting import make_parser
 from tba_jax.config.command_line import override
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
@@ -58,15 +58,9 @@ def device(is_dry: bool) -> dict[str, Any]:
     """Return versions, devices and measured rates of the first device."""
     found = jax.local_devices()
     names = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     rates = roofline.measure_rates("bfloat16", 2**24 if is_dry else 2**32)
     return {
-        "versions": versions | {"python": sys.version.split()[0]},
+        "versions": versions(*names),
         "platform": platform_of(found[0]),
         "platform_version": found[0].client.platform_version,
         "device": found[0].device_kind,
@@ -149,7 +143,7 @@ def _outputs(
 
 
 def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any) -> float:
-    """Return the decoder's log-probs of sampled responses and their scores on CPU."""
+    """Return the difference of the decoder's log-probs of responses from their scores on CPU."""
     prompts = np.random.default_rng(1).integers(0, config.vocab_size, (_ROWS, _PROMPT))
     with jax.default_device(here):
         decoder = Decoder(
@@ -181,9 +175,9 @@ def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any)
 
 
 def memory(is_dry: bool) -> dict[str, Any]:
-    """Return times of a decode chunk and a train step, by the compiler and by the device.
+    """Return the memory of a decode chunk and of a train step, by the compiler and by the device.
 
-    The device counts a peak since the process began, so the smaller program comes first.
+    The device reports a peak since the process began, so the smaller program runs first.
     """
     preset = "math:arithmetic" if is_dry else "math:gsm8k"
     devices = jax.local_devices()[:1]
@@ -213,7 +207,7 @@ def _measured(planned: Planned, where: Any) -> dict[str, Any]:
     )
     jax.block_until_ready(compiled(*arguments))
     stats = where.memory_stats() or {}
-    foretold = (
+    compiled_bytes = (
         taken.argument_size_in_bytes
         + taken.output_size_in_bytes
         - taken.alias_size_in_bytes
@@ -221,9 +215,9 @@ def _measured(planned: Planned, where: Any) -> dict[str, Any]:
     )
     measured = stats.get("peak_bytes_in_use")
     return {
-        "foretold_bytes": foretold,
+        "compiled_bytes": compiled_bytes,
         "measured_bytes": measured,
-        "measured_over_foretold": measured / foretold if measured else None,
+        "measured_over_compiled": measured / compiled_bytes if measured else None,
     }
 
 
@@ -237,12 +231,7 @@ def _arguments(lowered: Any, compiled: Any) -> tuple[Any, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
     parts = {"device": device, "parity": parity, "memory": memory}
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.bench.accelerator_probe",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("accelerator_probe", __doc__)
     parser.add_argument("part", choices=parts)
     parser.add_argument("--dry_run", action="store_true", help="tiny sizes")
     args = parser.parse_args(argv)

@@ -28,19 +28,14 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from tba_jax.bench import processes, reporting
+from tba_jax.bench.synthetic import write_checkpoint
 from tba_jax.models import model as models
-from tba_jax.models import transformer
-from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.run.model_parts import START_MODEL
 
 _POLL_S = 0.1
@@ -49,7 +44,7 @@ _SIDES = {
     "sync": {"driver": "sync", "placement": "shared"},
     "async": {"placement": "whole_hosts"},
 }
-# Every sampled response is a row of its own, and steps have no other work beside them.
+# Equal responses are separate rows, and steps do no other work.
 _COMMON = {
     "num_cpu_devices": 1,
     "replay.deduplicate": False,
@@ -96,18 +91,13 @@ class Figures(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.bench.async_speedup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.make_parser("async_speedup", __doc__)
     parser.add_argument("--repeats", type=int, default=5, help="runs of each side")
     parser.add_argument("--num_steps", type=int, default=60, help="steps of each run")
     parser.add_argument("--model", default="random", choices=("random", "start"))
     parser.add_argument("--skip", type=int, default=20, help="steps before the clock starts")
     parser.add_argument("overrides", nargs="*", help="after --: --config.NAME=VALUE for both sides")
-    with tempfile.TemporaryDirectory(prefix="bench_async_speedup_") as folder:
-        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), table)
+    return reporting.run_in_folder(parser, argv, measure, table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -204,8 +194,7 @@ def write_model(folder: Path) -> None:
     """Write a model of random weights with the start model's tokenizer."""
     shutil.copytree(START_MODEL, folder)
     config = dataclasses.replace(models.describe(str(START_MODEL)).config, **_WIDER)
-    params = transformer.init_params(config, jax.random.key(0), np.dtype("float32"))
-    hf_weights.save(folder, config, params, config_json.hf_config(config, dtype="float32"))
+    write_checkpoint(folder, config)
 
 
 def _run(
@@ -225,8 +214,8 @@ def _run(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    said = workdir.with_suffix(".txt")
-    with said.open("w") as out:
+    output = workdir.with_suffix(".txt")
+    with output.open("w") as out:
         children = []
         for i in range(num):
             who = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num}", f"--process_id={i}"]
@@ -239,23 +228,20 @@ def _run(
                     start_new_session=True,
                 )
             )
-        _wait(side, children, said)
+        _wait(side, children, output)
 
 
-def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], said: Path) -> None:
+def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], output: Path) -> None:
     """Wait until all processes have ended; raise ValueError if one failed."""
     deadline = time.monotonic() + processes.TIMEOUT_S
     try:
-        while any(child.poll() is None for child in children):
-            failed = any(child.returncode for child in children)
-            if failed or time.monotonic() > deadline:
+        while time.monotonic() < deadline:
+            codes = [child.poll() for child in children]
+            if any(codes) or None not in codes:
                 break
             time.sleep(_POLL_S)
-        if any(child.returncode != 0 for child in children):
-            lines = said.read_text().strip().splitlines()[-30:] or ["(no output)"]
-            sys.stderr.write("\n".join(lines[:-1]) + "\n")
-            codes = [child.poll() for child in children]
-            raise ValueError(f"{side} failed (exit codes {codes}): {lines[-1]}")
+        if failed := [child.poll() for child in children if child.returncode != 0]:
+            raise processes.failure(side, next((x for x in failed if x), None), output)
     finally:
         for child in children:
             if child.poll() is None:
@@ -265,13 +251,17 @@ def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], said: Path) 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield "side    s a step  searching  training  generated/trained  staleness"
-    for side in _SIDES:
-        x = result[side]
-        yield (
-            f"{side:6s} {x['step_s']:9.3f} {x['search_s']:10.3f} {x['train_s']:9.3f} "
-            f"{x['generated']:18.2f} {x['staleness']:10.2f}"
-        )
+    yield from reporting.columns(
+        ({"side": side, **result[side]} for side in _SIDES),
+        {
+            "side": "{side}",
+            "s a step": "{step_s:.3f}",
+            "searching": "{search_s:.3f}",
+            "training": "{train_s:.3f}",
+            "generated/trained": "{generated:.2f}",
+            "staleness": "{staleness:.2f}",
+        },
+    )
     low, high = result["speedups"][0], result["speedups"][-1]
     yield (
         f"speedup {result['speedup']:.2f} ({low:.2f} to {high:.2f}); limit for this workload "

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the decoder is, beside what else there is, and beside what the machine allows.
+"""Command: speed of the decoder, compared with other decoders and with the roofline.
 
     python -m tba_jax.bench.decode --workload=uniform --peers=hf,tunix --json
 
-Without --model it writes a Qwen2 checkpoint of random weights (--shape) that everybody loads. Two
-loads: `uniform`, 32 prompts of 64 tokens with 128 new tokens each and no end; `rl`, 16 samples of
-each of 8 prompts of 256 tokens, ended by EOS after a third of 256 tokens on average (how:
+Without --model it writes a Qwen2 checkpoint of random weights (--shape) that every side loads. Two
+workloads: `uniform`, 32 prompts of 64 tokens with 128 new tokens each and no EOS; `rl`, 16 samples
+of each of 8 prompts of 256 tokens, ended by EOS after a third of 256 tokens on average (see
 `decode_engine.with_eos`). Tokens per second count the tokens of responses up to and including EOS,
 from submission to the last response on the host. Every side runs in a fresh process per repeat,
-one after the other, warmed up before it is measured; figures are medians of the repeats. The
-machine should be quiet: `cpu_s`, the processor time, tells where it was not.
+one after the other, warmed up before it is measured; figures are medians of the repeats. Use
+a quiet machine: a large `cpu_s`, the processor time, shows disturbed repeats.
 
 `first_token_s` of the engine is the end of its first chunk. `roofline_share` is the time that a
-decode step needs at the measured memory bandwidth or matmul rate, whichever is slower, over the
-time it took. --queued=64,256,1024,4096 adds the cost per token by the length of the queue.
+decode step needs at the measured memory bandwidth or matmul rate, whichever is slower, divided by
+its measured time. --queued=64,256,1024,4096 adds the cost per token by the length of the queue.
 
-This module only starts processes and compares what they report: it imports no JAX, so that it
-holds no device.
+This module only starts processes and compares their reports. It imports no JAX, so it occupies no
+device.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,7 @@ class Workload:
 
     @property
     def eos_prob(self) -> float:
-        """Return the probability of EOS per token.
-
-        Without the length limit, the mean length would be a third of the limit.
-        """
+        """Return the probability of EOS per token: the mean length is a third of the limit."""
         return 3 / self.max_new_tokens
 
 
@@ -74,7 +70,7 @@ WORKLOADS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.decode")
+    parser = reporting.make_parser("decode", __doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="Hugging Face model folder; default: random weights")
     which.add_argument("--shape", default="39m", choices=_SHAPES, help="shape of random weights")
@@ -90,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--queued", default="", help="queue lengths to compare, such as 64,256,1024"
     )
     reporting.add_comparison_flags(parser, peers="hf, tunix")
-    with tempfile.TemporaryDirectory(prefix="bench_decode_") as folder:
-        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
+    return reporting.run_in_folder(parser, argv, measure, _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -104,12 +99,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: an option, a model or an environment that cannot be measured; a side failed.
     """
-    peers = [name for name in args.peers.split(",") if name]
     workload = _workload(args)
     queued = _numbers(args.queued)
-    processes.check_peers(
-        peers, {name: decode_peers.PACKAGES[name] for name in _VARIANTS}, args.peer_python
-    )
+    peers = processes.peers_of(args.peers, decode_peers.PACKAGES, args.peer_python)
     base = {"dtype": args.dtype, "chunk_steps": args.chunk_steps, "num_slots": args.num_slots}
     base["quantization"] = args.quantization
     eos_prob: dict[str, float] = {}
@@ -170,15 +162,9 @@ def length_statistics(eos_prob: float, limit: int) -> tuple[float, float]:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    names = ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    at_least = {**dict.fromkeys(names, 1), "max_new_tokens": 8}
-    for name, value in {**given, "repeats": args.repeats, "chunk_steps": args.chunk_steps}.items():
-        if value < at_least.get(name, 1):
-            raise ValueError(
-                f"got --{name}={value}; wanted at least {at_least.get(name, 1)}. Leave it out for "
-                "the default"
-            )
+    least = {"num_prompts": 1, "num_samples": 1, "prompt_tokens": 1, "max_new_tokens": 8}
+    reporting.check_least(args, {**least, "repeats": 1, "chunk_steps": 1})
+    given = {name: getattr(args, name) for name in least if getattr(args, name) is not None}
     return dataclasses.replace(WORKLOADS[args.workload], **given)
 
 
@@ -328,6 +314,7 @@ def _length_figures(
 def _table(result: Mapping[str, Any]) -> list[str]:
     """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
+    sides = {"tba_jax": {**result, "ratio": 1.0}, **result["peers"]}
     rows = [
         f"{result['model']}, {result['num_params'] / 1e6:.1f}M parameters, {result['dtype']}",
         f"{w['name']}: {w['num_prompts']} x {w['num_samples']} responses, prompts of "
@@ -335,17 +322,20 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         "repeats",
         f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
         "",
-        f"{'':>14} {'tokens/s':>10} {'ratio':>7} {'first token':>12} {'prefill':>9} {'decode':>9}"
-        f" {'CPU time':>9} {'mean length':>12}",
+        *reporting.columns(
+            ({"side": f"{name} {x.get('variant', '')}".strip(), **x} for name, x in sides.items()),
+            {
+                "": "{side}",
+                "tokens/s": "{tokens_per_s:.1f}",
+                "ratio": "{ratio:.2f}x",
+                "first token": "{first_token_s:.3f} s",
+                "prefill": "{prefill_s:.2f} s",
+                "decode": "{decode_s:.2f} s",
+                "CPU time": "{cpu_s:.2f} s",
+                "mean length": "{response_length[mean]:.1f}",
+            },
+        ),
     ]
-    for name, x in {"tba_jax": {**result, "ratio": 1.0}, **result["peers"]}.items():
-        label = f"{name} {x['variant']}" if "variant" in x else name
-        rows.append(
-            f"{label:>14} {x['tokens_per_s']:>10.1f} {x['ratio']:>6.2f}x "
-            f"{x['first_token_s']:>10.3f} s {x['prefill_s']:>7.2f} s {x['decode_s']:>7.2f} s "
-            f"{x['cpu_s']:>7.2f} s "
-            f"{x['response_length']['mean']:>12.1f}"
-        )
     expected = result["response_length"].get("expected_mean")
     rows += [f"(expected mean length {expected:.1f})"] if expected else []
     rows += [

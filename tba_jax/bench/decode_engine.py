@@ -9,20 +9,19 @@ token, in every context, so that every decoder draws lengths from one known dist
 
 import dataclasses
 import functools
-import importlib.metadata
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax.bench.processes import run_job, versions
+from tba_jax.bench.synthetic import save_checkpoint
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
@@ -30,7 +29,6 @@ from tba_jax.devices.platform import platform_of
 from tba_jax.devices.site import any_device
 from tba_jax.models import model as models
 from tba_jax.models import transformer
-from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.quantized import quantize
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.planning import roofline
@@ -79,11 +77,9 @@ _QUEUE_RESPONSES = 512
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job and write its result to the file that the job names."""
-    job = json.loads(Path(argv[0]).read_text())
-    result = {"write": write, "engine": measure, "queue": measure_queue}[job["side"]](job)
-    Path(job["result"]).write_text(json.dumps(result))
-    return 0
+    """Run one job."""
+    measures = {"write": write, "engine": measure, "queue": measure_queue}
+    return run_job(argv[0], lambda job: measures[job["side"]](job))
 
 
 def write(job: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +87,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
     config = SHAPES[job["shape"]]
     params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
     params, probabilities = with_eos(params, config, job["eos_prob"], job["dtype"])
-    hf_weights.save(job["model"], config, params, config_json.hf_config(config, dtype=job["dtype"]))
+    save_checkpoint(job["model"], config, params, job["dtype"])
     return {
         "eos_prob_mean": float(probabilities.mean()),
         "eos_prob_std": float(probabilities.std()),
@@ -111,7 +107,7 @@ def with_eos(
     """
     d, share = config.hidden_size, _CONSTANT_SHARE
     constant = math.sqrt(d * share / (1 - share))
-    others = math.sqrt(1 / (1 - share))  # Undoes the effect of the constant on the scale of a norm.
+    others = math.sqrt(1 / (1 - share))  # Cancels the effect of the constant on a norm.
     layers = dict(params["layers"])
     for name in ("attn_norm", "mlp_norm"):
         layers[name] = (layers[name] * others).at[:, 0].set(0)
@@ -199,7 +195,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "load_s": load_s,
         "num_slots": num_slots,
         "num_params": transformer.num_params(config),
-        "versions": _versions(),
+        "versions": versions("jax", "jaxlib", "flax"),
         "num_threads": len(os.sched_getaffinity(0)),
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
@@ -293,11 +289,6 @@ def _warm_up(decoder: Decoder, call: Callable[[int], object]) -> int:
         if quiet == 2:
             return run + 1
     return _MOST_WARM_UPS
-
-
-def _versions() -> dict[str, str]:
-    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
-    return {"python": sys.version.split()[0], **found}
 
 
 if __name__ == "__main__":

@@ -29,10 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.bench.reporting import run_command
+from tba_jax.bench.reporting import columns, make_parser, run_command
+from tba_jax.bench.synthetic import commit, response
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
-from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
-from tba_jax.flow.trajectory import Group, Prompt, Trajectory
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.trajectory import Group, Prompt
 from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
 from tba_jax.remote.messages import Heartbeat, JoinRequest, SearcherKey, Trace, pack_json
 from tba_jax.remote.search_channel import RemoteSearchServer, search_handlers
@@ -166,34 +167,24 @@ def serve(pipe: Any, num_searchers: int, step_ms: float, core: int) -> None:
 
 
 def make_commits(
-    slot: int, tickets: Sequence[int], num_tokens: int, rng: np.random.Generator
+    searcher: int, tickets: Sequence[int], num_tokens: int, rng: np.random.Generator
 ) -> list[RoundCommit]:
     """Return finished tickets with responses of `num_tokens` tokens."""
     commits = []
     for ticket in tickets:
-        prompt = Prompt(slot * 10**6 + ticket, "prompt", np.arange(64, dtype=np.int32), {})
+        prompt = Prompt(searcher * 10**6 + ticket, "prompt", np.arange(64, dtype=np.int32), {})
         responses = tuple(
-            Trajectory(
-                prompt_id=prompt.prompt_id,
-                response_tokens=rng.integers(0, 150_000, num_tokens, np.int32),
-                reward=float(sample % 2),
-                reward_parts={},
+            response(
+                prompt.prompt_id,
+                rng.integers(0, 150_000, num_tokens, np.int32),
+                float(sample % 2),
                 behavior_token_logprobs=-rng.random(num_tokens, np.float32),
-                reference_logprob=-100.0,
-                version_min=0,
-                version_max=0,
-                searcher=slot,
+                searcher=searcher,
                 round=ticket,
-                sampling_temperature=1.0,
-                finish_reason="length",
             )
             for sample in range(SAMPLES)
         )
-        metrics = RoundMetrics(SAMPLES * num_tokens, 0.5, float(num_tokens), 1.0, 0.0, 1.0, 0.0, {})
-        report = RoundReport(metrics, PhaseTimes(0.0, 1.0, 1.0, 0.0, 0.0))
-        commits.append(
-            RoundCommit(slot, ticket, 0, (Group(prompt, responses, {}),), {}, SAMPLES, report)
-        )
+        commits.append(commit(searcher, ticket, 0, [Group(prompt, responses, {})]))
     return commits
 
 
@@ -331,13 +322,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.trainer_core = 1 if (os.cpu_count() or 1) > 1 else -1
     if args.trainer_core > 0:
         os.sched_setaffinity(0, {0})
-    rows = [measure_one(args, count) for count in counts]
-    return {
-        "period_s": args.period_s,
-        "responses": args.responses,
-        "tokens": args.tokens,
-        "rows": rows,
-    }
+    workload = {name: getattr(args, name) for name in ("period_s", "responses", "tokens")}
+    return workload | {"rows": [measure_one(args, count) for count in counts]}
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
@@ -346,23 +332,26 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         f"{result['responses']} responses of {result['tokens']} tokens from each searcher every "
         f"{result['period_s']:g} s"
     )
-    yield (
-        "searchers  step ms  step (range)       put p50 ms  put p99 ms   MB/s  trainer's core  "
-        "puts  late"
+    yield from columns(
+        result["rows"],
+        {
+            "searchers": "{searchers}",
+            "step ms": "{step_ms:.1f}",
+            "step": "{step_over_free:.3f}",
+            "(range)": "({step_over_free_range[0]:.2f}-{step_over_free_range[1]:.2f})",
+            "put p50 ms": "{put_p50_ms:.1f}",
+            "put p99 ms": "{put_p99_ms:.1f}",
+            "MB/s": "{mb_per_s:.1f}",
+            "trainer's core": "{trainer_cpu_share:.0%}",
+            "puts": "{puts}",
+            "late": "{late}",
+        },
     )
-    for row in result["rows"]:
-        least, most = row["step_over_free_range"]
-        yield (
-            f"{row['searchers']:9d} {row['step_ms']:8.1f}  {row['step_over_free']:.3f} "
-            f"({least:.2f}-{most:.2f}) {row.get('put_p50_ms', 0.0):11.1f} "
-            f"{row.get('put_p99_ms', 0.0):11.1f} {row['mb_per_s']:6.1f} "
-            f"{row['trainer_cpu_share']:15.0%} {row['puts']:5d} {row['late']:5d}"
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.fleet", description=__doc__)
+    parser = make_parser("fleet", __doc__)
     parser.add_argument("--searchers", default="0,1,10,100,1000", help="numbers, with commas")
     parser.add_argument("--period_s", type=float, default=60.0, help="time between two puts")
     parser.add_argument("--seconds", type=float, default=60.0, help="measured time per number")

@@ -49,7 +49,7 @@ _NO_TPU = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.logprob")
+    parser = reporting.make_parser("logprob", __doc__)
     parser.add_argument("--d", type=int, default=2048, help="width of hidden states")
     parser.add_argument("--vocab_size", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -70,10 +70,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: an option is out of range, libtpu is missing, or libtpu has no such topology.
     """
-    for name in ("d", "vocab_size", "tokens", "vocab_block", "chunk_tokens", "repeats"):
-        least = 0 if name == "vocab_block" else 1
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name}={getattr(args, name)}; wanted at least {least}")
+    names = ("d", "vocab_size", "tokens", "chunk_tokens", "repeats")
+    reporting.check_least(args, dict.fromkeys(names, 1) | {"vocab_block": 0})
     # This fails soonest.
     result_of_tpu = {}
     if args.topology:
@@ -210,7 +208,7 @@ def _temporary_bytes(side: jax.stages.Compiled) -> int:
 
 
 def _ratio(memory: dict[str, int]) -> float | None:
-    """Return None if the naive form takes no memory: a TPU keeps small logits on the chip."""
+    """Return the ratio of memory; None if a TPU keeps the naive logits on the chip."""
     return memory["fused"] / memory["naive"] if memory["naive"] else None
 
 

@@ -48,11 +48,7 @@ _METRICS = tuple(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.bench.long_logs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.make_parser("long_logs", __doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="steps of the run")
     parser.add_argument("--searchers", type=int, default=8)
     parser.add_argument("--workdir", default="", help="kept; default: a temporary folder")

@@ -4,12 +4,14 @@
 Invariant: a side that fails, hangs or lacks a package raises one ValueError with the reason.
 """
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +51,36 @@ def run_side(
                 f"{side} took more than {TIMEOUT_S} s. Give a smaller load, or fewer --peers"
             ) from error
     if done.returncode or not result.exists():
-        lines = log.read_text().strip().splitlines() or ["(no output)"]
-        sys.stderr.write("\n".join(lines[:-1][-30:]) + "\n" if lines[1:] else "")
-        raise ValueError(f"{side} failed with exit code {done.returncode}: {lines[-1]}")
+        raise failure(side, done.returncode, log)
     return json.loads(result.read_text())
 
 
-def check_peers(
-    peers: Sequence[str], packages_of: Mapping[str, Sequence[str]], python: str
-) -> None:
-    """Check that every peer is known and that its packages are installed.
+def run_job(path: str, measure: Callable[[dict[str, Any]], Any]) -> int:
+    """Measure the job in a file of `run_side`; write the result to the file that the job names."""
+    job = json.loads(Path(path).read_text())
+    Path(job["result"]).write_text(json.dumps(measure(job)))
+    return 0
+
+
+def failure(side: str, code: int | None, log: Path) -> ValueError:
+    """Return the error of a failed process; the end of its output goes to stderr."""
+    lines = log.read_text().strip().splitlines() or ["(no output)"]
+    sys.stderr.write("\n".join(lines[:-1][-30:]) + "\n" if lines[1:] else "")
+    return ValueError(f"{side} failed with exit code {code}: {lines[-1]}")
+
+
+def peers_of(text: str, packages_of: Mapping[str, Sequence[str]], python: str) -> list[str]:
+    """Return the peers of --peers, all known and with their packages installed.
 
     Args:
-        peers: names from --peers.
+        text: names separated by commas.
         packages_of: peer -> packages that it imports.
         python: interpreter that would run the peers.
 
     Raises:
         ValueError: a peer is unknown, the interpreter does not run, or a package is missing.
     """
+    peers = [name for name in text.split(",") if name]
     for name in peers:
         if name not in packages_of:
             raise ValueError(
@@ -93,6 +106,16 @@ def check_peers(
                 f"peer {name} needs {', '.join(done.stdout.split())}, absent from {python}. "
                 "Install the extra `bench` (pip install 'tba_jax[bench]'), or give --peer_python"
             )
+    return peers
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def hardware(report: Mapping[str, Any]) -> dict[str, Any]:

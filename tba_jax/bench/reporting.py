@@ -9,8 +9,20 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `python -m tba_jax.bench.NAME`."""
+    return argparse.ArgumentParser(
+        prog=f"python -m tba_jax.bench.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def add_comparison_flags(parser: argparse.ArgumentParser, peers: str) -> None:
@@ -27,6 +39,14 @@ def add_comparison_flags(parser: argparse.ArgumentParser, peers: str) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
+def check_least(args: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Raise ValueError if a flag is below its least value; None is the default of the command."""
+    for name, value in least.items():
+        given = getattr(args, name)
+        if given is not None and given < value:
+            raise ValueError(f"got --{name}={given}; wanted at least {value}")
+
+
 def run_command(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
@@ -38,9 +58,9 @@ def run_command(
     Args:
         parser: its `prog` is the command as a user types it. It gets the flag --json: the result
             as a JSON object, the last line of output.
-        argv: arguments; None: of this process.
-        measure: gives the figures by name; a ValueError is a mistake of the user's.
-        table: the result, with `command` and `date`, as lines to read.
+        argv: arguments; None: those of this process.
+        measure: returns figures by name; a ValueError is printed as one line.
+        table: formats the result, with `command` and `date`, as lines of text.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
@@ -57,3 +77,35 @@ def run_command(
     if args.json:
         print(json.dumps(result))
     return 0
+
+
+def run_in_folder(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    measure: Callable[[argparse.Namespace, Path], dict[str, Any]],
+    table: Callable[[dict[str, Any]], Iterable[str]],
+) -> int:
+    """Do the same as `run_command`; `measure` also receives an empty folder, deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
+        return run_command(parser, argv, lambda args: measure(args, Path(folder)), table)
+
+
+def columns(rows: Iterable[Mapping[str, Any]], formats: Mapping[str, str]) -> list[str]:
+    """Return rows as aligned columns, after a line of titles.
+
+    Args:
+        rows: fields of each row; a cell whose field is missing is empty.
+        formats: title -> format of the cell, such as "{step_s:.2f} s".
+    """
+
+    def cell(row: Mapping[str, Any], form: str) -> str:
+        try:
+            return form.format_map(row)
+        except KeyError:
+            return ""
+
+    lines = [list(formats), *([cell(row, form) for form in formats.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(x.rjust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]

@@ -22,18 +22,17 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.bench import processes, reporting, rl_step_trl
+from tba_jax.bench import processes, reporting, trl_peer
 from tba_jax.devices import xla
 
 _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"prompts": 8, "group": 16, "prompt_tokens": 256, "response_tokens": 81}
 _OURS_SIDE = (sys.executable, "-m", "tba_jax.bench.rl_step_sides")
-_PACKAGES = {"trl": rl_step_trl.PACKAGES}
+_PACKAGES = {"trl": trl_peer.PACKAGES}
 # config fields of the two forms of our step
 _OURS: dict[str, dict[str, Any]] = {
     "tba_jax": {},
@@ -56,11 +55,7 @@ _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.bench.rl_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.make_parser("rl_step", __doc__)
     parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -68,19 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="rows, peer")
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
     parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="tba_jax")
-    parser.add_argument("--peers", default="none", help="trl, or none")
+    parser.add_argument("--peers", default="", help="trl")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
     parser.add_argument("--grid", action="store_true", help="the run's choices and 12 by hand")
     parser.add_argument("--repeats", type=int, default=3, help="processes per side")
     parser.add_argument("--warm_steps", type=int, default=1, help="left out, per process")
     parser.add_argument("--steps", type=int, default=1, help="timed, per process")
     parser.add_argument("--seed", type=int, default=0)
-    with tempfile.TemporaryDirectory(prefix="bench_rl_step_") as folder:
 
-        def measured(args: argparse.Namespace) -> dict[str, Any]:
-            return (measure_grid if args.grid else measure)(args, Path(folder))
+    def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+        return (measure_grid if args.grid else measure)(args, folder)
 
-        return reporting.run_command(parser, argv, measured, _table)
+    return reporting.run_in_folder(parser, argv, measured, _table)
 
 
 def measure_grid(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -142,10 +136,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ValueError: an option or an environment cannot be measured, or a side failed.
     """
     _check(args)
-    peers = [name for name in args.peers.split(",") if name not in ("", "none")]
-    processes.check_peers(peers, _PACKAGES, args.peer_python)
+    peers = processes.peers_of(args.peers, _PACKAGES, args.peer_python)
     job, written = _write(args, folder)
-    peer = (args.peer_python, "-P", rl_step_trl.__file__)
+    peer = (args.peer_python, "-P", trl_peer.__file__)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in (*_OURS, *peers)}
     for repeat in range(args.repeats):
@@ -187,9 +180,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _check(args: argparse.Namespace) -> None:
     least = dict.fromkeys((*_SIZES, "micro_batch_rows", "repeats", "warm_steps", "steps"), 1)
-    for name, value in (least | {"group": 2, "peer_micro_batch_rows": 1}).items():
-        if getattr(args, name) < value:
-            raise ValueError(f"got --{name}={getattr(args, name)}; wanted at least {value}")
+    reporting.check_least(args, least | {"group": 2, "peer_micro_batch_rows": 1})
     rows = args.prompts * args.group
     for name in ("micro_batch_rows", "peer_micro_batch_rows"):
         if rows % getattr(args, name):
@@ -227,29 +218,32 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         mine = f"{result['step_s']:>8.2f} s  {_CHOSEN}: {result['over_best']:.2f} x the fastest"
         return [*lines, mine]
     w, hw = result["workload"], result["hardware"]
-    rows = [
+    sides = {"tba_jax": result, **result["forms"], **result["peers"]}
+    return [
         f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
         f"float32, remat {result['remat']}, XLA preset {result['xla_preset']}",
         f"{w['prompts']} prompts of {w['prompt_tokens']} tokens x {w['group']} responses of "
         f"{w['response_tokens']}; {result['repeats']} x {w['steps']} steps",
         f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
         "",
-        f"{'':>16} {'step':>9} {'decode':>9} {'reference':>9} {'train':>9} {'rest':>7} "
-        f"{'ratio':>7} {'tokens':>7} {'process':>9}",
+        *reporting.columns(
+            (
+                {"side": side, "over": x["step_s"] / result["step_s"], "mib": _mib(x), **x}
+                for side, x in sides.items()
+            ),
+            {
+                "": "{side}",
+                **{part.removesuffix("_s"): f"{{{part}:.2f}} s" for part in _PARTS},
+                "ratio": "{over:.2f}x",
+                "tokens": "{mean_response_tokens:.1f}",
+                "process": "{mib:.0f} MiB",
+            },
+        ),
     ]
-    for name, x in {
-        "tba_jax": {**result, "ratio": 1.0},
-        **result["forms"],
-        **result["peers"],
-    }.items():
-        ratio = x.get("ratio", x["step_s"] / result["step_s"])
-        rows.append(
-            f"{name:>16} "
-            + " ".join(f"{x[part]:>7.2f} s" for part in _PARTS[:-1])
-            + f" {x['rest_s']:>5.2f} s {ratio:>6.2f}x "
-            f"{x['mean_response_tokens']:>7.1f} {x['max_rss_bytes'] / 2**20:>5.0f} MiB"
-        )
-    return rows
+
+
+def _mib(side: Mapping[str, Any]) -> float:
+    return side["max_rss_bytes"] / 2**20
 
 
 if __name__ == "__main__":

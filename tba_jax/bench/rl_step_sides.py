@@ -7,7 +7,6 @@ Invariant: prompts have the requested number of tokens under the tokenizer writt
 side gets the same reward.
 """
 
-import importlib.metadata
 import json
 import resource
 import sys
@@ -19,10 +18,11 @@ import jax
 import numpy as np
 
 from tba_jax.bench.decode_engine import SHAPES
+from tba_jax.bench.processes import run_job, versions
+from tba_jax.bench.synthetic import write_checkpoint
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, get_field, make_config
 from tba_jax.models import transformer
-from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.planning.choices import choose
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.session import train
@@ -36,19 +36,15 @@ def share_of_even(completion_ids, **columns):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job and write its result to the file that the job names."""
-    job = json.loads(Path(argv[0]).read_text())
-    result = (write if job["side"] == "write" else measure)(job)
-    Path(job["result"]).write_text(json.dumps(result))
-    return 0
+    """Run one job."""
+    return run_job(argv[0], lambda job: (write if job["side"] == "write" else measure)(job))
 
 
 def write(job: dict[str, Any]) -> dict[str, Any]:
     """Write a model folder of random weights with a tokenizer of words, prompts and the reward."""
     folder, config = Path(job["folder"]), SHAPES[job["shape"]]
-    params = transformer.init_params(config, jax.random.key(0), np.dtype("float32"))
     model = folder / "model"
-    hf_weights.save(model, config, params, config_json.hf_config(config, dtype="float32"))
+    write_checkpoint(model, config)
     eos = config.vocab_size - 1
     for name, content in tokenizer_files(config.vocab_size).items():
         (model / name).write_text(json.dumps(content))
@@ -115,7 +111,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        "versions": versions("jax", "jaxlib"),
     }
 
 

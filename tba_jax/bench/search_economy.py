@@ -11,8 +11,6 @@ lengths among all (0.5 is unbiased), the share of slot steps that sampled a toke
 fresh batch slots, and the staleness.
 """
 
-import argparse
-import dataclasses
 import heapq
 import math
 import sys
@@ -21,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tba_jax.bench.reporting import run_command
+from tba_jax.bench.reporting import columns, make_parser, run_command
 from tba_jax.decoding.requests import Response, Statistics
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
@@ -77,15 +75,6 @@ CASES = (
         for late in ("train", "wait")
     ),
 )
-
-
-class Clock:
-    """Time in steps of the trainer."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Prompts:
@@ -208,26 +197,18 @@ class NoRewards:
         return Grades([""] * n, [0.0] * n, [None] * n, {}, [False] * n)
 
 
-@dataclasses.dataclass
-class Counts:
-    """Counts of one case; responses are identified by number."""
-
-    staleness: list[int] = dataclasses.field(default_factory=list)
-    trained: set[int] = dataclasses.field(default_factory=set)
-    trained_groups: set[int] = dataclasses.field(default_factory=set)
-    lengths: dict[int, int] = dataclasses.field(default_factory=dict)
-    num_groups: int = 0
-    fresh_slots: int = 0
-    slots: int = 0
-    wait: float = 0.0
-
-
 class World:
     """State of one simulated case."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case = case
-        self.clock, self.counts = Clock(), Counts()
+        self.now = 0.0  # in steps of the trainer
+        self.staleness: list[int] = []
+        self.trained: set[int] = set()  # numbers of responses
+        self.trained_groups: set[int] = set()  # smallest number of each group
+        self.lengths: dict[int, int] = {}
+        self.num_groups = self.fresh_slots = self.slots = 0
+        self.wait = 0.0
         self.step = 0
         self.settings = ReplaySettings(
             recency_prob=case.recency_prob,
@@ -261,7 +242,7 @@ class World:
             reference=None,
             padding=Padding((1,), (2**20,), 0),
             outbox=self.outboxes[i],
-            clock=self.clock,
+            clock=lambda: self.now,
         )
         return ContinuousSearch(
             Searcher(parts), self.admission, swaps_in_flight=True, log_event=lambda event: None
@@ -270,7 +251,7 @@ class World:
     def _delivered(self) -> Published:
         """Return the newest weights that have arrived; the first are available at once."""
         while len(self.published) > 1:
-            if self.published[1][0] + self.case.delivery > self.clock.now:
+            if self.published[1][0] + self.case.delivery > self.now:
                 break
             self.published.pop(0)
         return Published(self.published[0][1], None)
@@ -283,23 +264,23 @@ class World:
         is_training = False
         while self.step < num_steps:
             if trainer_at <= events[0][0]:
-                self.clock.now = trainer_at
+                self.now = trainer_at
                 if is_training:
                     self._end_step()
                 is_training = self._begin_step()
                 if is_training:
-                    self.counts.wait += self.clock.now - waiting_since
-                    trainer_at = waiting_since = self.clock.now + 1.0
+                    self.wait += self.now - waiting_since
+                    trainer_at = waiting_since = self.now + 1.0
                 else:
-                    trainer_at = self.clock.now + IDLE
+                    trainer_at = self.now + IDLE
                 continue
-            self.clock.now, i, has_ended = heapq.heappop(events)
+            self.now, i, has_ended = heapq.heappop(events)
             search = self.searches[i]
             if has_ended:
                 search.grade()
             is_busy = search.step()
             took = self.samplers[i].session.steps * self.token_time if is_busy else IDLE
-            heapq.heappush(events, (self.clock.now + took, i, is_busy))
+            heapq.heappush(events, (self.now + took, i, is_busy))
 
     def _begin_step(self) -> bool:
         commits = [c for outbox in self.outboxes for c in outbox.take()]
@@ -307,9 +288,9 @@ class World:
             self.buffer.merge(commits, self.step)
         for commit in commits:
             (group,) = commit.groups
-            self.counts.num_groups += 1
+            self.num_groups += 1
             for y in group.trajectories:
-                self.counts.lengths[int(y.response_tokens[0])] = len(y.response_tokens)
+                self.lengths[int(y.response_tokens[0])] = len(y.response_tokens)
         self._tell(len(commits))
         if self.admission.holds(self.step):
             return False
@@ -317,20 +298,20 @@ class World:
         if draws is None:
             return False
         for draw in draws:
-            self.counts.slots += 1
+            self.slots += 1
             ids = {int(y.response_tokens[0]) for y in draw.trajectories}
             if draw.is_fresh:
-                self.counts.fresh_slots += 1
-                if not ids <= self.counts.trained:
-                    self.counts.trained |= ids
-                    self.counts.trained_groups.add(min(ids))
+                self.fresh_slots += 1
+                if not ids <= self.trained:
+                    self.trained |= ids
+                    self.trained_groups.add(min(ids))
                     oldest = min(y.version_min for y in draw.trajectories)
-                    self.counts.staleness.append(self.step - oldest)
+                    self.staleness.append(self.step - oldest)
         return True
 
     def _end_step(self) -> None:
         self.step += 1
-        self.published.append((self.clock.now, self.step))
+        self.published.append((self.now, self.step))
         self.admission.note_step(1.0)
         self._tell(0)
 
@@ -344,9 +325,8 @@ class World:
 
     def result(self) -> dict[str, Any]:
         """Return the measurements of the case."""
-        counts = self.counts
-        lengths = np.array(sorted(counts.lengths.values()))
-        trained = np.array([counts.lengths[i] for i in counts.trained])
+        lengths = np.array(sorted(self.lengths.values()))
+        trained = np.array([self.lengths[i] for i in self.trained])
         low = np.searchsorted(lengths, trained, "left")
         high = np.searchsorted(lengths, trained, "right")
         used = [search.slot_use() for search in self.searches]
@@ -357,15 +337,15 @@ class World:
             "latency_steps": math.nan if latency is None else latency.mean_steps,
             "latency_p95_steps": math.nan if latency is None else latency.p95_steps,
             # Groups that wait at the end within the bound would have been trained next.
-            "trained_share": len(counts.trained_groups) / max(1, counts.num_groups - waiting),
+            "trained_share": len(self.trained_groups) / max(1, self.num_groups - waiting),
             "length_rank": float(((low + high) / 2 / len(lengths)).mean()),
             "slot_use": sum(t for t, _ in used) / max(1, sum(s for _, s in used)),
-            "effective_m": counts.fresh_slots / counts.slots,
-            "staleness_p95": float(np.quantile(counts.staleness, 0.95)),
-            "staleness_max": max(counts.staleness),
+            "effective_m": self.fresh_slots / self.slots,
+            "staleness_p95": float(np.quantile(self.staleness, 0.95)),
+            "staleness_max": max(self.staleness),
             "feasible": math.nan if latency is None else latency.feasible,
-            "late_share": float(np.mean(np.array(counts.staleness) > self.case.bound)),
-            "wait_share": counts.wait / self.clock.now,
+            "late_share": float(np.mean(np.array(self.staleness) > self.case.bound)),
+            "wait_share": self.wait / self.now,
         }
 
 
@@ -381,16 +361,14 @@ def measure(num_steps: int, cases: Sequence[Case] = CASES) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Iterator[str]:
     """Yield the cases as lines of text."""
-    names = list(result["cases"][0])
-    yield "  ".join(names)
-    for row in result["cases"]:
-        values = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
-        yield "  ".join(v.rjust(len(n)) for n, v in zip(names, values, strict=True))
+    first = result["cases"][0]
+    formats = {n: f"{{{n}:.3f}}" if isinstance(v, float) else f"{{{n}}}" for n, v in first.items()}
+    yield from columns(result["cases"], formats)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.search_economy")
+    parser = make_parser("search_economy", __doc__)
     parser.add_argument("--steps", type=int, default=300, help="optimiser steps of each case")
     return run_command(parser, argv, lambda args: measure(args.steps), table)
 

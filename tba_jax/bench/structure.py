@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tba_jax.bench.reporting import run_command
+from tba_jax.bench.reporting import make_parser, run_command
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import plain
 from tba_jax.planning.command import Planner
@@ -128,12 +128,7 @@ def _ratio(value: float | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.bench.structure",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("structure", __doc__)
     parser.add_argument("--config", default="math:gsm8k", help="a preset or a file, as for plan")
     parser.add_argument(
         "--targets", default="h100:8,v5e:2x4,v5p:2x2x1", help="as plan's --topology, with commas"

@@ -26,7 +26,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,24 +33,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.bench import processes, reporting, time_to_accuracy_trl
+from tba_jax.bench import processes, reporting, trl_peer
+from tba_jax.report.jsonl import read_blocks
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks.arithmetic import TRAIN_SIZE, Arithmetic
 
-_PACKAGES = {"trl": time_to_accuracy_trl.PACKAGES}
+_PACKAGES = {"trl": trl_peer.PACKAGES}
 _POLL_S = 0.02
 # Of the preset; the peer gets the same.
 _MAX_NEW_TOKENS, _WARMUP_STEPS = 16, 5
 
 
 class Reached(NamedTuple):
-    """One process, on its way to the accuracy.
+    """Times of one process; seconds count from its start.
 
     Attributes:
-        from_command_s: seconds to the evaluation that reached it, None where none did.
-        first_step_s: seconds to the end of the first step.
-        step: step of that evaluation.
-        accuracies: (step, accuracy, seconds) of every evaluation of what was trained.
+        from_command_s: end of the first evaluation at the accuracy; None: never reached.
+        first_step_s: end of the first step.
+        step: step of the evaluation that reached the accuracy, or None.
+        accuracies: (step, accuracy, seconds) of every evaluation after the start model's.
     """
 
     from_command_s: float | None
@@ -62,11 +62,7 @@ class Reached(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.bench.time_to_accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.make_parser("time_to_accuracy", __doc__)
     parser.add_argument("--peers", default="", help="trl, or none")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
     parser.add_argument(
@@ -79,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num_held_out", type=int, default=512, help="held-out problems")
     parser.add_argument("--num_prompts", type=int, default=16, help="prompts of a batch")
     parser.add_argument("--group_size", type=int, default=16, help="responses to each")
-    with tempfile.TemporaryDirectory(prefix="bench_time_to_accuracy_") as folder:
-        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
+    return reporting.run_in_folder(parser, argv, measure, _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -95,11 +90,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             its processes reached the accuracy.
     """
     least = ("seeds", "num_steps", "eval_period", "num_held_out", "num_prompts")
-    for name, value in (dict.fromkeys(least, 1) | {"group_size": 2}).items():
-        if getattr(args, name) < value:
-            raise ValueError(f"got --{name}={getattr(args, name)}; wanted at least {value}")
-    peers = [name for name in args.peers.split(",") if name]
-    processes.check_peers(peers, _PACKAGES, args.peer_python)
+    reporting.check_least(args, dict.fromkeys(least, 1) | {"group_size": 2})
+    peers = processes.peers_of(args.peers, _PACKAGES, args.peer_python)
     rates = _rates(args.peer_learning_rates)
     warm = folder / "warm"
     print("filling the compilation cache", file=sys.stderr)
@@ -168,10 +160,10 @@ def _ours(
     env = {k: v for k, v in os.environ.items() if "CACHE" not in k or not k.startswith("JAX_")}
     env |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
 
-    def told(line: Mapping[str, Any]) -> float | None:
+    def accuracy_in(line: Mapping[str, Any]) -> float | None:
         return line.get("eval/pass_at_1")
 
-    return watch("tba_jax", command, env, workdir / "metrics.jsonl", told, stop_at)
+    return watch("tba_jax", command, env, workdir / "metrics.jsonl", accuracy_in, stop_at)
 
 
 def _trl(args: argparse.Namespace, folder: Path, learning_rate: float, seed: int) -> Reached:
@@ -195,14 +187,14 @@ def _trl(args: argparse.Namespace, folder: Path, learning_rate: float, seed: int
         "log": str(folder / "log.jsonl"),
     }
     (folder / "job.json").write_text(json.dumps(job))
-    command = [args.peer_python, "-P", time_to_accuracy_trl.__file__, str(folder / "job.json")]
+    command = [args.peer_python, "-P", trl_peer.__file__, str(folder / "job.json")]
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)
 
-    def told(line: Mapping[str, Any]) -> float | None:
+    def accuracy_in(line: Mapping[str, Any]) -> float | None:
         return line.get("accuracy")
 
-    return watch("trl", command, env, folder / "log.jsonl", told, args.accuracy)
+    return watch("trl", command, env, folder / "log.jsonl", accuracy_in, args.accuracy)
 
 
 def watch(
@@ -225,9 +217,9 @@ def watch(
     Raises:
         ValueError: the process failed, made no step or took too long; its last lines go to stderr.
     """
-    said = log.parent.with_name(f"{log.parent.name}.txt")
-    first_step_s, accuracies, lines = None, [], _Lines(log)
-    with said.open("w") as out:
+    output = log.parent.with_name(f"{log.parent.name}.txt")
+    first_step_s, accuracies, offset = None, [], 0
+    with output.open("w") as out:
         start = time.perf_counter()
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
         try:
@@ -238,7 +230,9 @@ def watch(
                 now = time.perf_counter() - start
                 if now > processes.TIMEOUT_S:
                     raise ValueError(f"{side} took more than {processes.TIMEOUT_S} s")
-                for line in lines.new():
+                for text in (x for _, lines in read_blocks(log, offset) for x in lines):
+                    offset += len(text)
+                    line = json.loads(text)
                     value, step = accuracy_of(line), int(line["step"])
                     if value is None:
                         first_step_s = now if step == 1 else first_step_s
@@ -250,30 +244,10 @@ def watch(
             _end(process)
     was_ended = stop_at is not None and any(value >= stop_at for _, value, _ in accuracies)
     if first_step_s is None or (process.returncode and not was_ended):
-        last = said.read_text().strip().splitlines()[-30:] or ["(no output)"]
-        sys.stderr.write("\n".join(last[:-1]) + "\n")
-        raise ValueError(f"{side} failed with exit code {process.returncode}: {last[-1]}")
+        raise processes.failure(side, process.returncode, output)
     reached = [x for x in accuracies if stop_at is not None and x[1] >= stop_at]
     step, _, seconds = reached[0] if reached else (None, None, None)
     return Reached(seconds, first_step_s, step, accuracies)
-
-
-class _Lines:
-    """Reader of a growing file of JSON lines; each line is read once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def new(self) -> list[dict[str, Any]]:
-        """Return the lines completed since the last call."""
-        if not self._path.exists() or self._path.stat().st_size == self._offset:
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -349,28 +323,26 @@ def _versions(python: str, packages: Sequence[str]) -> dict[str, str]:
 def _table(result: Mapping[str, Any]) -> list[str]:
     """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
-    rows = [
+    sides = {"ours_cold": result["ours_cold"], "ours_warm": result["ours_warm"], **result["peers"]}
+    return [
         f"{w['accuracy']:.0%} of {w['num_held_out']} held-out problems; batches of "
         f"{w['num_prompts']} x {w['group_size']}, evaluated every {w['eval_period']} of "
         f"{w['num_steps']} steps; medians of {w['seeds']} seeds",
         f"{hw['processor']}, {hw['num_cores']} cores",
         "",
-        f"{'':>10} {'from command':>13} {'first step':>11} {'after it':>9} {'steps':>6}"
-        f" {'over trl: from command':>23} {'after first step':>17}",
+        *reporting.columns(
+            ({"side": side, **x} for side, x in sides.items()),
+            {
+                "": "{side}",
+                "from command": "{from_command_s:.1f} s",
+                "first step": "{first_step_s:.1f} s",
+                "after it": "{after_first_step_s:.1f} s",
+                "steps": "{steps:.0f}",
+                "over trl: from command": "{over_trl[from_command]:.2f}",
+                "after first step": "{over_trl[after_first_step]:.2f}",
+            },
+        ),
     ]
-    sides = {"ours_cold": result["ours_cold"], "ours_warm": result["ours_warm"], **result["peers"]}
-    for name, x in sides.items():
-        ratio = x.get("over_trl", {})
-        rows.append(
-            f"{name:>10} {x['from_command_s']:>11.1f} s {x['first_step_s']:>9.1f} s "
-            f"{x['after_first_step_s']:>7.1f} s {x['steps']:>6.0f}"
-            + (
-                f" {ratio['from_command']:>23.2f} {ratio['after_first_step']:>17.2f}"
-                if ratio
-                else ""
-            )
-        )
-    return rows
 
 
 if __name__ == "__main__":

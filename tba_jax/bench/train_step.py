@@ -19,7 +19,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,11 @@ _SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_toke
 _PACKAGES = {"torch": train_step_torch.PACKAGES}
 # small against differences between models, large against rounding of sums of log-probs
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-_MIB = 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.train_step")
+    parser = reporting.make_parser("train_step", __doc__)
     parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -46,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
     parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="tba_jax")
     reporting.add_comparison_flags(parser, peers="torch")
-    with tempfile.TemporaryDirectory(prefix="bench_train_step_") as folder:
-        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
+    return reporting.run_in_folder(parser, argv, measure, _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -62,11 +59,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             the sides differ.
     """
     least = {**dict.fromkeys((*_SIZES, "repeats", "steps"), 1), "group_size": 2}
-    for name, value in (least | {"micro_batch_rows": 0}).items():
-        if getattr(args, name) < value:
-            raise ValueError(f"got --{name}={getattr(args, name)}; wanted at least {value}")
-    peers = [name for name in args.peers.split(",") if name]
-    processes.check_peers(peers, _PACKAGES, args.peer_python)
+    reporting.check_least(args, least | {"micro_batch_rows": 0})
+    peers = processes.peers_of(args.peers, _PACKAGES, args.peer_python)
     names = (*_SIZES, "dtype", "remat", "micro_batch_rows", "steps", "seed", "xla_preset")
     job = {name: getattr(args, name) for name in names}
     job |= {"model": str(folder / "model"), "batch": str(folder / "batch.npz")}
@@ -163,6 +157,8 @@ def _figures(
 def _table(result: Mapping[str, Any]) -> list[str]:
     """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
+    shared = dict(result["shared"], ratio=1 / result["shared"]["speedup"])
+    sides = {"tba_jax": {**result, "ratio": 1.0}, "shared": shared, **result["peers"]}
     rows = [
         f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
         f"{result['dtype']}, remat {result['remat']}, XLA preset {result['xla_preset']}",
@@ -170,25 +166,31 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         f"{w['response_tokens']} tokens; {result['repeats']} x {result['steps']} steps",
         f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
         "",
-        f"{'':>8} {'tokens/s':>10} {'step':>9} {'least':>9} {'CPU time':>9} {'ratio':>7} "
-        f"{'MFU':>6} {'temporaries':>12} {'process':>9}",
+        *reporting.columns(
+            ({"side": side, **_mib(x), **x} for side, x in sides.items()),
+            {
+                "": "{side}",
+                "tokens/s": "{tokens_per_s:.1f}",
+                "step": "{step_s:.3f} s",
+                "least": "{min_step_s:.3f} s",
+                "CPU time": "{cpu_s:.2f} s",
+                "ratio": "{ratio:.2f}x",
+                "MFU": "{mfu:.0%}",
+                "temporaries": "{temporary_mib:.0f} MiB",
+                "process": "{process_mib:.0f} MiB",
+            },
+        ),
     ]
-    shared = dict(result["shared"], ratio=1 / result["shared"]["speedup"])
-    for name, x in {
-        "tba_jax": {**result, "ratio": 1.0},
-        "shared": shared,
-        **result["peers"],
-    }.items():
-        temporaries = x.get("temporary_bytes")
-        rows.append(
-            f"{name:>8} {x['tokens_per_s']:>10.1f} {x['step_s']:>7.3f} s {x['min_step_s']:>7.3f} s "
-            f"{x['cpu_s']:>7.2f} s {x['ratio']:>6.2f}x {100 * x['mfu']:>4.0f} % "
-            f"{'-' if temporaries is None else f'{temporaries / _MIB:.0f} MiB':>12} "
-            f"{x['max_rss_bytes'] / _MIB:>5.0f} MiB"
-        )
     rate, flops = result["matmul_flops_per_s"], result["model_flops"]
     rows += ["", f"{flops / 1e9:.1f} GFLOP per step; matmul rate {rate / 1e9:.1f} GFLOP/s"]
     return rows
+
+
+def _mib(side: Mapping[str, Any]) -> dict[str, float]:
+    found = {"process_mib": side["max_rss_bytes"] / 2**20}
+    if side.get("temporary_bytes") is not None:
+        found["temporary_mib"] = side["temporary_bytes"] / 2**20
+    return found
 
 
 if __name__ == "__main__":

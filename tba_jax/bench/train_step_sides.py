@@ -9,14 +9,11 @@ recomputation, logits of all positions in float32, and their log-softmax.
 Invariant: all sides start from the same weights and batch, and report the loss of their first step.
 """
 
-import importlib.metadata
-import json
 import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +23,8 @@ import optax
 from jax.sharding import Mesh
 
 from tba_jax.bench.decode_engine import SHAPES
+from tba_jax.bench.processes import run_job, versions
+from tba_jax.bench.synthetic import response, write_checkpoint
 from tba_jax.devices import xla
 from tba_jax.devices.config import XlaSettings
 from tba_jax.devices.sharding import MESH_AXES
@@ -35,7 +34,6 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import model as models
 from tba_jax.models import transformer
-from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import roofline
@@ -51,33 +49,27 @@ from tba_jax.train.target import Target
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job and write its result to the file that the job names."""
-    job = json.loads(Path(argv[0]).read_text())
-    result = {"write": write, "tba_jax": measure, "shared": measure, "naive": measure}[job["side"]](
-        job
-    )
-    Path(job["result"]).write_text(json.dumps(result))
-    return 0
+    """Run one job."""
+    return run_job(argv[0], lambda job: (write if job["side"] == "write" else measure)(job))
 
 
 def write(job: dict[str, Any]) -> dict[str, Any]:
     """Write a checkpoint of random weights, and a batch of full rows."""
     config = SHAPES[job["shape"]]
-    params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
-    hf_weights.save(job["model"], config, params, config_json.hf_config(config, dtype=job["dtype"]))
+    write_checkpoint(job["model"], config, job["dtype"])
     p, k = job["num_prompts"], job["group_size"]
-    prompt, response = job["prompt_tokens"], job["response_tokens"]
+    x, t = job["prompt_tokens"], job["response_tokens"]
     rng = np.random.default_rng(job["seed"])
-    tokens = rng.integers(0, config.vocab_size, (p, k, prompt + response)).astype(np.int32)
-    tokens[:, :, :prompt] = tokens[:, :1, :prompt]
+    tokens = rng.integers(0, config.vocab_size, (p, k, x + t)).astype(np.int32)
+    tokens[:, :, :x] = tokens[:, :1, :x]
     np.savez(
         job["batch"],
         tokens=tokens,
         rewards=rng.integers(0, 2, (p, k)).astype(np.float32),
         # Random tokens have about this log-prob under random weights.
-        reference_logprob=rng.normal(-response * np.log(config.vocab_size), 3, (p, k)),
+        reference_logprob=rng.normal(-t * np.log(config.vocab_size), 3, (p, k)),
     )
-    sizes = {"num_rows": p * k, "prompt_tokens": prompt, "response_tokens": response}
+    sizes = {"num_rows": p * k, "prompt_tokens": x, "response_tokens": t}
     return {
         "num_params": transformer.num_params(config),
         "model_flops": roofline.train_flops(config, **sizes),
@@ -129,7 +121,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "num_threads": len(os.sched_getaffinity(0)),
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
+        "versions": versions("jax", "jaxlib", "optax"),
     }
     del state
     if job["side"] == "tba_jax":
@@ -138,26 +130,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
-    """As the trainer lays it out, with prompts shared on that side."""
+    """Return the batch in the layout of the trainer; side `shared` shares prompts."""
     arrays = np.load(job["batch"])
     tokens, rewards, x = arrays["tokens"], arrays["rewards"], job["prompt_tokens"]
     p, k, _ = tokens.shape
 
     def trajectory(i: int, j: int) -> Trajectory:
-        return Trajectory(
-            prompt_id=i,
-            response_tokens=tokens[i, j, x:],
-            reward=float(rewards[i, j]),
-            reward_parts={},
-            behavior_token_logprobs=np.full(job["response_tokens"], -1, np.float32),
-            reference_logprob=float(arrays["reference_logprob"][i, j]),
-            version_min=0,
-            version_max=0,
-            searcher=0,
-            round=0,
-            sampling_temperature=1.0,
-            finish_reason="length",
-        )
+        reference = float(arrays["reference_logprob"][i, j])
+        return response(i, tokens[i, j, x:], float(rewards[i, j]), reference_logprob=reference)
 
     draws = [
         Draw(

@@ -92,7 +92,7 @@ def _group_data(
             staleness=step - drawn.version,
             log_z=trained["z"][drawn.prompts],
             totals=Totals(jnp.float32(p), jnp.float32(p * k), length.sum().astype(jnp.float32)),
-            # One number a prompt, whatever was written of the response.
+            # One value per prompt, the same for every token of a response.
             token_values=jnp.broadcast_to(trained["z"][drawn.prompts][:, None, None], policy.shape),
         )
 

@@ -183,11 +183,11 @@ def figure(name: str, study: Study, rows: Sequence[Row]) -> bytes:
     return (_staleness_figure if name == "staleness" else _sweep_figure)(study, rows)
 
 
-def dots(axes: "Axes", names: Sequence[str], *, named: bool = True) -> None:
+def dots(axes: "Axes", names: Sequence[str]) -> None:
     """Label the vertical axis with objectives, the first on top."""
     style_axes(axes, LIGHT, grid=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), names if named else [""] * len(names))
+    axes.set_yticks(range(len(names)), names)
     axes.grid(axis="x", color=LIGHT.grid, linewidth=0.8)
     axes.set_axisbelow(True)
 

@@ -46,11 +46,6 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def overrides_of(name: str) -> list[str]:
-    """Return arguments of the main command, without `--config.`."""
-    return [f"objective.{field}={value}" for field, value in OBJECTIVES[name].items()]
-
-
 def settings_of(name: str, beta: float) -> ObjectiveSettings:
     """Return the settings of an objective, at a constant `beta` unless it sets its own."""
     given = dict(OBJECTIVES[name])

@@ -190,7 +190,7 @@ STUDIES: Mapping[str, Study] = {
         num_steps=800,
         axis="steps between resets of the reference",
     ),
-    # The part of TBA' results on old data that comes from its resets of the reference.
+    # How much of the result of TBA' on stale data is due to its resets of the reference?
     "staleness_resets": Study(
         ("tb", "tba_prime"),
         {

@@ -196,16 +196,10 @@ def measure(kind: str, balance: str, seeds: Sequence[int]) -> Distance:
 
 def table(num_seeds: int) -> str:
     """Return the results of all games as a Markdown table: means over seeds, and the largest."""
-    head = (
-        "observations",
-        "`balance`",
-        "KL, turn 1",
-        "KL, turn 2",
-        "largest sum",
-        "residual",
-        "lost",
-    )
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = [
+        "| observations | `balance` | KL, turn 1 | KL, turn 2 | largest sum | residual | lost |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind in GAMES:
         for balance in OBJECTIVES:
             found = measure(kind, balance, range(num_seeds))

@@ -39,13 +39,13 @@ def test_a_bound_that_the_weights_outlast_holds_where_the_trainer_waits_for_it(l
     assert (result["late_share"] == 0) == holds
     assert (result["staleness_max"] <= 2) == holds
     assert (result["wait_share"] > 0.3) == holds  # its price
-    assert world.counts.num_groups > 0.8 * 32 * 30
+    assert world.num_groups > 0.8 * 32 * 30
 
 
 def test_the_surplus_of_too_many_searchers_is_not_generated():
     world = World(Case(4, 2.0, 4))
     world.run(60)
-    generated = world.counts.num_groups
+    generated = world.num_groups
     # What 60 steps take, and what waits within the bound.
     assert generated <= 32 * (60 + 4 + 1)
     assert world.result()["slot_use"] < 0.9 < world.result()["trained_share"]
@@ -55,8 +55,8 @@ def test_every_response_is_counted_once():
     world = World(Case(4, 1.0, 4))
     world.run(10)
     ledger = world.buffer.ledger()
-    assert ledger["generated"] == SAMPLES * world.counts.num_groups == len(world.counts.lengths)
-    assert world.counts.trained <= set(world.counts.lengths)
+    assert ledger["generated"] == SAMPLES * world.num_groups == len(world.lengths)
+    assert world.trained <= set(world.lengths)
 
 
 def test_difficulty_lies_between_one_and_e():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tba_jax.bench import time_to_accuracy, time_to_accuracy_trl
+from tba_jax.bench import time_to_accuracy, trl_peer
 from tba_jax.bench.time_to_accuracy import Reached
 
 # Writes a log with pauses; the accuracies are its arguments.
@@ -74,7 +74,7 @@ def test_the_peer_grades_as_the_task_does():
     texts = [":12,9,17,11,13", "=13", "=-13", "13.", "", "no number", "=14", "13,1"]
     answer = ["13"] * len(texts)
     ours = arithmetic_reward([""] * len(texts), texts, answer)
-    assert time_to_accuracy_trl.reward(completions=texts, answer=answer) == ours
+    assert trl_peer.reward(completions=texts, answer=answer) == ours
     assert ours == [1, 1, 0, 1, 0, 0, 0, 0]
 
 

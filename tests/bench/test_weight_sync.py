@@ -5,25 +5,25 @@ import json
 
 import pytest
 
-from tba_jax.bench import weight_sync, weight_sync_side
+from tba_jax.bench import weight_sync
 from tba_jax.models.transformer import num_params
 
 
 def test_the_large_tree_has_more_than_a_gigabyte():
-    _, model, shape = weight_sync_side._load("large", "memory")
+    _, model, shape = weight_sync._load("large", "memory")
     assert model is None and 1e9 < 4 * num_params(shape) < 1.2e9
 
 
 @pytest.mark.parametrize("transport", ["memory", "checkpoint"])
 def test_shares_are_of_the_loop_that_publishes(transport, tmp_path):
     job = {"model": "tiny", "transport": transport, "steps": 3, "workdir": str(tmp_path)}
-    figures = weight_sync_side.measure(job)
+    figures = weight_sync.measure_case(job)
     assert figures["num_published"] == 4 and 1 <= figures["num_delivered"] <= 4
     assert 0 < figures["pause_share"] < 1
     # step_s is of the loop without its pauses, so both give the loop's time.
     pauses = figures["pause_share"] * 3 * figures["step_s"] / (1 - figures["pause_share"])
     assert pauses <= 3 * figures["max_pause_s"] * 1.0001
-    assert figures["num_bytes"] == 4 * num_params(weight_sync_side.SHAPES["tiny"])
+    assert figures["num_bytes"] == 4 * num_params(weight_sync.SHAPES["tiny"])
 
 
 def test_the_worst_model_counts(monkeypatch, capsys):

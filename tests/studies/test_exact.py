@@ -68,7 +68,8 @@ def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_
     for name in named.OBJECTIVES:
         settings = named.settings_of(name, 0.1)
         assert settings.beta.shape == "constant"
-        given = [f"--config.{override}" for override in named.overrides_of(name)]
+        fields = named.OBJECTIVES[name].items()
+        given = [f"--config.objective.{field}={value}" for field, value in fields]
         config = override(None, ["--config=math", *given])
         validate(config)
         assert config.objective.name == settings.name and config.objective.own == settings.own

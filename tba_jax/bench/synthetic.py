@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses, rounds and checkpoints without meaning, for benchmarks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
+from tba_jax.flow.trajectory import Group, Trajectory
+from tba_jax.models import transformer
+from tba_jax.models.hf import config_json, hf_weights
+
+
+def response(prompt_id: int, tokens: np.ndarray, reward: float, **fields: Any) -> Trajectory:
+    """Return a response of version 0 with a log-prob of -1 per token; `fields` replace values."""
+    given: dict[str, Any] = {
+        "prompt_id": prompt_id,
+        "response_tokens": tokens,
+        "reward": reward,
+        "reward_parts": {},
+        "behavior_token_logprobs": np.full(len(tokens), -1, np.float32),
+        "reference_logprob": -float(len(tokens)),
+        "version_min": 0,
+        "version_max": 0,
+        "searcher": 0,
+        "round": 0,
+        "sampling_temperature": 1.0,
+        "finish_reason": "length",
+    }
+    return Trajectory(**given | fields)
+
+
+def commit(searcher: int, number: int, version: int, groups: Sequence[Group]) -> RoundCommit:
+    """Return a finished ticket with these groups; its metrics and times are 0."""
+    generated = sum(len(group.trajectories) for group in groups)
+    metrics = RoundMetrics(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {})
+    report = RoundReport(metrics, PhaseTimes(0.0, 0.0, 0.0, 0.0, 0.0))
+    return RoundCommit(searcher, number, version, tuple(groups), {}, generated, report)
+
+
+def write_checkpoint(
+    folder: str | Path, config: transformer.TransformerConfig, dtype: str = "float32"
+) -> None:
+    """Write a model folder of random weights, without a tokenizer."""
+    params = transformer.init_params(config, jax.random.key(0), np.dtype(dtype))
+    save_checkpoint(folder, config, params, dtype)
+
+
+def save_checkpoint(
+    folder: str | Path, config: transformer.TransformerConfig, params: Any, dtype: str
+) -> None:
+    """Write these weights as a model folder, without a tokenizer."""
+    hf_weights.save(folder, config, params, config_json.hf_config(config, dtype=dtype))

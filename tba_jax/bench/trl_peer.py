@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO of TRL under the workloads of `tba_jax.bench.rl_step` and `tba_jax.bench.time_to_accuracy`.
+
+    python trl_peer.py JOB.json
+
+This file imports nothing of tba_jax, so that it may run in its own environment. TRL's settings are
+chosen for speed without changing its mathematics: float32 without autocast (slower on a CPU), no
+gradient checkpointing, the fused optimiser, no saving and no reporting. Losses, clipping and
+advantages are its defaults.
+
+Invariant: a timed step is a whole step, and its parts are TRL's own calls. The log of a run to an
+accuracy gets a line at the end of the first step and a line for each evaluation, immediately.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import re
+import resource
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# names under which its packages are imported
+PACKAGES = ("torch", "transformers", "trl", "datasets")
+
+_INTEGER = re.compile(r"-?[0-9]+")
+
+
+def main(argv: list[str]) -> int:
+    """Run the job of a benchmark; a job with held-out problems trains to an accuracy."""
+    job = json.loads(Path(argv[0]).read_text())
+    importlib.import_module("transformers").set_seed(job["seed"])
+    (train_to_accuracy if "held_out" in job else time_steps)(job)
+    return 0
+
+
+def _settings(trl: Any, job: dict[str, Any], **own: Any) -> Any:
+    return trl.GRPOConfig(
+        seed=job["seed"],
+        temperature=1.0,
+        learning_rate=job["learning_rate"],
+        optim="adamw_torch_fused",
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **own,
+    )
+
+
+def time_steps(job: dict[str, Any]) -> None:
+    """Time a few whole steps with a reference model; write the result of the job."""
+    torch, transformers, trl, datasets = map(importlib.import_module, PACKAGES)
+    folder, rows = Path(job["folder"]), job["prompts"] * job["group"]
+    prompts = [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]
+    trainer = _timed(trl.GRPOTrainer)(
+        model=str(folder / "model"),
+        reward_funcs=runpy.run_path(str(folder / "reward.py"))["share_of_even"],
+        args=_settings(
+            trl,
+            job,
+            output_dir=str(folder / "trl"),
+            max_steps=job["warm_steps"] + job["steps"],
+            per_device_train_batch_size=job["peer_micro_batch_rows"],
+            gradient_accumulation_steps=rows // job["peer_micro_batch_rows"],
+            num_generations=job["group"],
+            max_completion_length=job["response_tokens"],
+            beta=job["beta"],
+            model_init_kwargs={"dtype": "float32"},
+        ),
+        # The class that transformers chooses by the type of the model cannot read this tokenizer.
+        processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder / "model"),
+        train_dataset=datasets.Dataset.from_list(prompts),
+    )
+    if trainer.model.dtype != torch.float32:
+        raise ValueError(f"TRL loaded the model as {trainer.model.dtype}, wanted float32")
+    trainer.add_callback(_step_timer(transformers.TrainerCallback, trainer))
+    trainer.train()
+    lengths = {len(trainer.processing_class(x["prompt"])["input_ids"]) for x in prompts}
+    if lengths != {job["prompt_tokens"]}:
+        raise ValueError(f"TRL read prompts of {lengths} tokens, wanted {job['prompt_tokens']}")
+    result = {
+        "steps": trainer.steps[job["warm_steps"] :],
+        "mean_response_tokens": sum(trainer.lengths) / len(trainer.lengths),
+        "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "num_threads": torch.get_num_threads(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    Path(job["result"]).write_text(json.dumps(result))
+
+
+def _timed(base: type) -> type:
+    """Return a trainer that measures sampling and the rest of the work before training."""
+
+    class Timed(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.steps: list[dict[str, float]] = []
+            self.lengths: list[int] = []
+            self.decode_s = self.search_s = 0.0
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            out = super()._generate_single_turn(*args, **kwargs)
+            self.decode_s += time.perf_counter() - start
+            self.lengths += [len(ids) for ids in out[0]]
+            return out
+
+        def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            out = super()._generate_and_score_completions(*args, **kwargs)
+            self.search_s += time.perf_counter() - start
+            return out
+
+    return Timed
+
+
+def _step_timer(base: type, trainer: Any) -> Any:
+    """Return a callback that times a step, from its first micro-batch to its update."""
+
+    class Watch(base):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+            trainer.decode_s = trainer.search_s = 0.0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step_s = time.perf_counter() - self.start
+            trainer.steps.append(
+                {
+                    "step_s": step_s,
+                    "decode_s": trainer.decode_s,
+                    "reference_s": trainer.search_s - trainer.decode_s,
+                    "train_s": step_s - trainer.search_s,
+                    "rest_s": 0.0,
+                }
+            )
+
+    return Watch()
+
+
+def train_to_accuracy(job: dict[str, Any]) -> None:
+    """Train with the whole batch in one forward pass and no reference model; write the log."""
+    torch, transformers, trl, datasets = map(importlib.import_module, PACKAGES)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
+    trainer = trl.GRPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=_settings(
+            trl,
+            job,
+            output_dir=str(Path(job["log"]).parent / "trl"),
+            max_steps=job["num_steps"],
+            per_device_train_batch_size=job["num_prompts"] * job["group_size"],
+            num_generations=job["group_size"],
+            max_completion_length=job["max_new_tokens"],
+            lr_scheduler_type="linear",
+            warmup_steps=job["warmup_steps"],
+        ),
+        train_dataset=datasets.Dataset.from_list(job["problems"]),
+    )
+    trainer.add_callback(_log_writer(transformers.TrainerCallback, trainer, tokenizer, job))
+    trainer.train()
+
+
+def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Return 1.0 for each completion whose last integer is the answer, otherwise 0.0."""
+    last = [(_INTEGER.findall(text) or [""])[-1] for text in completions]
+    return [
+        float(found != "" and int(found) == int(a)) for found, a in zip(last, answer, strict=True)
+    ]
+
+
+def _log_writer(base: type, trainer: Any, tokenizer: Any, job: dict[str, Any]) -> Any:
+    """Return a callback that writes the log lines between two steps."""
+    log = open(job["log"], "a")
+
+    def write(line: dict[str, Any]) -> None:
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+
+    class Watch(base):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step = state.global_step
+            if step == 1:
+                write({"step": 1})
+            if step % job["eval_period"] == 0 or step == job["num_steps"]:
+                accuracy = evaluate(trainer.model, tokenizer, job)
+                write({"step": step, "accuracy": accuracy})
+
+    return Watch()
+
+
+def evaluate(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
+    """Return the share of held-out problems that greedy responses solve."""
+    torch, transformers, *_ = map(importlib.import_module, PACKAGES)
+    held_out = job["held_out"]
+    was_training = model.training
+    model.eval()
+    batch = tokenizer(
+        [problem["prompt"] for problem in held_out],
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+        return_token_type_ids=False,
+    )
+    with torch.no_grad():
+        out = model.generate(
+            **batch,
+            generation_config=transformers.GenerationConfig(
+                do_sample=False,
+                max_new_tokens=job["max_new_tokens"],
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            ),
+        )
+    model.train(was_training)
+    texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    rewards = reward(texts, [problem["answer"] for problem in held_out])
+    return sum(rewards) / len(rewards)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
