@@ -7,8 +7,8 @@
 MODEL is a folder or a name on the Hugging Face hub. Every row of the data has a `prompt` (a text or
 chat messages) or `messages`; `--config.task.columns="prompt=question"` names another column. The
 reward function has the signature of TRL: it receives prompts, completions and all other columns.
-Lengths come from the data and the model's context, and rows are held out where there is no test
-split.
+The run derives lengths from the data and the model's context. Without a test split it holds out a
+part of the rows.
 
 default
     Trajectory Balance: 200 steps of 8 prompts x 8 responses.

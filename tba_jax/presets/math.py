@@ -43,8 +43,8 @@ PRESETS = {
         # take turns on it (60 steps in 47 s instead of 25 s).
         "num_cpu_devices": 2,
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
-        # One train program for any number of distinct responses, of which there are 40 to 60, to
-        # prompts of twelve tokens.
+        # A batch has 40 to 60 distinct responses, to prompts of twelve tokens. One compiled program
+        # of 64 rows is enough, and shared prompts would save little.
         "batch": {
             "num_prompts": 16,
             "num_length_buckets": 1,
@@ -58,12 +58,12 @@ PRESETS = {
             "samples_per_prompt": 16,
             "prompts_per_round": 16,
             "max_new_tokens": 16,
-            # Responses have about seven tokens. With more slots they would take longer, and be two
-            # steps staler; no more are made in the same time.
+            # Responses have about seven tokens. More slots would not raise the throughput, but each
+            # response would take longer and be two steps staler.
             "num_slots": 64,
             "chunk_steps": 4,
         },
-        # Searcher and trainer share two cores: one that runs ahead takes time from the other.
+        # Searcher and trainer share two cores: if one runs ahead, it takes time from the other.
         "replay": {
             "recency_prob": 0.95,
             "pace": "trainer",
@@ -81,8 +81,8 @@ PRESETS = {
         "task": {"name": "gsm8k", "max_prompt_tokens": 512, "num_eval_prompts": 0},
         "model": {
             "path": "realtreetune/rho-1b-sft-GSM8K",
-            # The official run keeps model and AdamW in pure bfloat16; the head of this file says
-            # what is better.
+            # The official run keeps model and AdamW in pure bfloat16. The top of this file names
+            # better settings.
             "param_dtype": "bfloat16",
             "compute_dtype": "bfloat16",
             "rollout_dtype": "bfloat16",
@@ -97,8 +97,8 @@ PRESETS = {
             "scale": "paper",
         },
         "optimizer": {
-            # 600 steps are longer than what is left (300): the run ends at half the peak rate, as
-            # theirs.
+            # The cosine has 600 steps, but only 300 remain, so the run ends at half the peak rate.
+            # The paper's run does the same.
             "learning_rate": "cosine(1e-5, 0, 600, warmup=50, hold=350)",
             "clip_norm": 0.0,
         },

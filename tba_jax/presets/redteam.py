@@ -52,8 +52,8 @@ _PAPER = {
         "log_z": "learned",
     },
     "optimizer": {
-        # Their scheduler counts the 8 micro-batches of a step and is moved once a step, so the rate
-        # ends at 88 % of its peak.
+        # The scheduler of the paper's code expects 8 calls per step and is called once per step, so
+        # the rate ends at 88 % of its peak.
         "learning_rate": "linear(1e-4, 0, 39900, warmup=100)",
         "weight_decay": 0.01,
         "clip_norm": 1.0,
@@ -62,13 +62,13 @@ _PAPER = {
         "prompts_per_round": 1,
         "samples_per_prompt": 128,
         "max_new_tokens": 20,
-        # An attack of fewer tokens cannot be drawn. The paper's code draws it and gives it
-        # log pi_ref = -500, and forbids only a first token that ends it, in sampling alone.
+        # Shorter attacks cannot be drawn. The paper's code draws them with log pi_ref = -500; its
+        # sampler only refuses an end at the first token.
         "min_new_tokens": 5,
-        # On-policy half of the time; of that, half at a temperature of its own.
+        # Half of the batch slots are fresh; half of the responses have a random temperature.
         "explore_share": 0.5,
         "explore_max_temperature": 2.0,
-        # Ten batches of the start model, beside what task.start_path gives.
+        # Ten batches of responses of the start model, besides those in task.start_path.
         "initial_fill": 1280,
     },
     "replay": {"recency_prob": 0.5, "recycle_fresh": True, "priority_temperature": 1.0},
@@ -110,11 +110,12 @@ PRESETS = {
         "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
         "model": {"path": "embedded:attacker_model"},
         "batch": {"num_prompts": 4, "num_length_buckets": 1, "share_prompts": False},
-        # At 0.5 all-failure groups pull back to the reference as hard as rare successes push.
+        # With beta = 0.5, groups without a success pull the policy to the reference as strongly as
+        # rare successes move it away.
         "objective": {"group_size": 16, "beta": 0.2},
         "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},
         "search": {
-            # The same empty prompt four times over: 64 attacks a round, a batch of the trainer's.
+            # Four copies of the empty prompt: a round has 64 attacks, as many as a batch.
             "prompts_per_round": 4,
             "samples_per_prompt": 16,
             "max_new_tokens": 12,
@@ -124,12 +125,12 @@ PRESETS = {
             "outbox_bytes": 8_000,
         },
         "replay": {
-            # Successes are rare, so the newest data seldom has one: half of the slots is replay.
+            # Successes are rare in new data, so half of the batch slots replay older data.
             "recency_prob": 0.5,
             "pace": "trainer",
-            # All that eight searchers find in 100 steps, and more.
+            # More than eight searchers sample in 100 steps.
             "capacity_per_prompt": 100_000,
-            # VarGrad needs failures beside successes in a group, hence half of the draws uniform.
+            # VarGrad needs failures and successes in one group, so half of the draws are uniform.
             "priority_temperature": 1.0,
             "uniform_mix": 0.5,
         },

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resource limits of reward processes, and cleanup of the processes that they start.
 
-Each reward process leads a process group. When it ends (deadline, parent gone), its group is
-killed. Children may leave the group (setsid) and their ancestors (double fork), but they inherit
-resource limits. On Linux, one harmless limit therefore has a value that identifies the reward
-process, its mark, and every process with the mark is killed with the group. (A sub-reaper would mix
-orphans with the children of the program that uses this library.) Without Linux, or where that limit
-is already finite, only the group is killed. A process may raise its limits if it has the privilege:
-this is no sandbox. Invariant: a group or mark is killed only after its leader has ended, so a
-reused process ID never gets a signal.
+Each reward process leads a process group. When it ends (deadline, or its parent has ended), its
+group is killed. Children may leave the group (setsid) and their ancestors (double fork), but they
+inherit resource limits. On Linux, one harmless limit therefore has a value that identifies the
+reward process, its mark, and every process with the mark is killed with the group. (A sub-reaper
+would mix orphans with the children of the program that uses this library.) Without Linux, or where
+that limit is already finite, only the group is killed. A process may raise its limits if it has the
+privilege: this is no sandbox. Invariant: a group or mark is killed only after its leader has ended,
+so a reused process ID never gets a signal.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def enter(folder: str, max_memory_bytes: int) -> None:
 
 
 def leave(folder: str) -> None:
-    """End this process and all processes that it started; call when its parent is gone.
+    """End this process and all processes that it started; call when its parent has ended.
 
     Args:
         folder: as in `enter`; this function removes it.

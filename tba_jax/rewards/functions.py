@@ -4,7 +4,8 @@
 A function is named "package.module:function" or "path/to/file.py:function". It gets `prompts`,
 `completions`, `completion_ids` and every further column of the data as keyword lists, as far as its
 signature takes them, and returns one float or None per completion. It imports neither jax nor
-transformers. Invariant: whatever the function does, the caller gets an Outcome, never an exception.
+transformers. Invariant: for every behaviour of the function the caller gets an Outcome, never an
+exception.
 """
 
 import asyncio
@@ -24,12 +25,12 @@ from typing import Any, NamedTuple
 
 from tba_jax.settings import GIVEN, import_file
 
-# What every function is offered beside the columns.
+# Arguments of every function, besides the columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class Missing(NamedTuple):
-    """What a function may return in place of a reward: the name of the failure, and its text."""
+    """Value that a function may return instead of a reward: name and text of a failure."""
 
     reason: str
     text: str
@@ -52,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class LoadError(NamedTuple):
-    """Why a function cannot be used: one line, and the traceback of the user's code, if any."""
+    """Reason why a function is unusable, and the traceback of the user's code, if any."""
 
     reason: str
     traceback: str
@@ -153,12 +154,12 @@ def preload(functions: Sequence[str]) -> None:
 
 
 def load_error(functions: Sequence[str], columns: Collection[str] | None) -> LoadError | None:
-    """Why one of the functions cannot be used; None when all of them can.
+    """Return why one of the functions cannot be used; None if all can be used.
 
     Args:
         functions: their names.
-        columns: names of the data's columns; None: not known, so what a function needs of them is
-            not checked.
+        columns: names of the data's columns; None: unknown, so arguments of functions are not
+            checked.
     """
     for function in functions:
         loaded, error, report = _attempt(_load, function)
@@ -190,10 +191,10 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
 
 
 def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | None:
-    """Why one of the functions fails on one row; None when none does.
+    """Return why one of the functions fails on a row; None if all succeed.
 
     Args:
-        functions: their names; they can be loaded.
+        functions: names of functions that can be loaded.
         call: prompts, completions and keywords of `score_chunk`.
     """
     for function in functions:
@@ -290,7 +291,7 @@ def _missing_package(error: BaseException) -> str:
 
 
 def _is_in_a_file(error: BaseException) -> bool:
-    """Whether a file's own code raised, not text that a function executes (a response, say)."""
+    """Return whether the code of a file raised, not text that a function executes."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     return bool(frames) and os.path.isfile(frames[-1].filename)
 
@@ -301,9 +302,9 @@ def _shortened(report: str) -> str:
 
 
 def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None, str]:
-    """(value, None, "") of a call, or (None, what it raised, the traceback of that as text).
+    """Return (value, None, "") of a call, or (None, exception, its traceback as text).
 
-    Text, because an exception of a user's class may not survive the way back to the parent.
+    The traceback is text, because the parent process may be unable to unpickle the exception.
     """
     try:
         try:

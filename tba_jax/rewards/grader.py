@@ -80,7 +80,7 @@ class Grader:
             prompts: one for each response.
             responses: int32 [t] each, end-of-sequence included.
             has_eos: False where the length limit cut the response.
-            verdicts: of their environments; None: the rewards are asked.
+            verdicts: results of their environments; None: the reward source scores the responses.
         """
         texts = self.decode_text(responses)
         asked = [i for i in range(len(texts)) if not verdicts or verdicts[i] is None]

@@ -16,7 +16,7 @@ from tba_jax.rewards.source import ScoreResult
 
 
 class InProcessRewards:
-    """Scores responses in the thread that asks.
+    """Scores responses in the calling thread.
 
     Args:
         names: of the functions, with commas between them.
@@ -32,7 +32,8 @@ class InProcessRewards:
         *,
         is_part: bool,
     ) -> None:
-        functions.forget_loaded()  # a cell that runs again gives another function of the same name
+        # Running a notebook cell again defines another function of the same name.
+        functions.forget_loaded()
         self._functions = functions.split_functions(names)
         self._weights = tuple(weights) or (1.0,) * len(self._functions)
         self._max_failure_rate = max_failure_rate

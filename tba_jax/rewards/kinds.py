@@ -29,7 +29,7 @@ START_MODEL = "embedded:start_model"
 
 
 class TaskSection(Protocol):
-    """What rewards read of the settings of the task."""
+    """Settings of the task that rewards read."""
 
     @property
     def environment(self) -> str:
@@ -38,7 +38,7 @@ class TaskSection(Protocol):
 
 
 class Sections(Protocol):
-    """Sections of the config that rewards are made from."""
+    """Sections of the config that describe rewards."""
 
     @property
     def task(self) -> TaskSection:

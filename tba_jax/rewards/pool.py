@@ -299,7 +299,7 @@ class RewardPool:
         self._ready = True
 
     def _trial_error(self) -> LoadError | None:
-        """Why a function fails on the row; a deadline that it misses is no failure yet."""
+        """Return why a function fails on the row; a missed deadline does not count here."""
         if self._row is None:
             return None
         call = Call.on_row(self._functions, *self._row).arguments(range(1))
@@ -494,10 +494,10 @@ class RewardPool:
         return self
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop the processes, whatever they are doing. A `score` under way raises RuntimeError.
+        """Stop the processes, also busy ones. A concurrent `score` raises RuntimeError.
 
         Raises:
-            RewardFailure: they are not gone within `timeout_s`.
+            RewardFailure: they have not ended within `timeout_s`.
         """
         with self._lock:
             if self._closed:

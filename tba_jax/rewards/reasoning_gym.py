@@ -50,10 +50,10 @@ def answer_reward(
 
     Args:
         prompts: questions, texts or chat messages.
-        completions: responses, likewise.
+        completions: responses, texts or chat messages.
         dataset: name in reasoning-gym.
-        seed, size: arguments with which the data set was made.
-        index: the problem's number in it.
+        seed, size: arguments with which the data set was generated.
+        index: index of the problem in the data set.
         columns: not used.
 
     Raises:

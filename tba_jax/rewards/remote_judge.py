@@ -147,17 +147,17 @@ class HttpReward:
 
 
 class Judge(HttpReward):
-    """A language model behind an OpenAI-compatible address, asked to rate each response.
+    """A language model behind an OpenAI-compatible address that rates each response.
 
     Args:
-        url: up to and with /v1.
-        model: its name there.
-        prompt: what it is asked, with {prompt}, {completion} and {COLUMN} filled in.
-        parse: its answer -> the reward; raises where the answer has none.
-        system: message before it.
-        key_variable: environment variable with the key.
-        sampling: further fields of the request.
-        options: as of `HttpReward`.
+        url: address of the API, ending in /v1.
+        model: name of the model at that address.
+        prompt: text of a request, with {prompt}, {completion} and {COLUMN} filled in.
+        parse: answer of the model -> reward; raises an exception if the answer has no reward.
+        system: system message of each request; "": none.
+        key_variable: environment variable with the API key.
+        sampling: further fields of each request.
+        options: arguments of `HttpReward`.
     """
 
     def __init__(

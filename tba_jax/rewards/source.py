@@ -36,11 +36,11 @@ class ScoreResult(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What an environment said of an episode.
+    """Result of an environment for an episode.
 
     Attributes:
-        reward: a finite number, or None where there is a reason.
-        reason: a named reason, or None where there is a reward.
+        reward: a finite number; None if there is a reason.
+        reason: name of the failure; None if there is a reward.
     """
 
     reward: float | None
@@ -116,7 +116,7 @@ class RemoteRewards:
 
 
 class EnvironmentRewards:
-    """Placeholder where the environment gives every reward: an episode without one is rejected."""
+    """Source for runs whose rewards come from environments; rejects episodes without a reward."""
 
     def check(self) -> None:
         """Return at once: the environment is checked."""

@@ -23,7 +23,7 @@ class Summand(NamedTuple):
     """A source in a sum.
 
     Attributes:
-        source: computes rewards, possibly with its own parts, which are kept.
+        source: computes rewards, possibly with parts; these are reported as well.
         weight: weight of its rewards.
         name: name of its rewards among the parts; "": not a part, because it is already a sum.
     """

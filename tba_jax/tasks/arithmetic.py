@@ -22,8 +22,8 @@ import numpy as np
 Split = Literal["train", "eval"]
 
 NUM_TERMS = 6
-# Bounds of running totals: so few sums that a model of half a million parameters can know all of
-# them by heart. It then only has to learn to write them down.
+# Bounds of running totals: a model of half a million parameters can memorise all sums in this
+# range, so it only has to learn to write them step by step.
 MIN_TOTAL, MAX_TOTAL = 0, 20
 MAX_PROMPT_CHARS = 2 * NUM_TERMS - 1
 MAX_WORKED_CHARS = 3 * (NUM_TERMS - 1)

@@ -19,7 +19,7 @@ COLUMN = "data_set"
 
 
 class DataSet(NamedTuple):
-    """One of several data sets; a weight of 0 stands for its number of rows."""
+    """One of several data sets; weight 0: the share follows the number of rows."""
 
     path: str
     weight: float
@@ -105,7 +105,7 @@ class Mixture:
 
     @functools.cached_property
     def _columns(self) -> dict[str, None]:
-        """Every column of every set."""
+        """Names of the columns of all sets, as keys."""
         columns = {name: None for task in self._tasks for name in task.train_problem(0)[1]}
         if COLUMN in columns:
             raise ValueError(
@@ -122,11 +122,7 @@ class Mixture:
         return columns
 
     def most_held_out(self, share: float) -> int:
-        """Return how many rows can be held out so that no set loses more than a share of its own.
-
-        Args:
-            share: of the rows of a set.
-        """
+        """Return the largest number of held-out rows that takes at most `share` of every set."""
         sizes = [task.train_size() + task.eval_size() for task in self._tasks]
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 

@@ -70,7 +70,7 @@ class Task(Protocol):
         ...
 
     def response_kind(self, text: str) -> str | None:
-        """Return which of `response_kinds` a response is; None for none of them."""
+        """Return the kind of a response, one of `response_kinds`, or None."""
         ...
 
 

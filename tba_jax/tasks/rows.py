@@ -4,8 +4,8 @@
 A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
 one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". JSON lines are validated in one pass
 when opened and then read one at a time, so a data set need not fit in memory; rows of Parquet files
-and of the hub are kept in memory. Invariant: every row comes with its place (file and line), for
-error messages.
+and of the hub are kept in memory. Invariant: readers yield every row with its place (file and
+line), for error messages.
 """
 
 import array

@@ -78,7 +78,7 @@ class ObjectiveSettings(Section):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the settings by these names; names that are not declared here go to `own`.
+        """Return the settings with these values; settings of one objective alone go to `own`.
 
         Args:
             values: values by name; None keeps the objective's default.

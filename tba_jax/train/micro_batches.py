@@ -112,8 +112,7 @@ def gradients(
             weights = weigh(token_logprobs, cut.take(rows.tokens, i))
             return add(total, pull, weights), cut.put(scored, i, token_logprobs)
 
-        nothing = _nothing(rows, score)
-        total, scored = jax.lax.fori_loop(0, cut.used, one_pass, (first, nothing))
+        total, scored = jax.lax.fori_loop(0, cut.used, one_pass, (first, _zeros(rows, score)))
     else:
         scored = score_all(rows, params, cut, score)
         weights = weigh(scored, rows.tokens)
@@ -134,10 +133,10 @@ def score_all(rows: Rows, params: Any, cut: Cut, score: Score) -> Array:
     def one(i: Array, scored: Array) -> Array:
         return cut.put(scored, i, score(params, cut.take(rows.inputs, i)))
 
-    return jax.lax.fori_loop(0, cut.used, one, _nothing(rows, score))
+    return jax.lax.fori_loop(0, cut.used, one, _zeros(rows, score))
 
 
-def _nothing(rows: Rows, score: Score) -> Array:
+def _zeros(rows: Rows, score: Score) -> Array:
     """Return zeros in the shape of the scores of all rows."""
     if score is rows.score:
         return jnp.zeros_like(rows.tokens.behavior)

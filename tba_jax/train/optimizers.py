@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules and the optimisers that follow them, composed of parts of optax.
+"""Learning rates, and the optimisers that follow them, composed of parts of optax.
 
 Invariant: `learning_rate` and `weight_decay` have the same meaning for every optimiser (root mean
 square of a settled update; decay times learning rate, on matrices only).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from jaxtyping import Array
 
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
+from tba_jax.train.schedules import value_at
 
 # Adafactor factors two axes of at least this size. The default of optax, 128, would not factor
-# query matrices [d, heads, 64], because heads are an axis of their own here.
+# query matrices [d, heads, 64], because heads are a separate axis.
 _SMALLEST_FACTORED = 32
 
 
@@ -33,29 +35,7 @@ def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
     References:
         TBA, arXiv:2503.18929, appendix B.1.
     """
-    rate = rate.over(num_steps)
-    start, final, steps = rate.start, rate.final, rate.steps or 0
-    if rate.shape == "constant":
-        moving: optax.Schedule = optax.constant_schedule(start)
-    elif rate.shape == "linear":
-        moving = optax.linear_schedule(start, final, steps)
-    else:
-        moving = optax.cosine_decay_schedule(start, steps, alpha=final / start)
-    parts = [(0, moving)]
-    if rate.hold:
-        parts = [(0, optax.constant_schedule(start)), (rate.hold, moving)]
-    if rate.warmup:
-        # The first step uses 1 / warmup of the rate: a rate of 0 would waste the first batch.
-        def rising(step: Any) -> Any:
-            return start * (step + 1) / rate.warmup
-
-        first, *rest = parts
-        parts = [(0, rising), (rate.warmup, first[1]), *((rate.warmup + s, f) for s, f in rest)]
-    if rate.jump is not None:
-        parts = [(s, f) for s, f in parts if s < rate.jump or not s]
-        parts.append((rate.jump, optax.constant_schedule(final)))
-    boundaries = [at for at, _ in parts[1:]]
-    return optax.join_schedules([f for _, f in parts], boundaries) if boundaries else moving
+    return functools.partial(value_at, rate.over(num_steps))
 
 
 def make_optimizer(

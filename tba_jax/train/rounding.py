@@ -2,7 +2,7 @@
 """Stochastic rounding of parameters and moments in bfloat16: unbiased, so small updates count.
 
 bfloat16 has eight significant bits: rounding to nearest loses an update below 1/512 of a weight,
-however often it is repeated. Stochastic rounding keeps the sum correct on the mean.
+however often it is repeated. Stochastic rounding keeps the expected sum correct.
 
 Invariant: a rounded number is a neighbour of the exact number, and its mean is the exact number.
 The choice depends on the key and the position in the tree, not on the devices.

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a schedule at a traced step, for the training target.
-
-The learning rate uses `optimizers.learning_rate_schedule`, made of optax's functions.
-"""
+"""Values of a schedule at a traced step."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -30,9 +27,10 @@ def value_at(schedule: Schedule, step: Array | int) -> Float[Array, ""]:
         if schedule.shape == "cosine":
             share = (1 - jnp.cos(jnp.pi * share)) / 2
         value = start + (final - start) * share
-    if schedule.jump is not None:
-        value = jnp.where(jnp.asarray(step) >= schedule.jump, final, value)
     if schedule.warmup:
+        # The first step uses 1 / warmup of START: a rate of 0 would waste the first batch.
         rising = start * (jnp.asarray(step, jnp.float32) + 1) / schedule.warmup
         value = jnp.where(jnp.asarray(step) < schedule.warmup, rising, value)
+    if schedule.jump is not None:
+        value = jnp.where(jnp.asarray(step) >= schedule.jump, final, value)
     return value.astype(jnp.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train state: contents, initialisation and sharding.
 
-Invariant: arrays that belong to a parameter (moments, reference) are made and kept with the
-parameter's sharding, never whole on one device.
+Invariant: moments and reference are created and kept with the sharding of their parameters, never
+whole on one device.
 """
 
 import functools
@@ -61,7 +61,7 @@ class StepShardings(NamedTuple):
         groups: sharding of a batch's arrays per prompt and per response, [p ...].
         replicated: sharding of the metrics.
         compute: sharding of the computation.
-        base: shardings of the frozen parameters beside adapters; None if all parameters train.
+        base: shardings of the frozen parameters under adapters; None if all parameters train.
         log_z_size, log_z_layers: as in `init_state`.
         compiler_options: XLA options of the compiled step.
     """
@@ -167,7 +167,7 @@ def make_init_state(
 ) -> Callable[[Any], TrainState]:
     """Return a jitted `init_state` for parameters sharded as `shardings.state`; donates them.
 
-    Moments are made with their sharding, never whole on one device.
+    Moments are created sharded, never whole on one device.
     """
     return jax.jit(
         functools.partial(
@@ -209,5 +209,5 @@ def init_state(
 
 
 def trainable(params: Any, head: LogZHead | None) -> Any:
-    """Return what the optimiser updates; without a head, the policy's tree alone."""
+    """Return the tree that the optimiser updates: the policy, with the head if there is one."""
     return params if head is None else (params, head)

@@ -63,7 +63,7 @@ class Batches(Protocol):
         """Return plan and batch of a step.
 
         Args:
-            step: optimiser updates done.
+            step: number of completed steps.
             wants_stop: whether this process received a stop request.
             is_publishing: whether this process still writes the last published weights.
         """

@@ -80,11 +80,11 @@ class GroupData(NamedTuple):
 
     @property
     def num_drawn(self) -> Float[Array, " p"]:
-        """K of each prompt, the sum of its weights; 0 for prompts in other parts."""
+        """K of each prompt, the sum of its weights; 0 for prompts in other parts of the batch."""
         return jnp.sum(self.weight, axis=1)
 
     def mean_over_group(self, x: Float[Array, "p k"]) -> Float[Array, " p"]:
-        """Return the weighted mean of each group; 0 for prompts in other parts."""
+        """Return the weighted mean of each group; 0 for prompts in other parts of the batch."""
         return jnp.sum(x * self.weight, axis=1) / jnp.maximum(self.num_drawn, 1)
 
     def mean_over_prompts(self, x: Float[Array, " p"]) -> Float[Array, ""]:
@@ -121,7 +121,8 @@ class Objective(abc.ABC):
             run's policy, are then refused.
         needs_token_reference: the objective reads the reference token by token, which requires
             that the trainer scores the reference.
-        beta_is: positive: the objective divides by beta; any: 0 drops the reference; unused.
+        beta_is: positive: the objective divides by beta; any: beta may be 0, which drops the
+            reference; unused: the objective does not read beta.
         needs_soft_value: the objective reads the soft value of each prompt from the buffer.
         needs_advantages: the objective reads advantages that the searcher computed.
         epochs, minibatches: passes over a batch, and updates per pass. Only objectives that bound
@@ -187,7 +188,7 @@ def summed(
     log_z: Float[Array, " p"] | None = None,
     weight: Float[Array, "p k"] | None = None,
 ) -> GroupData:
-    """Return groups of which only sums are known: one-token responses drawn by the policy itself.
+    """Return groups of responses with known sums, as one-token responses drawn by the policy.
 
     Args:
         policy_logprob, reference_logprob, reward, log_z: as in `GroupData`.

@@ -75,8 +75,8 @@ class TrajectoryBalance(Objective):
     )
     balance: Literal["episode", "turn"] = field(
         "episode",
-        "part of a response with a residual of its own: episode: the whole response; turn: each "
-        "turn of an episode, between learned soft values, which is exact for random observations",
+        "unit that has a residual: episode: the whole response; turn: each turn of an episode, "
+        "between learned soft values, which is exact for random observations",
     )
     anchor: Literal["reference", "behavior", "ema_surrogate", "none"] = field(
         "reference",
