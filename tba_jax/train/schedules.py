@@ -2,12 +2,13 @@
 """Values of a schedule at a traced step."""
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from tba_jax.settings import Schedule
 
 
-def value_at(schedule: Schedule, step: Array | int) -> Float[Array, ""]:
+def value_at(schedule: Schedule, step: ArrayLike) -> Float[Array, ""]:
     """Return the schedule's value at an optimiser step, float32.
 
     Args:
