@@ -23,8 +23,51 @@ from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig, num_params, scores_of
+from tba_jax.planning import roofline
 from tba_jax.run import model_parts
 from tba_jax.train.state import HOST_MEMORY, TrainState
+
+# FLOPs of bfloat16 products in the time in which memory delivers a byte: 156 (A100) to 560 (v6e).
+_FLOPS_PER_BYTE = 240.0
+
+
+def trainer_share(config: Config, model_config: TransformerConfig) -> float:
+    """Return the share of the devices that should train so that neither side waits for the other.
+
+    Compares rooflines of the work that no program can avoid, as the balance of a plan does:
+    responses are decoded to half of their limit, and rows of training are padded unless packed.
+    """
+    x, t = config.task.max_prompt_tokens, max(1, config.search.max_new_tokens // 2)
+    padded = t if config.batch.packed_length else config.search.max_new_tokens
+    k, samples = config.objective.group_size, config.search.samples_per_prompt
+    trained = config.batch.num_prompts * k
+    sampled = config.replay.recency_prob * config.batch.num_prompts * samples
+    training = roofline.train_flops(
+        model_config,
+        num_rows=trained,
+        prompt_tokens=x,
+        response_tokens=padded,
+        responses_per_prompt=k if config.batch.share_prompts or config.batch.packed_length else 1,
+    )
+    forward = training / 3
+    if remat_of(config) == "layers":
+        training += forward
+    searching = 2.0 * roofline.matrix_entries(model_config) * x * sampled / samples
+    if config.reference.placement == "trainer":
+        training += forward
+    else:
+        searching += forward * sampled / trained
+    narrow = config.search.quantization != "none"
+    slots = num_slots(config)
+    decoding = roofline.decode_work(
+        model_config,
+        itemsize=1 if narrow else jnp.dtype(config.model.rollout_dtype).itemsize,
+        num_steps=t,
+        prompt_tokens=x,
+        response_lengths=[t] * slots,
+    )
+    searching += max(decoding.num_flops, decoding.num_bytes * _FLOPS_PER_BYTE) * sampled / slots
+    return training / (training + searching)
 
 
 def held_bytes(config: Config, model_config: TransformerConfig) -> float:

@@ -19,9 +19,8 @@ from tba_jax.devices.platform import Platform, platform_of
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
 
-# The next version of the weights arrives while the current one is in use, and programs need memory
-# too: a group gets more devices where weights and cache leave less than this share.
-_SHARE_FOR_PROGRAMS = 0.15
+SHARE_FOR_PROGRAMS = 0.15
+"""Share of a device's memory for programs: weights, cache and train state leave at least this."""
 _SHARE_FOR_CHOICES = 0.1  # a run is not compiled before it begins, as a plan is
 _ROWS = "batch.micro_batch_rows"
 
@@ -95,7 +94,7 @@ def holds_state(
     if not mesh_exists(size, config, model_config, hosts):
         return False
     held = estimates.held_bytes(config, model_config) / size
-    return held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS)
+    return held <= hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
 
 
 def micro_batch_options(config: Config, num_parts: int) -> list[int]:
@@ -150,7 +149,7 @@ def micro_batch_rows(
     elif config.batch.packed_length:
         whole = config.batch.num_prompts * k
         larger = [n for n in reversed(options) if (n % k == 0 or n >= whole) and n > wanted]
-        room *= 1 - _SHARE_FOR_PROGRAMS  # No other choice in this function nearly fills the memory.
+        room *= 1 - SHARE_FOR_PROGRAMS  # No other choice in this function nearly fills the memory.
     is_possible = wanted % (num_parts * config.objective.built.minibatches) == 0 and (
         config.batch.packed_length or wanted in options
     )
@@ -175,9 +174,10 @@ def sizes(
 ) -> dict[str, Any]:
     """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
 
-    The number of decode slots is that of a round, halved until the slots fit the memory. A
-    micro-batch has as many rows as fit. `model.remat=dots` is chosen if whole groups then fit each
-    device. A number of rows in the config is changed as `micro_batch_rows` says.
+    The number of decode slots is that of a round, halved until the slots fit the memory; on shared
+    devices, beside a small micro-batch. A micro-batch has as many rows as fit. `model.remat=dots`
+    is chosen if whole groups then fit each device. A number of rows in the config is changed as
+    `micro_batch_rows` says.
 
     Args:
         config: of the run; its placement is decided.
@@ -190,29 +190,39 @@ def sizes(
     """
     fields: dict[str, Any] = {}
     held = estimates.held_bytes(config, model_config) / mesh.size
+    platform, parts = platform_of(devices[0]), mesh.num_parts
+    wanted, options = config.batch.micro_batch_rows, micro_batch_options(config, parts)
+    least = min(config.objective.group_size * parts, options[-1])
+
+    def needed(n: int, remat: str) -> float:
+        trial = _with(config, "model", remat=remat)
+        return estimates.step_bytes(n // parts, trial, model_config, mesh, platform)
+
     if not config.search.num_slots:
-        room = (hbm_bytes - held) / 2 if shares_devices else hbm_bytes
-        slots = _open_slots(config, of_searcher, room * (1 - _SHARE_FOR_PROGRAMS))
+        # Decoding is bound by memory: more slots save more time than more rows of a micro-batch.
+        kept = (wanted or least, options[0]) if shares_devices else (0,)
+        slots = max(
+            _open_slots(
+                config,
+                of_searcher,
+                hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
+                - (held + needed(n, remat_of(config)) if n else 0.0),
+            )
+            for n in kept
+        )
         if slots < estimates.num_slots(config):
             fields["search.num_slots"] = slots
             config = _with(config, "search", num_slots=slots)
     free = hbm_bytes - held - (of_searcher(config) if shares_devices else 0.0)
-    platform, parts = platform_of(devices[0]), mesh.num_parts
-    wanted, options = config.batch.micro_batch_rows, micro_batch_options(config, parts)
-
-    def fits(n: int, remat: str, room: float) -> bool:
-        trial = _with(config, "model", remat=remat)
-        return estimates.step_bytes(n // parts, trial, model_config, mesh, platform) <= room
-
     if wanted:
         rows = micro_batch_rows(config, model_config, mesh, free, platform)
         fields[_ROWS] = rows
         least, options = 0, [rows]
     else:
-        least = min(config.objective.group_size * parts, options[-1])
         free -= _SHARE_FOR_CHOICES * hbm_bytes
     for remat in _remats(config, wants_products=platform != "cpu"):
-        possible = [n for n in options if fits(n, remat, free * (1 - _SHARE_FOR_PROGRAMS))]
+        room = free * (1 - SHARE_FOR_PROGRAMS)
+        possible = [n for n in options if needed(n, remat) <= room]
         rows = max(possible, default=options[0])
         if possible and rows >= least:
             break
@@ -263,7 +273,7 @@ def group_size(
     """Return the fewest devices of a searcher group that hold weights, cache and reward models."""
     sizes = group_sizes(model_config, pool, per_host, devices)
     for g in sizes:
-        if bytes_of(g) <= free_bytes * (1 - _SHARE_FOR_PROGRAMS):
+        if bytes_of(g) <= free_bytes * (1 - SHARE_FOR_PROGRAMS):
             return g
     if not sizes:
         raise PlacementError(

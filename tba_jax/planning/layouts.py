@@ -24,6 +24,7 @@ from tba_jax.devices.placement import (
     arrange,
     hosts_of,
 )
+from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.slices import left_to_search, on_whole_hosts
 from tba_jax.models.transformer import TransformerConfig
@@ -121,12 +122,12 @@ def choose(
     """Return the config with a placement for these devices, and that placement.
 
     A fleet stays a fleet (`fleets`), and whole hosts stay whole hosts. One host: `shared` on one
-    device, otherwise `split` in halves. Several hosts: the trainer gets half of the chips of each
-    host where the chips allow it (v4 and v5p); elsewhere it shares all chips with the searchers.
-    Rows are padded, since hosts cannot pack rows together. The trainer's mesh divides parameters
-    over as many devices as divide the rows of a batch (in a pod, its prompts); the other axis is
-    tensor-parallel. Searcher groups are as small as weights and cache allow. In a pod, a batch
-    whose prompts no mesh divides gets more prompts, and `notes` says so.
+    device, otherwise `split`, balanced by `estimates.trainer_share`. Several hosts: the trainer
+    gets that share of each host where the chips allow it (v4 and v5p). Where no division holds the
+    train state and the searchers, both share all devices. The trainer's mesh divides parameters
+    over as many devices as divide the rows of a batch; the other axis is tensor-parallel. Searcher
+    groups are as small as weights and cache allow. In a pod, a batch whose prompts no mesh divides
+    gets more prompts, and `notes` says so.
 
     Args:
         config: config of the run.
@@ -169,30 +170,45 @@ def _choose_every_host(
     """Choose a placement in which every host trains and searches."""
     hosts = len(hosts_of(devices))
     per_host = len(devices) // hosts
-    half = len(devices) / 2
-    sizes = [n for n in trainer_options(devices) if n >= len(devices) / 4]
-    sizes = [*sorted(sizes, key=lambda n: abs(n - half)), len(devices)]
+    share = 0.5  # CPU devices share their cores
+    if platform_of(devices[0]) != "cpu":
+        share = estimates.trainer_share(config, model_config)
+    wanted = share * len(devices)
+    sizes = sorted(trainer_options(devices), key=lambda n: abs(n - wanted))
     fields: dict[str, Any] = {
         "placement": "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
     }
     notes = []
-    if hosts > 1 and not any(fitting.mesh_exists(n, config, model_config, hosts) for n in sizes):
-        fields["batch.num_prompts"] = fitting.divisible_prompts(config, model_config, sizes, hosts)
+    possible = [*sizes, len(devices)]
+    if hosts > 1 and not any(fitting.mesh_exists(n, config, model_config, hosts) for n in possible):
+        fields["batch.num_prompts"] = fitting.divisible_prompts(
+            config, model_config, possible, hosts
+        )
         notes.append(
             f"batch.num_prompts is {fields['batch.num_prompts']} instead of "
             f"{config.batch.num_prompts}, which no mesh of {hosts} hosts divides; a run with "
             "another batch size is another experiment"
         )
     given, config = config, replace(config, fields)
-    size = next(
-        (n for n in sizes if fitting.holds_state(n, config, model_config, hbm_bytes, hosts)),
-        len(devices),
-    )
+    searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
+    # Fewer slots are chosen where a round of them does not fit, but not far fewer.
+    few = -(-estimates.num_slots(config) // 4)
+    least = replace(config, {"search.num_slots": config.search.num_slots or few})
+    least_searching = estimates.searcher_bytes(least, model_config, devices, judge_bytes)
+
+    def holds(n: int) -> bool:
+        pool = per_host - n // hosts
+        room = hbm_bytes * (1 - fitting.SHARE_FOR_PROGRAMS)
+        groups = fitting.group_sizes(model_config, pool, per_host, devices)
+        return fitting.holds_state(n, config, model_config, hbm_bytes, hosts) and any(
+            least_searching(g) <= room for g in groups
+        )
+
+    size = next(filter(holds, sizes), len(devices))
     shares_devices = size == len(devices)
     mesh = fitting.mesh_shape(size, config, model_config, hosts)
     pool = per_host if shares_devices else per_host - size // hosts
     held = estimates.held_bytes(config, model_config) / size
-    searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
     free = hbm_bytes - held if shares_devices else hbm_bytes
     group = fitting.group_size(model_config, pool, per_host, free, devices, searching)
     fields |= {

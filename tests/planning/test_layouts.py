@@ -20,7 +20,8 @@ from tba_jax.planning import chips, estimates, fitting, layouts, programs
 from tba_jax.planning.model_shapes import PUBLISHED
 from tba_jax.run import trainer_parts
 
-PRESETS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "math.py"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+PRESETS = runpy.run_path(str(CONFIGS / "math.py"))
 RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
 
 
@@ -46,9 +47,9 @@ def test_hosts_have_four_chips_by_default():
         assert len({d.process_index for d in devices}) == hosts, text
 
 
-def choose(preset, model, text):
+def choose(preset, model, text, **changes):
     topology = chips.parse_topology(text)
-    config = freeze(PRESETS["get_config"](preset))
+    config = replace(freeze(PRESETS["get_config"](preset)), changes)
     shape = config_json.transformer_config(PUBLISHED[model])
     return layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
 
@@ -89,7 +90,10 @@ def test_every_slice_gets_a_placement_that_it_accepts(
 
 
 def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
-    """20 responses a chip; fewer where there is less room; without sharing as was asked for."""
+    """Padded rows: 20 responses a chip, fewer where there is less room, or the rows of the config.
+
+    Packed rows are filled with whole groups, and fewer slots are chosen before they are halved.
+    """
     pytest.importorskip("libtpu")
     topology, config = chips.parse_topology("v5e:2x4"), freeze(PRESETS["get_config"]("gsm8k"))
     shape = config_json.transformer_config(PUBLISHED[RHO])
@@ -97,11 +101,39 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
     def rows(hbm_bytes, **changes):
         given = replace(config, {f"batch.{name}": value for name, value in changes.items()})
         chosen, _ = layouts.choose(given, shape, topology.devices(), hbm_bytes)
-        return chosen.batch.micro_batch_rows
+        return chosen.batch.micro_batch_rows, chosen.search.num_slots
 
-    assert rows(topology.chip.hbm_bytes) == 8 * 20
-    assert rows(12e9) == 8 * 5
-    assert rows(topology.chip.hbm_bytes, share_prompts=False) == 8
+    everything = topology.chip.hbm_bytes
+    assert rows(everything, packed_length=0) == (8 * 20, 0)
+    assert rows(12e9, packed_length=0) == (8 * 10, 36)
+    assert rows(everything, packed_length=0, share_prompts=False) == (8, 0)
+    assert rows(everything) == (4 * 20, 0) and rows(12e9) == (2 * 20, 36)
+
+
+@pytest.mark.parametrize(
+    ("changes", "nearest"),
+    [
+        ({}, 3.1),  # as the compiled programs: docs/results/plans.md
+        ({"replay.recency_prob": 0.2}, 6.1),
+        ({"search.num_slots": 8}, 0.9),
+        ({"model.rollout_dtype": "float32"}, 2.2),
+    ],
+)
+def test_the_trainer_gets_the_share_of_the_work_that_it_has(changes, nearest):
+    """Fewer slots read the weights more often; less fresh data needs fewer searchers."""
+    config = replace(freeze(PRESETS["get_config"]("gsm8k")), changes)
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    assert 8 * estimates.trainer_share(config, shape) == pytest.approx(nearest, abs=0.1)
+
+
+def test_searchers_that_fit_no_group_share_the_trainers_devices():
+    """v5e accepts groups of one chip or all; four searchers of one chip would not hold 2.8B."""
+    pytest.importorskip("libtpu")
+    topology = chips.parse_topology("v5e:2x4@8")
+    config = freeze(runpy.run_path(str(CONFIGS / "tldr.py"))["get_config"]("pythia2.8b"))
+    shape = config_json.transformer_config(PUBLISHED[config.model.path])
+    _, choice = layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
+    assert (choice.name, choice.num_groups) == ("shared", 1)
 
 
 def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
@@ -322,10 +354,11 @@ def test_a_slice_of_several_hosts_wants_a_pod():
 
 def test_a_batch_that_no_mesh_of_a_pod_divides_gets_more_prompts_and_says_so():
     pytest.importorskip("libtpu")
-    config, choice = choose("gsm8k", RHO, "v5e:2x4")
-    assert config.batch.num_prompts == choice.fields["batch.num_prompts"] == 8
-    assert any("8 instead of 7" in note for note in choice.notes)
-    assert any("packed" in note for note in choice.notes)
+    few = {"batch.num_prompts": 3, "batch.packed_length": 0}
+    config, choice = choose("gsm8k", RHO, "v5e:2x4", **few)
+    prompts = config.batch.num_prompts
+    assert prompts == choice.fields["batch.num_prompts"] > 3
+    assert any(f"{prompts} instead of 3" in note for note in choice.notes)
     _, choice = choose("math", QWEN, "v6e:4x4")
     assert not choice.notes
 
