@@ -4,9 +4,11 @@
 import itertools
 from typing import Any
 
+import jax
 import numpy as np
 
 from tba_jax.decoding.requests import Response, Statistics
+from tba_jax.environments.episode import SingleTurnSession
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.replay.admission import Admission, Demand
@@ -15,6 +17,7 @@ from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.search.sampler import GroupSession, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.weights.transport import Published
 
@@ -50,8 +53,6 @@ class CountdownSession:
         self._slots = []
         self._requests = itertools.count()
 
-    is_waiting = False
-
     @property
     def is_idle(self):
         return not (self._queue or self._slots)
@@ -60,7 +61,7 @@ class CountdownSession:
     def room(self):
         return self.num_slots - len(self._slots) - len(self._queue)
 
-    def submit(self, prompt):
+    def submit(self, prompt, keys, settings, temperatures):
         request, prompt_id = next(self._requests), int(prompt[0]) - 1
         for sample in range(2):
             self._queue.append([request, sample, prompt_id, self._lengths(prompt_id, sample), 0])
@@ -87,19 +88,16 @@ class CountdownSession:
         ]  # fmt: skip
 
 
-class CountdownSampler:
+class CountdownSampler(Sampler):
     """Opens such sessions."""
 
-    settings = SETTINGS
-
     def __init__(self, lengths):
+        super().__init__(None, SETTINGS, jax.random.key(0), 3)
         self._lengths = lengths
 
-    def open(self, published):
-        return CountdownSession(published, self._lengths)
-
-    def submit(self, session, prompt, number):
-        return session.submit(prompt.tokens), np.ones(2)
+    def open(self, published, *, is_fed):
+        session = CountdownSession(published, self._lengths)
+        return GroupSession(self, SingleTurnSession(session))
 
 
 class FirstToken:

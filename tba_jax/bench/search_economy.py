@@ -17,10 +17,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from tba_jax.bench.reporting import columns, make_parser, run_command
 from tba_jax.decoding.requests import Response, Statistics
+from tba_jax.environments.episode import SingleTurnSession
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.replay.admission import Admission, Demand
@@ -30,6 +32,7 @@ from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grades
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.search.sampler import GroupSession, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.weights.transport import Published
 
@@ -121,7 +124,6 @@ class Slots:
         self._left = np.zeros(SLOTS, np.int64)
         self._owner: list[tuple[int, int, int] | None] = [None] * SLOTS
         self._requests = 0
-        self.is_waiting = False
 
     @property
     def is_idle(self) -> bool:
@@ -133,8 +135,9 @@ class Slots:
         """Return the number of free slots beyond the queue."""
         return int((self._left == 0).sum()) - len(self._queue)
 
-    def submit(self, prompt_id: int) -> int:
+    def submit(self, prompt: np.ndarray, keys: Any, settings: Any, temperatures: Any) -> int:
         """Queue the samples of a prompt."""
+        prompt_id = int(prompt[0])
         mean = MEAN_LENGTH * difficulty(prompt_id) / (math.e - 1)
         lengths = self._rng.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, SAMPLES)
         request, self._requests = self._requests, self._requests + 1
@@ -170,22 +173,20 @@ class Slots:
         return ended
 
 
-class SlotSampler:
+class SlotSampler(Sampler):
     """Sampler that opens simulated decode sessions."""
 
-    settings = SearchSettings(samples_per_prompt=SAMPLES, prompts_per_round=SLOTS // SAMPLES)
-
     def __init__(self, serial: list[int], seed: int) -> None:
+        settings = SearchSettings(samples_per_prompt=SAMPLES, prompts_per_round=SLOTS // SAMPLES)
+        decoder: Any = None  # what is pretended: there is no model
+        super().__init__(decoder, settings, jax.random.key(0), 0)
         self._serial, self._seed = serial, seed
 
-    def open(self, published: Published) -> Any:
+    def open(self, published: Published, *, is_fed: bool) -> GroupSession:
         """Open an empty session."""
-        self.session = Slots(published.version, self._serial, self._seed)
-        return self.session
-
-    def submit(self, session: Any, prompt: Prompt, number: int) -> tuple[int, np.ndarray]:
-        """Return the samples of a prompt."""
-        return session.submit(prompt.prompt_id), np.ones(SAMPLES)
+        session: Any = Slots(published.version, self._serial, self._seed)
+        self.session = session
+        return GroupSession(self, SingleTurnSession(session))
 
 
 class NoRewards:
@@ -237,7 +238,7 @@ class World:
             index=i,
             stream=Prompts(i, self.case.searchers),
             weights=self._delivered,
-            sampler=self.samplers[i],  # pyright: ignore[reportArgumentType]  # what is pretended
+            sampler=self.samplers[i],
             grader=NoRewards(),  # pyright: ignore[reportArgumentType]
             reference=None,
             padding=Padding((1,), (2**20,), 0),

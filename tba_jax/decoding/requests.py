@@ -57,6 +57,7 @@ class Response(NamedTuple):
         token_logprobs: float32 [t], of the distribution sampled from.
         has_eos: False if the length limit cut it.
         version_min, version_max: oldest and newest version that read its prompt or drew a token.
+        temperature: sampling temperature.
     """
 
     request: int
@@ -66,6 +67,7 @@ class Response(NamedTuple):
     has_eos: bool
     version_min: int
     version_max: int
+    temperature: float = 1.0
 
 
 @dataclasses.dataclass

@@ -410,6 +410,7 @@ class Session:
                         has_eos=has_ended,
                         version_min=occupant.version_min,
                         version_max=self.version,
+                        temperature=float(occupant.request.temperatures[occupant.sample]),
                     )
                 )
         self.statistics.steps += longest

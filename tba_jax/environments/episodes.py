@@ -20,10 +20,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import fold_in
-from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
+from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.decoding.session import Session
 from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.environments.episode import Episode, SingleTurnSession
 from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
 from tba_jax.flow.trajectory import FinishReason, Prompt
 from tba_jax.models.transformer import Params
@@ -50,38 +52,6 @@ class Texts(Protocol):
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return chat messages as text."""
         ...
-
-
-class Episode(NamedTuple):
-    """A finished episode; host arrays, t tokens after the prompt.
-
-    Attributes:
-        request: number that `EpisodeSession.submit` returned.
-        sample: index among the request's samples.
-        tokens: int32 [t], sampled tokens and observations.
-        token_logprobs: float32 [t], 0 at observations.
-        is_sampled: bool [t], False at observations.
-        finish: reason of the end.
-        version_min, version_max: first and last weight version that drew its tokens.
-        verdict: its reward, or the reason for none; None: reward functions compute it.
-        environment_s: seconds that it waited for its environment.
-    """
-
-    request: int
-    sample: int
-    tokens: np.ndarray
-    token_logprobs: np.ndarray
-    is_sampled: np.ndarray
-    finish: FinishReason
-    version_min: int
-    version_max: int
-    verdict: Verdict | None
-    environment_s: float
-
-    @property
-    def has_eos(self) -> bool:
-        """Return whether the episode ended by itself, before any limit."""
-        return self.finish in ("eos", "done")
 
 
 class TakenAnswer(NamedTuple):
@@ -225,11 +195,12 @@ class Episodes:
         return self.tokenizer.encode(whole[len(before) :], add_bos=False)
 
 
-class EpisodeSession:
-    """Episodes in the slots of a decode session, with the methods of `Session`; for one thread."""
+class EpisodeSession(SingleTurnSession):
+    """Episodes of several turns in the slots of a decode session; one thread drives it."""
 
     def __init__(self, session: Session, episodes: Episodes, most: int) -> None:
-        self._session, self._episodes, self._most = session, episodes, most
+        super().__init__(session)
+        self._episodes, self._most = episodes, most
         self._queued: collections.deque[_Attempt] = collections.deque()
         self._asked: list[_Attempt] = []  # whose environments have not answered
         self._sampled: dict[int, _Attempt] = {}  # by the session's number of the request
@@ -238,28 +209,11 @@ class EpisodeSession:
         self._num_submitted = 0
 
     @property
-    def version(self) -> int:
-        """Return the version of the weights."""
-        return self._session.version
-
-    @property
-    def num_slots(self) -> int:
-        """Return the number of turns sampled at a time."""
-        return self._session.num_slots
-
-    @property
-    def statistics(self) -> Statistics:
-        """Return the counts of the decode session; tokens are sampled tokens."""
-        return self._session.statistics
-
-    @property
     def is_idle(self) -> bool:
-        """Return whether there is no unfinished episode."""
         return not (self._queued or self._asked or self._sampled or self._ended)
 
     @property
     def room(self) -> int:
-        """Return how many episodes could begin; negative if more are queued."""
         under_way = len(self._asked) + len(self._sampled)
         return min(self._session.room, self._most - under_way) - len(self._queued)
 
@@ -294,10 +248,6 @@ class EpisodeSession:
             self._take(attempt, attempt.environment, Answer(*taken.answer))
         taken, self._taken = self._taken, []
         return taken
-
-    def swap(self, params: Params, version: int) -> None:
-        """Continue with other weights."""
-        self._session.swap(params, version)
 
     def submit(
         self,
@@ -500,7 +450,39 @@ class EpisodeSession:
                 attempt.finish or "done",
                 min(versions),
                 max(versions),
+                attempt.temperature,
                 verdict,
                 attempt.environment_s,
             )
         )
+
+
+def open_session(
+    decoder: Decoder,
+    params: Params,
+    episodes: Episodes | None,
+    *,
+    num_slots: int,
+    num_samples: int,
+    version: int = 0,
+    is_fed: bool = False,
+) -> SingleTurnSession:
+    """Return an empty session of episodes.
+
+    Args:
+        decoder: the engine.
+        params: weights, on the devices to run on.
+        episodes: of a task with an environment; None: episodes of one turn.
+        num_slots: turns sampled at a time.
+        num_samples: samples of a prompt, for the number of prompts in a prefill call.
+        version: version of the weights.
+        is_fed: episodes are submitted while the session runs.
+    """
+    session = decoder.session(
+        params,
+        num_slots=num_slots,
+        prefill_prompts=-(-num_slots // num_samples),
+        version=version,
+        is_fed=is_fed or episodes is not None,
+    )
+    return SingleTurnSession(session) if episodes is None else episodes.over(session)

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded, Decoder, row_keys
+from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.episodes import Episodes, EpisodeSession
+from tba_jax.environments.episodes import Episodes, open_session
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import Verdict, part_means
+from tba_jax.rewards.source import part_means
 
 
 class Responses(NamedTuple):
@@ -244,38 +244,37 @@ class Evaluator:
         decoder, grader, measures, episodes = self._stations[station]
         n, params = self._num_samples, decoder.weights(params)
         keys = row_keys(jax.random.key(0), len(self.prompts) * n).reshape(-1, n, 2)
+        # Environments are not asked again about the prompts before `first`.
+        begin = begin if episodes is None else first
+        session = open_session(
+            decoder,
+            params,
+            episodes,
+            num_slots=min(self._num_slots, (stop - begin) * n),
+            num_samples=n,
+        )
+        temperatures = np.full(n, self._sampling.temperature)
+        for prompt, own in zip(self.prompts[begin:stop], keys[begin:stop], strict=True):
+            session.submit(prompt, own, self._sampling, temperatures)
+        found = sorted(session.run(), key=lambda y: (y.request, y.sample))
+        found = found[(first - begin) * n :]
         prompts = self.prompts[first:stop]
-        verdicts: list[Verdict | None] = []
-        if episodes is None:
-            decoded = decoder.decode(
-                params,
-                [p.tokens for p in self.prompts[begin:stop]],
-                num_samples=n,
-                key=keys[begin:stop],
-                settings=self._sampling,
-                num_slots=self._num_slots,
-            )
-            decoded = Decoded(*(x[first - begin :] for x in decoded))
-        else:
-            session = decoder.session(
-                params, num_slots=self._num_slots, prefill_prompts=self._num_slots, is_fed=True
-            )
-            decoded, verdicts = _episodes(
-                episodes.over(session), prompts, keys[first:stop], self._sampling
-            )
-        at = list(np.ndindex(decoded.lengths.shape))
-        tokens = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at]
-        has_eos = decoded.has_eos.ravel().tolist()
-        grades = grader.grade([prompts[i] for i, _ in at], tokens, has_eos, verdicts)
+        grades = grader.grade(
+            [prompt for prompt in prompts for _ in range(n)],
+            [y.tokens for y in found],
+            [y.has_eos for y in found],
+            [y.verdict for y in found],
+        )
 
         def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
             return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
 
+        lists = by_prompt([y.tokens.tolist() for y in found])
+        has_eos = by_prompt([y.has_eos for y in found])
         responses = Responses(
             prompts,
-            decoded.tokens,
-            decoded.lengths,
-            decoded.has_eos,
+            *_padded(lists, self._sampling.max_new_tokens, decoder.pad_id),
+            np.array(has_eos),
             by_prompt(grades.texts),
             by_prompt(grades.rewards),
             {name: by_prompt(values) for name, values in grades.parts.items()},
@@ -285,8 +284,8 @@ class Evaluator:
             measured.update(measure(params, responses))
         return EvaluationShard(
             first,
-            by_prompt([row.tolist() for row in tokens]),
-            decoded.has_eos.tolist(),
+            lists,
+            has_eos,
             responses.texts,
             responses.rewards,
             responses.parts,
@@ -295,29 +294,15 @@ class Evaluator:
         )
 
 
-def _episodes(
-    session: EpisodeSession, prompts: Sequence[Prompt], keys: np.ndarray, settings: SamplingSettings
-) -> tuple[Decoded, list[Verdict | None]]:
-    """Episodes of the prompts as responses, and the verdicts of their environments."""
-    n = keys.shape[1]
-    temperatures = np.full(n, settings.temperature, np.float32)
-    for prompt, own in zip(prompts, keys, strict=True):
-        session.submit(prompt, own, settings, temperatures)
-    episodes = sorted(session.run(), key=lambda y: (y.request, y.sample))
-    shape = len(prompts), n
-    decoded = Decoded(
-        np.zeros((*shape, settings.max_new_tokens), np.int32),
-        np.array([len(y.tokens) for y in episodes]).reshape(shape),
-        np.zeros((*shape, settings.max_new_tokens), np.float32),
-        np.array([y.has_eos for y in episodes]).reshape(shape),
-        np.array([y.version_min for y in episodes]).reshape(shape),
-        np.array([y.version_max for y in episodes]).reshape(shape),
-    )
-    for y in episodes:
-        at = (y.request, y.sample)
-        decoded.tokens[at][: len(y.tokens)] = y.tokens
-        decoded.token_logprobs[at][: len(y.tokens)] = y.token_logprobs
-    return decoded, [y.verdict for y in episodes]
+def _padded(
+    rows: Sequence[Sequence[Sequence[int]]], length: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return padded tokens, int32 [p n length], and lengths, int [p n]."""
+    lengths = np.array([[len(tokens) for tokens in row] for row in rows])
+    tokens = np.full((*lengths.shape, length), pad_id, np.int32)
+    for i, j in np.ndindex(lengths.shape):
+        tokens[i, j, : lengths[i, j]] = rows[i][j]
+    return tokens, lengths
 
 
 def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Responses:
@@ -333,10 +318,8 @@ def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Resp
             f"shards of an evaluation start at prompts {[part.first for part in parts]} and "
             f"hold {len(rows)} prompts; wanted each of the {len(prompts)} prompts once"
         )
-    lengths = np.array([[len(tokens) for tokens in row] for row in rows])
-    tokens = np.zeros((*lengths.shape, int(lengths.max())), np.int32)
-    for i, j in np.ndindex(lengths.shape):
-        tokens[i, j, : lengths[i, j]] = rows[i][j]
+    longest = max(len(tokens) for row in rows for tokens in row)
+    tokens, lengths = _padded(rows, longest, 0)
 
     def joined(tables: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
         return {name: [row for table in tables for row in table[name]] for name in tables[0]}

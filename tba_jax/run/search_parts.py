@@ -39,10 +39,10 @@ from tba_jax.run.model_parts import (
     reference_shardings,
     searcher_shardings,
 )
-from tba_jax.run.shared import Shared, Sites, make_episodes, make_grader, make_vine
+from tba_jax.run.shared import Shared, Sites, make_episodes, make_grader
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
-from tba_jax.search.rollout import Sampler
+from tba_jax.search.sampler import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
@@ -120,6 +120,7 @@ def make_start_data(
         program,
         prompts_per_round=search.prompts_per_round,
         samples_per_prompt=search.samples_per_prompt,
+        temperature=search.sampling_temperature,
         padding=make_padding(config, tokenizer.pad_id),
     )
 
@@ -430,7 +431,6 @@ def build_searchers(
                 outbox=outboxes[i],
                 clock=shared.clock,
                 shares_prompts=config.batch.share_prompts,
-                vine=make_vine(config, samplers[i], graders[i]),
             ),
             given if shared.sites.first_searcher + i == 0 else None,
         )

@@ -38,8 +38,7 @@ from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.host_state import Facts, RunClock, code_name, fingerprints
 from tba_jax.run.model_parts import describe_model, end_ids, policy_config
 from tba_jax.run.workdir import run_id_of
-from tba_jax.search.rollout import Sampler, sampling_settings
-from tba_jax.search.vine import Vine
+from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.agents import AgentPool
 from tba_jax.serving.chat import TemplateFormat
 from tba_jax.serving.protocol import Served
@@ -325,13 +324,6 @@ def make_gold(
             "--config.eval.gold_reward=package.module:function"
         )
     return None
-
-
-def make_vine(config: Config, sampler: Sampler, grader: Grader) -> Vine | None:
-    """Make the estimator of state values; None where the objective reads none."""
-    if not config.search.vine_tokens:
-        return None
-    return Vine(sampler, grader, config.search.vine_tokens, config.search.vine_samples)
 
 
 @dataclasses.dataclass(frozen=True)

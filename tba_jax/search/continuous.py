@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tba_jax.decoding.requests import Statistics
-from tba_jax.environments.episodes import EpisodeSession, TakenAnswer
+from tba_jax.environments.episodes import TakenAnswer
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.groups import measure
-from tba_jax.search.rollout import Rollout, Session, Transcript, transcript_of
+from tba_jax.search.sampler import GroupSession, SampledGroup
 from tba_jax.search.searcher import Searcher
 from tba_jax.weights.transport import Published
 
@@ -42,17 +42,12 @@ class Ticket(NamedTuple):
     prompt_state: Mapping[str, Any]
 
 
-@dataclasses.dataclass
-class _Open:
-    """A ticket in the session; `left` of its responses are unfinished."""
+class _Begun(NamedTuple):
+    """A ticket in the session, and the version and time of its admission."""
 
     ticket: Ticket
     version: int
     start_s: float
-    temperatures: Sequence[float]
-    responses: list[Transcript | None]
-    left: int
-    published: Published | None
 
 
 class Finished(NamedTuple):
@@ -62,15 +57,13 @@ class Finished(NamedTuple):
         version: version of the weights it began with.
         start_s: time of its admission.
         decode_s: its share of the session's time.
-        published: those weights, if continuations must be drawn with them; else None.
     """
 
     ticket: Ticket
     version: int
     start_s: float
-    transcripts: tuple[Transcript, ...]
+    group: SampledGroup
     decode_s: float
-    published: Published | None = None
 
 
 class SearcherAdmission(Protocol):
@@ -109,9 +102,8 @@ class ContinuousSearch:
         self._admission = admission
         self._swaps_in_flight = swaps_in_flight
         self._log_event = log_event
-        self._session: Session | EpisodeSession | None = None
-        self._published: Published | None = None  # the session's weights, where a vine needs them
-        self._open: dict[int, _Open] = {}  # by the session's number of the request
+        self._groups: GroupSession | None = None
+        self._begun: dict[int, _Begun] = {}  # by the session's number of the group
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._next_number = -1  # before the first prompt was taken
         self._reported = Statistics()
@@ -124,10 +116,11 @@ class ContinuousSearch:
         published = self._parts.weights()
         if published is None:
             return False
-        session = self._opened(published)
+        groups = self._opened(published)
+        session = groups.session
         is_newer = published.version > session.version
         is_draining = is_newer and not (self._swaps_in_flight or session.is_idle)
-        tickets = [] if is_draining else self._admit(session, published.version)
+        tickets = [] if is_draining else self._admit(groups, published.version)
         if not tickets and (session.is_idle or session.is_waiting):
             return False
         self.advance(None if is_draining else published, tickets)
@@ -147,20 +140,17 @@ class ContinuousSearch:
             replayed: responses of environments from a log; None: send requests to
                 environments.
         """
-        session = self._session
-        if published is not None:
-            session = self._opened(published)
-        assert session is not None, "opening a session needs weights"
-        is_swapped = False
-        if published is not None and published.version > session.version:
+        groups = self._groups if published is None else self._opened(published)
+        assert groups is not None, "opening a session needs weights"
+        session = groups.session
+        is_swapped = published is not None and published.version > session.version
+        if published is not None and is_swapped:
             session.swap(published.params, published.version)
-            self._hold(published)
-            is_swapped = True
         for ticket in tickets:
-            self._submit(session, ticket)
-        answers: dict[str, Any] = {}
-        if isinstance(session, EpisodeSession) and (taken := session.take_answers(replayed)):
-            answers = {"answers": taken}
+            (number,) = groups.submit([ticket.prompt], ticket.number)
+            self._begun[number] = _Begun(ticket, session.version, self._parts.clock())
+        taken = session.take_answers(replayed)
+        answers = {"answers": taken} if taken else {}
         number = self.searcher.num_chunks
         # Counted before logging, so that a checkpoint with the log line has the count.
         self.searcher.num_chunks += 1
@@ -177,7 +167,7 @@ class ContinuousSearch:
                 }
             )
             self._is_first = False
-        self._decode(session)
+        self._decode(groups)
 
     def grade(self) -> bool:
         """Grade and commit finished tickets, at most a round's worth; return False without any."""
@@ -199,15 +189,15 @@ class ContinuousSearch:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being decoded."""
-        return self._session is None or self._session.is_idle
+        return self._groups is None or self._groups.session.is_idle
 
     @property
     def room(self) -> int:
         """Number of prompts that could begin now, if admitted."""
-        size, session = self._settings.samples_per_prompt, self._session
-        if session is None:
+        size, groups = self._settings.samples_per_prompt, self._groups
+        if groups is None:
             return -(-(self._settings.num_slots or size * self._settings.prompts_per_round) // size)
-        return -(-max(0, session.room) // size)
+        return -(-max(0, groups.session.room) // size)
 
     def renewed(self) -> "ContinuousSearch":
         """Return a copy with a new session, as after a resume; takes no prompt again."""
@@ -222,25 +212,20 @@ class ContinuousSearch:
 
     def slot_use(self) -> tuple[int, int]:
         """Return (tokens drawn, slot-steps) since the last call."""
-        session = self._session
-        if session is None:
+        if self._groups is None:
             return 0, 0
-        now, before = dataclasses.replace(session.statistics), self._reported
+        now, before = dataclasses.replace(self._groups.session.statistics), self._reported
         self._reported = now
         return now.tokens - before.tokens, now.slot_steps - before.slot_steps
 
-    def _opened(self, published: Published) -> Session | EpisodeSession:
-        if self._session is None:
-            self._session = self._parts.sampler.open(published)
-            self._hold(published)
-        return self._session
+    def _opened(self, published: Published) -> GroupSession:
+        if self._groups is None:
+            self._groups = self._parts.sampler.open(published, is_fed=True)
+        return self._groups
 
-    def _hold(self, published: Published) -> None:
-        """Keep the weights while continuations must be drawn with them."""
-        self._published = published if self._parts.vine is not None else None
-
-    def _admit(self, session: Session | EpisodeSession, version: int) -> list[Ticket]:
+    def _admit(self, groups: GroupSession, version: int) -> list[Ticket]:
         """Return tickets for the free slots, admitted with weights of this version."""
+        session = groups.session
         tickets: list[Ticket] = []
         size = self._settings.samples_per_prompt
         # At most a session's worth waits for grading, however slow that is.
@@ -265,51 +250,29 @@ class ContinuousSearch:
             if not self._parts.outbox.is_committed(number):
                 return Ticket(number, prompt, self._parts.stream.state())
 
-    def _submit(self, session: Session | EpisodeSession, ticket: Ticket) -> None:
-        request, temperatures = self._parts.sampler.submit(session, ticket.prompt, ticket.number)
-        self._open[request] = _Open(
-            ticket,
-            session.version,
-            self._parts.clock(),
-            temperatures.tolist(),
-            [None] * len(temperatures),
-            len(temperatures),
-            self._published,
-        )
-
-    def _decode(self, session: Session | EpisodeSession) -> None:
-        """Decode one chunk; complete tickets go to the grader."""
-        for response in session.step():
-            group = self._open[response.request]
-            temperature = group.temperatures[response.sample]
-            group.responses[response.sample] = transcript_of(response, temperature)
-            group.left -= 1
-            if not group.left:
-                del self._open[response.request]
-                self._finished.put(self._ended(session, group))
-
-    def _ended(self, session: Session | EpisodeSession, group: _Open) -> Finished:
-        transcripts = tuple(y for y in group.responses if y is not None)
-        spent = session.statistics
-        per_token = (spent.chunk_s + spent.prefill_s) / max(1, spent.tokens)
-        decode_s = per_token * sum(y.num_sampled for y in transcripts)
-        return Finished(
-            group.ticket, group.version, group.start_s, transcripts, decode_s, group.published
-        )
+    def _decode(self, groups: GroupSession) -> None:
+        """Decode one chunk; finished tickets go to the grader."""
+        for number, group in groups.step().items():
+            begun = self._begun.pop(number)
+            spent = groups.session.statistics
+            per_token = (spent.chunk_s + spent.prefill_s) / max(1, spent.tokens)
+            decode_s = per_token * sum(y.num_sampled for y in group.episodes)
+            self._finished.put(Finished(*begun, group, decode_s))
 
     def commit(self, finished: Sequence[Finished]) -> None:
         """Grade these tickets and commit each of them separately."""
         parts = self._parts
-        rollouts = [Rollout(f.ticket.prompt, f.transcripts) for f in finished]
-        numbers = [f.ticket.number for f in finished]
-        weights = [f.published for f in finished]
-        groups, grades, reward_s, reference_s = parts.finish(rollouts, numbers, weights)
+        sampled = [f.group for f in finished]
+        groups, grades, reward_s, reference_s = parts.finish(
+            sampled, [f.ticket.number for f in finished]
+        )
         end_s = parts.clock()
         start = 0
-        for f, rollout, group in zip(finished, rollouts, groups, strict=True):
-            own = grades.between(start, start + len(f.transcripts))
-            start += len(f.transcripts)
-            num_tokens = sum(y.num_sampled for y in f.transcripts)
+        for f, group in zip(finished, groups, strict=True):
+            episodes = f.group.episodes
+            own = grades.between(start, start + len(episodes))
+            start += len(episodes)
+            num_tokens = sum(y.num_sampled for y in episodes)
             share = 1 / len(finished)
             times = PhaseTimes(f.start_s, end_s, f.decode_s, reward_s * share, reference_s * share)
             parts.outbox.put(
@@ -319,8 +282,8 @@ class ContinuousSearch:
                     version=f.version,
                     groups=(group,),
                     prompt_state=f.ticket.prompt_state,
-                    generated=len(f.transcripts),
-                    report=RoundReport(measure([rollout], own, num_tokens), times),
+                    generated=len(episodes),
+                    report=RoundReport(measure([f.group], own, num_tokens), times),
                 )
             )
             self.searcher.decoded_tokens += num_tokens

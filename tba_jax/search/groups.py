@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of finished rollouts to groups of trajectories: reference, grades, provenance.
+"""Conversion of sampled groups to groups of trajectories: reference, grades, provenance.
 
-Each function takes any number of rollouts: a single finished group, or a whole round. Invariant:
-every transcript is a trajectory of its prompt's group, or counted there as rejected by its reason.
+Each function takes any number of groups: a single finished one, or a whole round. Invariant: every
+episode is a trajectory of its prompt's group, or counted there as rejected by its reason.
 """
 
 import itertools
@@ -12,12 +12,13 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.rounds import RoundMetrics, mean_known
 from tba_jax.flow.trajectory import Group, Trajectory
 from tba_jax.rewards.grader import Grader, Grades
 from tba_jax.rewards.source import part_means
-from tba_jax.search.rollout import Rollout, Transcript
+from tba_jax.search.sampler import SampledGroup
 
 
 class ReferenceScorer(Protocol):
@@ -40,14 +41,14 @@ class Scored(NamedTuple):
 
     Attributes:
         calls: results, float32 [b c] each.
-        places: for each rollout, (call, row, column) of each of its responses.
+        places: for each group, (call, row, column) of each of its responses.
     """
 
     calls: list[jax.Array]
     places: list[list[tuple[int, int, int]]]
 
     def sums(self) -> list[np.ndarray]:
-        """Wait; return log pi_ref of every response, [S] for each rollout."""
+        """Wait; return log pi_ref of every response, [S] for each group."""
         values = [np.asarray(call) for call in self.calls]
         return [np.array([values[c][b, j] for c, b, j in places]) for places in self.places]
 
@@ -63,12 +64,12 @@ class _Bucket(NamedTuple):
 
 class _Row(NamedTuple):
     prompt: np.ndarray
-    transcripts: Sequence[Transcript]
+    episodes: Sequence[Episode]
 
 
 def dispatch_reference(
     reference: ReferenceScorer,
-    rollouts: Sequence[Rollout],
+    groups: Sequence[SampledGroup],
     num_responses: int,
     padding: Padding,
     *,
@@ -82,25 +83,26 @@ def dispatch_reference(
 
     Args:
         reference: computes the log-probs.
-        rollouts: of any number of prompts.
+        groups: sampled groups, any number.
         num_responses: responses per call.
         padding: the buckets.
         shares_prompts: rows hold a prompt and several responses to it: a whole call's number if
             three quarters of them exist, else a quarter of it.
     """
     rows: dict[_Bucket, list[_Row]] = {}
-    keys = [[_key(y) for y in transcripts] for _, transcripts in rollouts]
+    keys = [[_key(y) for y in group.episodes] for group in groups]
     found: list[dict[tuple[bytes, bytes], tuple[_Bucket, int, int]]] = []
-    for prompt, transcripts in rollouts:
+    for group in groups:
+        prompt = group.prompt.tokens
         found.append({})
-        for (s, t, is_single), own in _by_bucket(prompt.tokens, transcripts, padding).items():
+        for (s, t, is_single), own in _by_bucket(prompt, group.episodes, padding).items():
             width = _width(len(own), num_responses) if shares_prompts else 1
             bucket = _Bucket(s, t, is_single, width)
             same = rows.setdefault(bucket, [])
             for start in range(0, len(own), width):
                 part = own[start : start + width]
                 found[-1] |= {_key(y): (bucket, len(same), j) for j, y in enumerate(part)}
-                same.append(_Row(prompt.tokens, part))
+                same.append(_Row(prompt, part))
     calls: list[jax.Array] = []
     first_call = {}
     for bucket, same in rows.items():
@@ -118,18 +120,18 @@ def dispatch_reference(
     return Scored(calls, [[place(i, key) for key in own] for i, own in enumerate(keys)])
 
 
-def _key(y: Transcript) -> tuple[bytes, bytes]:
+def _key(y: Episode) -> tuple[bytes, bytes]:
     """Return a key that is equal for responses to a prompt with equal log-probs."""
     return y.tokens.tobytes(), b"" if y.is_sampled is None else y.is_sampled.tobytes()
 
 
 def _by_bucket(
-    prompt: np.ndarray, transcripts: Sequence[Transcript], padding: Padding
-) -> dict[tuple[int, int, bool], list[Transcript]]:
+    prompt: np.ndarray, episodes: Sequence[Episode], padding: Padding
+) -> dict[tuple[int, int, bool], list[Episode]]:
     """Group distinct responses to a prompt by the buckets that they need."""
-    found: dict[tuple[int, int, bool], list[Transcript]] = {}
-    distinct: dict[tuple[bytes, bytes], Transcript] = {}
-    for y in transcripts:
+    found: dict[tuple[int, int, bool], list[Episode]] = {}
+    distinct: dict[tuple[bytes, bytes], Episode] = {}
+    for y in episodes:
         distinct.setdefault(_key(y), y)
     for y in distinct.values():
         lengths = padding.lengths(len(prompt), len(y.tokens))
@@ -155,18 +157,18 @@ def _dispatch(
     responses = np.full((num_rows, c, t), pad_id, np.int32)
     is_sampled = np.zeros(responses.shape, bool)
     lengths = np.zeros((num_rows, c), np.int32)
-    for i, (_, transcripts) in enumerate(rows):
-        for j, y in enumerate(transcripts):
+    for i, row in enumerate(rows):
+        for j, y in enumerate(row.episodes):
             lengths[i, j] = n = len(y.tokens)
             responses[i, j, :n] = y.tokens
             is_sampled[i, j, :n] = True if y.is_sampled is None else y.is_sampled
-    padded = Padding((s,), (t,), pad_id).rows([x for x, _ in rows], responses, lengths)
+    padded = Padding((s,), (t,), pad_id).rows([row.prompt for row in rows], responses, lengths)
     return reference(*padded, None if is_single_turn else is_sampled)
 
 
-def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
-    """Grade all responses in one call, rollout by rollout."""
-    flat = [(r.prompt, y) for r in rollouts for y in r.transcripts]
+def grade_groups(grader: Grader, groups: Sequence[SampledGroup]) -> Grades:
+    """Grade all responses in one call, group by group."""
+    flat = [(group.prompt, y) for group in groups for y in group.episodes]
     return grader.grade(
         [prompt for prompt, _ in flat],
         [y.tokens for _, y in flat],
@@ -176,7 +178,7 @@ def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
 
 
 def assemble_groups(
-    rollouts: Sequence[Rollout],
+    groups: Sequence[SampledGroup],
     grades: Grades,
     reference_logprob: Sequence[np.ndarray] | None,
     *,
@@ -184,30 +186,30 @@ def assemble_groups(
     numbers: Sequence[int],
     advantages: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> tuple[Group, ...]:
-    """Return the group of each rollout that has responses.
+    """Return the trajectories of each sampled group that has responses.
 
     Args:
-        rollouts: p rollouts.
+        groups: p sampled groups.
         grades: of all their responses.
         reference_logprob: float32 [S] of each; None: the trainer scores the reference.
         searcher: searcher ID.
         numbers: round or ticket number of each.
         advantages: float32 [t] per response of each; None: no advantages.
     """
-    groups, start = [], 0
-    for i, rollout in enumerate(rollouts):
-        count = len(rollout.transcripts)
+    found, start = [], 0
+    for i, group in enumerate(groups):
+        count = len(group.episodes)
         reference = np.full(count, np.nan) if reference_logprob is None else reference_logprob[i]
         if count:
             own = grades.between(start, start + count)
             of_tokens = None if advantages is None else advantages[i]
-            groups.append(_assemble(rollout, own, reference, searcher, numbers[i], of_tokens))
+            found.append(_assemble(group, own, reference, searcher, numbers[i], of_tokens))
         start += count
-    return tuple(groups)
+    return tuple(found)
 
 
 def _assemble(
-    rollout: Rollout,
+    group: SampledGroup,
     grades: Grades,
     reference_logprob: np.ndarray,
     searcher: int,
@@ -216,7 +218,7 @@ def _assemble(
 ) -> Group:
     trajectories = []
     rejected: dict[str, int] = {}
-    for j, y in enumerate(rollout.transcripts):
+    for j, y in enumerate(group.episodes):
         reward = grades.rewards[j]
         if reward is None:
             name = grades.reasons[j] or "reward_none"
@@ -224,7 +226,7 @@ def _assemble(
             continue
         trajectories.append(
             Trajectory(
-                prompt_id=rollout.prompt.prompt_id,
+                prompt_id=group.prompt.prompt_id,
                 response_tokens=y.tokens,
                 reward=float(reward),
                 reward_parts={name: float(values[j]) for name, values in grades.parts.items()},
@@ -235,30 +237,30 @@ def _assemble(
                 searcher=searcher,
                 round=round,
                 sampling_temperature=y.temperature,
-                finish_reason=y.finish_reason,
+                finish_reason=y.finish,
                 is_sampled=y.is_sampled,
                 token_advantages=None if advantages is None else advantages[j],
             )
         )
-    return Group(rollout.prompt, tuple(trajectories), rejected)
+    return Group(group.prompt, tuple(trajectories), rejected)
 
 
-def measure(rollouts: Sequence[Rollout], grades: Grades, num_drawn_tokens: int) -> RoundMetrics:
-    """Return metrics of the responses; `num_drawn_tokens` is 0 for given responses."""
-    responses = [(i, y.tokens) for i, r in enumerate(rollouts) for y in r.transcripts]
-    waited_s = [y.environment_s for r in rollouts for y in r.transcripts]
-    known_s = [seconds for seconds in waited_s if seconds is not None]
-    waited = {"environment_s": float(np.mean(known_s))} if known_s else {}
-    are_cut = [not y.has_eos for r in rollouts for y in r.transcripts]
+def measure(
+    groups: Sequence[SampledGroup], grades: Grades, num_sampled_tokens: int
+) -> RoundMetrics:
+    """Return metrics of the responses; `num_sampled_tokens` is 0 for given responses."""
+    episodes = [(i, y) for i, group in enumerate(groups) for y in group.episodes]
+    waited_s = [y.environment_s for _, y in episodes if y.environment_s is not None]
+    waited = {"environment_s": float(np.mean(waited_s))} if waited_s else {}
     rewards = iter(grades.rewards)
-    groups = [set(itertools.islice(rewards, len(r.transcripts))) for r in rollouts]
+    of_groups = [set(itertools.islice(rewards, len(group.episodes))) for group in groups]
     return RoundMetrics(
-        tokens=num_drawn_tokens,
+        tokens=num_sampled_tokens,
         reward_mean=mean_known([r for r in grades.rewards if r is not None]),
-        response_length_mean=float(np.mean([len(tokens) for _, tokens in responses])),
-        unique_fraction=len({(i, tokens.tobytes()) for i, tokens in responses}) / len(responses),
+        response_length_mean=float(np.mean([len(y.tokens) for _, y in episodes])),
+        unique_fraction=len({(i, y.tokens.tobytes()) for i, y in episodes}) / len(episodes),
         kind_share=grades.kind_share,
-        cut_share=float(np.mean(are_cut)),
-        equal_rewards_share=float(np.mean([len(group) == 1 for group in groups if group])),
+        cut_share=float(np.mean([not y.has_eos for _, y in episodes])),
+        equal_rewards_share=float(np.mean([len(own) == 1 for own in of_groups if own])),
         further={**part_means(grades.parts), **waited},
     )

@@ -8,15 +8,12 @@ does not advance in those. Searchers that run concurrently with a trainer use th
 rounds (`continuous`).
 """
 
-import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.state import PartState
@@ -27,11 +24,11 @@ from tba_jax.search.groups import (
     ReferenceScorer,
     assemble_groups,
     dispatch_reference,
-    grade_rollouts,
+    grade_groups,
     measure,
 )
-from tba_jax.search.rollout import Drawn, Rollout, Sampler, rollout, rollouts_of
-from tba_jax.search.vine import Vine
+from tba_jax.search.sampler import SampledGroup, Sampler
+from tba_jax.search.state_values import advantages_of, values_of
 from tba_jax.weights.transport import Published
 
 
@@ -62,8 +59,8 @@ class GivenRounds(Protocol):
     num_rounds: int
     num_responses: int
 
-    def decoded(self, params: Any, number: int, version: int) -> tuple[list[Prompt], Decoded]:
-        """Return p prompts and [p S] responses of a round; a length of 0 is no response."""
+    def groups(self, params: Any, number: int, version: int) -> list[SampledGroup]:
+        """Return the prompts of a round and their responses, S at most."""
         ...
 
 
@@ -80,7 +77,6 @@ class SearchParts:
         reference: computes log pi_ref; None if the trainer does.
         padding: padding for the reference.
         shares_prompts: as in `dispatch_reference`.
-        vine: estimates state values, or None.
         outbox: destination of finished rounds.
         clock: seconds since the run began.
     """
@@ -95,40 +91,34 @@ class SearchParts:
     outbox: Outbox
     clock: Callable[[], float]
     shares_prompts: bool = False
-    vine: Vine | None = None
 
     def finish(
-        self,
-        rollouts: Sequence[Rollout],
-        numbers: Sequence[int],
-        weights: Sequence[Published | None],
+        self, sampled: Sequence[SampledGroup], numbers: Sequence[int]
     ) -> tuple[tuple[Group, ...], Grades, float, float]:
-        """Compute reference, rewards and groups of finished rollouts.
+        """Compute reference, rewards and trajectories of sampled groups.
 
         Args:
-            rollouts: of a round, or of several tickets.
+            sampled: groups of a round, or of several tickets.
             numbers: round or ticket number of each.
-            weights: weights that drew each, for estimates of state values.
 
         Returns:
-            Groups, grades, seconds of the rewards (and continuations), and seconds of waiting for
-            the reference.
+            Groups, grades, seconds of the rewards, and seconds of waiting for the reference.
         """
         start = self.clock()
         scored = None
         if self.reference is not None:
             size = self.sampler.settings.samples_per_prompt
             scored = dispatch_reference(
-                self.reference, rollouts, size, self.padding, shares_prompts=self.shares_prompts
+                self.reference, sampled, size, self.padding, shares_prompts=self.shares_prompts
             )
-        grades = grade_rollouts(self.grader, rollouts)
-        advantages = self._advantages(rollouts, grades, numbers, weights)
+        grades = grade_groups(self.grader, sampled)
+        advantages = self._advantages(sampled, grades)
         graded = self.clock()
         # The device has computed the reference concurrently; wait only for the rest.
         reference_logprob = None if scored is None else scored.sums()
         end = self.clock()
         groups = assemble_groups(
-            rollouts,
+            sampled,
             grades,
             reference_logprob,
             searcher=self.index,
@@ -138,24 +128,18 @@ class SearchParts:
         return groups, grades, graded - start, end - graded
 
     def _advantages(
-        self,
-        rollouts: Sequence[Rollout],
-        grades: Grades,
-        numbers: Sequence[int],
-        weights: Sequence[Published | None],
+        self, sampled: Sequence[SampledGroup], grades: Grades
     ) -> list[list[np.ndarray]] | None:
-        """Return the advantages of each response's tokens; None without a vine."""
-        if self.vine is None:
+        """Return the advantages of each response's tokens; None if no values are estimated."""
+        every = self.sampler.settings.vine_tokens
+        if not every:
             return None
-        found, start, seen = [], 0, collections.Counter[int]()
-        for one, number, published in zip(rollouts, numbers, weights, strict=True):
-            assert published is not None, "a vine needs the weights that drew the responses"
-            own = grades.between(start, start + len(one.transcripts))
-            start += len(one.transcripts)
-            found.append(
-                self.vine.advantages(one, own, published, number=number, place=seen[number])
-            )
-            seen[number] += 1
+        found, start = [], 0
+        for group in sampled:
+            rewards = grades.rewards[start : start + len(group.episodes)]
+            start += len(group.episodes)
+            values = values_of(self.grader, group.prompt, group.continuations)
+            found.append(advantages_of([y.tokens for y in group.episodes], rewards, values, every))
         return found
 
 
@@ -223,12 +207,9 @@ class Searcher:
         parts = self.parts
         start = parts.clock()
         number, _ = parts.outbox.committed
-        rollouts, num_tokens = self._respond(published, number)
+        sampled, num_tokens = self._respond(published, number)
         decode_s = parts.clock() - start
-        each = len(rollouts)
-        groups, grades, reward_s, reference_s = parts.finish(
-            rollouts, [number] * each, [published] * each
-        )
+        groups, grades, reward_s, reference_s = parts.finish(sampled, [number] * len(sampled))
         self.decoded_tokens += num_tokens
         times = PhaseTimes(start, parts.clock(), decode_s, reward_s, reference_s)
         parts.outbox.put(
@@ -238,23 +219,16 @@ class Searcher:
                 version=published.version,
                 groups=groups,
                 prompt_state=parts.stream.state(),
-                generated=sum(len(r.transcripts) for r in rollouts),
-                report=RoundReport(measure(rollouts, grades, num_tokens), times),
+                generated=sum(len(group.episodes) for group in sampled),
+                report=RoundReport(measure(sampled, grades, num_tokens), times),
             )
         )
 
-    def _respond(self, published: Published, number: int) -> tuple[list[Rollout], int]:
-        """Return the rollouts of a round, given or drawn, and the number of drawn tokens."""
-        parts = self.parts
-        settings = parts.sampler.settings
+    def _respond(self, published: Published, number: int) -> tuple[list[SampledGroup], int]:
+        """Return the groups of a round, given or sampled, and the number of sampled tokens."""
         if self._given is not None and number < self._given.num_rounds:
-            prompts, decoded = self._given.decoded(published.params, number, published.version)
-            temperatures = np.full(decoded.lengths.shape, settings.sampling_temperature)
-            return rollouts_of(prompts, Drawn(decoded, temperatures)), 0
-        prompts = parts.stream.take(settings.prompts_per_round)
-        if parts.sampler.episodes is not None:
-            rollouts = parts.sampler.rollouts(prompts, round=number, published=published)
-            return rollouts, sum(y.num_sampled for r in rollouts for y in r.transcripts)
-        draw = functools.partial(parts.sampler.draw, round=number, published=published)
-        rollouts = rollout(prompts, draw)
-        return rollouts, sum(len(y.tokens) for r in rollouts for y in r.transcripts)
+            return self._given.groups(published.params, number, published.version), 0
+        sampler = self.parts.sampler
+        prompts = self.parts.stream.take(sampler.settings.prompts_per_round)
+        groups = sampler.sample(prompts, number, published)
+        return groups, sum(y.num_sampled for group in groups for y in group.episodes)

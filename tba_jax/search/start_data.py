@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.decoding.engine import Decoded
 from tba_jax.devices.site import ANY_DEVICE, Site, any_device
+from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import row_token_logprobs
@@ -22,6 +22,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.search.prompts import Encoder, train_prompt
+from tba_jax.search.sampler import SampledGroup
 from tba_jax.tasks.registry import Task
 from tba_jax.tasks.rows import read_rows
 
@@ -126,6 +127,7 @@ class StartData:
         logprobs: from `make_start_program`.
         prompts_per_round: p.
         samples_per_prompt: S.
+        temperature: sampling temperature of the start policy.
         padding: its largest shape is that of every round.
 
     Attributes:
@@ -140,8 +142,10 @@ class StartData:
         *,
         prompts_per_round: int,
         samples_per_prompt: int,
+        temperature: float,
         padding: Padding,
     ) -> None:
+        self._temperature = temperature
         self._groups = tuple(groups)
         self._logprobs = logprobs
         self._shape = (prompts_per_round, samples_per_prompt)
@@ -149,8 +153,8 @@ class StartData:
         self.num_rounds = -(-len(self._groups) // prompts_per_round)
         self.num_responses = sum(len(group.responses) for group in self._groups)
 
-    def decoded(self, params: Params, number: int, version: int) -> tuple[list[Prompt], Decoded]:
-        """Return prompts and responses of a round in the decoder's form; length 0: no response.
+    def groups(self, params: Params, number: int, version: int) -> list[SampledGroup]:
+        """Return the groups of a round, as if the start policy had sampled them.
 
         Args:
             params: the policy's weights in the decoder's layout.
@@ -168,11 +172,17 @@ class StartData:
                 lengths[i, j] = len(response)
                 tokens[i, j, : len(response)] = response
         rows = self._padding.rows([x.tokens for x in prompts], tokens, lengths)
-        token_logprobs = self._logprobs(params, *rows[:3])
-        versions = np.full((p, s), version, np.int32)
-        return prompts, Decoded(
-            tokens, lengths, np.asarray(token_logprobs), lengths > 0, versions, versions
-        )
+        token_logprobs = np.asarray(self._logprobs(params, *rows[:3]))
+
+        def episode(i: int, j: int, response: np.ndarray) -> Episode:
+            logprobs = np.array(token_logprobs[i, j, : len(response)])
+            temperature = self._temperature
+            return Episode(i, j, response, logprobs, None, "eos", version, version, temperature)
+
+        return [
+            SampledGroup(g.prompt, tuple(episode(i, j, y) for j, y in enumerate(g.responses)))
+            for i, g in enumerate(groups)
+        ]
 
 
 def make_start_program(

@@ -12,7 +12,7 @@ from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.run.model_parts import make_decoder
 from tba_jax.run.shared import place_run, reading_mesh
-from tba_jax.search.rollout import sampling_settings
+from tba_jax.search.sampler import sampling_settings
 
 CONFIG = tiny_config()
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts become groups: one finished one as a whole round, an environment's tokens apart."""
+"""Sampled groups become trajectories: a finished one as a whole round, observations apart."""
 
 import numpy as np
 import pytest
 
-from tba_jax.decoding.engine import Decoded
+from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.search.groups import assemble_groups, dispatch_reference, grade_rollouts, measure
-from tba_jax.search.rollout import Drawn, Rollout, Transcript, rollout
+from tba_jax.search.groups import assemble_groups, dispatch_reference, grade_groups, measure
+from tba_jax.search.sampler import SampledGroup
 
 PROMPTS = [Prompt(i, f"p{i}", np.arange(1, n + 1, dtype=np.int32), {}) for i, n in ((4, 3), (7, 2))]
 
@@ -35,27 +35,26 @@ def make_grader():
     )
 
 
-def draw(prompts):
-    """Two responses to each: 5; 6 7, and to the second prompt 8 alone."""
-    assert [len(x) for x in prompts] == [3, 2]
-    lengths = np.array([[1, 2], [1, 0]], np.int32)
-    decoded = Decoded(
-        tokens=np.array([[[5, 0, 0], [6, 7, 0]], [[8, 0, 0], [0, 0, 0]]], np.int32),
-        lengths=lengths,
-        token_logprobs=np.array([[[-1, 0, 0], [-2, -3, 0]], [[-4, 0, 0], [0, 0, 0]]], np.float32),
-        has_eos=np.array([[True, False], [True, False]]),
-        version_min=np.full((2, 2), 3),
-        version_max=np.full((2, 2), 4),
-    )
-    return Drawn(decoded, np.array([[1.0, 0.5], [1.0, 1.0]]))
+def episode(*tokens, logprobs=None, is_sampled=None, finish="eos", temperature=1.0):
+    tokens = np.array(tokens, np.int32)
+    logprobs = np.full(len(tokens), -1, np.float32) if logprobs is None else np.float32(logprobs)
+    return Episode(0, 0, tokens, logprobs, is_sampled, finish, 3, 4, temperature)
+
+
+def sampled():
+    """Two responses to the first prompt, one to the second."""
+    first = episode(5), episode(6, 7, logprobs=[-2, -3], finish="length", temperature=0.5)
+    return [
+        SampledGroup(PROMPTS[0], first),
+        SampledGroup(PROMPTS[1], (episode(8, logprobs=[-4]),)),
+    ]
 
 
 def test_a_round_becomes_groups_with_every_response_in_one_place():
-    rollouts = rollout(PROMPTS, draw)
-    assert [len(r.transcripts) for r in rollouts] == [2, 1]
-    grades = grade_rollouts(make_grader(), rollouts)
+    groups = sampled()
+    grades = grade_groups(make_grader(), groups)
     reference = [np.array([-0.5, -0.25], np.float32), np.array([-2.0], np.float32)]
-    first, second = assemble_groups(rollouts, grades, reference, searcher=1, numbers=[9, 9])
+    first, second = assemble_groups(groups, grades, reference, searcher=1, numbers=[9, 9])
     assert (first.prompt, first.rejected) == (PROMPTS[0], {"thirteen": 1})
     (y,) = first.trajectories
     assert (y.response_tokens.tolist(), y.reward, y.reward_parts) == ([5], 5.0, {"half": 2.5})
@@ -64,7 +63,7 @@ def test_a_round_becomes_groups_with_every_response_in_one_place():
     assert (y.sampling_temperature, y.finish_reason, y.is_sampled) == (1.0, "eos", None)
     assert [(z.prompt_id, z.reward) for z in second.trajectories] == [(7, 8.0)]
     assert second.rejected == {}
-    metrics = measure(rollouts, grades, num_drawn_tokens=4)
+    metrics = measure(groups, grades, num_sampled_tokens=4)
     assert metrics.reward_mean == 6.5 and metrics.response_length_mean == pytest.approx(4 / 3)
     assert (metrics.tokens, metrics.unique_fraction) == (4, 1.0)
     assert metrics.kind_share == pytest.approx(2 / 3)
@@ -72,12 +71,12 @@ def test_a_round_becomes_groups_with_every_response_in_one_place():
 
 
 def test_one_finished_group_is_treated_like_a_whole_round():
-    rollouts = rollout(PROMPTS, draw)
+    groups = sampled()
     grader = make_grader()
-    grades = grade_rollouts(grader, rollouts)
-    whole = assemble_groups(rollouts, grades, None, searcher=0, numbers=[0, 0])
-    for one, group in zip(rollouts, whole, strict=True):
-        grades = grade_rollouts(grader, [one])
+    grades = grade_groups(grader, groups)
+    whole = assemble_groups(groups, grades, None, searcher=0, numbers=[0, 0])
+    for one, group in zip(groups, whole, strict=True):
+        grades = grade_groups(grader, [one])
         (alone,) = assemble_groups([one], grades, None, searcher=0, numbers=[0])
         assert alone.rejected == group.rejected
         assert [(y.reward, y.response_tokens.tolist()) for y in alone.trajectories] == [
@@ -93,9 +92,9 @@ def test_the_reference_scores_each_distinct_response_once_in_rows_of_its_own_buc
         return -tokens.sum(axis=-1, keepdims=True)
 
     padding = Padding((4,), (2, 4), 0)
-    rollouts = rollout(PROMPTS, draw)
-    first = Rollout(PROMPTS[0], (*rollouts[0].transcripts, rollouts[0].transcripts[0]))
-    scored = dispatch_reference(reference, [first, rollouts[1]], 2, padding)
+    groups = sampled()
+    first = SampledGroup(PROMPTS[0], (*groups[0].episodes, groups[0].episodes[0]))
+    scored = dispatch_reference(reference, [first, groups[1]], 2, padding)
     # Three distinct responses in calls of two rows; the row that is missing repeats the first.
     assert [call[0].tolist() for call in seen] == [
         [[0, 1, 2, 3, 5, 0], [0, 1, 2, 3, 6, 7]],
@@ -116,13 +115,9 @@ def test_a_prompt_is_scored_once_for_several_responses():
             -tokens[:, -response_lengths.shape[1] * 2 :].reshape(*response_lengths.shape, 2).sum(-1)
         )
 
-    def transcript(*tokens):
-        behavior = np.full(len(tokens), -1, np.float32)
-        return Transcript(np.array(tokens, np.int32), behavior, None, True, 3, 3, 1.0)
-
     # Calls of eight responses: seven of one prompt are a row, three of the other two rows of two.
-    many = Rollout(PROMPTS[0], tuple(transcript(i) for i in (4, 5, 6, 7, 8, 9, 4, 10)))
-    few = Rollout(PROMPTS[1], tuple(transcript(i, 1) for i in (4, 5, 6)))
+    many = SampledGroup(PROMPTS[0], tuple(episode(i) for i in (4, 5, 6, 7, 8, 9, 4, 10)))
+    few = SampledGroup(PROMPTS[1], tuple(episode(i, 1) for i in (4, 5, 6)))
     padding = Padding((4,), (2,), 0)
     scored = dispatch_reference(reference, [many, few], 8, padding, shares_prompts=True)
     (wide, narrow) = seen
@@ -144,16 +139,13 @@ def test_what_an_environment_wrote_is_marked_and_scored_apart():
         return np.zeros(response_lengths.shape)
 
     marks = np.array([True, False, True])
-    answered = Transcript(
-        np.array([6, 9, 7], np.int32), np.array([-1, 0, -1], np.float32), marks, True, 3, 3, 1.0
-    )
-    single = rollout(PROMPTS, draw)[1]
-    turns = Rollout(PROMPTS[1], (*single.transcripts, answered))
+    answered = episode(6, 9, 7, logprobs=[-1, 0, -1], is_sampled=marks)
+    turns = SampledGroup(PROMPTS[1], (*sampled()[1].episodes, answered))
     dispatch_reference(reference, [turns], 2, Padding((4,), (2, 4), 0))
     (t, none), (longer, is_sampled) = seen
     assert (t, none, longer) == (2, None, 4)
     assert is_sampled.astype(int).tolist() == [[[1, 0, 1, 0]], [[1, 0, 1, 0]]]
-    grades = grade_rollouts(make_grader(), [turns])
+    grades = grade_groups(make_grader(), [turns])
     (group,) = assemble_groups([turns], grades, None, searcher=0, numbers=[0])
     assert [y.is_sampled is marks for y in group.trajectories] == [False, True]
     assert np.isnan([y.reference_logprob for y in group.trajectories]).all()

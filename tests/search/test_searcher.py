@@ -18,7 +18,7 @@ from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.prompts import PromptStream
-from tba_jax.search.rollout import Sampler
+from tba_jax.search.sampler import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import GivenGroup, StartData, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
@@ -75,7 +75,7 @@ def make_searcher(model, given_texts):
     )
     sizes = {"prompts_per_round": 2, "samples_per_prompt": 3}
     padding = Padding((12,), (8,), tokenizer.pad_id)
-    given = StartData(groups, program, **sizes, padding=padding)
+    given = StartData(groups, program, **sizes, temperature=1.0, padding=padding)
     stream = PromptStream(
         Arithmetic(),
         tokenizer,

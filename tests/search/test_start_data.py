@@ -116,19 +116,20 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         program,
         prompts_per_round=2,
         samples_per_prompt=4,
+        temperature=0.8,
         padding=Padding((12,), (12,), tokenizer.pad_id),
     )
     assert (start.num_rounds, start.num_responses) == (2, 4 + 3 + 2)
     for number, (first, count) in enumerate([(0, 2), (2, 1)]):
-        _, decoded = start.decoded(params, number, version=5)
-        is_given = np.arange(4)[None] < 4 - np.arange(first, first + count)[:, None]
-        expected = np.where(is_given, drawn.lengths[first : first + count], 0)
-        np.testing.assert_array_equal(decoded.lengths[:count], expected)
-        assert not decoded.lengths[count:].any()
-        # Float32: one forward pass over whole sequences against a cache, token by token.
-        np.testing.assert_allclose(
-            decoded.token_logprobs[:count][is_given],
-            drawn.token_logprobs[first : first + count][is_given],
-            atol=2e-4,
-        )
-        assert (decoded.version_min == 5).all() and (decoded.version_max == 5).all()
+        groups = start.groups(params, number, version=5)
+        assert [g.prompt for g in groups] == prompts[first : first + count]
+        for i, group in enumerate(groups, first):
+            assert [y.tokens.tolist() for y in group.episodes] == [
+                y.tolist() for y in given[i].responses
+            ]
+            for j, y in enumerate(group.episodes):
+                # Float32: one forward pass over whole sequences against a cache, token by token.
+                expected = drawn.token_logprobs[i, j, : len(y.tokens)]
+                np.testing.assert_allclose(y.token_logprobs, expected, atol=2e-4)
+                assert (y.version_min, y.version_max, y.temperature) == (5, 5, 0.8)
+                assert (y.finish, y.is_sampled) == ("eos", None)

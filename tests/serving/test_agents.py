@@ -27,7 +27,7 @@ from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.shared import make_environments
 from tba_jax.search.reference import Reference, make_reference_program
-from tba_jax.search.rollout import sampling_settings
+from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.protocol import ApiError
 from tba_jax.serving.queue import Generation
 

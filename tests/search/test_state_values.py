@@ -19,9 +19,9 @@ from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.search.config import SearchSettings
-from tba_jax.search.rollout import Rollout, Sampler, Transcript
+from tba_jax.search.sampler import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
-from tba_jax.search.vine import Vine, between_states
+from tba_jax.search.state_values import advantages_of, states_of, values_of
 from tba_jax.weights.transport import Published
 
 CONFIG = tiny_config()
@@ -45,8 +45,8 @@ GRADER = Grader(Heavy(), lambda rows: ["y"] * len(rows), lambda text: None, "")
 
 
 @pytest.fixture(scope="module")
-def sampler():
-    decoder = Decoder(
+def decoder():
+    return Decoder(
         CONFIG,
         compute_dtype=jnp.float32,
         eos_ids=(EOS,),
@@ -55,20 +55,23 @@ def sampler():
         max_length=6,
         chunk_steps=2,
     )
+
+
+def make_sampler(decoder, num_continuations, searcher=0):
     settings = SearchSettings(
-        samples_per_prompt=4, prompts_per_round=1, max_new_tokens=LIMIT, num_slots=256
+        samples_per_prompt=4,
+        prompts_per_round=2,
+        max_new_tokens=LIMIT,
+        num_slots=256,
+        vine_tokens=1,
+        vine_samples=num_continuations,
     )
-    return Sampler(decoder, settings, jax.random.key(0), 0)
+    return Sampler(decoder, settings, jax.random.key(0), searcher)
 
 
 @pytest.fixture(scope="module")
 def published():
     return Published(0, random_params(CONFIG))
-
-
-def transcript(tokens):
-    tokens = np.array(tokens, np.int32)
-    return Transcript(tokens, -np.ones(len(tokens), np.float32), None, False, 0, 0, 1.0)
 
 
 def exact_value(params, state):
@@ -96,50 +99,62 @@ def exact_value(params, state):
     return float((chance * [reward_of(y) for y in whole]).sum())
 
 
-def test_advantages_are_those_of_the_exact_values(sampler, published):
-    responses = [(4, 6, 3), (9, EOS), (8, 15, 9)]
-    rollout = Rollout(PROMPT, tuple(map(transcript, responses)))
-    grades = GRADER.grade([PROMPT] * 3, [y.tokens for y in rollout.transcripts], [False] * 3)
-    vine = Vine(sampler, GRADER, every=1, num_samples=3000)
-    found = vine.advantages(rollout, grades, published, number=5, place=0)
-    for j, tokens in enumerate(responses):
-        rewards = [reward_of(y) for y in responses]
-        values = [np.mean(np.delete(rewards, j))]
-        values += [exact_value(published.params, tokens[:d]) for d in range(1, len(tokens))]
-        # Two values of 3,000 draws: 5 standard errors, 0.5 / sqrt(3000) each, are 0.065; that one
-        # of 6 differences is further off has a chance below 1e-5.
-        np.testing.assert_allclose(found[j], np.diff([*values, rewards[j]]), atol=0.065)
+def test_advantages_are_those_of_the_exact_values(decoder, published):
+    (group,) = make_sampler(decoder, 3000).sample([PROMPT], 5, published)
+    responses = [y.tokens for y in group.episodes]
+    values = values_of(GRADER, PROMPT, group.continuations)
+    assert set(values) == {state.tobytes() for state in states_of(responses, 1)}
+    exact = {
+        state.tobytes(): exact_value(published.params, tuple(state.tolist()))
+        for state in states_of(responses, 1)
+        # After a 1 there is no reward.
+        if state[0] != 1
+    }
+    for state, value in exact.items():
+        # 3,000 draws: 5 standard errors, 0.5 / sqrt(3000) each, are 0.046.
+        np.testing.assert_allclose(values[state], value, atol=0.046)
     # What the policy makes of these states differs by more than that.
-    assert np.ptp([exact_value(published.params, y[:1]) for y in responses]) > 0.1
-    assert abs(sum(found[0]) - (reward_of(responses[0]) - 0.5)) < 1e-6
+    assert np.ptp(list(exact.values())) > 0.1
 
 
-def test_what_is_drawn_on_follows_from_numbers_alone(sampler, published):
-    rollout = Rollout(PROMPT, tuple(map(transcript, [(4, 6, 3), (4, 6, 9), (1, 3, 3)])))
-    grades = GRADER.grade([PROMPT] * 3, [y.tokens for y in rollout.transcripts], [False] * 3)
-    vine = Vine(sampler, GRADER, every=1, num_samples=64)
+def test_a_token_has_the_difference_of_the_values_around_it():
+    responses = [np.array(y, np.int32) for y in [(4, 6, 3), (9, EOS), (8, 15, 9)]]
+    values = {state.tobytes(): 0.1 * i for i, state in enumerate(states_of(responses, 1))}
+    found = advantages_of(responses, [1.0, 0.0, None], values, 1)
+    np.testing.assert_allclose(found[0], [0.0 - 0.0, 0.1 - 0.0, 1.0 - 0.1], atol=1e-6)
+    np.testing.assert_allclose(found[1], [0.2 - 1.0, 0.0 - 0.2], atol=1e-6)
+    # A response without a reward teaches nothing.
+    assert (found[2] == 0).all()
 
-    def draw(number, place):
-        return vine.advantages(rollout, grades, published, number=number, place=place)
 
-    first = draw(3, 0)
-    np.testing.assert_array_equal(first, draw(3, 0))
-    assert not np.array_equal(first, draw(3, 1)) and not np.array_equal(first, draw(4, 0))
-    # Equal beginnings have one value, and a response without a reward teaches nothing.
-    np.testing.assert_array_equal(first[0][1], first[1][1])
-    assert (first[2] == 0).all() and grades.rewards[2] is None
+def test_continuations_follow_from_the_number_and_the_place_in_the_round(decoder, published):
+    def drawn(prompts, number):
+        groups = make_sampler(decoder, 16).sample(prompts, number, published)
+        return [
+            {state: [y.tokens.tolist() for y in own] for state, own in g.continuations.items()}
+            for g in groups
+        ]
+
+    first, second = drawn([PROMPT, PROMPT], 3)
+    assert [first, second] == drawn([PROMPT, PROMPT], 3)
+    assert first != second and first != drawn([PROMPT, PROMPT], 4)[0]
+    for of_state in (first, second):
+        for state, rows in of_state.items():
+            tokens = np.frombuffer(state, np.int32).tolist()
+            assert len(rows) == 16 and all(row[: len(tokens)] == tokens for row in rows)
 
 
 def test_tokens_between_two_states_share_their_advantage():
     tokens = np.arange(7, dtype=np.int32)
     values = {tokens[:2].tobytes(): 0.5, tokens[:4].tobytes(): np.nan, tokens[:6].tobytes(): 0.25}
-    found = between_states(tokens, 1.0, 0.125, values, 2)
+    (found, other) = advantages_of([tokens, tokens[:2]], [1.0, 0.125], values, 2)
     np.testing.assert_allclose(found, [0.375, 0.375, *[-0.25] * 4, 0.75])
-    assert (between_states(tokens, np.nan, 0.125, values, 2) == 0).all()
-    np.testing.assert_allclose(between_states(tokens[:2], 1.0, 0.25, {}, 2), [0.75, 0.75])
+    np.testing.assert_allclose(other, [0.125 - 1.0] * 2)
+    (alone,) = advantages_of([tokens[:2]], [None], values, 2)
+    assert (alone == 0).all()
 
 
-def test_a_round_brings_advantages_and_they_come_back_from_its_outbox(sampler, published):
+def test_a_round_brings_advantages_and_they_come_back_from_its_outbox(decoder, published):
     class OnePrompt:
         def take(self, num_prompts):
             return [PROMPT] * num_prompts
@@ -156,13 +171,12 @@ def test_a_round_brings_advantages_and_they_come_back_from_its_outbox(sampler, p
             index=0,
             stream=OnePrompt(),
             weights=lambda: published,
-            sampler=sampler,
+            sampler=make_sampler(decoder, 4),
             grader=GRADER,
             reference=None,
             padding=Padding((3,), (3,), 0),
             outbox=outbox,
             clock=lambda: 0.0,
-            vine=Vine(sampler, GRADER, every=1, num_samples=4),
         )
     )
     assert searcher.step()

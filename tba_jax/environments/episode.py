@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished episodes, and a session whose episodes have one turn and no environment.
+
+A response of one turn is an episode without observations. Searchers and evaluations therefore use
+one kind of session: `SingleTurnSession`, or `EpisodeSession` where a task has an environment.
+Invariant: an episode has the log-prob of each sampled token under the distribution that the token
+was drawn from.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
+from tba_jax.decoding.session import Session
+from tba_jax.flow.trajectory import FinishReason, Prompt
+from tba_jax.models.transformer import Params
+from tba_jax.rewards.source import Verdict
+
+
+class Episode(NamedTuple):
+    """A finished episode; host arrays, t tokens after the prompt.
+
+    Attributes:
+        request: number that `submit` of the session returned.
+        sample: index among the request's samples.
+        tokens: int32 [t], sampled tokens and observations.
+        token_logprobs: float32 [t], of the distribution sampled from; 0 at observations.
+        is_sampled: bool [t], False at observations; None: the policy sampled every token.
+        finish: reason of the end.
+        version_min, version_max: span of the weight versions that read its prompt or drew a token.
+        temperature: sampling temperature.
+        verdict: of its environment: the reward, or the reason for none; None: reward functions
+            compute it.
+        environment_s: seconds that it waited for its environment; None without one.
+    """
+
+    request: int
+    sample: int
+    tokens: np.ndarray
+    token_logprobs: np.ndarray
+    is_sampled: np.ndarray | None
+    finish: FinishReason
+    version_min: int
+    version_max: int
+    temperature: float
+    verdict: Verdict | None = None
+    environment_s: float | None = None
+
+    @property
+    def has_eos(self) -> bool:
+        """Return whether the episode ended by itself, before any limit."""
+        return self.finish in ("eos", "done")
+
+    @property
+    def num_sampled(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return len(self.tokens) if self.is_sampled is None else int(self.is_sampled.sum())
+
+
+class SingleTurnSession:
+    """Episodes of one turn in the slots of a decode session; one thread drives it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights."""
+        return self._session.version
+
+    @property
+    def num_slots(self) -> int:
+        """Return the number of turns sampled at a time."""
+        return self._session.num_slots
+
+    @property
+    def statistics(self) -> Statistics:
+        """Return the counts of the decode session; tokens are sampled tokens."""
+        return self._session.statistics
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether there is no unfinished episode."""
+        return self._session.is_idle
+
+    @property
+    def room(self) -> int:
+        """Return how many episodes could begin; negative if more are queued."""
+        return self._session.room
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether sampling must wait for an environment."""
+        return False
+
+    def take_answers(self, replayed: Sequence[Any] | None = None) -> Sequence[Any]:
+        """Return the responses of environments since the last call: none."""
+        return []
+
+    def swap(self, params: Params, version: int) -> None:
+        """Continue with other weights."""
+        self._session.swap(params, version)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        keys: np.ndarray,
+        settings: SamplingSettings,
+        temperatures: np.ndarray,
+    ) -> int:
+        """Queue episodes of one prompt; arguments and result as of `Session.submit`."""
+        return self._session.submit(prompt.tokens, keys, settings, temperatures)
+
+    def step(self) -> list[Episode]:
+        """Run one chunk, and return the finished episodes."""
+        return [_of_one_turn(response) for response in self._session.step()]
+
+    def run(self) -> Iterator[Episode]:
+        """Yield episodes as they finish, until the session is idle."""
+        while not self.is_idle:
+            yield from self.step()
+
+
+def _of_one_turn(y: Response) -> Episode:
+    return Episode(
+        y.request,
+        y.sample,
+        y.tokens,
+        y.token_logprobs,
+        None,
+        "eos" if y.has_eos else "length",
+        y.version_min,
+        y.version_max,
+        y.temperature,
+    )

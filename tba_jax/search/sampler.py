@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling of a searcher: prompts and weights give groups of episodes, with their random keys.
+
+The synchronous driver submits the prompts of a round and waits for all groups. The asynchronous
+driver submits prompts while the session runs, and receives a group when its last episode ends. Both
+use a `GroupSession`, which also samples the continuations for estimates of state values.
+
+Invariant: tokens depend on prompt, weights, settings, and the number of the round or ticket, not on
+the other prompts of the session.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.keys import fold_in, key_data
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.environments.episode import Episode, SingleTurnSession
+from tba_jax.environments.episodes import Episodes, ReplayedEnvironment, open_session
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.search.config import SearchSettings
+from tba_jax.search.state_values import Continuation, states_of
+from tba_jax.weights.transport import Published
+
+# First fold of the root key: separates searcher draws from other uses of the seed.
+SEARCHER_ROLE = 1
+# Folded into the key of a round or ticket, beyond any number of its samples.
+_CONTINUED = 2**31 - 1
+
+
+class SampledGroup(NamedTuple):
+    """A prompt and its finished episodes, possibly none.
+
+    Attributes:
+        prompt: the prompt.
+        episodes: in the order of the samples.
+        continuations: whole responses that continue a state, by the tokens of the state.
+    """
+
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+    continuations: Mapping[bytes, Sequence[Continuation]] = {}
+
+
+@dataclasses.dataclass
+class _Open:
+    """A group in the session; `left` of its episodes or continuations are unfinished."""
+
+    number: int
+    prompt: Prompt
+    key: np.ndarray  # of continuations
+    episodes: list[Episode | None]
+    left: int
+    continuations: dict[bytes, list[Continuation]] = dataclasses.field(default_factory=dict)
+
+
+class _Request(NamedTuple):
+    """Owner of a request: a group, and the tokens of the state that the request continues."""
+
+    group: _Open
+    state: np.ndarray | None = None
+
+
+class Sampler:
+    """Sampling of one searcher.
+
+    Args:
+        decoder: the engine; programs compile for the devices of the weights.
+        settings: settings of searchers.
+        key: root key of the run.
+        searcher: index of the searcher.
+        episodes: of a task with an environment.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: SearchSettings,
+        key: jax.Array,
+        searcher: int,
+        episodes: Episodes | None = None,
+    ) -> None:
+        self.settings = settings
+        self._decoder = decoder
+        self._episodes = episodes
+        self._sampling = sampling_settings(settings)
+        self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
+
+    def replay_environments(self) -> None:
+        """Take the responses of environments from a log: no environment is asked any more."""
+        if self._episodes is not None:
+            self._episodes = dataclasses.replace(self._episodes, environments=ReplayedEnvironment())
+
+    def open(self, published: Published, *, is_fed: bool) -> "GroupSession":
+        """Return an empty session.
+
+        Args:
+            published: the weights.
+            is_fed: prompts are submitted while the session runs, not only before.
+        """
+        settings = self.settings
+        size = settings.samples_per_prompt
+        most = size * settings.prompts_per_round
+        num_slots = settings.num_slots or most
+        is_fed = is_fed or settings.vine_tokens > 0 or self._episodes is not None
+        session = open_session(
+            self._decoder,
+            published.params,
+            self._episodes,
+            num_slots=num_slots if is_fed else min(num_slots, most),
+            num_samples=size,
+            version=published.version,
+            is_fed=is_fed,
+        )
+        return GroupSession(self, session)
+
+    def sample(
+        self, prompts: Sequence[Prompt], number: int, published: Published
+    ) -> list[SampledGroup]:
+        """Sample S episodes of each prompt, and wait for all.
+
+        Args:
+            prompts: p prompts.
+            number: number of the round; no two rounds use the same random numbers.
+            published: the weights.
+        """
+        groups = self.open(published, is_fed=False)
+        groups.submit(prompts, number)
+        return groups.run()
+
+    def requests(
+        self, num_prompts: int, number: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, SamplingSettings]:
+        """Return what the episodes of a round or ticket are sampled with.
+
+        Returns:
+            Key data of each sample, uint32 [p S 2]; temperatures, float64 [p S]; the key data for
+            continuations, uint32 [2]; the sampling settings.
+        """
+        key = fold_in(self._key, number)
+        temperatures = self._temperatures(key, num_prompts)
+        keys = row_keys(key, temperatures.size).reshape(*temperatures.shape, 2)
+        return keys, temperatures, fold_in(key, _CONTINUED), self._sampling
+
+    def _temperatures(self, key: np.ndarray, num_prompts: int) -> np.ndarray:
+        """Return float64 [p S]: the sampling temperature of each response of a round."""
+        settings = self.settings
+        shape = (num_prompts, settings.samples_per_prompt)
+        out = np.full(shape, settings.sampling_temperature)
+        if settings.explore_share:
+            rng = np.random.default_rng(key.tolist())
+            explores = rng.random(shape) < settings.explore_share
+            limits = settings.explore_min_temperature, settings.explore_max_temperature
+            # Rounded to hundredths, because the buffer keeps a table of distinct settings.
+            own = np.round(rng.uniform(*limits, shape), 2)
+            out = np.where(explores, own, out)
+        return out
+
+
+class GroupSession:
+    """Groups of episodes in a session of the decode engine; one thread drives it.
+
+    Args:
+        sampler: random keys, temperatures and settings.
+        session: the session.
+    """
+
+    def __init__(self, sampler: Sampler, session: SingleTurnSession) -> None:
+        self.session = session
+        self._sampler = sampler
+        self._requests: dict[int, _Request] = {}  # with unfinished samples
+
+    def submit(self, prompts: Sequence[Prompt], number: int) -> list[int]:
+        """Queue S episodes of each prompt; return the number of each group, ascending.
+
+        Args:
+            prompts: p prompts.
+            number: of the round or ticket; no two use the same random numbers.
+        """
+        keys, temperatures, continued, settings = self._sampler.requests(len(prompts), number)
+        groups = []
+        for i, prompt in enumerate(prompts):
+            group = self.session.submit(prompt, keys[i], settings, temperatures[i])
+            size = len(keys[i])
+            self._requests[group] = _Request(
+                _Open(group, prompt, fold_in(continued, i), [None] * size, size)
+            )
+            groups.append(group)
+        return groups
+
+    def step(self) -> dict[int, SampledGroup]:
+        """Run one chunk; return the groups that ended in it, by their numbers."""
+        return self._completed(self.session.step())
+
+    def run(self) -> list[SampledGroup]:
+        """Run until all groups have ended; return them in the order of their submission."""
+        found: dict[int, SampledGroup] = {}
+        for episode in self.session.run():
+            found |= self._completed([episode])
+        return [found[number] for number in sorted(found)]
+
+    def _completed(self, episodes: Sequence[Episode]) -> dict[int, SampledGroup]:
+        """Add episodes to their groups; return the groups that are complete."""
+        complete = {}
+        for y in episodes:
+            group, state = self._requests[y.request]
+            group.left -= 1
+            if state is None:
+                group.episodes[y.sample] = y
+            else:
+                whole = Continuation(np.concatenate([state, y.tokens]), y.has_eos)
+                group.continuations.setdefault(state.tobytes(), []).append(whole)
+            if group.left or (state is None and self._continue(group)):
+                continue
+            complete[group.number] = self._close(group)
+        return complete
+
+    def _close(self, group: _Open) -> SampledGroup:
+        own = [number for number, request in self._requests.items() if request.group is group]
+        for number in own:
+            del self._requests[number]
+        episodes = tuple(y for y in group.episodes if y is not None)
+        return SampledGroup(group.prompt, episodes, group.continuations)
+
+    def _continue(self, group: _Open) -> bool:
+        """Queue continuations of the states of all responses; return whether there are any."""
+        settings, every = self._sampler.settings, self._sampler.settings.vine_tokens
+        if not every:
+            return False
+        sampling = sampling_settings(settings)
+        states = states_of([y.tokens for y in group.episodes if y is not None], every)
+        for i, state in enumerate(states):
+            prompt = dataclasses.replace(
+                group.prompt, tokens=np.concatenate([group.prompt.tokens, state])
+            )
+            limits = dataclasses.replace(
+                sampling,
+                max_new_tokens=sampling.max_new_tokens - len(state),
+                min_new_tokens=max(0, sampling.min_new_tokens - len(state)),
+            )
+            keys = row_keys(fold_in(group.key, i), settings.vine_samples)
+            temperatures = np.full(len(keys), sampling.temperature)
+            number = self.session.submit(prompt, keys, limits, temperatures)
+            self._requests[number] = _Request(group, state)
+            group.left += len(keys)
+        return bool(states)
+
+
+def sampling_settings(settings: SearchSettings) -> SamplingSettings:
+    """Return the sampling settings of searchers."""
+    return SamplingSettings(
+        settings.max_new_tokens,
+        temperature=settings.sampling_temperature,
+        top_p=settings.top_p,
+        min_new_tokens=settings.min_new_tokens,
+    )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State values estimated from sampled continuations, as in VinePPO, and advantages from them.
+
+A state is a prompt with the first tokens of a response. Its value is the mean reward of a few
+continuations. The value of the prompt alone is the mean reward of the other responses to it; after
+the last token the value is the reward. The tokens between two states have the difference of their
+values as advantage. Invariant: equal prefixes of a group's responses have one value.
+
+References:
+    VinePPO, arXiv:2410.01679, section 4.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.rewards.grader import Grader
+
+
+class Continuation(NamedTuple):
+    """A whole response that begins with the tokens of a state.
+
+    Attributes:
+        tokens: int32 [t], those of the state included.
+        has_eos: False if the length limit cut it.
+    """
+
+    tokens: np.ndarray
+    has_eos: bool
+
+
+def states_of(responses: Sequence[np.ndarray], every: int) -> list[np.ndarray]:
+    """Return the distinct states after every `every` tokens of the responses, without the ends."""
+    states = {
+        tokens[:end].tobytes(): tokens[:end]
+        for tokens in responses
+        for end in range(every, len(tokens), every)
+    }
+    return list(states.values())
+
+
+def values_of(
+    grader: Grader, prompt: Prompt, continuations: Mapping[bytes, Sequence[Continuation]]
+) -> dict[bytes, float]:
+    """Return the mean reward of the continuations of each state; nan without a reward."""
+    flat = [y for of_state in continuations.values() for y in of_state]
+    if not flat:
+        return {}
+    grades = grader.grade([prompt] * len(flat), [y.tokens for y in flat], [y.has_eos for y in flat])
+    rewards, values = iter(grades.rewards), {}
+    for state, of_state in continuations.items():
+        known = [r for r in (next(rewards) for _ in of_state) if r is not None]
+        # fsum: the mean does not depend on the order in which continuations ended.
+        values[state] = math.fsum(known) / len(known) if known else math.nan
+    return values
+
+
+def advantages_of(
+    responses: Sequence[np.ndarray],
+    rewards: Sequence[float | None],
+    values: Mapping[bytes, float],
+    every: int,
+) -> list[np.ndarray]:
+    """Return the advantage of each token of the responses to one prompt, float32 [t] each.
+
+    A_t = V(next state) - V(state before). The value after the last token is the reward, and that of
+    the prompt the mean reward of the other responses. All are 0 in a response without a reward.
+
+    Args:
+        responses: tokens of each response.
+        rewards: reward of each.
+        values: values of states, by their tokens; states with nan are skipped.
+        every: tokens between two states.
+    """
+    known = np.array([np.nan if r is None else r for r in rewards], np.float64)
+    return [
+        _advantages(tokens, known[j], _mean_of_others(known, j), values, every)
+        for j, tokens in enumerate(responses)
+    ]
+
+
+def _mean_of_others(rewards: np.ndarray, index: int) -> float:
+    """Return the mean reward of the other responses; the own reward if no other has one."""
+    others = np.delete(rewards, index)
+    others = others[~np.isnan(others)]
+    return float(others.mean()) if others.size else float(rewards[index])
+
+
+def _advantages(
+    tokens: np.ndarray, reward: float, value: float, values: Mapping[bytes, float], every: int
+) -> np.ndarray:
+    found = np.zeros(len(tokens), np.float32)
+    if np.isnan(reward):
+        return found
+    start = 0
+    for end in range(every, len(tokens), every):
+        after = values[tokens[:end].tobytes()]
+        if not np.isnan(after):
+            found[start:end] = after - value
+            start, value = end, after
+    found[start:] = reward - value
+    return found
