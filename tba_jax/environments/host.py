@@ -2,10 +2,10 @@
 """Process of a user's environment, with one episode at a time.
 
 Two kinds of classes work unchanged. Classes for TRL's `environment_factory` have `reset`, public
-typed methods as tools, and optionally `get_reward`. Gym-like classes have `init` and `step`. An
-agent is a function `run(base_url, row)` that samples from an OpenAI client and returns the reward.
-The parent process sends one JSON request and waits for one JSON answer. Imports neither jax nor
-transformers.
+typed methods as tools, and optionally `get_reward`. Gym-like classes have `init` and `step`. Typed
+functions are tools, as in TRL's `tools`. An agent is a function `run(base_url, row)` that samples
+from an OpenAI client and returns the reward. The parent process sends one JSON request and waits
+for one JSON answer. Imports neither jax nor, except to describe tools to chat models, transformers.
 
 Invariant: every request gets an answer, or the process ends.
 """
@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ BASE_URL = "base_url"
 """First argument of an agent, and column of the row that it begins with."""
 MOST_CHARACTERS = 2**18
 """Of an observation; a longer one is a failure."""
+_ERROR = "error: "  # start of the result of a failed call
 _MOST_TEXT = 4000  # maximum characters of a traceback
 _CALL = re.compile(re.escape(TOOL_START) + "(.*?)" + re.escape(TOOL_END), re.DOTALL)
 
@@ -70,52 +71,78 @@ class _Kind(Protocol):
 
 
 class Tools:
-    """Adapter from a class for TRL's `environment_factory`.
+    """Adapter from a class for TRL's `environment_factory`, or from functions.
 
     Args:
-        environment: an instance.
+        environment: an instance; None for functions.
+        functions: tools without a state.
 
     Raises:
-        TypeError: a public method lacks annotations or a docstring.
+        TypeError: a tool lacks annotations or a docstring, or two have one name.
     """
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, functions: Sequence[Callable[..., Any]] = ()) -> None:
         self._environment = environment
         self.has_reward = hasattr(environment, "get_reward")
-        self._tools: dict[str, Callable[..., Any]] = {}
-        for name, method in inspect.getmembers(environment, inspect.ismethod):
-            if name.startswith("_") or name in ("reset", "get_reward"):
-                continue
-            parameters = inspect.signature(method).parameters.values()
-            if not method.__doc__ or any(p.annotation is p.empty for p in parameters):
+        methods = inspect.getmembers(environment, inspect.ismethod)
+        own = [f for name, f in methods if name[0] != "_" and name not in ("reset", "get_reward")]
+        found: list[Callable[..., Any]] = [*own, *functions]
+        self._tools = {tool.__name__: tool for tool in found}
+        if len(self._tools) < len(found):
+            raise TypeError(f"two tools have one name: {', '.join(t.__name__ for t in found)}")
+        for name, tool in self._tools.items():
+            parameters = inspect.signature(tool).parameters.values()
+            if not tool.__doc__ or any(p.annotation is p.empty for p in parameters):
                 raise TypeError(
                     f"tool {name} needs a docstring and an annotation for each argument; begin "
                     "the name of a method that is not a tool with an underscore"
                 )
-            self._tools[name] = method
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the JSON schema of each tool, as TRL does.
+
+        Raises:
+            Exception: an annotation or docstring that transformers cannot read.
+        """
+        library = importlib.import_module("transformers.utils.chat_template_utils")
+        return [library.get_json_schema(tool) for tool in self._tools.values()]
 
     def begin(self, row: Mapping[str, Any]) -> Any:
+        if self._environment is None:
+            return None
         return _result(_call_with(self._environment.reset, row))
 
     def turn(self, text: str) -> tuple[Any, str]:
         calls = _CALL.findall(text)
-        if not calls:
-            return None, "eos"
-        return "".join(RESULT.format(self._call(each)) for each in calls), ""
+        results = self.results([_parsed(call) for call in calls])
+        return "".join(map(RESULT.format, results)) or None, "" if calls else "eos"
+
+    def results(self, calls: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the result of each call, or the error of the call or the tool as text."""
+        return list(map(self._called, calls))
 
     def reward(self) -> Any:
         return _result(self._environment.get_reward())
 
-    def _call(self, text: str) -> str:
-        """Return the result of a tool call, or the error of the call or the tool as text."""
+    def _called(self, call: Mapping[str, Any]) -> str:
         try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
+            if "error" in call:
+                return f"{_ERROR}{call['error']}"
+            name, arguments = call["name"], call.get("arguments") or {}
             if name not in self._tools:
-                return f"error: no tool {name!r}; there are {', '.join(self._tools)}"
+                return f"{_ERROR}no tool {name!r}; there are {', '.join(self._tools)}"
             return str(_result(self._tools[name](**arguments)))
         except Exception as error:  # As in TRL, the policy sees the error.
-            return f"error: {type(error).__name__}: {error!s:.200}"
+            return f"{_ERROR}{type(error).__name__}: {error!s:.200}"
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    """Return a call of the plain format; with the key "error" if it cannot be read."""
+    try:
+        call = json.loads(text)
+        return call if isinstance(call, dict) else {"error": "the call is not a JSON object"}
+    except (ValueError, RecursionError) as error:
+        return {"error": f"{type(error).__name__}: {error!s:.200}"}
 
 
 class Agent:
@@ -162,35 +189,48 @@ def _result(value: Any) -> Any:
 def load(name: str) -> Callable[[], _Kind]:
     """Return a function that makes an environment of package.module:NAME or path/to/file.py:NAME.
 
+    Several names, separated by commas, are those of tools.
+
     Raises:
         Any exception of the import; AttributeError, TypeError: not an environment.
     """
-    module_name, _, own = name.rpartition(":")
-    if module_name.endswith(".py"):
-        module: Any = import_file(module_name)
-    else:
-        module = importlib.import_module(module_name)
-    factory = getattr(module, own)
+    found = list(map(_imported, name.split(",")))
+    if len(found) > 1 or _is_tool(found[0]):
+        return lambda: Tools(None, found)
+    (factory,) = found
     if hasattr(factory, "init") and hasattr(factory, "step"):
         return lambda: GymLike(factory())
-    if (
-        inspect.isfunction(factory)
-        and next(iter(inspect.signature(factory).parameters), "") == BASE_URL
-    ):
+    if inspect.isfunction(factory) and BASE_URL in _parameters(factory)[:1]:
         return lambda: Agent(factory)
     if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "reset")):
         raise TypeError(
-            f"{own} has neither reset() and tools, nor init() and step(); add the "
+            f"{name} has neither reset() and tools, nor init() and step(); add the "
             "methods of one kind, or give a function run(base_url, row)"
         )
     return lambda: Tools(factory())
+
+
+def _imported(name: str) -> Any:
+    module, _, own = name.strip().rpartition(":")
+    found = import_file(module) if module.endswith(".py") else importlib.import_module(module)
+    return getattr(found, own)
+
+
+def _is_tool(found: Any) -> bool:
+    """Return whether it is a function with arguments, other than an agent."""
+    is_function = inspect.isfunction(found) or inspect.ismethod(found)
+    return is_function and _parameters(found)[:1] not in ([], [BASE_URL])
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 class Host:
     """Request handler of an environment process.
 
     Args:
-        name: package.module:CLASS or path/to/file.py:CLASS.
+        name: as of `load`.
     """
 
     def __init__(self, name: str) -> None:
@@ -224,9 +264,11 @@ class Host:
         environment = self._environment
         match request["do"]:
             case "describe":
+                has_tools = isinstance(environment, Tools)
                 return {
                     "has_reward": environment.has_reward,
-                    "has_tools": isinstance(environment, Tools),
+                    "has_tools": has_tools,
+                    "schemas": environment.schemas() if has_tools and request["schemas"] else [],
                     "is_agent": isinstance(environment, Agent),
                 }
             case "begin":
@@ -236,10 +278,18 @@ class Host:
                 return {"observation": text}
             case "turn":
                 observation, finish = environment.turn(request["text"])
-                answer = {"observation": _text(observation), "finish": finish}
-                return {**answer, "reward": self._reward(environment) if finish else None}
+                return {"observation": _text(observation), **self._finished(environment, finish)}
+            case "calls":
+                assert isinstance(environment, Tools)
+                results = environment.results(request["calls"])
+                _text("".join(results))
+                finish = "" if results else "eos"
+                return {"results": results, **self._finished(environment, finish)}
             case _:
                 return {"finish": "end", "reward": self._reward(environment)}
+
+    def _finished(self, environment: _Kind, finish: str) -> dict[str, Any]:
+        return {"finish": finish, "reward": self._reward(environment) if finish else None}
 
     def _reward(self, environment: _Kind) -> float | None:
         if not environment.has_reward:

@@ -170,7 +170,7 @@ class EnvironmentPool:
     """Thread-safe pool of environment processes.
 
     Args:
-        name: package.module:CLASS or path/to/file.py:CLASS.
+        name: as of `host.load`.
         timeout_s: deadline of a call in seconds.
         max_memory_bytes: memory limit of each process; 0: none.
 
@@ -203,7 +203,7 @@ class EnvironmentPool:
         if self._is_checked:
             return
         process = self._take()
-        process.connection.send_bytes(b'{"do": "describe"}')
+        process.connection.send_bytes(b'{"do": "describe", "schemas": false}')
         try:
             if not process.connection.poll(START_TIMEOUT_S + self.timeout_s):
                 raise ValueError(

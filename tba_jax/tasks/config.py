@@ -44,9 +44,10 @@ class TaskSettings(Section):
     )
     environment: str = field(
         "",
-        "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns, or a "
-        "function run(base_url, row) whose requests over HTTP are the turns "
-        "(docs/guide/environments.md); empty: a response is one turn",
+        "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns, or typed "
+        "functions, separated by commas, that it may call, or a function run(base_url, row) whose "
+        "requests over HTTP are the turns (docs/guide/environments.md); empty: a response is one "
+        "turn",
     )
     columns: str = field(
         "",
@@ -81,12 +82,13 @@ class TaskSettings(Section):
         )
 
     def _check_environment(self) -> None:
-        module, _, name = self.environment.rpartition(":")
+        names = [name.strip().rpartition(":") for name in self.environment.split(",")]
         need(
-            not self.environment or bool(module and name),
+            not self.environment or all(module and name for module, _, name in names),
             "task.environment",
             self.environment,
-            "must read package.module:CLASS or path/to/file.py:CLASS",
+            "must read package.module:CLASS or path/to/file.py:CLASS, or functions separated by "
+            "commas",
             "For example --config.task.environment=my_game.py:Game.",
         )
 

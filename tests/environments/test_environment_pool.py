@@ -94,9 +94,29 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited(caps
         pool.close()
 
 
+def test_typed_functions_are_tools_without_a_state_or_a_reward():
+    pool = EnvironmentPool(f"tba_jax.environments.tools:calculator, {FILE}:lookup", timeout_s=5.0)
+    try:
+        pool.check()
+        assert pool.has_tools and not pool.has_reward
+        environment = pool.open()
+        environment.begin({"prompt": "p"})
+        assert answer(environment).observation is None
+        environment.turn(
+            '<tool>{"name": "lookup", "arguments": {"key": "a"}}</tool>'
+            '<tool>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool>'
+        )
+        assert answer(environment).observation == "<result>1</result><result>12</result>"
+        environment.turn("12")
+        assert answer(environment)[:3] == (None, "eos", None)
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("lookup,lookup", "two tools have one name: lookup, lookup"),
         ("Untyped", "tool undescribed needs a docstring"),
         ("Slow", "OSError: no such server"),
         ("Absent", "has no attribute 'Absent'"),
@@ -104,7 +124,8 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited(caps
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
-    pool = EnvironmentPool(f"{FILE}:{name}", timeout_s=5.0)
+    names = ",".join(f"{FILE}:{each}" for each in name.split(","))
+    pool = EnvironmentPool(names, timeout_s=5.0)
     try:
         with pytest.raises(ValueError, match=reason) as error:
             pool.check()

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sandbox for Python code that a model wrote: one process per call, which the kernel confines.
+
+The process may read Python's own files, and compute. Landlock refuses all other files. A seccomp
+filter allows a list of system calls, which has none for sockets, processes, programs and signals.
+Resource limits bound processor time and memory; the parent bounds output and elapsed time. As
+nothing can be written or started, killing the process leaves nothing behind. docs/security.md names
+what does not hold.
+
+Invariant: the code runs only after every restriction is in force.
+"""
+
+import ast
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import traceback
+
+MAX_OUTPUT_BYTES = 2**14
+MAX_CODE_BYTES = 2**18
+_REFUSED = 120  # exit status of a process that could not be confined
+_START_S = 5.0  # of the interpreter, in addition to the deadline of the code
+
+# No system call of this list names a file to write, another process or the network.
+_ALLOWED = """
+    access arch_prctl brk clock_getres clock_gettime clock_nanosleep close close_range dup dup2 dup3
+    epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd2 exit exit_group faccessat faccessat2
+    fstat fstatfs futex get_robust_list getcwd getdents64 getegid geteuid getgid getgroups getitimer
+    getpgrp getpid getppid getrandom getresgid getresuid getrlimit getrusage gettid gettimeofday
+    getuid lseek lstat madvise membarrier mincore mmap mprotect mremap munmap nanosleep newfstatat
+    open openat pipe pipe2 poll ppoll pread64 preadv pselect6 pwrite64 read readlink readlinkat
+    readv restart_syscall rseq rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn
+    sched_getaffinity sched_getparam sched_getscheduler sched_yield select set_robust_list
+    set_tid_address setitimer sigaltstack stat statx sysinfo time times uname write writev
+""".split()
+
+
+def run_python(code: str, *, timeout_s: float, max_memory_bytes: int) -> str:
+    """Return what Python code prints, and the value of its last line if that is an expression.
+
+    Args:
+        code: Python code.
+        timeout_s: limit of processor time in seconds; elapsed time may be 5 s longer.
+        max_memory_bytes: limit of the address space.
+
+    Raises:
+        OSError: this machine cannot confine a process.
+    """
+    if len(code.encode(errors="replace")) > MAX_CODE_BYTES:
+        return f"error: the code has more than {MAX_CODE_BYTES:,} bytes"
+    limits = [str(max_memory_bytes), str(max(1, round(timeout_s))), str(os.getpid())]
+    process = subprocess.Popen(
+        [sys.executable, "-I", __file__, *limits],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={"PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"},
+        cwd="/",
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(code.encode(errors="replace"))
+        with process.stdout:
+            output, end = _read(process.stdout.fileno(), time.monotonic() + timeout_s + _START_S)
+    finally:
+        process.kill()
+        status = process.wait()
+    text = output.decode(errors="replace")
+    if status == _REFUSED:
+        raise OSError(text.strip())
+    if status == -signal.SIGXCPU or end == "timeout":
+        end = f"error: the code ran longer than {timeout_s:g} s"
+    elif end == "output":
+        end = f"error: more than {MAX_OUTPUT_BYTES:,} bytes were printed"
+    elif status < 0:
+        end = f"error: the process was ended by {signal.Signals(-status).name}"
+    return text + ("\n" if text and end else "") + end
+
+
+def _read(pipe: int, end_s: float) -> tuple[bytes, str]:
+    """Return the output, and "timeout" or "output" if that limit was reached."""
+    chunks, size = [], 0
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0.0, end_s - time.monotonic()))
+        if not ready:
+            return b"".join(chunks), "timeout"
+        chunk = os.read(pipe, MAX_OUTPUT_BYTES + 1 - size)
+        if not chunk:
+            return b"".join(chunks), ""
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MAX_OUTPUT_BYTES:
+            return b"".join(chunks)[:MAX_OUTPUT_BYTES], "output"
+
+
+# The rest runs in the process of the sandbox.
+
+
+def _confine(max_memory_bytes: int, cpu_s: int) -> None:
+    """Restrict this process for ever.
+
+    Raises:
+        OSError: the kernel lacks a restriction.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    _deny_files(libc)
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_AS, max_memory_bytes),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    _deny_calls()
+
+
+def _deny_files(libc: ctypes.CDLL) -> None:
+    """Refuse all access to files, except reading those of Python (Landlock, Linux 5.13)."""
+    version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
+    _checked(version, "Landlock (Linux 5.13 or newer, and enabled in the kernel)")
+    # Rights over files: 13 in version 1; then REFER, TRUNCATE and, in version 5, IOCTL_DEV.
+    num_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+    rights = ctypes.c_uint64(2**num_rights - 1)
+    rules = libc.syscall(444, ctypes.byref(rights), ctypes.c_size_t(8), 0)
+    _checked(rules, "Landlock")
+    paths = {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix}
+    paths |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+    paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom"}
+    for path in paths:
+        if not os.path.exists(path):
+            continue
+        opened = os.open(path, os.O_PATH)
+        # READ_FILE, and READ_DIR for a folder.
+        allowed = 2**2 | 2**3 if os.path.isdir(path) else 2**2
+        rule = allowed.to_bytes(8, sys.byteorder) + opened.to_bytes(4, sys.byteorder)
+        _checked(libc.syscall(445, rules, 1, rule, 0), f"a Landlock rule for {path}")
+        os.close(opened)
+    _checked(libc.syscall(446, rules, 0), "Landlock")
+    os.close(rules)
+
+
+class _Condition(ctypes.Structure):
+    """An argument of a system call, masked and compared (`struct scmp_arg_cmp`)."""
+
+    _fields_ = [
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+    ]
+
+
+def _deny_calls() -> None:
+    """Let every system call outside the list fail (seccomp, by libseccomp)."""
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError as error:
+        raise OSError(f"no libseccomp ({error}). Install it: apt install libseccomp2") from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(0x50000 | errno.EPERM))
+
+    def rule(action: int, name: str, *conditions: _Condition) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # this architecture has no such call
+            return
+        array = (_Condition * len(conditions))(*conditions)
+        found = library.seccomp_rule_add_array(context, action, number, len(conditions), array)
+        _checked(found, f"a seccomp rule for {name}")
+
+    allow, equal, masked = 0x7FFF0000, 4, 7
+    for name in _ALLOWED:
+        rule(allow, name)
+    rule(allow, "prlimit64", _Condition(2, equal, 0))  # reads limits, and changes none
+    # Duplicates, flags. Others send signals of any number to any process (F_SETOWN, F_SETSIG).
+    for command in (0, 1, 2, 3, 4, 1030):
+        rule(allow, "fcntl", _Condition(1, equal, command))
+    thread = 0x10000  # CLONE_THREAD
+    rule(allow, "clone", _Condition(0, masked, thread, thread))
+    rule(0x50000 | errno.ENOSYS, "clone3")  # its flags cannot be read; the C library uses clone
+    _checked(library.seccomp_load(context), "seccomp")
+
+
+def _checked(result: int, what: str) -> None:
+    if result < 0:
+        text = os.strerror(ctypes.get_errno() or -result)
+        raise OSError(f"this machine cannot confine a process: no {what} ({text})")
+
+
+def _main() -> None:
+    max_memory_bytes, cpu_s, parent = map(int, sys.argv[1:])
+    code = sys.stdin.buffer.read().decode()
+    sys.argv = [""]
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # when the parent ends
+        if os.getppid() != parent:
+            return
+        _confine(max_memory_bytes, cpu_s)
+    except (OSError, ValueError) as error:
+        print(error, flush=True)
+        os._exit(_REFUSED)
+    # Handlers of Python would hide the signal of the limit.
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    names = {"__name__": "__main__"}
+    try:
+        tree = ast.parse(code, "<code>")
+        last: ast.expr = ast.Constant(None)
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = tree.body.pop().value  # pyright: ignore[reportAttributeAccessIssue]
+        exec(compile(tree, "<code>", "exec"), names)
+        value = eval(
+            compile(ast.fix_missing_locations(ast.Expression(last)), "<code>", "eval"), names
+        )
+        if value is not None:
+            print(repr(value))
+    except SystemExit:
+        pass
+    except BaseException as error:
+        *_, line = traceback.format_exception_only(error)
+        frames = traceback.extract_tb(error.__traceback__)
+        numbers = [frame.lineno for frame in frames if frame.filename == "<code>"]
+        if isinstance(error, SyntaxError):
+            numbers = [error.lineno]
+        print(*[f"line {number}:" for number in numbers[:1]], line.strip())
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()
