@@ -77,6 +77,7 @@ def fake_workdir(
             {
                 "step": step,
                 "time_s": round(clock, 3),
+                "train/loss": 0.1 * (1 - done),
                 "train/tb_loss": 0.4 + 1.4 * (1 - done) + rng.normal(0, 0.1),
                 "train/kl_reference": 6 * done + rng.normal(0, 0.2),
                 "train/log_z": -2 + 3 * done + rng.normal(0, 0.1),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _NUMBERS = (int, float, type(None))
+_LOSS = "train/loss"  # every line of a training step has it
 _NUMBERS_OF_JSON = {int, float, bool, type(None)}
 
 # Types of event fields; fields that end in _s are times.
@@ -34,9 +35,12 @@ _REQUIRED = {
 
 def wrong_metrics(record: Mapping[str, Any]) -> str:
     """Return the error in a line of metrics.jsonl; "" without one."""
-    pick, others = _layout(tuple(record))
+    names = tuple(record)
+    pick, others = _layout(names)
     if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # true for nearly every line
         record = {name: record[name] for name in others}
+    if _lacks_loss(names):
+        return f"has figures of training, and no {_LOSS!r}"
     for name, value in {"step": None, **record}.items():
         if name.endswith("_histogram"):
             is_right = isinstance(value, list) and all(
@@ -67,6 +71,12 @@ def _event_layout(
     """Return a getter of the times in events with these names, and the other checked names."""
     others = tuple(x for x in names if x in _EVENT_FIELDS)
     return _picker([x for x in names if x.endswith("_s")]), others
+
+
+@functools.lru_cache(maxsize=256)
+def _lacks_loss(names: tuple[str, ...]) -> bool:
+    """Return whether a line with these names has figures of training without the loss."""
+    return _LOSS not in names and any(name.startswith("train/") for name in names)
 
 
 def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:

@@ -243,6 +243,15 @@ def test_a_page_is_not_replaced_by_one_with_fewer_steps(tmp_path, capsys, loss):
     assert (run / "report.html").read_bytes() == page
 
 
+def test_a_log_whose_losses_have_another_name_is_refused(tmp_path, capsys):
+    fake_workdir(tmp_path, num_steps=4)
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"train/loss"', '"train/cost"'))
+    assert main([str(tmp_path)]) == 1
+    line = "metrics.jsonl, line 2: has figures of training, and no 'train/loss'"
+    assert line in capsys.readouterr().err
+
+
 def test_command_reports_and_refuses(tmp_path, capsys):
     fake_workdir(tmp_path / "run", num_steps=4)
     assert main([str(tmp_path / "run")]) == 0
