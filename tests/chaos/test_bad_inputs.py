@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad inputs and bad storage: each command ends within a minute, with one line and no traceback."""
+"""Bad inputs and bad storage: each command ends with one line and no traceback."""
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from tests.integration import commands
 from tests.integration.commands import environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-DEADLINE_S = 120  # a command that takes longer waits for something that never comes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+DEADLINE_S = 300  # a command that takes longer waits for ever, also on a busy machine
 REWARD = """
 import sys
 
@@ -66,9 +65,9 @@ def replace_by_a_pipe(path):
     os.mkfifo(path)  # nobody writes to it
 
 
-def command(module, *arguments, folder, cache, **kwargs):
+def command(module, *arguments, folder, cache, before=(), **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", f"tba_jax.{module}", *arguments],
+        [*before, sys.executable, "-m", f"tba_jax.{module}", *arguments],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs},
         text=True,
         timeout=DEADLINE_S,
@@ -111,7 +110,7 @@ def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
         (["--config.placement=fleet", "--config.fleet.max_searchers=100000"], "in [1, 4096]"),
         (["--replay_schedule={pipe}"], "no schedule log"),
         (["--config={pipe}"], "no config file"),
-        (["--config.task.start_path={pipe}"], "there is no such .jsonl"),
+        (["--config.task.start_path={pipe}"], "no such .jsonl or .parquet file"),
         (["--config.model.path={pipe}"], "pipe.jsonl"),
         (["--workdir={pipe}"], "pipe.jsonl"),
     ],
@@ -158,11 +157,8 @@ def finished(tmp_path_factory, cache):
 
 def test_a_report_on_a_disk_that_is_full_is_one_line(finished, cache):
     page = (finished / "report.html").read_bytes()
-
-    def limit_sizes():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-
-    done = command("report", ".", folder=finished, cache=cache, preexec_fn=limit_sizes)
+    limited = ["prlimit", "--fsize=10000"]
+    done = command("report", ".", folder=finished, cache=cache, before=limited)
     check_one_line(done, "cannot be used: File too large. Make room")
     assert (finished / "report.html").read_bytes() == page
 

@@ -90,21 +90,15 @@ def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
     """The run saves and ends, or goes on without a terminal where it was told to ignore that."""
     workdir = tmp_path / "run"
     end, terminal = pty.openpty()
-
-    def begin():
-        os.setsid()
-        os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # makes it the controlling terminal
-        if is_ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
+    in_shell = ["sh", "-c", ("trap '' HUP; " if is_ignored else "") + 'exec "$@"', "sh"]
+    run = command(workdir, *(SHORT if is_ignored else LONG))
     process = subprocess.Popen(
-        command(workdir, *(SHORT if is_ignored else LONG)),
+        ["setsid", "--ctty", *in_shell, *run],
         env=environment(cache),
         cwd=ROOT,
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
-        preexec_fn=begin,
     )
     os.close(terminal)
     os.set_blocking(end, False)
