@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows, sinks, caps and experts: in decoding, on meshes, and in files."""
 
+import functools
 import json
 
 import jax
@@ -30,13 +31,21 @@ EVEN = {"vocab_size": 24, "head_dim": 8}
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5, 6, 7, 8, 9], [6], [7, 8, 9, 10, 11])]
 
 
-def scored(config, params, prompt, response, temperature):
-    """Log-probs [t] of a response by one plain forward pass."""
-    row = jnp.asarray(np.concatenate([prompt, response]))[None]
+@functools.partial(jax.jit, static_argnames="config")
+def scoring_logits(params, row, config):
+    """Logits [t v] of one plain forward pass."""
     positions = jnp.arange(row.shape[1])[None]
     kwargs = {"config": config, "compute_dtype": jnp.float32}
     hidden = transformer.apply(params, row, positions, row >= 0, **kwargs)
-    logits = transformer.unembed(params, hidden, **kwargs)[0, len(prompt) - 1 : -1]
+    return transformer.unembed(params, hidden, **kwargs)[0]
+
+
+def scored(config, params, prompt, response, temperature):
+    """Log-probs [t] of a response."""
+    row = np.zeros((1, 32), np.int32)  # one length, one program; what follows a token is not seen
+    n, end = len(prompt), len(prompt) + len(response)
+    row[0, :end] = np.concatenate([prompt, response])
+    logits = np.asarray(scoring_logits(params, row, config))[n - 1 : end - 1]
     logprobs = np.asarray(jax.nn.log_softmax(logits / temperature))
     return np.take_along_axis(logprobs, response[:, None], axis=-1)[:, 0]
 
