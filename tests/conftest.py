@@ -2,6 +2,7 @@
 """Settings every test shares: CPU, eight fake devices, no silent rank promotion."""
 
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,10 +16,37 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import pytest
 
+from tba_jax.devices.program_cache import open_cache
+
 jax.config.update("jax_num_cpu_devices", 8)
-# Commands that are called in this process would keep what all later tests compile.
-jax.config.update("jax_enable_compilation_cache", False)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+MAX_CACHED_BYTES = 2 * 2**30
+
+
+def open_test_cache() -> Path:
+    """Keep what tests compile for the next session; return the folder.
+
+    Most of the suite's time is compilation, and most programs are those of the last session. The
+    folder is shared by the workers of a session and by all checkouts of a user. It has no lock,
+    which JAX takes together with a scan of all files: a program that is read while another worker
+    writes it is compiled again (see `filterwarnings`).
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = home / "tba_jax" / "tests"
+    open_cache(str(root))
+    jax.config.update("jax_compilation_cache_max_size", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    folder = Path(jax.config.jax_compilation_cache_dir)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        if size > MAX_CACHED_BYTES:
+            shutil.rmtree(folder)
+            folder.mkdir()
+    return folder
+
+
+COMPILED = open_test_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,9 +58,9 @@ def cache_home(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """One compilation cache for all the processes that the tests start."""
-    return tmp_path_factory.mktemp("compiled")
+def cache():
+    """Return the compilation cache of the processes that the tests start."""
+    return COMPILED
 
 
 @pytest.fixture

@@ -63,6 +63,8 @@ def environment(cache):
         "PYTHONPATH": str(ROOT),  # for tests that run elsewhere
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Another process writes this program at the moment; JAX compiles it again.
+        "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
     }
 
 
