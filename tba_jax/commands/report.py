@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.with_parent:
         end_with_parent()
-        os.nice(10)
+    if arguments.with_parent or arguments.live is not None:
+        os.nice(10)  # Training goes first.
     try:
         folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
         check_for_report(folder)

@@ -8,7 +8,7 @@ escaped, because model outputs may contain anything.
 import base64
 import hashlib
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tba_jax.report.words import plain, shown
@@ -25,9 +25,10 @@ def document(
         body: HTML of the page.
         style: additional CSS rules of this page.
         script: the only script that may run; "" for none.
-        fetches: the script may fetch from the page's own server; otherwise it may fetch nothing.
+        fetches: the page may fetch data and pictures from its own server; otherwise nothing.
     """
-    policy, code = "; connect-src 'self'" if fetches else "", ""
+    own = " 'self'" if fetches else ""
+    policy, code = f"; connect-src{own}" if fetches else "", ""
     if script:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         policy += f"; script-src 'sha256-{digest}'"
@@ -35,7 +36,7 @@ def document(
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        f"img-src data:; style-src 'unsafe-inline'{policy}\">"
+        f"img-src data:{own}; style-src 'unsafe-inline'{policy}\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escaped(title)} · {escaped(name)}</title><style>{STYLE}{style}</style></head>\n"
@@ -52,12 +53,48 @@ def section(title: str, body: str) -> str:
     return f"<section><h2>{escaped(title)}</h2>{body}</section>"
 
 
-def pairs(items: Iterable[tuple[str, Any]]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{escaped(name)}</th><td>{escaped(plain(value))}</td></tr>'
-        for name, value in items
+def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str) -> str:
+    """Return a table, or "" without rows; on a narrow screen it scrolls sideways.
+
+    Args:
+        head: names of the columns as text; empty for a table without them.
+        rows: cells as HTML; the first cell of a row names the row.
+        kind: CSS class of the table.
+    """
+    body = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        for first, *cells in rows
     )
-    return f'<table class="pairs"><tbody>{rows}</tbody></table>' if rows else ""
+    names = "".join(f'<th scope="col">{escaped(name)}</th>' for name in head)
+    above = f"<thead><tr>{names}</tr></thead>" if names else ""
+    whole = f'<table class="{kind}">{above}<tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{whole}</div>' if body else ""
+
+
+def pairs(items: Iterable[tuple[str, Any]]) -> str:
+    rows = ((escaped(name), escaped(plain(value))) for name, value in items)
+    return table((), rows, "pairs")
+
+
+def picture(light: str, dark: str, text: str, *, is_lazy: bool = False) -> str:
+    """Return a picture that follows the reader's theme.
+
+    Args:
+        light, dark: address of the picture for each theme.
+        text: description for readers who do not see it.
+        is_lazy: load the picture when it comes into view.
+    """
+    lazy = ' loading="lazy"' if is_lazy else ""
+    return (
+        '<div class="scroll"><picture>'
+        f'<source media="(prefers-color-scheme: dark)" srcset="{escaped(dark)}">'
+        f'<img alt="{escaped(text)}"{lazy} src="{escaped(light)}"></picture></div>'
+    )
+
+
+def png_address(png: bytes) -> str:
+    """Return an address that contains the picture itself."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
 def details(summary: str, body: str) -> str:
@@ -111,6 +148,10 @@ pre { margin: .25rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
 small { color: var(--muted); }
 .samples { table-layout: fixed; }
 .samples th:first-child { width: 26%; }
+.choices th { overflow-wrap: anywhere; min-width: 11rem; }
+.choices tbody th, .choices td:first-of-type, p code
+  { font: .84rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+section > h3 { margin-top: 1.6rem; }
 .samples details { margin: .3rem 0 0; font-size: .85rem; font-weight: 400; }
 .mark { display: inline-block; padding: .05rem .5rem; border-radius: 99px; font-size: .8rem;
   font-weight: 600; background: var(--soft); color: var(--muted); }
@@ -118,10 +159,10 @@ small { color: var(--muted); }
 .mark.wrong { color: var(--wrong); background: var(--wrong-bg); }
 .ledger { max-width: 760px; }
 .ledger td { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.ledger .bar { width: 34%; padding-right: 0; vertical-align: middle; }
+.sums td:last-child { width: 34%; padding-right: 0; vertical-align: middle; }
 .ledger i { display: block; height: .55rem; min-width: 2px; border-radius: 2px;
   background: var(--accent); }
-.total th, .total td { font-weight: 600; border-bottom: 0; }
+.sums tr:last-child > * { font-weight: 600; border-bottom: 0; }
 .pairs { max-width: 760px; }
 .pairs th { width: 45%; }
 .pairs th, .pairs td { padding-top: .3rem; padding-bottom: .3rem; overflow-wrap: anywhere;
@@ -141,8 +182,9 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line
   .samples th:first-child { width: auto; }
   .samples tr { padding: .8rem 0; border-bottom: 1px solid var(--line); }
   .samples th, .samples td { border: 0; padding: .2rem 0; }
-  .samples td::before { content: attr(data-label) " "; color: var(--muted); font-size: .85rem; }
-  .ledger .bar { display: none; }
+  .samples td::before { content: "before "; color: var(--muted); font-size: .85rem; }
+  .samples td:last-child::before { content: "after "; }
+  .sums td:last-child { display: none; }
 }
 @media print { details { display: none; } }
 """

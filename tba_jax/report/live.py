@@ -18,9 +18,9 @@ from typing import Any
 
 import uvicorn
 
-from tba_jax.report import sample_browser
-from tba_jax.report.build import draw_pictures
+from tba_jax.report import plots, sample_browser
 from tba_jax.report.document import document, escaped
+from tba_jax.report.figures import FIGURES
 from tba_jax.report.files import Run, assemble
 from tba_jax.report.jsonl import parse_line, read_blocks
 from tba_jax.report.lines import wrong_metrics
@@ -31,8 +31,9 @@ POINTS = 2000  # number of lines of metrics.jsonl that are kept; the same number
 _UPDATE_BYTES = 2**26  # bytes of metrics.jsonl per update; a longer log takes several updates
 _SCHEDULE_BYTES = 2**22  # bytes of schedule.jsonl that are read, from its end
 _PERIOD_S = 5.0
-_REST = 9.0  # pause after an update, in multiples of its processor time: at most 10 % of a core
+_BUSY_SHARE = 0.01  # of all cores of the machine: the most that updates use while the run trains
 _DPI = 110
+_THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
 
 
 class SampledLog:
@@ -116,10 +117,14 @@ def _newest_part(path: Path, num_bytes: int = _SCHEDULE_BYTES) -> int:
 class LivePage:
     """The current page of a run; `update` renders it again after the files have changed.
 
+    A picture is drawn when a browser requests it, from the state of the run that all pictures of
+    the page share. Updates and drawings rest in proportion to their processor time.
+
     Args:
         workdir: work directory of the run.
         clock: monotonic seconds.
         work_clock: processor seconds of this process.
+        num_cores: cores of the machine.
 
     Attributes:
         version: number of the page, from 1; 0 before the first.
@@ -132,12 +137,18 @@ class LivePage:
         workdir: Path,
         clock: Callable[[], float] = time.monotonic,
         work_clock: Callable[[], float] = time.process_time,
+        num_cores: int | None = None,
     ) -> None:
         self._workdir, self._clock, self._work_clock = workdir, clock, work_clock
+        self._rest = 1 / (_BUSY_SHARE * (num_cores or len(os.sched_getaffinity(0)))) - 1
         self._log = SampledLog(workdir / "metrics.jsonl")
         self._next_s = 0.0
         self._seen: list[float] = []
         self._fault = ""
+        self._run: Run | None = None
+        self._shown: Run | None = None  # the run that the pictures show
+        self._pictures: dict[tuple[str, str], bytes] = {}
+        self._number, self._next_pictures_s = 0, 0.0
         self.version, self.title, self.body = 0, "", ""
 
     def update(self) -> None:
@@ -148,21 +159,52 @@ class LivePage:
         try:
             has_lines = self._log.update()
             seen = [_changed_s(self._workdir / x) for x in ("report.json", "config.json")]
-            if has_lines or seen != self._seen or self._fault or not self.version:
-                self._draw()
+            if has_lines or seen != self._seen or self._fault or self._run is None:
+                start = _newest_part(self._workdir / "schedule.jsonl")
+                self._run = assemble(self._workdir, self._log.metrics(), start)
+                self._render()
+            elif self._run is not self._shown and self._clock() >= self._next_pictures_s:
+                self._render()
             self._seen, self._fault = seen, ""
         except (ValueError, OSError) as error:
             self._show_message(str(error))
-        self._next_s = self._clock() + max(_PERIOD_S, _REST * (self._work_clock() - began))
+        self._next_s = self._clock() + self._pause_s(began)
 
-    def _draw(self) -> None:
-        start = _newest_part(self._workdir / "schedule.jsonl")
-        run = assemble(self._workdir, self._log.metrics(), start)
+    def _pause_s(self, began: float) -> float:
+        """Return the pause after work that began at a time of the processor clock."""
+        is_over = self._run is not None and self._run.is_finished
+        rest = 0.0 if is_over else self._rest * (self._work_clock() - began)
+        return max(_PERIOD_S, rest)
+
+    def _render(self) -> None:
+        run = self._run
+        assert run is not None
+        if self._clock() >= self._next_pictures_s or run.is_finished:
+            self._shown, self._number = run, self._number + 1
+            self._pictures.clear()
+            self._next_pictures_s = self._clock() + _PERIOD_S
         self.title = f"{headline(run)} · {run_name(run)}"
+        names = [x.name for x in FIGURES if x.name != "timeline" or run.busy_shares]
+        addresses = {
+            name: (f"{self._number}/light/{name}", f"{self._number}/dark/{name}") for name in names
+        }
         self.body = _status(run, is_behind=self._log.is_behind) + render_body(
-            run, draw_pictures(run, _DPI), is_live=True
+            run, addresses, is_live=True
         )
         self.version += 1
+
+    def picture(self, theme: str, name: str) -> bytes:
+        """Return the newest picture of a figure; empty where the run has nothing to draw."""
+        draw = {figure.name: figure.draw for figure in FIGURES}.get(name)
+        if draw is None or theme not in _THEMES or self._shown is None:
+            return b""
+        if (theme, name) not in self._pictures:
+            began = self._work_clock()
+            figure = draw(self._shown, _THEMES[theme])
+            self._pictures[theme, name] = plots.to_png(figure, _DPI) if figure else b""
+            if not self._shown.is_finished:
+                self._next_pictures_s += self._rest * (self._work_clock() - began)
+        return self._pictures[theme, name]
 
     def _show_message(self, fault: str) -> None:
         """Show a message above the page, which stays unchanged."""
@@ -192,6 +234,19 @@ def _status(run: Run, *, is_behind: bool) -> str:
 
 _SCRIPT = """
 let version = %d;
+// A picture stays until its successor has loaded, and a figure without data disappears.
+function keep(old, figure) {
+  const fresh = figure.querySelector('picture'), [source, image] = old ? old.children : [];
+  if (!old || (image.complete && !image.naturalWidth)) return;
+  if (source.srcset !== fresh.children[0].srcset) {
+    source.srcset = fresh.children[0].srcset;
+    image.setAttribute('src', fresh.children[1].getAttribute('src'));
+  }
+  fresh.replaceWith(old);
+}
+addEventListener('error', event => {
+  if (event.target.tagName === 'IMG') event.target.closest('figure').hidden = true;
+}, true);
 async function follow() {
   try {
     const answer = await fetch('body?' + version, {cache: 'no-store'});
@@ -202,7 +257,10 @@ async function follow() {
         item => !item.closest('#browser'));
       const open = folded().map(item => item.open);
       const browser = main.querySelector('#browser'), focus = document.activeElement;
+      const drawn = Object.fromEntries([...main.querySelectorAll('figure')].map(
+        item => [item.className, item.querySelector('picture')]));
       version = page.version; document.title = page.title; main.innerHTML = page.body;
+      main.querySelectorAll('figure').forEach(item => keep(drawn[item.className], item));
       folded().forEach((item, i) => { item.open = !!open[i]; });
       if (browser) main.querySelector('#browser')?.replaceWith(browser);
       focus.focus();
@@ -215,6 +273,10 @@ async function follow() {
 }
 setTimeout(follow, 2000);
 """
+
+
+# Room for pictures that have not loaded, so that only those in view are requested.
+_STYLE = "figure:not([hidden]) img { min-height: 12rem; }"
 
 
 class LiveServer:
@@ -239,6 +301,8 @@ class LiveServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind(("127.0.0.1", port))
+            # A browser that opens the address before `run` waits instead of being refused.
+            self._socket.listen()
         except (OSError, OverflowError) as error:
             self._socket.close()
             raise ValueError(
@@ -277,9 +341,9 @@ class LiveServer:
             return
         status, kind, content = await self._content(scope)
         headers = [
-            (b"content-type", kind + b"; charset=utf-8"),
+            (b"content-type", kind if kind == b"image/png" else kind + b"; charset=utf-8"),
             (b"content-length", str(len(content)).encode()),
-            (b"cache-control", b"no-store"),
+            (b"cache-control", b"no-store" if kind != b"image/png" else b"max-age=3600"),
             (b"x-content-type-options", b"nosniff"),
             (b"referrer-policy", b"no-referrer"),
         ]
@@ -290,15 +354,25 @@ class LiveServer:
         path = scope["path"]
         is_known = secrets.compare_digest(path[: len(self._path)].encode(), self._path.encode())
         name = path[len(self._path) :]
-        if scope["method"] != "GET" or not is_known or name not in ("", "body"):
+        _, _, picture = name.partition("/")
+        if scope["method"] != "GET" or not is_known or (name not in ("", "body") and not picture):
             return 404, b"text/plain", b"page not found"
         async with self._lock:
+            if picture:
+                theme, _, figure = picture.partition("/")
+                png = await asyncio.to_thread(self._page.picture, theme, figure)
+                return (200, b"image/png", png) if png else (404, b"text/plain", b"no such picture")
             await asyncio.to_thread(self._page.update)
         page = self._page
         if name == "":
             script = sample_browser.SCRIPT + _SCRIPT % page.version
             whole = document(
-                page.title or "live", "live", page.body, sample_browser.STYLE, script, fetches=True
+                page.title or "live",
+                "live",
+                page.body,
+                sample_browser.STYLE + _STYLE,
+                script,
+                fetches=True,
             )
             return 200, b"text/html", whole.encode()
         if scope["query_string"] == str(page.version).encode():

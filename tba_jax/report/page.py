@@ -7,13 +7,21 @@ Invariant: the page fetches nothing, and every text in it is escaped, because mo
 contain anything.
 """
 
-import base64
 import types
 from collections.abc import Mapping
 from typing import Any
 
 from tba_jax.report import sample_browser
-from tba_jax.report.document import details, document, escaped, pairs, section
+from tba_jax.report.document import (
+    details,
+    document,
+    escaped,
+    pairs,
+    picture,
+    png_address,
+    section,
+    table,
+)
 from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED, WORKED
 from tba_jax.report.files import Facts, Run, flat
 from tba_jax.report.words import duration, held_out, percent, plain
@@ -69,8 +77,8 @@ def _subline(run: Run) -> str:
     if any(skipped.values()):
         parts.append(f"prompts skipped as too long: {plain(skipped)}")
     hardware = run.report.get("hardware")
-    if hardware:
-        parts.append("on " + plain(hardware))
+    if hardware:  # The name of the operating system, if it is there, comes last.
+        parts.append("on " + ", ".join(plain(hardware).split(", ")[:2]))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "." if parts else ""
 
 
@@ -127,20 +135,23 @@ def _tiles(run: Run) -> str:
     return f'<dl class="tiles">{"".join(cells)}</dl>' if cells else ""
 
 
-def _pictures(run: Run, pictures: Mapping[str, tuple[bytes, bytes]], section: str) -> str:
+Addresses = Mapping[str, tuple[str, str]]
+"""Figure -> address of its picture for the light and the dark theme."""
+
+
+def _pictures(run: Run, pictures: Addresses, section: str, *, is_lazy: bool) -> str:
     """Return the pictures of a section; a single picture has no title."""
     of_section = [figure for figure in FIGURES if figure.section == section]
     cells = []
     for figure in of_section:
         if figure.name not in pictures:
             continue
-        title, text = (
-            escaped(x if isinstance(x, str) else x(run)) for x in (figure.title, figure.text)
-        )
-        heading = f"<h3>{title}</h3>" if len(of_section) > 1 else ""
+        title, text = (x if isinstance(x, str) else x(run) for x in (figure.title, figure.text))
+        heading = f"<h3>{escaped(title)}</h3>" if len(of_section) > 1 else ""
+        drawn = picture(*pictures[figure.name], f"{title}. {text}", is_lazy=is_lazy)
         cells.append(
-            f'<figure class="{escaped(figure.name)}"><figcaption>{heading}<p>{text}</p>'
-            f"</figcaption>{_picture(pictures[figure.name], f'{title}. {text}')}</figure>"
+            f'<figure class="{figure.name}"><figcaption>{heading}<p>{escaped(text)}</p>'
+            f"</figcaption>{drawn}</figure>"
         )
     return "".join(cells)
 
@@ -148,25 +159,19 @@ def _pictures(run: Run, pictures: Mapping[str, tuple[bytes, bytes]], section: st
 def _own_figures(own: Mapping[str, tuple[bytes, bytes] | str]) -> str:
     cells = [
         f"<figure><figcaption><h3>{escaped(title)}</h3></figcaption>"
-        + (f"<pre>{escaped(x)}</pre>" if isinstance(x, str) else _picture(x, escaped(title)))
+        + (
+            f"<pre>{escaped(x)}</pre>"
+            if isinstance(x, str)
+            else picture(png_address(x[0]), png_address(x[1]), title)
+        )
         + "</figure>"
         for title, x in own.items()
     ]
     return section("Your figures", f'<div class="grid">{"".join(cells)}</div>') if cells else ""
 
 
-def _picture(themes: tuple[bytes, bytes], text: str) -> str:
-    light, dark = (base64.b64encode(png).decode("ascii") for png in themes)
-    return (
-        '<div class="scroll"><picture>'
-        f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{text}" src="data:image/png;base64,{light}"></picture></div>'
-    )
-
-
-def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
-    missing = "" if run.evals else '<p class="missing">No evaluation has been logged yet.</p>'
-    return section(LEARNED, f'{missing}<div class="grid">{_pictures(run, pictures, LEARNED)}</div>')
+def _missing(text: str) -> str:
+    return f'<p class="missing">{escaped(text)}</p>'
 
 
 def _mark(reward: Any, *, is_graded: bool) -> str:
@@ -192,7 +197,7 @@ def _samples(run: Run) -> str:
     samples = run.report.get("samples") or []
     if not samples:
         text = "Side-by-side answers appear when the run has made its last evaluation."
-        return section("Before and after", f'<p class="missing">{text}</p>')
+        return section("Before and after", _missing(text))
     rows = []
     is_graded = run.metric == "pass_at_1"
     for sample in samples:
@@ -201,10 +206,9 @@ def _samples(run: Run) -> str:
             text = sample.get(when)
             shown = "(empty)" if text == "" else "(not sampled)" if text is None else text
             mark = _mark(sample.get(f"{when}_reward"), is_graded=is_graded)
-            cells.append(f'<td data-label="{when}">{mark}<pre>{escaped(shown)}</pre></td>')
+            cells.append(f"{mark}<pre>{escaped(shown)}</pre>")
         gold = _gold(str(sample.get("answer") or ""))
-        prompt = f'<th scope="row"><pre>{escaped(sample.get("prompt", ""))}</pre>{gold}</th>'
-        rows.append(f"<tr>{prompt}{''.join(cells)}</tr>")
+        rows.append([f"<pre>{escaped(sample.get('prompt', ''))}</pre>{gold}", *cells])
     known = [
         [r for sample in samples if (r := sample.get(f"{when}_reward")) is not None]
         for when in ("before", "after")
@@ -221,17 +225,8 @@ def _samples(run: Run) -> str:
         text += f": mean reward {mean[0]:.2f} before training, {mean[1]:.2f} after."
     else:
         text += "."
-    table = (
-        '<table class="samples"><thead><tr><th scope="col">problem</th><th scope="col">before'
-        f'</th><th scope="col">after</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    )
-    return section("Before and after", f"<p>{escaped(text)}</p>{table}")
-
-
-def _asynchrony(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
-    text = "No schedule has been logged yet, so there is no timeline."
-    missing = "" if "timeline" in pictures else f'<p class="missing">{text}</p>'
-    return section(WORKED, missing + _pictures(run, pictures, WORKED))
+    shown = table(("problem", "before", "after"), rows, "samples")
+    return section("Before and after", f"<p>{escaped(text)}</p>{shown}")
 
 
 LEDGER_ROWS = {
@@ -261,17 +256,16 @@ def _ledger(run: Run) -> str:
         else f"The entries add up to {total:,}, {generated - total:+,} short of what was sampled."
     )
     cells = [
-        f'<tr><th scope="row">{escaped(label)}</th><td>{count:,}</td>'
-        f"<td>{percent(count / generated)}</td>"
-        f'<td class="bar"><i style="width:{100 * count / generated:.2f}%"></i></td></tr>'
+        (
+            escaped(label),
+            f"{count:,}",
+            percent(count / generated),
+            f'<i style="width:{100 * count / generated:.2f}%"></i>',
+        )
         for label, count in rows
         if count
     ]
-    cells.append(
-        f'<tr class="total"><th scope="row">sampled</th><td>{generated:,}</td>'
-        f"<td>{percent(1.0)}</td><td></td></tr>"
-    )
-    table = f'<table class="ledger"><tbody>{"".join(cells)}</tbody></table>'
+    cells.append(("sampled", f"{generated:,}", percent(1.0), ""))
     uses = ""
     if ledger.get("used") and ledger.get("trained_unique"):
         often = ledger["used"] / ledger["trained_unique"]
@@ -284,7 +278,8 @@ def _ledger(run: Run) -> str:
         f'<p class="notice">{escaped(sentence[:1].upper() + sentence[1:])}.</p>'
         for sentence in (run.report.get("economy") or {}).get("warnings", [])
     )
-    return section("Where every response went", f"{text}{warnings}{table}")
+    where = table((), cells, "ledger sums")
+    return section("Where every response went", f"{text}{warnings}{where}")
 
 
 def _economy(told: Mapping[str, Any]) -> str:
@@ -314,14 +309,25 @@ def _changes(run: Run) -> list[tuple[str, str]]:
 
 
 def _settings(run: Run) -> str:
-    changes = _changes(run)
-    body = "<p>Everything else is at its default.</p>" + pairs(changes) if changes else ""
-    chosen = [(name, f"{run.config.get(name)}: {why}") for name, why in run.chosen.items()]
-    body += details("Chosen by the run", pairs(chosen))
-    body += details("All config fields", pairs(run.config.items()))
+    """Return the settings: chosen by the run, changed from the defaults, and all of them."""
+    chosen = [
+        (escaped(name), escaped(plain(run.config.get(name, ""))), escaped(reason))
+        for name, reason in run.chosen.items()
+    ]
+    body = ""
+    if chosen:
+        body = (
+            "<h3>Chosen by the run</h3><p>These settings asked for a choice. A value of your own "
+            "replaces it, such as <code>--config."
+            f"{chosen[0][0]}={chosen[0][1]}</code>.</p>"
+            + table(("setting", "value", "reason"), chosen, "choices")
+        )
+    if changes := _changes(run):
+        body += f"<h3>Changed from the default</h3>{pairs(changes)}"
+    body += details("All settings", pairs(run.config.items()))
     versions = run.versions or run.report.get("versions") or {}
     body += details("Versions and hardware", pairs(flat(_machine(run, versions)).items()))
-    return section("What was run", body) if body else ""
+    return section("Settings", body) if body else ""
 
 
 def _machine(run: Run, versions: Facts) -> dict[str, Any]:
@@ -344,25 +350,20 @@ def _fleet(run: Run) -> str:
     )
     if "put_p50_s" in fleet:
         text += f", acknowledged after {fleet['put_p50_s']:.2f} s (99 %: {fleet['put_p99_s']:.2f})"
-    cells = []
-    for row in rows:
-        staleness = row.get("staleness_mean")
-        cells.append(
-            f'<tr><th scope="row">searcher {row["searcher"]}</th>'
-            f"<td>{escaped(row['host'] or '-')}</td>"
-            f"<td>{escaped(row['state'])}</td><td>{row['joins']}</td><td>{row['groups']:,}</td>"
-            f"<td>{'-' if staleness is None else f'{staleness:.1f}'}</td>"
-            f"<td>{row['idle_s']:,.0f} s</td></tr>"
+    cells = [
+        (
+            f"searcher {row['searcher']}",
+            escaped(row["host"] or "–"),
+            escaped(row["state"]),
+            f"{row['joins']}",
+            f"{row['groups']:,}",
+            "–" if row.get("staleness_mean") is None else f"{row['staleness_mean']:.1f}",
+            f"{row['idle_s']:,.0f} s",
         )
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("", "host", "", "came", "groups", "staleness on arrival", "idle")
-    )
-    table = (
-        f'<table class="ledger"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(cells)}</tbody></table>"
-    )
-    return section("The fleet", f"<p>{escaped(text)}.</p>{table}")
+        for row in rows
+    ]
+    head = ("", "host", "state", "joins", "groups", "staleness on arrival", "idle")
+    return section("The fleet", f"<p>{escaped(text)}.</p>{table(head, cells, 'ledger')}")
 
 
 def render(
@@ -377,7 +378,10 @@ def render(
         pictures: figure -> PNG files of the light and the dark theme.
         own: the same for the user's figures, or the error of a figure as text.
     """
-    body = render_body(run, pictures) + _own_figures(own)
+    addresses = {
+        name: (png_address(light), png_address(dark)) for name, (light, dark) in pictures.items()
+    }
+    body = render_body(run, addresses) + _own_figures(own)
     return document(headline(run), run_name(run), body, sample_browser.STYLE, sample_browser.SCRIPT)
 
 
@@ -385,32 +389,35 @@ def run_name(run: Run) -> str:
     return str(run.report.get("name") or run.config.get("name") or run.workdir.name)
 
 
-def render_body(
-    run: Run, pictures: Mapping[str, tuple[bytes, bytes]], *, is_live: bool = False
-) -> str:
+def render_body(run: Run, pictures: Addresses, *, is_live: bool = False) -> str:
     """Return the contents of the page as HTML text.
 
     Args:
         run: the run.
-        pictures: figure -> PNG files of the light and the dark theme.
-        is_live: the page follows a running process, so it has no advice on how to continue the run.
+        pictures: addresses of the pictures.
+        is_live: the page follows a running process, so it has no advice on how to continue the
+            run, and loads pictures that come into view.
     """
     name = run_name(run)
     seed = run.report.get("seed", run.config.get("seed"))
     eyebrow = f"tba_jax · {name}" + ("" if seed is None else f" · seed {seed}")
-    health = _pictures(run, pictures, HEALTHY)
+    learned, worked, healthy = (
+        _pictures(run, pictures, x, is_lazy=is_live) for x in (LEARNED, WORKED, HEALTHY)
+    )
+    no_evaluation = "" if run.evals else _missing("No evaluation has been logged yet.")
+    worked = worked or _missing("No schedule has been logged yet, so there is no timeline.")
     parts = [
         f'<header><p class="eyebrow">{escaped(eyebrow)}</p><h1>{escaped(headline(run))}</h1>'
         f'<p class="lead">{escaped(_subline(run))}</p></header>',
         _notice(run, is_live=is_live),
         _tiles(run),
-        _learning(run, pictures),
+        section(LEARNED, f'{no_evaluation}<div class="grid">{learned}</div>'),
         _samples(run),
         sample_browser.browser(
             run.workdir / "samples.jsonl", _LIVE_BYTES if is_live else _FILE_BYTES
         ),
-        _asynchrony(run, pictures),
-        section(HEALTHY, health) if health else "",
+        section(WORKED, worked),
+        section(HEALTHY, healthy) if healthy else "",
         _ledger(run),
         _fleet(run),
         _settings(run),

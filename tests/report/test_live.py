@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import contextlib
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -10,7 +11,6 @@ from browser import in_browser
 from fake_workdir import fake_workdir
 
 from tba_jax.commands.report import main
-from tba_jax.report import live
 from tba_jax.report.files import load_run
 from tba_jax.report.live import LivePage, LiveServer, SampledLog
 from tba_jax.report.page import render
@@ -21,12 +21,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-@pytest.fixture
-def without_pictures(monkeypatch):
-    """Drawing takes seconds; only one test looks at a page with pictures."""
-    monkeypatch.setattr(live, "draw_pictures", lambda run, dpi: {})
 
 
 @contextlib.contextmanager
@@ -79,7 +73,7 @@ def test_an_update_reads_a_bounded_part_of_the_log(tmp_path):
     assert log.metrics().last_step > 299_000
 
 
-def test_the_page_follows_the_run_and_rests_after_an_update(tmp_path, without_pictures):
+def test_the_page_follows_the_run_and_rests_after_an_update(tmp_path):
     fake_workdir(tmp_path, num_steps=40, made_steps=10, report=False)
     clock, work = Clock(), Clock()
     page = LivePage(tmp_path, clock, work)
@@ -97,7 +91,30 @@ def test_the_page_follows_the_run_and_rests_after_an_update(tmp_path, without_pi
     assert page.version == 2 and "finished: step 40 of 40" in page.body
 
 
-def test_a_damaged_line_is_said_above_the_page(tmp_path, without_pictures):
+def test_pictures_are_drawn_on_request_and_rest_in_proportion_to_their_work(tmp_path):
+    fake_workdir(tmp_path, num_steps=40, made_steps=10, report=False)
+    clock, work = Clock(), Clock()
+    page = LivePage(tmp_path, clock, work, num_cores=4)
+
+    def grow(made_steps):
+        fake_workdir(tmp_path, num_steps=40, made_steps=made_steps, report=False)
+        page.update()
+        return re.findall(r'src="(\d+)/light/reward"', page.body)
+
+    assert grow(10) == ["1"]
+    work_s = iter((0.0, 2.0))  # the first picture takes 2 s of processor time
+    page._work_clock = lambda: next(work_s)
+    first = page.picture("light", "reward")
+    assert first.startswith(b"\x89PNG") and page.picture("light", "reward") is first
+    page._work_clock = work
+    assert page.picture("light", "nothing") == page.picture("grey", "reward") == b""
+    clock.now = 50.0  # 1 % of four cores: 2 s of work need 50 s
+    assert grow(20) == ["1"] and "step 20 of 40" in page.body
+    clock.now = 56.0
+    assert grow(30) == ["2"] and page.picture("light", "reward") != first
+
+
+def test_a_damaged_line_is_said_above_the_page(tmp_path):
     fake_workdir(tmp_path, num_steps=10)
     clock = Clock()
     page = LivePage(tmp_path, clock)
@@ -119,12 +136,17 @@ def test_the_address_is_needed_and_scripts_in_texts_do_not_run(tmp_path):
         assert urllib.request.urlopen(address + "body?1", timeout=60).status == 204
         told = json.loads(urllib.request.urlopen(address + "body?0", timeout=60).read())
         assert told["version"] == 1 and "<script" not in told["body"]
+        drawn = urllib.request.urlopen(address + "1/dark/reward", timeout=120)
+        assert drawn.headers["content-type"] == "image/png" and drawn.read().startswith(b"\x89PNG")
+        for wrong in ("1/dark/nothing", "2"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(address + wrong, timeout=60)
         for wrong in ("", "x" * len(address.split("/")[3]) + "/"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(address.rsplit("/", 2)[0] + "/" + wrong, timeout=60)
 
 
-def test_the_open_page_shows_the_next_version(tmp_path, without_pictures):
+def test_the_open_page_shows_the_next_version(tmp_path):
     run = tmp_path / "run"
     fake_workdir(run, num_steps=40, made_steps=10, report=False)
     page = LivePage(run)
@@ -144,6 +166,19 @@ def test_the_open_page_shows_the_next_version(tmp_path, without_pictures):
         text = in_browser(address, tmp_path)
     assert "in progress: step 10" not in text
     assert 'role="status">finished: step 40 of 40' in text
+    assert re.search(r'src="[2-9]/light/reward"', text)
+
+
+def test_an_address_can_be_opened_before_the_server_runs(tmp_path):
+    fake_workdir(tmp_path, num_steps=4)
+    server = LiveServer(LivePage(tmp_path))
+    thread = threading.Thread(target=server.run)
+    threading.Timer(0.3, thread.start).start()
+    try:
+        assert urllib.request.urlopen(server.address, timeout=120).status == 200
+    finally:
+        server.stop()
+        thread.join(60)
 
 
 def test_a_port_that_cannot_be_used_is_one_line(tmp_path, capsys):
