@@ -73,9 +73,14 @@ def _timeline_text(run: Run) -> str:
     both = percent(run.busy_shares["both"], 0)
     part = "newest part of the run" if run.schedule_start else "run"
     time = "newest part" if run.schedule_start else "whole training time"
+    waits = (
+        " Environment: share of the responses that wait for their environment."
+        if any(rounds[:, 5].any() for rounds in run.times.rounds.values())
+        else ""
+    )
     return (
         f"Trainer and searchers work at the same time for {both} of the {part}. Busy shares on the "
-        f"right are over the {time}."
+        f"right are over the {time}.{waits}"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.report.jsonl import stream_jsonl
-from tba_jax.report.lanes import Lane, busy_shares, lanes_of, read_times
+from tba_jax.report.lanes import Lane, Times, busy_shares, lanes_of, read_times
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.series import Metrics
 from tba_jax.storage import sealed
@@ -44,12 +44,17 @@ class Run:
 
     @functools.cached_property
     def lanes(self) -> Mapping[str, Lane]:
-        """Return the working times of searchers, trainer and evaluations; read on first use.
+        """Return the working times of searchers, trainer and evaluations."""
+        return lanes_of(self.times)
+
+    @functools.cached_property
+    def times(self) -> Times:
+        """Return the times of schedule.jsonl; read on first use.
 
         Raises:
             ValueError: a line of schedule.jsonl is damaged.
         """
-        return lanes_of(read_times(self.workdir / "schedule.jsonl", self.schedule_start))
+        return read_times(self.workdir / "schedule.jsonl", self.schedule_start)
 
     @functools.cached_property
     def busy_shares(self) -> Mapping[str, float]:

@@ -24,16 +24,17 @@ Lane = dict[str, Intervals]  # by phase
 ROUND_PHASES = ("decode", "reward", "reference")  # in the order of drawing within a round
 
 _FIELDS = {
-    "round": ("start_s", "end_s", "decode_s", "reward_s", "reference_s"),
+    "round": ("start_s", "end_s", "decode_s", "reward_s", "reference_s", "environment_s"),
     "step": ("start_s", "end_s", "wait_s"),
     "sync": ("start_s", "end_s"),
     "eval": ("start_s", "end_s"),
 }
-# A run writes rounds in this form, by far the most frequent events; other forms are parsed as JSON.
+# A run writes rounds in this form, by far the most frequent events; other forms, and rounds with an
+# environment, are parsed as JSON.
 _ROUND = b'{"event": "round"'
 _ROUNDS = re.compile(
     rb'^\{"event": "round", "searcher": (\d+), "round": \d+, .*?'
-    + b"".join(rb', "%s": %s' % (x.encode(), rb"([^,}]+)") for x in _FIELDS["round"])
+    + b"".join(rb', "%s": %s' % (x.encode(), rb"([^,}]+)") for x in _FIELDS["round"][:-1])
     + b"[,}]",
     re.MULTILINE,
 )
@@ -46,7 +47,8 @@ class Times(NamedTuple):
     """The times of a schedule log, one row for each event.
 
     Attributes:
-        rounds: searcher -> start, end, and seconds of decode, reward, reference.
+        rounds: searcher -> start, end, and seconds of decode, reward, reference, and of waiting
+            for an environment (mean over the responses).
         steps: start, end, and the wait before the start.
         syncs, evals: start, end.
     """
@@ -87,14 +89,16 @@ class _Rows(collections.defaultdict[tuple[str, int], "array.array[float]"]):
 
 def _add_rounds(rows: _Rows, lines: list[bytes]) -> bool:
     """Add rounds if all lines have the form of rounds, and return whether they do."""
-    found = _ROUNDS.findall(b"".join(lines))
-    if len(found) < len(lines):
+    joined = b"".join(lines)
+    found = _ROUNDS.findall(joined)
+    if len(found) < len(lines) or b'"environment_s"' in joined:
         return False
     try:
         numbers = [*map(float, itertools.chain.from_iterable(found))]
     except ValueError:
         return False
-    table = np.array(numbers).reshape(-1, 1 + len(_FIELDS["round"]))
+    table = np.array(numbers).reshape(-1, len(_FIELDS["round"]))
+    table = np.pad(table, ((0, 0), (0, 1)))  # no environment
     for searcher in np.unique(table[:, 0]):
         own = table[table[:, 0] == searcher, 1:]
         rows["round", int(searcher)].frombytes(own.tobytes())
@@ -167,7 +171,7 @@ def _intervals(start: np.ndarray, end: np.ndarray) -> Intervals:
 def _round_lane(rounds: np.ndarray) -> Lane:
     """Return the phases of rounds, one after the other."""
     begin, end = rounds[:, 0], rounds[:, 1]
-    seconds = rounds[:, 2:].copy()
+    seconds = rounds[:, 2:5].copy()
     seconds[:, 0] += np.maximum(0.0, end - begin - seconds.sum(axis=1))
     scale = (end - begin) / np.maximum(seconds.sum(axis=1), 1e-9)
     edges = begin[:, None] + np.cumsum(seconds, axis=1) * scale[:, None]
@@ -191,6 +195,28 @@ def _ticket_lanes(searcher: int, tickets: np.ndarray) -> dict[str, Lane]:
             "reference": merge_intervals(_intervals(reference, end)),
         },
     }
+
+
+def waiting_shares(times: Times, edges: np.ndarray) -> dict[str, np.ndarray]:
+    """Return lane -> share of the responses that wait for their environment, between the edges.
+
+    The log has the mean time for each ticket; it is spread evenly over the ticket.
+
+    Args:
+        times: times of a schedule log.
+        edges: float64 [n + 1], seconds in ascending order.
+    """
+    lanes = {}
+    for searcher, rounds in times.rounds.items():
+        if not rounds[:, 5].any():
+            continue
+        start, end = rounds[:, :1], rounds[:, 1:2]
+        inside = np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1])
+        inside = np.maximum(inside, 0.0)  # [tickets, n]
+        share = rounds[:, 5] / np.maximum(end - start, 1e-9)[:, 0]
+        waiting = share @ inside / np.maximum(inside.sum(axis=0), 1e-9)
+        lanes[f"environment {searcher}"] = np.minimum(waiting, 1.0)
+    return lanes
 
 
 def merge_intervals(intervals: Intervals) -> Intervals:

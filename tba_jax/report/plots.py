@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tba_jax.report.files import Run
-from tba_jax.report.lanes import Lane, length_before, merge_intervals
+from tba_jax.report.lanes import length_before, merge_intervals, waiting_shares
 from tba_jax.report.writers import format_duration, format_metric, is_share
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # colours of compared variants, in this order (Okabe and Ito)
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 ZOOM_S = 10.0
+_LAST_LANES = ("trainer", "evaluation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ LIGHT = Theme(
         "wait": "#c3cad3",
         "sync": "#d55e00",
         "evaluation": "#56b4e9",
+        "environment": "#8a6fb8",
     },
 )
 DARK = Theme(
@@ -82,6 +84,7 @@ DARK = Theme(
         "wait": "#4a5463",
         "sync": "#f0743a",
         "evaluation": "#8fd0f5",
+        "environment": "#a892d4",
     },
 )
 
@@ -188,12 +191,15 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
         )
     axes.plot(times, values, "-o", color=theme.main, linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
+        # Below the first value and above the last one, so that a rising curve crosses neither.
+        is_below = i == 0 and len(evals) > 1 and values[-1] >= values[0]
         axes.annotate(
             format_metric(metric, values[i]).replace("%", " %"),
             (times[i], values[i]),
-            xytext=(0, 13),
+            xytext=(8, -5) if is_below else (0, 9),
             textcoords="offset points",
-            ha="center",
+            ha="left" if is_below else "center",
+            va="top" if is_below else "bottom",
             fontsize=11,
             fontweight="bold",
             color=theme.ink,
@@ -201,7 +207,7 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     axes.set_xlabel("time since start (min:s)")
     if is_share(metric):
         top = max(0.25, 1.25 * values.max())
-        axes.set_ylim(min(0.0, 1.25 * values.min()), top if values.max() > 1 else min(1.09, top))
+        axes.set_ylim(min(0.0, 1.25 * values.min()), top if values.max() > 1 else min(1.18, top))
         percent_axis(axes)
     else:
         axes.margins(y=0.25)  # room for the annotations
@@ -330,14 +336,22 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     middle = float(steps[0, 0] + steps[-1, 1]) / 2
     zoom_start = max(first, min(middle - ZOOM_S / 2, last - ZOOM_S))
     zoom = (zoom_start, min(last, zoom_start + ZOOM_S))
-    figure = new_figure(10.4, 1.5 + 0.62 * len(lanes), theme)
+    windows = {"near": np.linspace(*zoom, 121), "whole": np.linspace(first, last, 73)}
+    waiting = {axis: waiting_shares(run.times, edges) for axis, edges in windows.items()}
+    names = [name for name in lanes if name not in _LAST_LANES]
+    names += [*waiting["whole"], *(name for name in _LAST_LANES if name in lanes)]
+    figure = new_figure(10.4, 1.5 + 0.62 * len(names), theme)
     near, whole = figure.subplots(2, 1, height_ratios=(2.2, 1))
-    names = list(lanes)
     for axes in (near, whole):
         style_axes(axes, theme, grid=False)
         axes.set_ylim(len(names) - 0.45, -0.55)
-    for row, (name, lane) in enumerate(lanes.items()):
-        for phase, intervals in lane.items():
+    for row, name in enumerate(names):
+        if name not in lanes:
+            for axes, window in ((near, "near"), (whole, "whole")):
+                shown = {"environment": waiting[window][name]}
+                _stack(axes, shown, windows[window], row, theme)
+            continue
+        for phase, intervals in lanes[name].items():
             start, end = intervals.T
             is_shown = (end > zoom[0]) & (start < zoom[1]) & (end > start)
             near.broken_barh(
@@ -347,7 +361,12 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
                 edgecolor=theme.paper,
                 linewidth=0.3,
             )
-        _utilisation(whole, lane, (first, last), row, theme)
+        covered = {
+            phase: np.diff(length_before(merge_intervals(x), windows["whole"]))
+            for phase, x in lanes[name].items()
+        }
+        width = np.diff(windows["whole"])
+        _stack(whole, {p: x / width for p, x in covered.items()}, windows["whole"], row, theme)
         if name in shares:
             near.annotate(
                 f"busy {shares[name]:.0%}".replace("%", " %"),
@@ -364,7 +383,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     near.set_yticks(range(len(names)), names, color=theme.ink, fontsize=10)
     near.set_xlim(*zoom)
     near.set_title(
-        f"{zoom[1] - zoom[0]:.0f} seconds from the middle of the {part.removeprefix('whole ')}",
+        f"{zoom[1] - zoom[0]:.0f} s in the middle",
         loc="left",
         fontsize=10,
         color=theme.muted,
@@ -372,6 +391,8 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     present = dict.fromkeys(
         phase for lane in lanes.values() for phase, intervals in lane.items() if len(intervals)
     )
+    if waiting["whole"]:
+        present["environment"] = None
     near.legend(
         handles=[Patch(color=theme.bars[phase], label=phase) for phase in present],
         loc="lower right",
@@ -431,14 +452,14 @@ def _searcher_changes(axes: "Axes", run: Run, theme: Theme) -> None:
         )
 
 
-def _utilisation(axes: "Axes", lane: Lane, window: tuple[float, float], row: int, theme: Theme):
-    """Draw the phases of a lane as stacked bars of their shares in short intervals."""
-    edges = np.linspace(*window, 73)
+def _stack(
+    axes: "Axes", shares: Mapping[str, np.ndarray], edges: np.ndarray, row: int, theme: Theme
+) -> None:
+    """Draw the shares of the phases of a lane between the edges as stacked bars."""
     below = np.zeros(len(edges) - 1)
     place = row + 0.4
-    for phase, intervals in lane.items():
-        covered = np.diff(length_before(merge_intervals(intervals), edges))
-        top = below + covered / (edges[1] - edges[0])
+    for phase, share in shares.items():
+        top = below + share
         axes.stairs(
             place - 0.8 * top,
             edges,

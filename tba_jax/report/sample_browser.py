@@ -63,6 +63,24 @@ def read_samples(path: Path, most_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
+def newest_evaluation(path: Path) -> list[dict[str, Any]]:
+    """Return the responses of the newest evaluation of a log, in the format of report.json.
+
+    Raises:
+        ValueError: the newest line of an evaluation is damaged.
+    """
+    lines: list[tuple[int, bytes]] = []
+    for number, line in read_lines(path):
+        start = line[: line.find(b'"prompt_id"')]
+        if b'"eval"' in start:
+            lines = [x for x in lines if x[1].startswith(start)] + [(number, line)]
+    records = [parse_line(f"{path}, line {number}", line, wrong_sample) for number, line in lines]
+    return [
+        {**x, "after": "".join(x.get("tokens", [])), "after_reward": x.get("reward")}
+        for x in records
+    ]
+
+
 def browser(path: Path, most_bytes: int) -> str:
     """Return the section of a page; `SCRIPT` builds its controls.
 
@@ -101,23 +119,24 @@ function make(tag, facts = {}, ...children) {
   return node;
 }
 function choice(name, options) {
-  return make('label', {}, name + ' ', make('select', {name},
+  return make('label', {}, name, make('select', {name},
     ...options.map(([value, text]) => make('option', {value, textContent: text}))));
 }
 function control(name) { return document.querySelector(`#browser [name="${name}"]`); }
 function build(root) {
   root.append(make('form', {className: 'controls', onsubmit: () => false},
-    make('label', {}, 'search ', make('input', {name: 'text', type: 'search'})),
+    make('label', {}, 'search', make('input', {name: 'text', type: 'search'})),
+    choice('order', [['-step', 'newest step'], ['step', 'oldest step'],
+      ['-reward', 'highest reward'], ['reward', 'lowest reward'], ['-length', 'longest'],
+      ['-staleness', 'stalest']]),
+    choice('colour', [['', 'none'], ['behavior', 'log π − log behavior'],
+      ['reference', 'log π − log reference'], ['is_sampled', 'sampled by the policy']]),
     choice('from', [['', 'training and evaluation'], ['train', 'training'],
       ['eval', 'evaluation']]),
-    ...FILTERS.map(name => make('label', {}, name + ' ',
-      make('input', {name: name + '_min', type: 'number', step: 'any', placeholder: 'least'}),
-      make('input', {name: name + '_max', type: 'number', step: 'any', placeholder: 'most'}))),
-    choice('searcher', []), choice('finish', []),
-    choice('order', [['step', 'step'], ['-step', 'newest step'], ['-reward', 'highest reward'],
-      ['reward', 'lowest reward'], ['-length', 'longest'], ['-staleness', 'stalest']]),
-    choice('colour', [['', 'none'], ['behavior', 'log π − log behavior'],
-      ['reference', 'log π − log reference'], ['is_sampled', 'sampled by the policy']])),
+    ...FILTERS.map(name => make('label', {}, name, make('span', {},
+      make('input', {name: name + '_min', type: 'number', step: 'any', placeholder: 'min'}),
+      make('input', {name: name + '_max', type: 'number', step: 'any', placeholder: 'max'})))),
+    choice('searcher', []), choice('finish', [])),
     make('p', {className: 'found', role: 'status'}), make('div', {className: 'rows'}),
     make('button', {className: 'more', textContent: 'show more', type: 'button'}));
   root.oninput = () => { view.more = 20; draw(); };
@@ -161,11 +180,29 @@ function chosen() {
   return found.sort((a, b) => rank(a) === rank(b) ? 0 : rank(a) - rank(b));
 }
 function number(x) { return x == null ? '–' : Number.isInteger(x) ? String(x) : x.toFixed(3); }
+function toolCalls(text) {
+  return [...text.matchAll(/<(tool|tool_call)>(.*?)<\/\1>/gs)].map(found => {
+    let name = 'a tool';
+    try { name = JSON.parse(found[2]).name; } catch { /* An invalid call has no name. */ }
+    return {start: found.index, end: found.index + found[0].length, name};
+  });
+}
+// An episode is shown as turns: what the policy sampled, and what the environment answered.
 function coloured(row) {
-  const name = control('colour').value, values = row[name];
-  const body = make('pre', {className: 'response'});
+  const name = control('colour').value, values = row[name], sampled = row.is_sampled || [];
+  const isEpisode = sampled.includes(0), calls = toolCalls(row.text);
+  const body = make('div', {className: 'response'});
+  let turn = null, label = null, at = 0;
   row.tokens.forEach((token, i) => {
-    const piece = make('span', {textContent: token});
+    if (!turn || (isEpisode && sampled[i] !== sampled[i - 1])) {
+      turn = make('pre', {className: isEpisode && !sampled[i] ? 'environment' : 'policy'});
+      label = make('small', {textContent: turn.className});
+      body.append(...isEpisode ? [label, turn] : [turn]);
+    }
+    const call = sampled[i] !== 0 && calls.find(x => at >= x.start && at < x.end);
+    if (call && at === call.start) label.textContent += ` · calls ${call.name}`;
+    at += token.length;
+    const piece = make('span', {textContent: token, className: call ? 'call' : ''});
     if (values) {
       const isMark = name === 'is_sampled';
       const size = isMark ? 1 - values[i] : Math.min(Math.abs(values[i]) / 200, 1);
@@ -173,14 +210,14 @@ function coloured(row) {
       piece.style.background = `rgba(${tone},${(size * .7).toFixed(2)})`;
       piece.title = isMark ? '' : (values[i] / 100).toFixed(2);
     }
-    body.append(piece);
+    turn.append(piece);
   });
-  if (name && !values && row.of === 'train') {
-    const none = name === 'is_sampled' ? 'The policy sampled every token.'
-      : 'Not known token by token: the reference is scored by searchers, as a sum.';
-    return make('div', {}, body, make('small', {textContent: none}));
-  }
-  return body;
+  if (!name || row.of !== 'train') return body;
+  const missing = name === 'is_sampled' ? 'The policy sampled every token.'
+    : 'Not known token by token: the reference is scored by searchers, as a sum.';
+  const legend = name === 'is_sampled' ? 'Grey: written by the environment.'
+    : 'Blue: the trained policy gives the token a higher probability. Orange: a lower one.';
+  return make('div', {}, body, make('small', {textContent: values ? legend : missing}));
 }
 function detail(row) {
   const [, prompt, answer] = view.data.prompts[row.prompt];
@@ -222,14 +259,19 @@ browse();
 """
 
 STYLE = """
-.controls { display: flex; flex-wrap: wrap; gap: .5rem 1.1rem; font-size: .85rem;
-  color: var(--muted); }
+.controls { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr));
+  gap: .6rem 1.1rem; font-size: .85rem; color: var(--muted); }
+.controls label { display: flex; flex-direction: column; gap: .15rem; min-width: 0; }
+.controls label span { display: flex; gap: .3rem; }
 .controls input, .controls select, #browser button { font: inherit; color: var(--ink);
+  background: var(--paper); border: 1px solid var(--line); border-radius: 6px;
+  padding: .2rem .4rem; width: 100%; min-width: 0; }
+#browser button { font: inherit; color: var(--ink);
   background: var(--paper); border: 1px solid var(--line); border-radius: 6px;
   padding: .15rem .4rem; }
 .controls input[type=number] { width: 5rem; margin-right: .25rem; }
 .controls select { max-width: 14rem; }
-#browser button { cursor: pointer; color: var(--accent); }
+#browser button { width: auto; margin-top: .6rem; cursor: pointer; color: var(--accent); }
 #browser .found { margin: .8rem 0 .3rem; color: var(--muted); font-size: .85rem; }
 .rows details { margin: 0; border-bottom: 1px solid var(--line); }
 .rows summary { display: grid; grid-template-columns: 7.5rem 6.5rem 6rem minmax(0, 1fr)
@@ -241,6 +283,10 @@ STYLE = """
 .detail { padding: .4rem 1rem 1rem; background: var(--soft); border-radius: 8px; }
 .detail .response { margin-top: .6rem; padding: .5rem .7rem; background: var(--paper);
   border-radius: 6px; }
+.response small + pre { margin: 0 0 .5rem; padding-left: .6rem;
+  border-left: 3px solid var(--accent); }
+.response small + .environment { color: var(--muted); border-color: var(--line); }
+.response .call { font-weight: 600; text-decoration: underline dotted; }
 .detail p { margin: .5rem 0; color: var(--muted); font-size: .85rem; }
 @media (max-width: 720px) { .rows summary { grid-template-columns: 1fr 1fr 1fr; }
   .rows summary code { grid-column: 1 / -1; } }

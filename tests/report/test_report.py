@@ -24,6 +24,7 @@ from tba_jax.report.lanes import (
     overlap,
     read_times,
     times_of,
+    waiting_shares,
 )
 from tba_jax.report.series import Metrics
 from tba_jax.storage import sealed
@@ -326,6 +327,31 @@ def test_the_timeline_marks_when_searchers_of_a_fleet_left_and_joined(tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["searcher lost", "searcher joined"]
 
 
+def test_waiting_for_an_environment_is_a_share_of_the_responses(tmp_path):
+    """Of two tickets, one waits half of its time and the other a quarter."""
+    path = tmp_path / "schedule.jsonl"
+    phases = {"decode_s": 1.0, "reward_s": 0.0, "reference_s": 0.0}
+    head = {"event": "round", "searcher": 2, "round": 0}
+    times = [(0.0, 4.0, 2.0), (2.0, 6.0, 1.0)]
+    path.write_text(
+        "".join(
+            json.dumps({**head, "start_s": start, "end_s": end, **phases, "environment_s": wait})
+            + "\n"
+            for start, end, wait in times
+        )
+    )
+    found = waiting_shares(read_times(path), np.array([0.0, 2.0, 4.0, 6.0, 7.0]))
+    assert list(found) == ["environment 2"]
+    assert found["environment 2"].tolist() == [0.5, 0.375, 0.25, 0.0]
+    fake_workdir(tmp_path / "run", num_steps=4)
+    with open(tmp_path / "run" / "schedule.jsonl", "a") as log:
+        log.write(path.read_text())
+    run = report.load_run(tmp_path / "run")
+    labels = [x.get_text() for x in plots.timeline(run, plots.LIGHT).axes[0].get_yticklabels()]
+    assert labels[-3:] == ["environment 2", "trainer", "evaluation"]
+    assert waiting_shares(times_of(SCHEDULE), np.arange(3.0)) == {}
+
+
 def test_timeline_lanes_lay_phases_end_to_end():
     lanes = lanes_as_lists(SCHEDULE)
     assert list(lanes) == ["searcher 0", "searcher 1", "trainer"]
@@ -387,7 +413,7 @@ def test_times_are_read_from_the_lines_that_a_run_writes_and_from_any_other(tmp_
     head = {"event": "round", "searcher": 3, "round": 7, "version": 2, "rejected": {}}
     times = {"start_s": -0.25, "end_s": 1e-05, "decode_s": 0.5, "reward_s": 1.5e16}
     path.write_text(json.dumps({**head, **times, "reference_s": 3.0, "tokens": 5}) + "\n")
-    assert read_times(path).rounds[3].tolist() == [[-0.25, 1e-05, 0.5, 1.5e16, 3.0]]
+    assert read_times(path).rounds[3].tolist() == [[-0.25, 1e-05, 0.5, 1.5e16, 3.0, 0.0]]
     as_written = json.dumps({**head, **times, "reference_s": 3.0, "tokens": 5})
     other = json.dumps({"event": "round", "round": 8, "searcher": 3, **times, "reference_s": 4.0})
     path.write_text(f"{as_written}\n{other}\n")  # one that is written otherwise: all are parsed

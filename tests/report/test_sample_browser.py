@@ -102,6 +102,34 @@ def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, 
     assert count == "28 of 81 responses · one prompt"
 
 
+def test_an_episode_is_shown_as_turns_with_its_tool_calls(tmp_path):
+    episode = {
+        "tokens": [
+            "so ",
+            '<tool>{"name": "add", ',
+            '"arguments": {}}</tool>',
+            "<tool>7",
+            "</tool>",
+        ],
+        "is_sampled": [1, 1, 1, 0, 0],
+        "behavior": [0, 0, 0, 0, 0],
+    }
+    page = page_of(tmp_path, [line(1, 0, **episode)])
+    script = """
+        click('summary');
+        const labels = [...document.querySelectorAll('.response small')].map(x => x.textContent);
+        const turns = [...document.querySelectorAll('.response pre')].map(
+          x => [x.className, x.textContent]);
+        const calls = [...document.querySelectorAll('.response .call')].map(x => x.textContent);
+        return [labels, turns, calls];
+    """
+    labels, turns, calls = in_browser(page, tmp_path, script=HANDS + script)
+    tokens = episode["tokens"]
+    assert labels == ["policy · calls add", "environment"]
+    assert turns == [["policy", "".join(tokens[:3])], ["environment", "".join(tokens[3:])]]
+    assert calls == tokens[1:3]
+
+
 def test_hostile_texts_stay_texts(tmp_path):
     path = "<img src=x onerror=document.title=`hacked`>"
     records = [
