@@ -4,14 +4,13 @@
 The page runs no script: buttons that choose the axis are radio buttons and CSS.
 """
 
-import base64
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_jax.report import groups, plots
-from tba_jax.report.document import document, escaped, section
+from tba_jax.report.document import document, escaped, picture, png_address, section, table
 from tba_jax.report.files import Run
 from tba_jax.report.groups import RunGroup
 from tba_jax.report.words import duration, percent, plain
@@ -41,67 +40,50 @@ def _panels(runs: Sequence[Run]) -> list[tuple[str, str]]:
     ]
 
 
-def _colours(theme: plots.Theme) -> tuple[str, ...]:
-    return (*plots.SERIES, theme.ink, theme.muted)
+_DASHES = ("-", "--", ":", "-.")
+_BORDERS = ("solid", "dashed", "dotted", "double")
 
 
-def draw_curves(grouped: Sequence[RunGroup], axis: str, theme: plots.Theme) -> "Figure | None":
-    """Draw small multiples with a colour for each group; None if no run has a value.
+def _look(group: int, theme: plots.Theme) -> tuple[str, int]:
+    """Return colour and dashes of a group; groups beyond the number of colours have dashes."""
+    colours = (*plots.SERIES, theme.muted)
+    return colours[group % len(colours)], group // len(colours) % len(_DASHES)
+
+
+def draw_panel(grouped: Sequence[RunGroup], name: str, axis: str, theme: plots.Theme) -> "Figure":
+    """Draw the curves of a metric, with a colour for each group.
 
     Args:
         grouped: groups of runs.
+        name: key of metrics.jsonl.
         axis: a key of `groups.AXES`.
         theme: colours.
     """
-    runs = [run for group in grouped for run in group.runs]
-    panels = _panels(runs)
-    if not panels:
-        return None
-    colours = _colours(theme)
-    rows = -(-len(panels) // 2)
-    figure = plots.new_figure(10.4, 0.6 + 2.5 * rows + 0.2 * len(grouped), theme)
-    lines = {}
-    for i, (label, name) in enumerate(panels):
-        axes = figure.add_subplot(rows, 2, i + 1)
-        plots.style_axes(axes, theme)
-        is_evaluation = name.startswith("eval/")
-        for j, group in enumerate(grouped):
-            color = colours[j % len(colours)]
-            # Groups beyond the number of colours differ by dashes.
-            dashes = ("-", "--", ":", "-.")[j // len(colours) % 4]
-            curves = [groups.curve(run, name, axis) for run in group.runs]
-            if not is_evaluation:
-                curves = [(x, plots.smooth(y, max(3, len(y) // 15))) for x, y in curves]
-            over_seeds = groups.band(curves)
-            for x, y in curves:
-                (line,) = axes.plot(
-                    x,
-                    y,
-                    color=color,
-                    linestyle=dashes,
-                    marker="." if is_evaluation and not over_seeds else "",
-                    alpha=0.35 if over_seeds else 1.0,
-                    linewidth=0.8 if over_seeds else 1.9,
-                )
-                lines.setdefault(j, line)
-            if over_seeds:
-                x, mean, low, high = over_seeds
-                axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
-                (lines[j],) = axes.plot(x, mean, color=color, linestyle=dashes, linewidth=2.2)
-        axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
-        axes.locator_params(axis="y", nbins=5)
-        if is_evaluation and is_share(name.removeprefix("eval/")):
-            plots.percent_axis(axes)
-        _x_axis(axes, axis)
-    figure.legend(
-        list(lines.values()),
-        # An underscore at the start would hide the label, and a dollar sign would start a formula.
-        ["\u200b" + grouped[j].name.replace("$", r"\$")[:110] for j in lines],
-        loc="outside upper left",
-        frameon=False,
-        fontsize=9,
-        labelcolor=theme.ink,
-    )
+    figure = plots.new_figure(5.0, 2.6, theme)
+    axes = figure.add_subplot()
+    plots.style_axes(axes, theme)
+    is_evaluation = name.startswith("eval/")
+    for j, group in enumerate(grouped):
+        color, dashes = _look(j, theme)
+        style: dict[str, Any] = {"color": color, "linestyle": _DASHES[dashes]}
+        curves = [groups.curve(run, name, axis) for run in group.runs]
+        if not is_evaluation:
+            curves = [(x, plots.smooth(y, max(3, len(y) // 15))) for x, y in curves]
+        over_seeds = groups.band(curves)
+        thin: dict[str, Any] = {"linewidth": 1.9}
+        if over_seeds:
+            thin = {"linewidth": 0.8, "alpha": 0.35}
+        for x, y in curves:
+            marker = "." if is_evaluation and not over_seeds else ""
+            axes.plot(x, y, marker=marker, **style, **thin)
+        if over_seeds:
+            x, mean, low, high = over_seeds
+            axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
+            axes.plot(x, mean, linewidth=2.2, **style)
+    axes.locator_params(axis="y", nbins=5)
+    if is_evaluation and is_share(name.removeprefix("eval/")):
+        plots.percent_axis(axes)
+    _x_axis(axes, axis)
     return figure
 
 
@@ -117,112 +99,149 @@ def _x_axis(axes, axis: str) -> None:
     axes.set_xlabel(groups.AXES[axis])
 
 
-def _picture(grouped: Sequence[RunGroup], axis: str) -> str:
-    drawn = [draw_curves(grouped, axis, theme) for theme in (plots.LIGHT, plots.DARK)]
-    light, dark = (
-        base64.b64encode(plots.to_png(figure, dpi=130)).decode("ascii") if figure else ""
-        for figure in drawn
-    )
-    if not light:
-        return '<p class="missing">These runs have not logged a metric yet.</p>'
-    return (
-        '<div class="scroll"><picture><source media="(prefers-color-scheme: dark)" '
-        f'srcset="data:image/png;base64,{dark}"><img alt="Curves {_CHOICES[axis]}" '
-        f'src="data:image/png;base64,{light}"></picture></div>'
-    )
+def _legend(grouped: Sequence[RunGroup]) -> str:
+    keys = []
+    for j, group in enumerate(grouped):
+        color, dashes = _look(j, plots.LIGHT)
+        keys.append(
+            f'<span><i style="border-top: 3px {_BORDERS[dashes]} {color}"></i>'
+            f"{escaped(group.name)}</span>"
+        )
+    return f'<p class="keys">{"".join(keys)}</p>'
 
 
 def _curves(grouped: Sequence[RunGroup]) -> str:
+    panels = _panels([run for group in grouped for run in group.runs])
+    if not panels:
+        text = "These runs have not logged a metric yet."
+        return section("Curves", f'<p class="missing">{text}</p>')
     buttons = "".join(
         f'<input type="radio" name="axis" id="by_{axis}"{" checked" if axis == "step" else ""}>'
         f'<label for="by_{axis}">{label}</label>'
         for axis, label in _CHOICES.items()
     )
-    pictures = "".join(f'<div class="by_{a}">{_picture(grouped, a)}</div>' for a in _CHOICES)
+    grids = []
+    for axis in _CHOICES:
+        cells = []
+        for label, name in panels:
+            light, dark = (
+                png_address(plots.to_png(draw_panel(grouped, name, axis, theme), dpi=130))
+                for theme in (plots.LIGHT, plots.DARK)
+            )
+            shown = picture(light, dark, f"{label} {_CHOICES[axis]}")
+            cells.append(f"<figure><h3>{escaped(label)}</h3>{shown}</figure>")
+        grids.append(f'<div class="by_{axis}"><div class="grid">{"".join(cells)}</div></div>')
     text = "Curves of each step are moving means."
     if any(len(group.runs) > 1 for group in grouped):
         text += (
             " Thick line: mean over the runs of a group, up to the end of its shortest run. "
             "Band: lowest to highest run. Thin lines: single runs."
         )
-    return section("Curves", f'<p>{text}</p><div class="axes">{buttons}{pictures}</div>')
+    body = f'<div class="axes">{buttons}{_legend(grouped)}{"".join(grids)}</div>'
+    return section("Curves", f"<p>{text}</p>{body}")
 
 
-def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str:
+_Interval = tuple[float, float, float]  # middle, low, high; low and high are equal without one
+
+
+def _over_runs(values: Sequence[float]) -> _Interval | None:
     if not values:
-        return "–"
+        return None
     mean, half = groups.mean_interval(values)
-    return text(mean) + ("" if half is None else f" ± {text(half)}")
+    return mean, mean - (half or 0.0), mean + (half or 0.0)
+
+
+def _with_interval(found: _Interval | None, text: Callable[[float], str]) -> str:
+    if found is None:
+        return "–"
+    middle, low, high = found
+    ends = [text(x).replace("\N{NO-BREAK SPACE}%", "") for x in (low, high)]
+    return text(middle) + (f" [{ends[0]}, {ends[1]}]" if high > low else "")
+
+
+def _bar(found: _Interval | None, low: float, high: float) -> str:
+    """Return a bar of an interval with a dot at its middle, on the scale from low to high."""
+    if found is None or not high > low:
+        return ""
+    middle, start, end = (100 * (x - low) / (high - low) for x in found)
+    return (
+        f'<span class="interval"><i style="left:{start:.1f}%;width:{end - start:.1f}%"></i>'
+        f'<b style="left:{middle:.1f}%"></b></span>'
+    )
 
 
 def _final(grouped: Sequence[RunGroup]) -> str:
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in (
-            "",
-            "runs",
-            "steps",
-            "first evaluation",
-            "last evaluation",
-            "time",
-            "trained tokens",
-            "staleness",
-        )
+    rows: list[Sequence[str]] = []
+    metrics = dict.fromkeys(
+        metric
+        for group in grouped
+        for metric in dict.fromkeys(run.metric for run in group.runs if run.evals) or [""]
     )
-    rows = []
-    for group in grouped:
-        metrics = dict.fromkeys(run.metric for run in group.runs if run.evals) or {"": None}
-        for metric in metrics:
-            rows.append(_final_row(group, metric))
+    for metric in metrics:
+        members = [
+            (g.name, [r for r in g.runs if r.metric == metric or not metric]) for g in grouped
+        ]
+        last = [(name, runs, _last_evaluation(runs, metric)) for name, runs in members if runs]
+        known = [found for _, _, found in last if found]
+        low, high = min((x[1] for x in known), default=0), max((x[2] for x in known), default=0)
+        rows += [
+            _final_row(name, runs, metric, found, _bar(found, low, high))
+            for name, runs, found in last
+        ]
+    head = (
+        "",
+        "last evaluation",
+        "",
+        "first evaluation",
+        "runs",
+        "steps",
+        "time",
+        "tokens",
+        "staleness",
+    )
     text = (
-        "± is half the width of the 90 % Student interval of the mean over runs. A group of one "
-        "run has none; the brackets of a share are then the 90 % interval over its held-out "
-        "responses."
+        "Brackets and bars: 90 % intervals. With several runs it is the Student interval of their "
+        "mean; with one run, the interval of a share over its held-out responses. Time and trained "
+        "tokens are means over the runs."
     )
-    return section(
-        "Final figures",
-        f'<p>{text}</p><div class="scroll"><table class="final"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>",
-    )
+    return section("Final figures", f"<p>{text}</p>{table(head, rows, 'final')}")
 
 
-def _final_row(group: RunGroup, metric: str) -> str:
-    runs = [run for run in group.runs if not metric or run.metric == metric]
-    evaluated = [run.evals for run in runs if run.evals]
-
-    def text(value: float) -> str:
-        return percent(value) if is_share(metric) else format_metric(metric, value)
-
-    first = _with_interval([e[0][metric] for e in evaluated], text)
+def _last_evaluation(runs: Sequence[Run], metric: str) -> _Interval | None:
     # The evaluation before training is not the result of a run.
-    trained = [e[-1] for e in evaluated if len(e) > 1]
-    last = _with_interval([e[metric] for e in trained], text)
+    trained = [run.evals[-1] for run in runs if len(run.evals) > 1]
     if len(trained) == 1 and is_share(metric) and 0 <= trained[0][metric] <= 1:
         trials = trained[0].get("num_trials") or trained[0].get("n")
         if trials:
-            low, high = plots.share_interval(trained[0][metric], trials)
-            last += f" [{percent(low)}, {percent(high)}]"
+            return (trained[0][metric], *plots.share_interval(trained[0][metric], trials))
+    return _over_runs([evaluation[metric] for evaluation in trained])
+
+
+def _final_row(
+    name: str, runs: Sequence[Run], metric: str, last: _Interval | None, bar: str
+) -> Sequence[str]:
+    def text(value: float) -> str:
+        return percent(value) if is_share(metric) else format_metric(metric, value)
+
+    first = _over_runs([run.evals[0][metric] for run in runs if run.evals])
     done = sorted({run.last_step for run in runs})
-    steps = f"{done[0]}" if len(done) == 1 else f"{done[0]} to {done[-1]}"
+    steps = f"{done[0]}" if len(done) == 1 else f"{done[0]}–{done[-1]}"
     unfinished = sum(not run.is_finished for run in runs)
     if unfinished:
-        steps += f" of {max(run.num_steps for run in runs)}, {unfinished} not finished"
+        steps += f" of {max(run.num_steps for run in runs)}, {unfinished} unfinished"
     times = [run.metrics.column("time_s", "step")[0].max(initial=0.0) for run in runs]
     tokens = [t[-1] for run in runs if len(t := groups.trained_tokens(run)[1])]
     ages = [s.mean() for run in runs if len(s := run.metrics.column("step", _STALENESS)[1])]
-    cells = (
-        str(len(runs)),
+    return (
+        escaped(name) + (f"<br><small>{escaped(metric_label(metric))}</small>" if metric else ""),
+        escaped(_with_interval(last, text)),
+        bar,
+        escaped(_with_interval(first, text)),
+        f"{len(runs)}",
         steps,
-        first,
-        f"{metric_label(metric)} {last}" if metric else last,
         duration(float(np.mean(times))),
         format_count(float(np.mean(tokens))) if tokens else "–",
-        _with_interval(ages, lambda age: f"{age:.2f}"),
-    )
-    return (
-        f'<tr><th scope="row">{escaped(group.name)}</th>'
-        + "".join(f"<td>{escaped(cell)}</td>" for cell in cells)
-        + "</tr>"
+        f"{np.mean(ages):.2f}" if ages else "–",
     )
 
 
@@ -236,62 +255,57 @@ def _differences(grouped: Sequence[RunGroup]) -> str:
     text = f"Without a config.json: {', '.join(without)}. " if without else ""
     if not fields:
         return section("Settings that differ", f"<p>{escaped(text)}No setting differs.</p>")
-    head = "".join(f'<th scope="col">{escaped(group.name)}</th>' for group in grouped)
     rows = []
     for name, values in fields.items():
-        cells, start = [], 0
+        cells, start = [escaped(name)], 0
         for group in grouped:
             of_group = values[start : start + len(group.runs)]
             start += len(group.runs)
             words = dict.fromkeys("–" if v is None else plain(v) or '""' for v in of_group)
-            cells.append(f"<td>{escaped(', '.join(words))}</td>")
-        rows.append(f'<tr><th scope="row">{escaped(name)}</th>{"".join(cells)}</tr>')
+            cells.append(escaped(", ".join(words)))
+        rows.append(cells)
+    head = ("setting", *(group.name for group in grouped))
     return section(
         "Settings that differ",
         f"<p>{escaped(text)}Every other setting is the same in all runs.</p>"
-        f'<div class="scroll"><table class="differences"><thead><tr><th scope="col">setting</th>'
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>",
+        f"{table(head, rows, 'differences')}",
     )
 
 
 def _responses(runs: Sequence[Run]) -> str:
+    title = "Responses to the same prompt"
     rows = groups.shared_prompts(runs)
     if not rows:
-        text = (
-            "No held-out prompt has responses of two runs. A run writes its responses when it ends."
-        )
-        return section("Responses to the same prompt", f'<p class="missing">{text}</p>')
-    head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in groups.run_names(runs))
+        text = "No held-out prompt has responses of two runs yet."
+        return section(title, f'<p class="missing">{text}</p>')
     body = []
     for prompt, samples in list(rows.items())[:_MOST_PROMPTS]:
         answer = next((str(s["answer"]) for s in samples if s and s.get("answer")), "")
         lines = answer.strip().splitlines()
         answer = f"<small>answer: {escaped(lines[-1])}</small>" if lines else ""
-        cells = [f'<th scope="row"><pre>{escaped(prompt)}</pre>{answer}</th>']
+        cells = [f"<pre>{escaped(prompt)}</pre>{answer}"]
         for sample in samples:
             if sample is None or sample.get("after") is None:
-                cells.append("<td><small>(not sampled)</small></td>")
+                cells.append("<small>(not sampled)</small>")
                 continue
             reward = sample.get("after_reward")
             mark = "no reward" if reward is None else f"reward {reward:.2f}"
-            cells.append(
-                f'<td><span class="mark">{mark}</span>'
-                f"<pre>{escaped(sample['after'] or '(empty)')}</pre></td>"
-            )
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return section(
-        "Responses to the same prompt",
-        "<p>Held-out prompts, after training.</p>"
-        '<div class="scroll"><table class="beside"><thead><tr><th scope="col">prompt</th>'
-        f"{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>",
-    )
+            if "step" in sample:
+                mark += f", step {sample['step']}"
+            response = sample["after"] or "(empty)"
+            cells.append(f'<span class="mark">{mark}</span><pre>{escaped(response)}</pre>')
+        body.append(cells)
+    text = "Held-out prompts, at the newest evaluation of each run."
+    head = ("prompt", *groups.run_names(runs))
+    return section(title, f"<p>{text}</p>{table(head, body, 'beside')}")
 
 
 def render_comparison(grouped: Sequence[RunGroup]) -> str:
     """Return the page as HTML text."""
     runs = [run for group in grouped for run in group.runs]
     unfinished = sum(not run.is_finished for run in runs)
-    title = f"{len(runs)} runs" + (f" in {len(grouped)} groups" if len(grouped) > 1 else "")
+    title = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    title += f" in {len(grouped)} groups" if len(grouped) > 1 else ""
     names = ", ".join(groups.run_names(runs))
     notice = (
         f'<p class="notice" role="status">{unfinished} of {len(runs)} runs are not finished. The '
@@ -317,9 +331,17 @@ _STYLE = """
 .axes > div { display: none; }
 #by_step:checked ~ .by_step, #by_tokens:checked ~ .by_tokens, #by_time:checked ~ .by_time
   { display: block; }
+.axes figure h3 { font-size: .92rem; font-weight: 500; }
+.keys { display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; margin: 0; font-size: .9rem; }
+.keys i { display: inline-block; width: 1.6rem; margin-right: .5rem; vertical-align: middle; }
 .final td { white-space: nowrap; font-variant-numeric: tabular-nums; }
-.final th:first-child, .differences th:first-child { overflow-wrap: anywhere; }
-.differences th[scope=row], .differences td { overflow-wrap: anywhere; min-width: 8rem;
+.final th:first-child { overflow-wrap: anywhere; min-width: 11rem; }
+.interval { position: relative; display: block; width: 7rem; height: 1.4rem; }
+.interval i { position: absolute; top: .55rem; height: .3rem; min-width: 2px; border-radius: 2px;
+  background: var(--accent); opacity: .45; }
+.interval b { position: absolute; top: .4rem; width: .6rem; height: .6rem; margin-left: -.3rem;
+  border-radius: 50%; background: var(--accent); }
+.differences tbody th, .differences td { overflow-wrap: anywhere; min-width: 8rem;
   font: .84rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .beside th, .beside td { min-width: 11rem; }
 """

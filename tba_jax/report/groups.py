@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.report.files import Run, flat
+from tba_jax.report.sample_browser import newest_evaluation
 from tba_jax.report.words import plain
 
 # A curve has at most this number of points, for any length of the run.
@@ -155,13 +156,13 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def shared_prompts(runs: Sequence[Run]) -> Mapping[str, list[Mapping[str, Any] | None]]:
-    """Return prompt -> sample of each run, for prompts to which two runs responded after training.
+    """Return prompt -> newest held-out sample of each run, for prompts that two runs share.
 
-    A run in progress has no such samples.
+    A finished run has its samples in report.json, a run in progress in samples.jsonl.
     """
     by_run = []
     for run in runs:
-        samples = run.report.get("samples") or []
+        samples = run.report.get("samples") or newest_evaluation(run.workdir / "samples.jsonl")
         by_run.append({str(s.get("prompt")): s for s in reversed(samples)})
     prompts = dict.fromkeys(prompt for samples in by_run for prompt in reversed(samples))
     rows = {prompt: [samples.get(prompt) for samples in by_run] for prompt in prompts}

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import re
 
 import numpy as np
@@ -37,6 +38,11 @@ def six(tmp_path_factory):
             sealed.write(workdir / "report.json", report)
     with open(workdir / "metrics.jsonl", "a") as log:
         log.write('{"step": 10, "time_s"')
+    response = {"of": "eval", "prompt_id": 0, "prompt": HOSTILE[0], "reward": 0.5}
+    told = [
+        {"step": step, **response, "tokens": [f"of a run in progress {step}"]} for step in (0, 9)
+    ]
+    (workdir / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in told))
     out = folder / "out" / "compare.html"
     assert main([*map(str, sorted(folder.glob("*[0-9]"))), f"--out={out}"]) == 0
     return folder, out
@@ -48,9 +54,9 @@ def test_a_comparison_has_groups_intervals_differences_and_responses(six):
     assert "6 runs in 2 groups" in text and "1 of 6 runs are not finished" in text
     assert "objective.name=tb" in text and "objective.name=grpo" in text
     # Student's interval of .5, .6, .7 with two degrees of freedom: 2.92 x .1 / sqrt(3).
-    assert "60.0\N{NO-BREAK SPACE}% ± 16.9\N{NO-BREAK SPACE}%" in text
-    assert "9 to 20 of 20, 1 not finished" in text
-    assert "seed 2" in text and "(not sampled)" in text
+    assert "60.0\N{NO-BREAK SPACE}% [43.1, 76.9]" in text
+    assert "9–20 of 20, 1 unfinished" in text
+    assert "seed 2" in text and "reward 0.50, step 9</span><pre>of a run in progress" in text
     assert not re.search(r"<script|<img src=x|<b>\d|https?://|@import", text)
 
 
