@@ -10,12 +10,12 @@ Invariant: no global matplotlib state (no pyplot), so figures may be drawn in an
 import dataclasses
 import io
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_jax.report.files import Run
-from tba_jax.report.lanes import length_before, merge_intervals, waiting_shares
+from tba_jax.report.lanes import Lane, length_before, merge_intervals, waiting_shares
 from tba_jax.report.writers import format_duration, format_metric, is_share
 
 if TYPE_CHECKING:
@@ -351,16 +351,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
                 shown = {"environment": waiting[window][name]}
                 _stack(axes, shown, windows[window], row, theme)
             continue
-        for phase, intervals in lanes[name].items():
-            start, end = intervals.T
-            is_shown = (end > zoom[0]) & (start < zoom[1]) & (end > start)
-            near.broken_barh(
-                np.stack([start, end - start], axis=1)[is_shown].tolist(),
-                (row - 0.36, 0.72),
-                facecolor=theme.bars[phase],
-                edgecolor=theme.paper,
-                linewidth=0.3,
-            )
+        _lane(near, lanes[name], zoom, row, theme)
         covered = {
             phase: np.diff(length_before(merge_intervals(x), windows["whole"]))
             for phase, x in lanes[name].items()
@@ -393,19 +384,9 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     )
     if waiting["whole"]:
         present["environment"] = None
-    near.legend(
-        handles=[Patch(color=theme.bars[phase], label=phase) for phase in present],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(present),
-        frameon=False,
-        fontsize=9,
-        labelcolor=theme.ink,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.2,
-        handletextpad=0.4,
-    )
+    patches = [Patch(color=theme.bars[phase], label=phase) for phase in present]
+    small = {"handlelength": 1.0, "handleheight": 1.0, "handletextpad": 0.4}
+    _legend_above(near, theme, handles=patches, ncols=len(patches), columnspacing=1.2, **small)
     whole.set_yticks(range(len(names)), names, color=theme.muted, fontsize=8)
     whole.set_xlim(first, last)
     whole.axvspan(*zoom, facecolor="none", edgecolor=theme.ink, linewidth=1.0)
@@ -442,13 +423,32 @@ def _searcher_changes(axes: "Axes", run: Run, theme: Theme) -> None:
             axes.plot(times, height, transform=place, label=what, **marks)
             is_marked = True
     if is_marked:
-        axes.legend(
-            loc="lower right",
-            bbox_to_anchor=(1.0, 1.0),
-            ncols=2,
-            frameon=False,
-            fontsize=9,
-            labelcolor=theme.ink,
+        _legend_above(axes, theme, ncols=2)
+
+
+def _legend_above(axes: "Axes", theme: Theme, **options: Any) -> None:
+    """Draw a legend at the right, above the axes."""
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(**place, frameon=False, fontsize=9, labelcolor=theme.ink, **options)
+
+
+def _lane(
+    axes: "Axes",
+    lane: Lane,
+    window: tuple[float, float],
+    row: int,
+    theme: Theme,
+) -> None:
+    """Draw the intervals of a lane in a window of time."""
+    for phase, intervals in lane.items():
+        start, end = intervals.T
+        is_shown = (end > window[0]) & (start < window[1]) & (end > start)
+        axes.broken_barh(
+            np.stack([start, end - start], axis=1)[is_shown].tolist(),
+            (row - 0.36, 0.72),
+            facecolor=theme.bars[phase],
+            edgecolor=theme.paper,
+            linewidth=0.3,
         )
 
 
