@@ -62,7 +62,7 @@ _NUM_PROCESSES = flags.DEFINE_integer(
     "num_processes", None, "pod: processes of the run (or JAX_NUM_PROCESSES)."
 )
 _PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "pod: which of them this is, from 0 (or JAX_PROCESS_ID)."
+    "process_id", None, "pod: index of this process, from 0 (or JAX_PROCESS_ID)."
 )
 _ACCEPT_CHANGED = flags.DEFINE_multi_enum(
     "accept_changed",

@@ -259,7 +259,7 @@ class Section:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the section with these values by name."""
+        """Return a section from setting -> value."""
         return cls(**values)
 
     def values(self) -> dict[str, Any]:
@@ -500,7 +500,7 @@ def load_function(field: str, name: str) -> Any:
         found: Any = import_file(module) if module.endswith(".py") else import_module(module)
         for part in own.split("."):
             found = getattr(found, part)
-    except Exception as error:  # the file is the user's: its own traceback says where
+    except Exception as error:  # the traceback of the user's file shows the place
         where = "".join(traceback.format_exception(error)).rstrip()
         raise ConfigError(
             f"{field}={name}: loading it raised {type(error).__name__}: {error}. Want "
@@ -512,7 +512,7 @@ def load_function(field: str, name: str) -> Any:
 
 
 def source_of(name: str) -> str:
-    """Source text of what was given under a name, as far as Python knows it."""
+    """Return the source text of the object given under a name, if Python has it."""
     try:
         return inspect.getsource(GIVEN[name])
     except (KeyError, OSError, TypeError):

@@ -41,7 +41,7 @@ from tba_jax.tasks import arithmetic
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, _ = range(len(SPECIAL_TOKENS))
-# All of printable ASCII, so that the model can be given any English text (it knows sums only).
+# All printable ASCII characters, so that the tokenizer can encode any English text.
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 _CHARACTER_IDS = {c: len(SPECIAL_TOKENS) + i for i, c in enumerate(CHARACTERS)}
 

@@ -149,7 +149,7 @@ def train_reward(policy: Params, seed: int) -> tuple[Params, dict[str, float]]:
     """Return a reward model on the policy's trunk, and its agreement with the gold reward."""
     key = jax.random.key(seed)
     fresh = transformer.init_params(REWARD, key)
-    # A head that says nothing, so that the trunk's features are not shaken at the start.
+    # A head of zeros, so that first gradients do not disturb the features of the trunk.
     params = {**policy, "score": jnp.zeros_like(fresh["score"])}
     preferred, other, _ = comparisons(NUM_COMPARISONS, f"comparisons {seed}")
     order = np.random.default_rng(seed)

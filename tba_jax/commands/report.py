@@ -48,7 +48,7 @@ def _serve(given: str, folder: Path, port: int) -> int:
     page = LivePage(folder)
     server = LiveServer(page, port)
     page.update()
-    os.nice(10)  # from here on the run on this machine comes first
+    os.nice(10)  # lower priority from here on, so that a run on this machine is not slowed
     print(f"{server.address}\nCtrl-C ends it.", flush=True)
     try:
         server.run()

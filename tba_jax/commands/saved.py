@@ -34,7 +34,7 @@ def load_run_config(workdir: str) -> Config:
     """
     saved = upgrade(saved_config(local_folder(workdir)))
     known = defaults(str(saved.get("objective.name")))
-    # A saved policy needs none of the retired settings, whatever their values were.
+    # A saved policy needs none of the retired settings.
     lost = sorted(saved.keys() - known.keys() - RETIRED.keys())
     if lost:
         raise UserError(

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max_length", type=int, default=0, help="tokens of prompt and response; 0: at most 4096"
     )
     parser.add_argument(
-        "--max_requests", type=int, default=256, help="requests under way; more are refused"
+        "--max_requests", type=int, default=256, help="concurrent requests; more are refused"
     )
     args = parser.parse_args(argv)
     try:

@@ -275,7 +275,7 @@ def _examples(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Example], 
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with defaults, and with the description as written."""
+    """Formatter of --help that shows defaults and keeps the line breaks of the description."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -156,7 +156,7 @@ def _train(argv: Sequence[str], num_steps: int, folder: Path) -> str:
 
 
 def _here(runs: Runs) -> Iterator[tuple[str, str]]:
-    """Train the runs in turn; yield the name of each with why it failed."""
+    """Train one run after the other; yield (name, reason of its failure or "")."""
     for point, (num_steps, folder) in runs.items():
         yield point.name, _train([*MAIN, *point.arguments], num_steps, folder)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config's request for devices and hosts."""
+"""Checks of the devices and hosts that a config requests."""
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES, Asked, MeshShape

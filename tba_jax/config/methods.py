@@ -3,7 +3,7 @@
 
 A preset is not a setting: it is expanded to settings before those on the command line, so a run's
 config fully describes the computation. Invariant: a preset starts from exact Trajectory Balance,
-whatever the config had before.
+independent of the config before.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 
 Presets are files of the package, `tba_jax/presets/*.py`; this module reads them only to list them
 in an error. A name without a folder and without `.py` is a preset of the package, and anything else
-is a file, whatever the current directory contains.
+is a file, independent of the current directory.
 """
 
 import difflib

@@ -33,7 +33,7 @@ def dtypes_on(config: Config, platform: str) -> dict[str, str]:
 
 
 def ownership_of(config: Config) -> Literal["by_prompt", "any"]:
-    """Return the ownership; auto: "any" if a searcher may be missing or there is one prompt."""
+    """Return search.ownership; auto is "any" if searchers may be missing or for one prompt."""
     if config.search.ownership == "auto":
         has_one_prompt = entry_of(config.task.name).has_one_prompt
         elsewhere = MODES[config.placement].searches_elsewhere

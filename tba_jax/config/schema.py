@@ -257,9 +257,9 @@ def get_field(config: Config, field: str) -> Any:
 
 
 def defaults(objective: str) -> dict[str, Any]:
-    """Return dotted field name -> default, as `flatten` writes them, with an objective's own.
+    """Return dotted field name -> default, including the settings of an objective.
 
-    Loads JAX. An unknown objective has no settings of its own.
+    Keys are those of `flatten`. Loads JAX. An unknown objective adds no settings.
     """
     own = own_settings(objective) if is_objective(objective) else ()
     return {s.name: _as_json(s.default) for s in (*SETTINGS.values(), *own)}

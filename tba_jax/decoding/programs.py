@@ -130,7 +130,8 @@ def admit(
     Args:
         history: [n g c e] per layer.
         prefilled: [p g s e] per layer, s <= c.
-        slots: destination; n means none (so that few shapes are compiled), at the end.
+        slots: destination of each row; n: no destination, at the end, so that few shapes are
+            compiled.
         rows: row in `prefilled`, ascending except for destination n.
     """
 

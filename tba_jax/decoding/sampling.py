@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw one token per row from logits, and say how probable it was.
+"""Sampling of one token per row from logits, with its log-prob.
 
 The invariants it owns: the log-prob returned is that of the distribution actually sampled from
 (after temperature, top-k and top-p, renormalised; 0 for a greedy draw); a token of weight zero is
@@ -34,7 +34,7 @@ Weights = Callable[[Float32[Array, "b n e"]], Float32[Array, "b n e"]]
 
 
 class RowSettings(NamedTuple):
-    """How each row samples.
+    """Sampling settings of each row.
 
     Attributes:
         temperature: divides the logits; 0 is greedy.
@@ -258,7 +258,7 @@ def _within_block(
     block: Int32[Array, " b"],
     size: int,
 ) -> Float32[Array, "b e"]:
-    """Set to zero the entries that `_entries` read before a short last block."""
+    """Set entries to zero that `_entries` read from the block before a short last block."""
     index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.where(index >= (block * size)[:, None], entries, 0)
 

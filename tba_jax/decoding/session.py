@@ -120,7 +120,7 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it cannot go on by itself: never."""
+        """Return False: a plain session never waits for an environment."""
         return False
 
     @property

@@ -23,7 +23,7 @@ per group of devices, so 0.3 GiB; a run has at most three such groups).
 
 
 def take_gpu_memory() -> None:
-    """Make JAX preallocate that share unless the user set one; call before using a device."""
+    """Set the share of GPU memory that JAX preallocates, if unset; call before using a device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 

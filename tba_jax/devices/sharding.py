@@ -65,8 +65,8 @@ AXIS_RULES: Mapping[str, Rule] = {
     "mlp": Rule("model", may_replicate=False),
     "experts": Rule("expert", may_replicate=False),
     "embed": Rule("fsdp", may_replicate=False),
-    # Fixed by the checkpoint, whatever the mesh: two key/value heads (Qwen2.5-1.5B), 50,257 tokens
-    # (GPT-2). Every device then keeps them all.
+    # The checkpoint fixes these sizes: two key/value heads (Qwen2.5-1.5B), 50,257 tokens (GPT-2).
+    # If a mesh does not divide them, every device keeps them all.
     "kv_heads": Rule("model", may_replicate=True),
     "vocab": Rule("model", may_replicate=True),
 }
@@ -203,7 +203,7 @@ def _box(index: tuple[slice, ...], shape: Sequence[int]) -> _Box:
 
 
 def _pieces(array: jax.Array, wanted: _Box, device: Any) -> list[tuple[tuple[int, ...], jax.Array]]:
-    """Return (offset, values) of the pieces that fill a box, those on `device` first."""
+    """Return (offset, values) of pieces that together fill a box; pieces on `device` come first."""
     shards = sorted(array.addressable_shards, key=lambda s: s.device != device)
     found: dict[_Box, jax.Array] = {}
     for shard in shards:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: the one way this project runs a thread.
+"""Worker: a named thread with a stop flag, used for every thread of the project.
 
 A Worker has the name of its role, calls a `step()` in a loop, shares one stop flag with the other
 workers, and re-raises the first exception in the thread that calls `check()` or `close()`. Threads

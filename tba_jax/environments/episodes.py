@@ -68,7 +68,7 @@ class TakenAnswer(NamedTuple):
 
 
 class UnexpectedAnswer(Exception):
-    """A logged answer is for an episode that waits for none."""
+    """The log has an answer for an episode that does not wait for one."""
 
 
 class ReplayedEnvironment:
@@ -359,7 +359,8 @@ class EpisodeSession(SingleTurnSession):
                 failure = "environment_template"
         is_full = attempt.num_tokens + len(tokens) >= attempt.settings.max_new_tokens
         if is_full and not attempt.has_begun:
-            line = f"its first text fills all {attempt.settings.max_new_tokens} tokens"
+            most = attempt.settings.max_new_tokens
+            line = f"the first text of the environment fills all {most} tokens"
             self._episodes.environments.report("environment_no_room", line)
             failure = "environment_no_room"
         attempt.has_begun = True

@@ -146,7 +146,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
 
 
 class Agent:
-    """Adapter from an agent, which is not asked turn by turn.
+    """Adapter from an agent, which samples its turns itself.
 
     Args:
         run: (base URL, row) -> reward; possibly a coroutine function.
@@ -163,7 +163,7 @@ class Agent:
         self._reward = _result(self._run(row.pop(BASE_URL), row))
 
     def turn(self, text: str) -> tuple[Any, str]:
-        raise NotImplementedError("an agent requests its turns")
+        raise NotImplementedError("an agent sends its own requests; the pool must not send turns")
 
     def reward(self) -> Any:
         return self._reward

@@ -147,12 +147,12 @@ class Environment:
         return Answer(failure=name)
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._pool.groups.sweep(now=True)
 
     def restart_deadline(self) -> None:
-        """Give the process, which runs, the whole time of a call from now on."""
+        """Start the deadline of a call again for the running process."""
         self._process.is_started = True
         self._deadline_s = time.monotonic() + self._pool.timeout_s
 

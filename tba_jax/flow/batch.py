@@ -86,7 +86,7 @@ class PackedBatch(NamedTuple):
         token_advantages: float32 [n s], 0 at prompts and padding; None as in `Batch`.
         prompts, soft_values: as in `Batch`.
         contexts: int32 [n s], which prompt of its row each position belongs or responds to, from 1,
-            0 at padding; None: every response has a prompt of its own.
+            0 at padding; None: every response has a separate prompt.
     """
 
     tokens: HostOrDeviceArray

@@ -21,7 +21,7 @@ from tba_jax.flow.trajectory import Draw, Trajectory
 _PADDED_BUCKETS = 4
 # Packed rows have one length.
 _PACKED_BUCKETS = 6
-# And where they all fit one micro-batch: its size, half and a quarter of it.
+# If all rows fit one micro-batch: its size, a half and a quarter of it.
 _PARTS_OF_ONE = 3
 
 

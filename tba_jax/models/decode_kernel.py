@@ -158,7 +158,7 @@ def _kernel(
         return plgpu.load(at, mask=seen[:, None] & is_dim[None], other=0).astype(dtype)
 
     def add(carry: Any, k: Array, v: Array, seen: Array, *scales: Array) -> Any:
-        """Return the softmax so far with more columns, multiplied by `scales`."""
+        """Add columns, multiplied by `scales`, to the running softmax."""
         out, before, total = carry
         scores = plgpu.dot(q, k.T)
         if scales:

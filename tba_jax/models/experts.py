@@ -142,7 +142,7 @@ def _of_rows(
 def _permuted(
     x: Float[Array, "m d"], order: Int[Array, " m"], inverse: Int[Array, " m"]
 ) -> Float[Array, "m d"]:
-    """Return x[order]; the gradient is a gather too, where that of indexing is a scatter."""
+    """Return x[order] with a gather as gradient; the gradient of indexing is a scatter."""
     return x[order]
 
 

@@ -2,9 +2,9 @@
 """Low-rank adapters (LoRA): a policy of frozen base parameters and a small trained tree.
 
 Adapters are a tree like that of the parameters, with two leaves A and B for each adapted matrix,
-stacked over layers. They are float32 whatever the base's dtype: they are small, and updates may be
-too small for narrower types. Invariant: a base with fresh adapters computes exactly what the base
-alone computes, unless the merged matrices are rounded to 8 bits.
+stacked over layers. They are float32 for every dtype of the base, because updates may be too small
+for narrower types. Invariant: a base with fresh adapters computes exactly what the base alone
+computes, unless the merged matrices are rounded to 8 bits.
 
 Reference: arXiv:2106.09685.
 """
@@ -159,7 +159,7 @@ def lower_merge(
 
 
 def adapted(base: Params, config: TransformerConfig) -> Any:
-    """Return the adapted matrices of a base, with scales if any: all that merging recomputes.
+    """Return the adapted matrices of a base with their scales: the input of merging.
 
     Leaves may be anything, as in `unadapted`.
     """

@@ -21,7 +21,7 @@ def check_same_tree(old: Any, new: Any) -> None:
     if old_leaves.keys() != new_leaves.keys():
         names = sorted(old_leaves.keys() ^ new_leaves.keys())
         raise ValueError(
-            "published weights have another tree than the version before; different leaves: "
+            "the tree of the published weights differs from the previous version in the leaves "
             f"{names[:5]}"
         )
     for name, leaf in new_leaves.items():

@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(line: str) -> None:
-    """Print progress, since standard output is for the plan."""
+    """Print progress to standard error; standard output has the plan."""
     print(line, file=sys.stderr, flush=True)
 
 

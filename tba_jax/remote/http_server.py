@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ASGI application on a port, served on a thread of its own."""
+"""HTTP server of an ASGI application, on a separate thread."""
 
 import logging
 import socket

@@ -78,7 +78,7 @@ class JoinResponse(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a searcher did before the tickets of a put, for the schedule log.
+    """Actions of a searcher before the tickets of a put, for the schedule log.
 
     Attributes:
         events: chunk events of the schedule log, in order; sent again where a put is.

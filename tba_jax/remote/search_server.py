@@ -267,7 +267,7 @@ class SearchServer:
             return self._gives_leases and any(s.is_connected for s in self._searchers.values())
 
     def stop_leases(self) -> None:
-        """End all leases and give no more; the trainer's process works on what is left."""
+        """End all leases and grant no more; the trainer evaluates the remaining shards."""
         with self._lock:
             self._gives_leases = False
             for record in self._searchers.values():
@@ -484,7 +484,7 @@ class SearchServer:
 
 
 def _drawn(record: SearcherRecord) -> list[OpenTicket]:
-    """Return the open tickets with sampled responses; given responses are never lost."""
+    """Return the open tickets with sampled responses; start data cannot be lost."""
     return [ticket for ticket in record.open_tickets.values() if not ticket.is_given]
 
 

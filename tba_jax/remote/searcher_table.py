@@ -65,7 +65,7 @@ class ServerSettings(NamedTuple):
 
 
 class Listeners(NamedTuple):
-    """What a search server reports about searchers, beside log lines.
+    """Functions that receive reports about searchers, besides log lines.
 
     Attributes:
         given: receives (searcher, given responses, their rounds) when a searcher joins.

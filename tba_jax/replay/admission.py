@@ -152,7 +152,7 @@ class Admission:
         """Report the trainer's progress.
 
         Args:
-            step: updates done.
+            step: completed steps.
             version: newest published version.
             num_merged: groups that left the outboxes since the last call.
             num_fresh: groups in the buffer that wait for their first use.

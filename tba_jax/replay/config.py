@@ -53,7 +53,7 @@ class ReplaySettings(Section):
         "train",
         "groups of equal rewards: train: train on them, which helps Trajectory Balance; redraw: "
         "draw the slot again (DAPO's dynamic sampling); skip: leave the slot empty (CISPO's "
-        "filter), unless all groups of the batch are such",
+        "filter), unless every group of the batch has equal rewards",
     )
     max_reuse: int = field(0, "times that a response may be drawn; 0: no limit", at_least=0)
     max_staleness: int = field(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of responses: weights, and draws without replacement.
 
-A row may stand for several equal responses, its copies; each is drawn like a row of its own.
+A row may represent several equal responses, its copies; each copy is drawn like a separate row.
 Invariant: no copy is drawn twice while there are enough copies.
 """
 

@@ -85,7 +85,7 @@ class Outbox:
             return self._is_committed(number) and not is_waiting
 
     def lose(self, count: int) -> None:
-        """Count begun responses that are lost; a negative count takes lost ones back."""
+        """Count begun responses that are lost; a negative number corrects an earlier count."""
         with self._lock:
             self._num_generated += count
             self._num_lost += count

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a run's report as HTML text.
 
-Missing parts are omitted with a sentence that says so.
+A sentence replaces each missing part.
 
 Invariant: the page fetches nothing, and every text in it is escaped, because model outputs may
 contain anything.

@@ -85,7 +85,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         self._saving = saving
 
     async def async_save(self, directory: epath.Path, args: Any = None) -> Any:
-        """Serialise before returning, because the caller goes on; write in the background."""
+        """Serialise the state, then write it in the background while the caller continues."""
         if not self._saving.keeps_state:
             return []
         data = pack(args.item)

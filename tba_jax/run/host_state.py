@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a process of a run: the states of its parts by name, and the facts they belong to.
+"""The state of a process of a run: states of its parts by name, and facts that identify the run.
 
 Serialises them, refuses what other versions wrote, and divides them over another number of
 searchers. The facts name the run and, by digests, what the run was made of: weights, tokenizer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of a run and what is written beside them: samples, figures of the user, the live report.
+"""Logs of a run, its samples, the user's metrics, and the process of the live report.
 
 Invariants: a log that is shorter than its checkpoint says is named, on the display and in the log
 itself. No function of the user and no report ends a run, and the run waits for no report.
@@ -330,7 +330,7 @@ class UserFunctions:
             try:
                 found = function(*arguments)
                 numbers_found |= self._numbers(name, {} if found is None else found)
-            except Exception as error:  # the user's code: its own traceback says where
+            except Exception as error:  # the traceback of the user's code shows the place
                 del self._functions[name]
                 where = "".join(traceback.format_exception(error)).rstrip()
                 self._note(
@@ -340,7 +340,7 @@ class UserFunctions:
         return numbers_found
 
     def _numbers(self, name: str, found: Any) -> dict[str, float]:
-        """Return what can be logged, and say once what cannot."""
+        """Return the loggable values; report each other value once."""
         if not isinstance(found, Mapping):
             raise TypeError(f"returned {found!r:.60}, wanted numbers by name, or None")
         kept = {}

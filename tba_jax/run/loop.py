@@ -26,7 +26,7 @@ from tba_jax.run.run import Run, Times
 
 
 class Search(Protocol):
-    """How searchers work during the loop."""
+    """Search during the training loop, as each driver implements it."""
 
     publishes_first: bool
     """Whether the loop begins with a publication: else `begin` has published."""

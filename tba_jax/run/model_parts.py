@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of a run as its config asks for it: its model, its shardings, its decoder."""
+"""The policy that a config describes: its model, its shardings, its decoder."""
 
 import dataclasses
 import functools

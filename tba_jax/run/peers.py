@@ -113,7 +113,7 @@ class Owner:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where the other processes reach this one."""
+        """Endpoint at which the other processes reach this process."""
         found = self._channel.endpoint
         if not self._address:
             return found
@@ -136,7 +136,7 @@ class Owner:
         self._steps.wait(step)
 
     def answer(self, step: int, decision: Decision) -> None:
-        """Give the decision on a step to the other trainer processes."""
+        """Send the decision on a step to the other trainer processes."""
         if self._num_trainers:
             self._steps.answer(step, pack_decision(decision))
 

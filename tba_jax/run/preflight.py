@@ -37,7 +37,7 @@ _HELD_OUT_SHARE = 5  # at most one in five rows is held out
 
 @contextlib.contextmanager
 def all_problems(config: Config) -> Iterator[None]:
-    """Where the block fails for what the user gave, raise everything that is wrong with it.
+    """If the block fails because of user input, raise all problems of the input together.
 
     Raises:
         UserError: all problems, if `problems` finds any. Else the failure itself.
@@ -134,7 +134,7 @@ def functions(config: Config) -> list[str]:
 
 
 def try_reward(config: Config, function: str, task: Task | None) -> None:
-    """Load a reward function in a process of its own, and try it on a row of the task.
+    """Load a reward function in a separate process, and try it on a row of the task.
 
     Raises:
         ValueError, RewardFailure: the function cannot be used.

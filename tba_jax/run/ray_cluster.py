@@ -166,7 +166,7 @@ def _resources(text: str) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Searchers:
-    """A searcher process as the driver knows it."""
+    """State of a searcher process in the driver."""
 
     name: str
     numbers: range

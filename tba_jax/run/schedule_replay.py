@@ -4,9 +4,10 @@
 `schedule.jsonl` contains the order of publications, merged rounds and steps, the decode chunk at
 which each prompt was admitted or a response of an environment was processed, and the used versions.
 The config determines everything else, so the same order gives the same losses: bit-equal on CPU
-with the same device layout. Environments are not asked. Rewards of functions are computed again; if
-a reward times out differently, the replay ends with an error. The log is read as a stream, because
-the log of a long run does not fit in memory. A first pass checks every line and keeps only counts.
+with the same device layout. Environments are not called. Rewards of functions are computed again;
+if a reward times out differently, the replay ends with an error. The log is read as a stream,
+because the log of a long run does not fit in memory. A first pass checks every line and keeps only
+counts.
 """
 
 import collections
@@ -306,7 +307,7 @@ class SearcherReplay:
                 self._finished[number] = finished
 
     def _ticket(self, number: int) -> Ticket:
-        """Return the prompt of a ticket; a ticket that a killed process left comes again."""
+        """Return the prompt of a ticket; unfinished tickets of a killed process are repeated."""
         while number not in self._tickets:
             ticket = self._search.take()
             self._tickets[ticket.number] = ticket

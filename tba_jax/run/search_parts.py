@@ -126,7 +126,7 @@ def make_start_data(
 
 
 class Arrival(NamedTuple):
-    """How published weights are converted for searchers.
+    """Conversion of published weights for searchers.
 
     Attributes:
         layout: converts weights from files to the decoder's layout; None: no conversion.

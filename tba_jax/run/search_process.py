@@ -103,7 +103,7 @@ class StoredWeights:
         self.reader.announce(version)
 
     def poll(self) -> bool:
-        """Load what was announced; called by a worker of its own."""
+        """Load the announced versions; called on a separate thread."""
         return self.reader.poll(DELIVERY_S)
 
     def newest(self, i: int) -> int:

@@ -224,7 +224,7 @@ def _train_fleet(
 
 
 class Roles(NamedTuple):
-    """What the processes of a job do, by their numbers.
+    """Roles of the processes of a job, by their indices.
 
     Attributes:
         train: processes with devices of the trainer; the first owns the replay buffer.

@@ -64,7 +64,7 @@ _SHOWN = 8  # differences between two configs, in a message of one line
 
 
 class Contents(NamedTuple):
-    """What a work directory holds under the names that a run writes.
+    """Contents of a work directory, as far as a run writes them.
 
     Attributes:
         run_id: ID of the run in the directory; "" without a run.

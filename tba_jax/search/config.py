@@ -23,7 +23,7 @@ class SearchSettings(Section):
     max_turns: int = field(8, "with task.environment: the policy's turns in an episode", at_least=1)
     max_episodes: int = field(
         0,
-        "with task.environment: episodes that a searcher has under way, each with a process of its "
+        "with task.environment: concurrent episodes of a searcher, each with a process of its "
         "own; 0: twice its slots, at most 64",
         at_least=0,
         on_resume=True,

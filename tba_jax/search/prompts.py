@@ -36,7 +36,7 @@ class Encoder(Protocol):
         ...
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
-        """int32 [s]."""
+        """Return the token IDs of a text, int32 [s]."""
         ...
 
     def knows(self, character: str) -> bool:

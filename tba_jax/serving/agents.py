@@ -168,7 +168,7 @@ class Agent:
         """Return the prompt of a request in the tokens of the episode.
 
         Raises:
-            ApiError: it does not continue them.
+            ApiError: the request does not continue the tokens of the episode.
         """
         before = np.concatenate([self._prompt, self._completion])
         if not len(before):

@@ -20,7 +20,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatFormat(Protocol):
-    """How a model reads and writes chats."""
+    """Conversion between chats and tokens for one model."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -243,7 +243,7 @@ class Deltas:
         self._text, self._num_tokens, self._is_first = "", 0, True
 
     def next(self, update: Update) -> dict[str, Any] | None:
-        """Return the choice that an update adds, None for none."""
+        """Return the choice of the stream for an update; None if it adds nothing."""
         call = self._call
         if len(update.tokens) == self._num_tokens and not update.finish:
             return None

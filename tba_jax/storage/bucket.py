@@ -84,7 +84,7 @@ class Bucket:
 
         reason = ""
         if type(self._fs).pipe_file is fsspec.AbstractFileSystem.pipe_file:
-            reason = "its fsspec class checks and writes in two steps"
+            reason = "its fsspec class cannot check and write in one step"
         else:
             name = f"lock/probe-{os.urandom(8).hex()}"
             made = [self.create(name, mark) for mark in (b"first", b"second")]

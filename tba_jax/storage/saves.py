@@ -50,7 +50,7 @@ def finished_name(name: str) -> str | None:
 
 
 def has_writer(name: str) -> bool:
-    """Return whether the name of an unfinished folder names its `Writer`."""
+    """Return whether the name of an unfinished folder contains the name of a `Writer`."""
     return re.search(rf"{_UNFINISHED}-[0-9a-f]{{16}}$", name) is not None
 
 

@@ -26,7 +26,7 @@ def seal(facts: Mapping[str, Any]) -> str:
 
 
 def unseal(content: str | bytes) -> dict[str, Any]:
-    """Return the object that `seal` was called with, as JSON has it.
+    """Return the argument of `seal` after a conversion to JSON and back.
 
     Raises:
         ValueError: the content is damaged; the message says how.

@@ -114,7 +114,7 @@ class CheckpointTransport(DeliveringTransport):
         )
 
     def settle(self) -> None:
-        """Do nothing: delivery would wait for storage."""
+        """Do nothing, because delivery waits for storage; `poll` delivers."""
 
     def close(self) -> None:
         """Wait for the current save and release Orbax's threads."""

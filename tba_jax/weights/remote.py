@@ -139,7 +139,7 @@ class VersionWriter:
         return Published(self._newest, None) if self._newest >= 0 else None
 
     def settle(self) -> None:
-        """Do nothing: delivery would wait for storage."""
+        """Do nothing, because delivery waits for storage; `poll` delivers."""
 
     def close(self) -> None:
         """Wait for the current version and release Orbax's threads."""

@@ -30,7 +30,7 @@ class Published(NamedTuple):
 
 
 class Transport(Protocol):
-    """Publishes weights of the trainer and gives them to searchers."""
+    """Publishes the weights of the trainer and delivers them to searchers."""
 
     @property
     def delivery_s(self) -> float:
@@ -80,7 +80,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish the delivery under way; drop a publication whose delivery has not begun."""
+        """Finish the current delivery; drop a publication whose delivery has not begun."""
         ...
 
 

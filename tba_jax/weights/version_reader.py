@@ -127,7 +127,7 @@ class VersionReader:
         raise AssertionError("a reader of versions does not publish")
 
     def settle(self) -> None:
-        """Do nothing: delivery would wait for storage."""
+        """Do nothing, because delivery waits for storage; `poll` delivers."""
 
     def close(self) -> None:
         """Do nothing: there is no background work."""

@@ -20,7 +20,7 @@ _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError)
 
 
 class PublicationError(RuntimeError):
-    """Weights could not be written or read; the message says which, and what to do."""
+    """Weights could not be written or read; the message has their version and the remedy."""
 
 
 class Versions:

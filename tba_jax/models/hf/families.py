@@ -209,7 +209,10 @@ def _fused_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
 def _gpt_oss_experts(
     config: TransformerConfig, i: int, *, is_mxfp4: bool = False
 ) -> dict[str, HFTensor]:
-    """Return experts whose gate and up alternate; four-bit files have outputs before inputs."""
+    """Return the tensors of experts with interleaved gate and up.
+
+    Four-bit files store outputs before inputs.
+    """
     d, f, num = config.hidden_size, config.mlp_size, config.num_experts
     gate_up, down = ("expert_gate", "expert_up"), ("expert_down",)
     if is_mxfp4:

@@ -86,7 +86,7 @@ def plain(leaf: str, layer: int, shape: tuple[int, ...]) -> HFTensor:
 
 
 def split_vector(leaf: str, layer: int, axes: tuple[int, ...]) -> HFTensor:
-    """Return a vector whose axis our leaf splits into `axes`."""
+    """Return the map of a vector that is stored here with several axes, `axes`."""
     size = int(np.prod(axes))
     order = tuple(range(len(axes) + 1))
     return HFTensor((size,), layer, (leaf,), (1, *axes), order)
