@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The notebook of a first run works as it is written, and shows a real run where it is read."""
 
+import base64
 import json
 import os
 import subprocess
@@ -76,3 +77,30 @@ def test_a_cell_puts_out_what_it_prints_and_its_value():
     printed, value = run_cell("print('a')\nx = 2\nx + y", {"y": 3})
     assert (printed["text"], value["data"]) == (["a\n"], {"text/plain": ["5"]})
     assert run_cell("x = 1", {}) == [] and run_cell("None", {}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_kernel_of_jupyter_draws_the_curves_again_while_it_trains(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    source = SHORT.replace("num_steps=3", "num_steps=60")
+    cell = nbformat.v4.new_code_cell(
+        f"from tba_jax import load_config, run_training\nrun_training({source}, 'run')"
+    )
+    pictures = []
+
+    class Client(nbclient.NotebookClient):
+        def process_message(self, message, cell, cell_index):
+            if message["msg_type"] == "update_display_data":
+                pictures.append(message["content"]["data"].get("image/png", ""))
+            return super().process_message(message, cell, cell_index)
+
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    Client(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert len(pictures) >= 2 and len(set(pictures)) == len(pictures)
+    assert base64.b64decode(pictures[-1]).startswith(b"\x89PNG")
+    shown = [o for o in cell["outputs"] if "image/png" in o.get("data", {})]
+    assert [o["data"]["image/png"] for o in shown] == pictures[-1:]

@@ -367,10 +367,10 @@ class ProgressDisplay:
         fields = {
             self._label: self._headline(),
             "reward": f"{self._rewards[-1]:.3f}{self._parts()}" if self._rewards else "",
-            self._kind: self._field(share, "{:.0%}".format) if self._kind else "",
-            "length": self._field(length, "{:.1f}".format)
+            f"{self._kind} answers": self._field(share, "{:.0%}".format) if self._kind else "",
+            "length": self._field(length, "{:.1f} tokens".format)
             + (f" ({cut:.0%} cut)" if cut >= _SHOWN_SHARE else ""),
-            "equal rewards": self._shown_share("search/equal_rewards_share"),
+            "groups with equal rewards": self._shown_share("search/equal_rewards_share"),
             "KL": self._field("train/kl_reference", "{:.3g}".format),
             "staleness": stale,
             "decoded": self._field("search/tokens_per_s", lambda x: format_count(x) + " tok/s"),
@@ -405,10 +405,10 @@ class ProgressDisplay:
 
     def _plain_line(self) -> None:
         self._printed_at, self._printed_step = self._clock(), self._step
-        parts = [f"step {self._step}/{self._num_steps}"]
+        left = self._left()
+        step = f"{self._step:>{len(str(self._num_steps))}}/{self._num_steps}"
+        parts = [f"step {step}" + (f", {left} left" if left else "")]
         parts += [f"{label} {text}" for label, text in self._fields().items()]
-        if left := self._left():
-            parts.append(f"left {left}")
         self._print(f"[{self._elapsed()}] " + "  ".join(parts))
 
     def _panel(self) -> Any:
@@ -452,6 +452,6 @@ class ProgressDisplay:
             body = Table.grid(expand=True)
             body.add_row(head)
             body.add_row(line(self._label, "reward"))
-            body.add_row(line(self._kind, "length", "equal rewards", "KL", "staleness"))
-            body.add_row(line("decoded", "trained", "searchers"))
+            body.add_row(line(f"{self._kind} answers", "length", "KL", "staleness"))
+            body.add_row(line("groups with equal rewards", "decoded", "trained", "searchers"))
             return Panel(body, title=Text(f"tba_jax · {self._title}"), title_align="left")

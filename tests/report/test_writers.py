@@ -139,13 +139,13 @@ def test_plain_lines_come_at_most_every_period_and_count_down():
         display.write(step, {"search/reward_mean": 0.5, "buffer/staleness_mean": 1.25})
     display.close()
     lines = stream.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == [
-        "[0:01] step 1/100",
-        "[0:11] step 11/100",
-        "[0:21] step 21/100",
-        "[0:25] step 25/100",
+    assert [line.split("  reward")[0] for line in lines] == [
+        "[0:01] step   1/100",
+        "[0:11] step  11/100, 1:29 left",
+        "[0:21] step  21/100, 1:19 left",
+        "[0:25] step  25/100, 1:15 left",
     ]
-    assert lines[1] == "[0:11] step 11/100  reward 0.500  staleness 1.2  left 1:29"
+    assert lines[1] == "[0:11] step  11/100, 1:29 left  reward 0.500  staleness 1.2"
 
 
 def test_evaluations_notes_and_phases_are_printed_at_once():
@@ -161,10 +161,10 @@ def test_evaluations_notes_and_phases_are_printed_at_once():
     display.close()
     assert stream.getvalue().splitlines() == [
         "[0:00] compiling",
-        "[0:00] step 0/100  held-out pass@1 41.0%",
-        "[0:00] step 1/100  held-out pass@1 41.0%  worked 40%  decoded 8.1k tok/s",
-        "[0:00] step 2/100  held-out pass@1 41.0% -> 52.3%  worked 40%  decoded 8.1k tok/s  "
-        "left 0:00",
+        "[0:00] step   0/100  held-out pass@1 41.0%",
+        "[0:00] step   1/100  held-out pass@1 41.0%  worked answers 40%  decoded 8.1k tok/s",
+        "[0:00] step   2/100, 0:00 left  held-out pass@1 41.0% -> 52.3%  worked answers 40%  "
+        "decoded 8.1k tok/s",
         "[0:00] saved [bold]x[/bold]",
     ]
 
@@ -185,8 +185,8 @@ def test_a_line_says_what_keeps_a_run_from_learning():
     display.close()
     first, second = stream.getvalue().splitlines()
     reward = "reward 0.500 (right 0.400, brief -0.100)"
-    assert f"{reward}  length 9.0 (25% cut)  equal rewards 75%  KL 0.0123" in first
-    assert f"{reward}  length 9.0  KL 0.0123" in second
+    assert f"{reward}  length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in first
+    assert f"{reward}  length 9.0 tokens  KL 0.0123" in second
 
 
 def test_another_headline_is_labelled_and_formatted():
@@ -195,8 +195,8 @@ def test_another_headline_is_labelled_and_formatted():
     display.write(0, {"eval/win_rate": 0.5, "eval/pass_at_1": 0.1})
     display, other = plain_display(clock, metric="reward_mean")
     display.write(0, {"eval/reward_mean": -1.25})
-    assert stream.getvalue() == "[0:00] step 0/100  held-out win rate 50.0%\n"
-    assert other.getvalue() == "[0:00] step 0/100  held-out reward mean -1.250\n"
+    assert stream.getvalue() == "[0:00] step   0/100  held-out win rate 50.0%\n"
+    assert other.getvalue() == "[0:00] step   0/100  held-out reward mean -1.250\n"
 
 
 def test_resumed_display_remembers_where_it_started():
@@ -204,7 +204,7 @@ def test_resumed_display_remembers_where_it_started():
     display, stream = plain_display(clock)
     display.resume([{"step": 0, "eval/pass_at_1": 0.4, "time_s": 5.0}, {"step": 9, "time_s": 60.0}])
     display.write(10, {"eval/pass_at_1": 0.5})
-    assert stream.getvalue() == "[1:00] step 10/100  held-out pass@1 40.0% -> 50.0%\n"
+    assert stream.getvalue() == "[1:00] step  10/100  held-out pass@1 40.0% -> 50.0%\n"
 
 
 TTY_SCRIPT = """
