@@ -8,7 +8,7 @@ and `python -m tba_jax.report` then include it.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_jax.report import age_plot, plots
+from tba_jax.report import plots
 from tba_jax.report.files import Run
 from tba_jax.report.words import held_out, percent
 from tba_jax.report.writers import is_share, metric_label
@@ -111,6 +111,6 @@ FIGURES = (
         "By the age of the responses",
         "Moving means, one line for each range of age in steps. When the measures of old "
         "responses get worse, an objective with importance ratios learns less from them.",
-        age_plot.by_staleness,
+        plots.by_staleness,
     ),
 )

@@ -9,7 +9,7 @@ import array
 import collections
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,14 +111,6 @@ def _timed_event(where: str, line: bytes) -> Mapping[str, Any]:
     if tail >= 0:
         event = parse_line(where, line[:tail] + b"}", wrong_times)
     return event if "end_s" in event else parse_line(where, line, wrong_times)
-
-
-def times_of(events: Iterable[Mapping[str, Any]]) -> Times:
-    """Return times of events; events without times and unknown kinds are omitted."""
-    rows = _Rows()
-    for event in events:
-        _add_event(rows, event)
-    return _as_times(rows)
 
 
 def _add_event(rows: _Rows, event: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ Invariant: no global matplotlib state (no pyplot), so figures may be drawn in an
 
 import dataclasses
 import io
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,17 @@ def step_axis(axes: "Axes", *, is_named: bool = True) -> None:
         axes.set_xlabel("optimiser step")
 
 
+def panel(
+    figure: "Figure", rows: int, columns: int, index: int, title: str, theme: Theme
+) -> "Axes":
+    """Add axes with a title to a figure of small multiples; `index` counts from 0."""
+    axes = figure.add_subplot(rows, columns, index + 1)
+    style_axes(axes, theme)
+    axes.set_title(title, loc="left", fontsize=9.5, color=theme.ink)
+    axes.locator_params(axis="y", nbins=4)
+    return axes
+
+
 def _smoothed(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str) -> None:
     axes.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
     axes.plot(x, smooth(y, max(3, len(y) // 15)), color=color, linewidth=2.2)
@@ -258,30 +270,22 @@ def reward(run: Run, theme: Theme) -> "Figure | None":
 
 def habits(run: Run, theme: Theme) -> "Figure | None":
     """Draw the share of the response kind, if the run names one, and the response length."""
-    panels = [
-        (
-            f"share of {run.kind} answers",
-            "search/kind_share",
-            theme.main,
-        ),
-        ("response length (tokens)", "search/response_length_mean", theme.second),
-    ]
-    panels = panels if run.kind else panels[1:]
-    panels = [panel for panel in panels if len(run.metrics.column("step", panel[1])[0])]
+    panels = [("response length (tokens)", "search/response_length_mean", theme.second)]
+    if run.kind:
+        panels.insert(0, (f"share of {run.kind} answers", "search/kind_share", theme.main))
+    panels = [x for x in panels if len(run.metrics.column("step", x[1])[0])]
     if not panels:
         return None
     figure = new_figure(5.0, 3.3, theme)
-    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, name, color) in zip(rows, panels, strict=True):
-        style_axes(axes, theme)
+    for i, (label, name, color) in enumerate(panels):
+        axes = panel(figure, len(panels), 1, i, label, theme)
         _smoothed(axes, *run.metrics.column("step", name), color)
-        axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.margins(y=0.12)
         if name == "search/kind_share":
             axes.set_ylim(0, 1.04)
             axes.set_yticks([0, 0.5, 1])
             percent_axis(axes)
-    step_axis(rows[-1])
+        step_axis(axes, is_named=i == len(panels) - 1)
     return figure
 
 
@@ -480,17 +484,49 @@ def optimisation(run: Run, theme: Theme) -> "Figure | None":
         ("effective sample size (share)", "train/ess_fraction"),
         ("staleness, mean (steps)", "buffer/staleness_mean"),
     ]
-    panels = [panel for panel in panels if len(run.metrics.column("step", panel[1])[0])]
+    panels = [x for x in panels if len(run.metrics.column("step", x[1])[0])]
     if not panels:
         return None
-    columns = 3
-    rows = -(-len(panels) // columns)
+    rows = -(-len(panels) // 3)
     figure = new_figure(10.4, 0.4 + 1.9 * rows, theme)
     for i, (label, name) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, i + 1)
-        style_axes(axes, theme)
+        axes = panel(figure, rows, 3, i, label, theme)
         _smoothed(axes, *run.metrics.column("step", name), theme.main)
-        axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
-        axes.locator_params(axis="y", nbins=4)
-        step_axis(axes, is_named=i >= len(panels) - columns)
+        step_axis(axes, is_named=i >= len(panels) - 3)
+    return figure
+
+
+def by_staleness(run: Run, theme: Theme) -> "Figure | None":
+    """Draw off-policy measures of the trained responses, a line for each range of staleness."""
+    panels = [
+        ("effective sample size (share)", "ess_fraction"),
+        ("log ratio to the sampler, median (nats)", "log_ratio_p50"),
+        ("log ratio, 95 % (nats)", "log_ratio_p95"),
+        ("residual, root of mean square", "residual_rms"),
+        ("tokens with a ratio outside 0.8 to 1.2", "clip_fraction"),
+        ("distinct responses (share)", "unique_share"),
+    ]
+    found = (re.fullmatch("stale_([0-9]+)/ess_fraction", name) for name in run.metrics.names)
+    ages = sorted(int(name[1]) for name in found if name)
+    if not ages:
+        return None
+    colours = (*SERIES, theme.ink)
+    figure = new_figure(10.4, 4.4, theme)
+    for i, (label, quantity) in enumerate(panels):
+        axes = panel(figure, 2, 3, i, label, theme)
+        for j, age in enumerate(ages):
+            x, y = run.metrics.column("step", f"stale_{age}/{quantity}")
+            axes.plot(x, smooth(y, 9), color=colours[j % len(colours)], linewidth=1.4)
+        step_axis(axes, is_named=i >= 3)
+    figure.legend(
+        figure.axes[0].get_lines(),
+        [f"from {ages[0]} steps old", *map(str, ages[1:])],
+        loc="outside upper left",
+        ncols=len(ages),
+        frameon=False,
+        fontsize=9,
+        labelcolor=theme.ink,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
     return figure

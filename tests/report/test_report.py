@@ -4,6 +4,8 @@ import html.parser
 import json
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,6 @@ from tba_jax.commands.report import main
 from tba_jax.report import build as report
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
-from tba_jax.report.age_plot import by_staleness
 from tba_jax.report.document import escaped
 from tba_jax.report.files import Run
 from tba_jax.report.lanes import (
@@ -23,7 +24,6 @@ from tba_jax.report.lanes import (
     merge_intervals,
     overlap,
     read_times,
-    times_of,
     waiting_shares,
 )
 from tba_jax.report.series import Metrics
@@ -289,6 +289,15 @@ SCHEDULE = [
 ]
 
 
+def times_of(events):
+    """Times of events in a log whose fields have another order, so that each line is parsed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.jsonl"
+        lines = (json.dumps(dict(reversed(event.items()))) for event in events)
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return read_times(path)
+
+
 def lanes_as_lists(events):
     lanes = lanes_of(times_of(events))
     return {name: {k: x.tolist() for k, x in lane.items()} for name, lane in lanes.items()}
@@ -465,7 +474,7 @@ def test_the_legend_of_ages_can_be_read_on_either_paper(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     for theme in (plots.LIGHT, plots.DARK):
-        figure = by_staleness(report.load_run(tmp_path), theme)
+        figure = plots.by_staleness(report.load_run(tmp_path), theme)
         assert figure is not None
         [legend] = figure.legends  # of the figure: over the lines it would hide them
         texts = legend.get_texts()

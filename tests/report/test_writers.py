@@ -185,7 +185,9 @@ def test_a_line_says_what_keeps_a_run_from_learning():
     display.close()
     first, second = stream.getvalue().splitlines()
     reward = "reward 0.500 (right 0.400, brief -0.100)"
-    assert f"{reward}  length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in first
+    assert (
+        f"{reward}  length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in first
+    )
     assert f"{reward}  length 9.0 tokens  KL 0.0123" in second
 
 
