@@ -237,7 +237,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
         if not isinstance(error, PeerError):
             print(
                 f"error: process {everyone.process_id} of {everyone.num_processes} failed, which "
-                f"ends the others within {config.pod.heartbeat_s} s (config.pod.heartbeat_s)",
+                f"ends the others within {config.remote.heartbeat_s} s (config.remote.heartbeat_s)",
                 file=sys.stderr,
             )
         last_words.withdraw()

@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro_batch_rows", type=int, default=16, help="rows, tba_jax")
     parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="rows, peer")
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
-    parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="tba_jax")
+    parser.add_argument(
+        "--xla_preset", default="none", choices=("none", *xla.PRESETS), help="tba_jax"
+    )
     parser.add_argument("--peers", default="", help="trl")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
     parser.add_argument("--grid", action="store_true", help="the run's choices and 12 by hand")
@@ -146,7 +148,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if side in peers:
                 report = processes.run_side(side, job, folder, env, command=peer)
             else:
-                overrides = _OURS[side] | {"xla.preset": args.xla_preset, "model.remat": args.remat}
+                overrides = _OURS[side] | {"model.remat": args.remat}
+                overrides["xla.options"] = args.xla_preset.replace("none", "")
                 own = {"overrides": overrides, "workdir": str(folder / f"{side}-{repeat}")}
                 report = processes.run_side(side, job | own, folder, command=_OURS_SIDE)
             found.append(report)

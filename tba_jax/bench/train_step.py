@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
     parser.add_argument("--micro_batch_rows", type=int, default=0, help="0: all rows")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
-    parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="tba_jax")
+    parser.add_argument(
+        "--xla_preset", default="none", choices=("none", *xla.PRESETS), help="tba_jax"
+    )
     reporting.add_comparison_flags(parser, peers="torch")
     return reporting.run_in_folder(parser, argv, measure, _table)
 

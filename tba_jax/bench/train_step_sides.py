@@ -178,7 +178,9 @@ def _our_step(
     )
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
-    options = xla.compiler_options(XlaSettings(job["xla_preset"]), list(mesh.devices.flat))
+    options = xla.compiler_options(
+        XlaSettings(job["xla_preset"].replace("none", "")), list(mesh.devices.flat)
+    )
     shardings = shardings._replace(compiler_options=options)
     return make_train_step(config, optimizer, schedule, settings, shardings)
 

@@ -10,7 +10,8 @@ def check_method(config: Config) -> None:
     """Refuse settings of other sections under which the objective would have another meaning."""
     if config.objective.built.needs_soft_value:
         _cached(config)
-    _vine(config)
+    if config.objective.built.vine_tokens:
+        _vine(config)
 
 
 def _cached(config: Config) -> None:
@@ -30,23 +31,16 @@ def _cached(config: Config) -> None:
 
 def _vine(config: Config) -> None:
     """Refuse settings that contradict the estimation of state values by sampling continuations."""
-    mode, search, o = MODES[config.placement], config.search, config.objective
-    wants = o.built.needs_advantages
+    mode, search = MODES[config.placement], config.search
     for ok, name, rule, remedy in (
         (
-            (search.vine_tokens > 0) == wants,
-            "search.vine_tokens",
-            f"objective.name={o.name} {'needs' if wants else 'does not use'} sampled state values",
-            8 if wants else 0,
-        ),
-        (
-            not wants or not (mode.spans_hosts or mode.searches_elsewhere),
+            not (mode.spans_hosts or mode.searches_elsewhere),
             "placement",
             "state values need searchers in the trainer's process",
             "auto",
         ),
         (
-            not wants or not search.stop_strings,
+            not search.stop_strings,
             "search.stop_strings",
             "a continuation starts within a response and would not match a text that began before",
             "()",

@@ -95,7 +95,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"name": "ppo", "epochs": 4},
     # arXiv:2410.01679: two passes; states are the lines of a response, with nine continuations
     # each.
-    "vineppo": {"name": "vineppo", "epochs": 2, "search.vine_tokens": 2},
+    "vineppo": {"name": "vineppo", "epochs": 2, "vine_tokens": 2},
     # arXiv:2402.03300; its KL reads the reference token by token.
     "grpo": {
         "name": "grpo",

@@ -33,9 +33,11 @@ def dtypes_on(config: Config, platform: str) -> dict[str, str]:
 
 
 def ownership_of(config: Config) -> Literal["by_prompt", "any"]:
-    """Return search.ownership; auto is "any" if searchers may be missing or for one prompt."""
-    if config.search.ownership == "auto":
-        has_one_prompt = entry_of(config.task.name).has_one_prompt
-        elsewhere = MODES[config.placement].searches_elsewhere
-        return "any" if elsewhere or has_one_prompt else "by_prompt"
-    return config.search.ownership
+    """Return which prompts a searcher draws.
+
+    "by_prompt": searcher s of n draws the prompts whose id is s mod n. "any": every prompt, where a
+    searcher may be missing or there is one prompt.
+    """
+    has_one_prompt = entry_of(config.task.name).has_one_prompt
+    elsewhere = MODES[config.placement].searches_elsewhere
+    return "any" if elsewhere or has_one_prompt else "by_prompt"

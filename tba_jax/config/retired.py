@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tba_jax.config.schema import SETTINGS, defaults
+from tba_jax.config.schema import defaults
 from tba_jax.settings import Schedule
 from tba_jax.train.config import ObjectiveSettings
 from tba_jax.train.objectives.registry import is_objective, own_settings
@@ -16,10 +16,12 @@ class Retired(NamedTuple):
     Attributes:
         neutral: value in runs that did not use it.
         advice: its replacement, or why it was removed.
+        changes_results: whether another value than the neutral one made another run.
     """
 
     neutral: Any
     advice: str
+    changes_results: bool = True
 
 
 _BETA = 'Write --config.objective.beta="linear(START, FINAL, STEPS)"'
@@ -47,6 +49,27 @@ _CONVERTED: Mapping[str, str] = {
     "optimizer.warmup_steps": _RATE.format("linear(PEAK, 0, warmup=STEPS)"),
     "optimizer.stable_steps": _RATE.format("cosine(PEAK, 0, STEPS, warmup=STEPS, hold=STEPS)"),
     "optimizer.decay_steps": _RATE.format("linear(PEAK, 0, STEPS)"),
+    **dict.fromkeys(("victim.dtype", "classifier.dtype"), "Set --config.reward.dtype=bfloat16"),
+    "classifier.batch_rows": "Set --config.reward.batch_size=64",
+    **dict.fromkeys(
+        (f"search.explore_{name}" for name in ("share", "min_temperature", "max_temperature")),
+        'Write --config.search.explore="SHARE,LOW,HIGH"',
+    ),
+    "search.vine_tokens": "It is objective.vine_tokens, a setting of objective.name=vineppo",
+    "search.vine_samples": "It is objective.vine_samples, a setting of objective.name=vineppo",
+    "xla.preset": "Set --config.xla.options=overlap",
+}
+
+_HEARTBEAT = "Set --config.remote.heartbeat_s=30"
+_OF_NO_RESULT: Mapping[str, str] = {
+    "pod.heartbeat_s": _HEARTBEAT,
+    "fleet.silence_s": _HEARTBEAT,
+    "fleet.trainer_silence_s": f"{_HEARTBEAT}, of which it is ten times the value",
+    "fleet.max_failures": "five failures of a process without progress end the run",
+    "sync.keep": "the newest two published versions are kept",
+    "log.period": "metrics.jsonl has a line for every step",
+    "eval.num_report_samples": "the report has eight responses of an evaluation",
+    "victim.num_slots": "a victim decodes 256 responses at a time",
 }
 
 RETIRED: Mapping[str, Retired] = {
@@ -69,7 +92,14 @@ RETIRED: Mapping[str, Retired] = {
     "replay.pass_rate_low_final": Retired(0.0, _PASS_RATE),
     "replay.pass_rate_high_final": Retired(1.0, _PASS_RATE),
     "replay.pass_rate_steps": Retired(0, _PASS_RATE),
+    "search.ownership": Retired("auto", "it follows from placement and task"),
+    "optimizer.b1": Retired(0.9, "it is 0.9"),
+    "optimizer.eps": Retired(1e-8, "it is 1e-8"),
+    "optimizer.max_nonfinite_steps": Retired(3, "three such steps in a row end the run"),
     **{name: Retired(None, advice) for name, advice in _CONVERTED.items()},
+    **{
+        name: Retired(None, advice, changes_results=False) for name, advice in _OF_NO_RESULT.items()
+    },
 }
 """Retired settings by name."""
 
@@ -77,19 +107,20 @@ RETIRED: Mapping[str, Retired] = {
 def upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved flat config with the current settings.
 
-    A missing setting gets its default: it did not exist when the run began. A retired setting at
-    its neutral value is dropped. Any other unknown setting stays, for the caller to report.
+    A missing setting gets its default: it did not exist when the run began. A retired setting is
+    dropped if it changes no result or has its neutral value. Any other unknown setting stays, for
+    the caller to report.
 
     Loads JAX.
 
     Args:
         saved: setting name -> value, as in config.json.
     """
-    found = _converted(saved)
+    found = _joined(_converted(saved))
     kept = {
         name: value
         for name, value in found.items()
-        if not (name in RETIRED and name not in SETTINGS and value == RETIRED[name].neutral)
+        if name not in RETIRED or (RETIRED[name].changes_results and value != RETIRED[name].neutral)
     }
     name = str(found.get("objective.name", ObjectiveSettings().name))
     return {**defaults(name), **kept}
@@ -117,6 +148,30 @@ def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
     for name in _ZERO_WAS_OWN:
         if not found.get(name, 1):
             del found[name]
+    return found
+
+
+def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved config with the settings that were joined or moved to an objective."""
+    found = dict(saved)
+    if "search.explore_share" in found:
+        names = ("share", "min_temperature", "max_temperature")
+        values = [found.pop(f"search.explore_{name}") for name in names]
+        found["search.explore"] = values if values[0] else []
+    if "search.vine_tokens" in found:
+        for name in ("vine_tokens", "vine_samples"):
+            value = found.pop(f"search.{name}")
+            if found.get("objective.name") == "vineppo":
+                found[f"objective.{name}"] = value
+    if "xla.preset" in found:
+        parts = (found.pop("xla.preset").replace("none", ""), found["xla.options"])
+        found["xla.options"] = ",".join(filter(None, parts))
+    if "victim.dtype" in found:
+        dtypes = (found.pop("victim.dtype"), found.pop("classifier.dtype"))
+        rows = found.pop("classifier.batch_rows")
+        if found.get("task.name") == "redteam":
+            found["reward.dtype"] = dtypes[0]
+            found["reward.batch_size"] = rows
     return found
 
 

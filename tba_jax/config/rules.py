@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from tba_jax.config.method_rules import check_method
-from tba_jax.config.resolved import ownership_of, transport_of, writes_versions
+from tba_jax.config.resolved import transport_of, writes_versions
 from tba_jax.config.schema import SETTINGS, Config, get_field, replace
 from tba_jax.devices.placement import MODES
 from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
@@ -222,13 +222,6 @@ def _fleet(config: Config) -> None:
         "Set --config.driver=async.",
     )
     need(
-        ownership_of(config) == "any",
-        "search.ownership",
-        config.search.ownership,
-        "prompts of a missing searcher would never be drawn",
-        "Set --config.search.ownership=auto.",
-    )
-    need(
         config.fleet.max_searchers % max(1, config.num_searchers) == 0,
         "fleet.max_searchers",
         config.fleet.max_searchers,
@@ -264,18 +257,6 @@ def _start_data(config: Config) -> None:
         "given responses end with the model's end-of-sequence token, but search.stop_strings and "
         "search.stop_ids end the policy's elsewhere",
         "Leave search.stop_strings and search.stop_ids empty.",
-    )
-
-
-def _task(config: Config) -> None:
-    """Refuse settings that the task does not support."""
-    name, entry = config.task.name, entry_of(config.task.name)
-    need(
-        not entry.has_one_prompt or ownership_of(config) == "any",
-        "search.ownership",
-        config.search.ownership,
-        f"task {name} has a single prompt, which every searcher must draw",
-        "Set --config.search.ownership=auto.",
     )
 
 
@@ -408,8 +389,14 @@ def _environment(config: Config) -> None:
     """Refuse settings that do not work with episodes of several turns."""
     if not config.task.environment:
         return
+    need(
+        not config.objective.built.vine_tokens,
+        "objective.name",
+        config.objective.name,
+        "with task.environment no values of states are estimated",
+        "Set --config.objective.name=tb.",
+    )
     for name, value, reason in (
-        ("search.vine_tokens", config.search.vine_tokens, "no values of states are estimated"),
         ("search.min_new_tokens", config.search.min_new_tokens, "each turn may end at once"),
         ("task.start_path", config.task.start_path, "given responses have no environment"),
         ("eval.reference_metrics", config.eval.reference_metrics, "observations would count"),
@@ -435,7 +422,6 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _transport,
     _start_data,
     check_method,
-    _task,
     _reward_weights,
     _reward,
     _environment,

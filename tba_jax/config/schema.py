@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict, FieldReference
 
-from tba_jax.devices.config import FleetSettings, MeshSettings, PodSettings, XlaSettings
+from tba_jax.devices.config import FleetSettings, MeshSettings, XlaSettings
 from tba_jax.devices.placement import MODES, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
@@ -59,7 +59,6 @@ class CheckpointSettings(Section):
 class LogSettings(Section):
     """Logs of a run, and its hang detection."""
 
-    period: int = field(1, "steps between lines in metrics.jsonl", at_least=1, on_resume=True)
     tensorboard: bool = field(
         False, "also write TensorBoard files (extra `tensorboard`)", on_resume=True
     )
@@ -147,7 +146,6 @@ class Config:
     search: SearchSettings = SearchSettings()
     replay: ReplaySettings = ReplaySettings()
     remote: RemoteSettings = RemoteSettings()
-    pod: PodSettings = PodSettings()
     fleet: FleetSettings = FleetSettings()
     sync: SyncSettings = SyncSettings()
     reward: RewardSettings = RewardSettings()

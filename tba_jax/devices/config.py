@@ -2,9 +2,10 @@
 """Settings of the devices and hosts of a run."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tba_jax.settings import Section, field, need
+
+XLA_PRESETS = ("overlap", "eigen")
 
 
 @dataclass(frozen=True)
@@ -42,44 +43,32 @@ class MeshSettings(Section):
 class XlaSettings(Section):
     """Compiler options of the train step."""
 
-    preset: Literal["none", "overlap", "eigen"] = field(
-        "none",
-        "options for the trainer's platform: overlap: collectives concurrent with matrix products, "
+    options: str = field(
+        "",
+        "compiler options NAME=VALUE and presets for the trainer's platform, separated by commas; "
+        "later ones override earlier ones: overlap: collectives concurrent with matrix products, "
         "on several GPUs or TPU chips (effect: results/structure.md); eigen: Eigen instead of "
         "YNNPACK on CPU, faster for large products and slower for small ones "
         "(results/train_step.md)",
         on_resume=True,
     )
-    options: str = field(
-        "",
-        "compiler options NAME=VALUE, separated by commas; they override the preset's; an unknown "
-        "option is refused",
-        on_resume=True,
-    )
+
+    @property
+    def parts(self) -> list[str]:
+        """Options and presets, in order."""
+        return [part for text in self.options.split(",") if (part := text.strip())]
 
     def check(self) -> None:
-        """Refuse options that are not NAME=VALUE."""
-        for part in filter(None, (x.strip() for x in self.options.split(","))):
+        """Refuse options that are neither NAME=VALUE nor a preset."""
+        for part in self.parts:
             name, sign, value = part.partition("=")
             need(
-                bool(name.strip() and sign and value.strip()),
+                part in XLA_PRESETS or bool(name.strip() and sign and value.strip()),
                 "xla.options",
                 self.options,
-                f"{part!r} is not NAME=VALUE",
+                f"{part!r} is neither NAME=VALUE nor one of {', '.join(XLA_PRESETS)}",
                 "Set --config.xla.options=xla_gpu_enable_triton_gemm=false, several with commas.",
             )
-
-
-@dataclass(frozen=True)
-class PodSettings(Section):
-    """Settings of runs on several hosts."""
-
-    heartbeat_s: int = field(
-        20,
-        "heartbeat timeout in seconds: if a process sends none for this long, all processes end",
-        at_least=2,
-        on_resume=True,
-    )
 
 
 @dataclass(frozen=True)
@@ -114,23 +103,6 @@ class FleetSettings(Section):
         "CPU=1",
         "resources of a process of searchers; of TPUs whole machines, or one or two chips",
         on_resume=True,
-    )
-    silence_s: float = field(
-        30.0,
-        "heartbeat timeout of a searcher in seconds; unfinished tickets of a lost one are given to "
-        "others",
-        above=0,
-        on_resume=True,
-    )
-    trainer_silence_s: float = field(
-        300.0,
-        "heartbeat timeout of the trainer in seconds; a lost one restarts from its newest "
-        "checkpoint",
-        above=0,
-        on_resume=True,
-    )
-    max_failures: int = field(
-        5, "consecutive process failures without progress that end the run", on_resume=True
     )
 
     def check(self) -> None:

@@ -22,7 +22,6 @@ from tba_jax.settings import ConfigError
 _GIB = str(2**30)
 
 PRESETS: Mapping[str, Mapping[Platform, Mapping[str, str]]] = {
-    "none": {},
     # Collectives concurrent with products: gathers of the next layer and scatters of the last, in
     # fewer and larger pieces. Latency hiding itself is on by default.
     "overlap": {
@@ -43,24 +42,25 @@ PRESETS: Mapping[str, Mapping[Platform, Mapping[str, str]]] = {
     # No YNNPACK, which XLA uses on CPU for products of any size.
     "eigen": {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}},
 }
-"""Name in `xla.preset` -> platform -> options; other platforms have none."""
+"""Name in `xla.options` -> platform -> options; other platforms have none."""
 
 
 def compiler_options(settings: XlaSettings, devices: Sequence[Any]) -> dict[str, str | bool]:
     """Return compiler options for a program on these devices, as `jax.jit` takes them.
 
     Args:
-        settings: preset, and the user's options, which override it.
+        settings: presets and options.
         devices: attached devices, or devices of a topology. A process tests the options only if it
             owns one of the devices.
 
     Raises:
         ConfigError: the compiler has no such option, or cannot read its value.
     """
-    given = dict(PRESETS[settings.preset].get(platform_of(devices[0]), {}))
-    for part in filter(None, (x.strip() for x in settings.options.split(","))):
+    given: dict[str, str] = {}
+    for part in settings.parts:
         name, _, value = part.partition("=")
-        given[name.strip()] = value.strip()
+        own = {name.strip(): value.strip()} if value else PRESETS[part]
+        given |= own if value else own.get(platform_of(devices[0]), {})
     words: dict[str, str | bool] = {"true": True, "false": False}
     found = {name: words.get(value.lower(), value) for name, value in given.items()}
     here = next((d for d in devices if d.process_index == jax.process_index()), None)

@@ -29,9 +29,6 @@ class EvalSettings(Section):
     embedding_path: str = field(
         "", "task redteam: HF folder or hub id of a sentence embedding model"
     )
-    num_report_samples: int = field(
-        8, "responses kept side by side in the report", at_least=0, on_resume=True
-    )
 
     def check(self) -> None:
         need(

@@ -33,6 +33,7 @@ from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.estimates import shard_bytes
 from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract_weights, sizes_of
 from tba_jax.rewards.classifiers import classify_program, verdict_program
+from tba_jax.rewards.config import VICTIM_SLOTS
 from tba_jax.rewards.kinds import kind_of
 from tba_jax.rewards.reward_models import LENGTH_STEP, make_score_program
 from tba_jax.rewards.victim import make_victim_decoder
@@ -115,8 +116,8 @@ def _dtype(role: str, config: Config) -> str:
     return {
         "reward model": config.reward.dtype,
         "gold reward model": config.eval.gold_dtype,
-        "victim": config.victim.dtype,
-        "classifier": config.classifier.dtype,
+        "victim": config.reward.dtype,
+        "classifier": config.reward.dtype,
         "sentence embedder": "float32",
     }[role]
 
@@ -174,19 +175,19 @@ def _scores(
 
 
 def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int) -> list[Planned]:
-    v = config.victim
+    v, dtype = config.victim, config.reward.dtype
     shape = config_json.transformer_config(model)
     decoder = make_victim_decoder(
         shape,
         v.max_prompt_tokens,
         v.max_new_tokens,
-        dtype=v.dtype,
+        dtype=dtype,
         eos_ids=Ids().eos_ids,
         pad_id=Ids().pad_id,
         platform=platform_of(device),
     )
-    weights = lowering.abstract_weights(shape, jnp.dtype(v.dtype), SingleDeviceSharding(device))
-    slots = min(attacks * v.num_samples, v.num_slots)
+    weights = lowering.abstract_weights(shape, jnp.dtype(dtype), SingleDeviceSharding(device))
+    slots = min(attacks * v.num_samples, VICTIM_SLOTS)
     prompts = max(1, min(-(-slots // v.num_samples), PREFILL_TOKENS // v.max_prompt_tokens))
     columns, buckets = decoder.cache_lengths[-1], len(decoder.prompt_buckets)
     lengths = len(decoder.cache_lengths)
@@ -237,28 +238,28 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
 
 
 def _classifier(config: Config, model: Mapping[str, Any], mesh: Mesh, attacks: int) -> Planned:
-    c = config.classifier
+    c, dtype, rows = config.classifier, config.reward.dtype, config.reward.batch_size
     params = _params("classifier", config, model, mesh)
     arguments: tuple[Any, ...]
     if c.kind == "encoder":
         shape = encoder.encoder_config(model)
         length = min(c.max_tokens, shape.max_tokens)
-        program = classify_program(shape, c.dtype)
-        arguments = _ints(c.batch_rows, length), _ints(c.batch_rows, length, dtype=jnp.bool_)
+        program = classify_program(shape, dtype)
+        arguments = _ints(rows, length), _ints(rows, length, dtype=jnp.bool_)
     else:
         length = c.max_tokens
         program = verdict_program(
-            config_json.transformer_config(model), _VERDICT_TOKENS, c.dtype, Site(mesh).platform
+            config_json.transformer_config(model), _VERDICT_TOKENS, dtype, Site(mesh).platform
         )
-        arguments = _ints(c.batch_rows, length + _VERDICT_TOKENS), _ints(c.batch_rows)
+        arguments = _ints(rows, length + _VERDICT_TOKENS), _ints(rows)
     return Planned(
         name="classify",
         group="searcher",
-        sizes=f"{c.batch_rows} responses, {length} tokens",
+        sizes=f"{rows} responses, {length} tokens",
         lower=lambda: program.lower(params, *arguments),
         resident={"classifier": shard_bytes(params)},
         variants=3,
-        calls_per_round=-(-attacks * config.victim.num_samples // c.batch_rows),
+        calls_per_round=-(-attacks * config.victim.num_samples // rows),
     )
 
 

@@ -66,8 +66,7 @@ _PAPER = {
         # sampler only refuses an end at the first token.
         "min_new_tokens": 5,
         # Half of the batch slots are fresh; half of the responses have a random temperature.
-        "explore_share": 0.5,
-        "explore_max_temperature": 2.0,
+        "explore": (0.5, 1.0, 2.0),
         # Ten batches of responses of the start model, besides those in task.start_path.
         "initial_fill": 1280,
     },
@@ -78,7 +77,6 @@ _PAPER = {
         "top_p": 0.92,
         "max_new_tokens": 30,
         "max_prompt_tokens": 128,
-        "num_slots": 256,
     },
     "eval": {
         "period": 500,
@@ -120,8 +118,7 @@ PRESETS = {
             "samples_per_prompt": 16,
             "max_new_tokens": 12,
             "min_new_tokens": 5,
-            "explore_share": 0.1,
-            "explore_max_temperature": 1.3,
+            "explore": (0.1, 1.0, 1.3),
             "outbox_bytes": 8_000,
         },
         "replay": {
@@ -138,7 +135,6 @@ PRESETS = {
             "num_samples": 3,
             "max_new_tokens": 6,
             "max_prompt_tokens": 13,
-            "num_slots": 256,
         },
         # The victim answers -9.
         "classifier": {"kind": "pattern", "target": "=-9$"},
@@ -157,7 +153,7 @@ PRESETS = {
             "model": {"path": "openai-community/gpt2"},
             "lora": {"modules": ("q", "k", "v")},
             "objective": {"reward_temperature": "linear(2, 1, 500)"},
-            "search": {"explore_min_temperature": 0.5},
+            "search": {"explore": (0.5, 0.5, 2.0)},
             "replay": {"capacity_per_prompt": 100_000},
             "victim": {"path": "vicgalle/gpt2-alpaca", "template": ALPACA},
             "classifier": {
@@ -180,21 +176,19 @@ PRESETS = {
                 "reward_temperature": "linear(2, 1, 1000)",
                 "reference_temperature": "linear(1, 1.2, 2000)",
             },
-            "search": {"explore_min_temperature": 0.7},
+            "search": {"explore": (0.5, 0.7, 2.0)},
             "replay": {"recency_prob": 0.6, "capacity_per_prompt": 130_000},
             "victim": {
                 "path": "meta-llama/Llama-3.1-8B-Instruct",
                 "template": "chat",
-                "dtype": "bfloat16",
             },
+            "reward": {"dtype": "bfloat16", "batch_size": 32},
             "classifier": {
                 "kind": "guard",
                 "path": "meta-llama/Llama-Guard-3-8B",
                 # As the guard writes it, after its chat template.
                 "target": "\n\nunsafe",
                 "max_tokens": 512,
-                "batch_rows": 32,
-                "dtype": "bfloat16",
             },
         },
     ),

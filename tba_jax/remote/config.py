@@ -18,3 +18,19 @@ class RemoteSettings(Section):
         at_most=65535,
         on_resume=True,
     )
+    heartbeat_s: int = field(
+        30,
+        "heartbeat timeout in seconds: if a process of a pod sends none for this long, all end; if "
+        "a searcher of a fleet sends none, others get its tickets; a trainer of a fleet is "
+        "restarted after ten times as long",
+        at_least=2,
+        on_resume=True,
+    )
+
+    @property
+    def owner_timeout_s(self) -> float:
+        """Seconds without a response of the buffer's owner after which its process counts as lost.
+
+        A trainer that compiles or writes a checkpoint may be slow to respond.
+        """
+        return 10.0 * self.heartbeat_s

@@ -26,7 +26,7 @@ from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.config import ClassifierSettings
+from tba_jax.rewards.config import ClassifierSettings, RewardSettings
 
 # Probability of a text that does not match a pattern; above 0, as for a model, so that the log is
 # finite and every further match changes the mean.
@@ -72,16 +72,17 @@ class EncoderClassifier:
 
     Args:
         settings: settings of kind "encoder".
+        reward: dtype and batch size.
         device: device of the weights.
 
     Raises:
         ValueError: the path has no usable model, or the model has no such label.
     """
 
-    def __init__(self, settings: ClassifierSettings, device: Any) -> None:
+    def __init__(self, settings: ClassifierSettings, reward: RewardSettings, device: Any) -> None:
         path, target = settings.path, settings.target
         with jax.default_device(device):
-            config, params = encoder.load(path, param_dtype=jnp.dtype(settings.dtype))
+            config, params = encoder.load(path, param_dtype=jnp.dtype(reward.dtype))
         if target not in config.labels:
             labels = ", ".join(config.labels) or "none: it has no classification head"
             raise ValueError(
@@ -93,8 +94,8 @@ class EncoderClassifier:
         self._tokenizer = Tokenizer.load(path)
         self._max_tokens = min(settings.max_tokens, config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
-        self._batch_rows = settings.batch_rows
-        self._program = classify_program(config, settings.dtype)
+        self._batch_rows = reward.batch_size
+        self._program = classify_program(config, reward.dtype)
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
@@ -121,16 +122,17 @@ class GuardClassifier:
 
     Args:
         settings: of kind "guard"; the path is a language model whose tokenizer has a template.
+        reward: dtype and batch size.
         device: device of the weights.
 
     Raises:
         ValueError: the path has no usable model, or the verdict has no tokens.
     """
 
-    def __init__(self, settings: ClassifierSettings, device: Any) -> None:
+    def __init__(self, settings: ClassifierSettings, reward: RewardSettings, device: Any) -> None:
         path = settings.path
         with jax.default_device(device):
-            model = models.load(path, param_dtype=jnp.dtype(settings.dtype))
+            model = models.load(path, param_dtype=jnp.dtype(reward.dtype))
         if model.config.num_labels:
             raise ValueError(
                 f"classifier.path={path}: a classifier with {model.config.num_labels} labels; "
@@ -143,9 +145,9 @@ class GuardClassifier:
             raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
         self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # an early check
         self._buckets = length_buckets(settings.max_tokens, 3)
-        self._batch_rows = settings.batch_rows
+        self._batch_rows = reward.batch_size
         self._program = verdict_program(
-            model.config, len(self._verdict), settings.dtype, platform_of(device)
+            model.config, len(self._verdict), reward.dtype, platform_of(device)
         )
 
     def target_logprob(

@@ -12,6 +12,8 @@ ATTACK = "{attack}"
 # Each process takes memory (0.1 GB with SymPy), and all processes share one pipe.
 DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
+# Responses that the victim decodes at a time.
+VICTIM_SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,10 @@ class RewardSettings(Section):
     model_path: str = field(
         "", "reward model (one label): HF folder, hub id or embedded:NAME; empty: none"
     )
-    dtype: Dtype = field("float32", "dtype of the reward model's weights and activations")
-    batch_size: int = field(64, "responses per call of a reward model", at_least=1)
+    dtype: Dtype = field(
+        "float32", "dtype of a reward model, victim or classifier: its weights and activations"
+    )
+    batch_size: int = field(64, "responses per call of a reward model or classifier", at_least=1)
     missing_eos: float = field(
         math.inf, "reward of a response that the length limit cut; inf: the reward model's score"
     )
@@ -69,8 +73,6 @@ class VictimSettings(Section):
     max_prompt_tokens: int = field(
         64, "an attack whose prompt is longer gets no reward", at_least=1
     )
-    num_slots: int = field(128, "responses decoded at a time", at_least=1)
-    dtype: Dtype = field("float32", "dtype of the victim's weights, activations and cache")
 
     def check(self) -> None:
         need(
@@ -96,5 +98,3 @@ class ClassifierSettings(Section):
         "3: two newlines and unsafe); pattern: the regular expression",
     )
     max_tokens: int = field(128, "limit of the classifier's input", at_least=8)
-    batch_rows: int = field(64, "responses per call", at_least=1)
-    dtype: Dtype = field("float32", "dtype of the classifier's weights and activations")

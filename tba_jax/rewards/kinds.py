@@ -209,8 +209,9 @@ def _make_victim(settings: Sections, use: Use) -> "RewardSource":
     from tba_jax.rewards.victim import Victim, VictimReward
 
     devices = [site.mesh.devices.flat[0] for site in use.sites]
-    victim = Victim(_victim_path(settings), settings.victim, devices=devices)
-    judges = {x: make_classifier(settings.classifier, x) for x in dict.fromkeys(devices)}
+    reward = settings.reward
+    victim = Victim(_victim_path(settings), settings.victim, dtype=reward.dtype, devices=devices)
+    judges = {x: make_classifier(settings.classifier, reward, x) for x in dict.fromkeys(devices)}
     num_samples = settings.victim.num_samples
     return VictimReward(
         victim, judges, replicas=devices, num_samples=num_samples, seed=settings.seed

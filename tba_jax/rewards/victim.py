@@ -26,7 +26,7 @@ from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.classifiers import ResponseClassifier
-from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, VictimSettings
+from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, VICTIM_SLOTS, VictimSettings
 from tba_jax.rewards.source import ScoreResult
 
 # Maximum wait of a call for a free replica, after which it fails.
@@ -39,17 +39,18 @@ class Victim:
     Args:
         path: model folder or hub id.
         settings: prompt and sampling; their own path is not used.
+        dtype: of weights, activations and cache.
         devices: devices with a copy of the weights each.
 
     Raises:
         ValueError: no usable model, too few positions, or no chat template.
     """
 
-    def __init__(self, path: str, settings: VictimSettings, *, devices: Sequence[Any]) -> None:
+    def __init__(
+        self, path: str, settings: VictimSettings, *, dtype: str, devices: Sequence[Any]
+    ) -> None:
         with jax.default_device(devices[0]):
-            config, params, self._tokenizer = models.load(
-                path, param_dtype=jnp.dtype(settings.dtype)
-            )
+            config, params, self._tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
         if config.num_labels:
             raise ValueError(
                 f"victim.path={path}: a classifier with {config.num_labels} labels; wanted a "
@@ -67,7 +68,7 @@ class Victim:
             config,
             settings.max_prompt_tokens,
             settings.max_new_tokens,
-            dtype=settings.dtype,
+            dtype=dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
             platform=platform_of(devices[0]),
@@ -97,7 +98,7 @@ class Victim:
             num_samples=s.num_samples,
             key=key,
             settings=SamplingSettings(s.max_new_tokens, temperature=s.temperature, top_p=s.top_p),
-            num_slots=s.num_slots,
+            num_slots=VICTIM_SLOTS,
         )
         tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
         lengths = decoded.lengths.reshape(-1)

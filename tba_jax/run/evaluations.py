@@ -290,7 +290,7 @@ def _step_together(run: Run) -> None:
         Worker(f"evaluator-{i}", functools.partial(run.evaluations.step, i), stop) for i in stations
     ]
     server = run.link.search_server if isinstance(run.link, Owner) else None
-    limit_s = run.config.fleet.trainer_silence_s
+    limit_s = run.config.remote.owner_timeout_s
     deadline = time.monotonic() + limit_s
     try:
         for worker in workers:
@@ -307,7 +307,7 @@ def _step_together(run: Run) -> None:
             elif time.monotonic() > deadline:
                 raise FleetError(
                     f"no searcher took an evaluation shard of the final policy for {limit_s:.0f} s "
-                    "(config.fleet.trainer_silence_s). The final policy is saved. Start searchers, "
+                    "(10 x config.remote.heartbeat_s). The final policy is saved. Start searchers, "
                     "then run the same command again to evaluate it"
                 )
     finally:

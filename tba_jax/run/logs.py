@@ -255,9 +255,7 @@ class Samples:
             records.append((draw.prompt, record))
         self._write(step, "train", records)
 
-    def add_evaluation(
-        self, step: int, evaluation: Evaluation, prompts: list[Prompt], most: int
-    ) -> None:
+    def add_evaluation(self, step: int, evaluation: Evaluation, prompts: list[Prompt]) -> None:
         """Write the responses to the first held-out prompts, if it is time."""
         period, newest = self._step_period, self._newest_eval
         is_due = step // period != newest // period or step == self._num_steps
@@ -267,7 +265,7 @@ class Samples:
         if len(prompts) == 1:  # several of its responses are shown
             prompts = prompts * len(evaluation.texts)
         shown = zip(prompts, evaluation.texts, evaluation.rewards, strict=False)
-        first = itertools.islice(shown, min(most, MOST_RESPONSES))
+        first = itertools.islice(shown, MOST_RESPONSES)
         records = [(p, {"reward": r, "version": step, "tokens": [text]}) for p, text, r in first]
         self._write(step, "eval", records)
 

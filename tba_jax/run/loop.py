@@ -86,7 +86,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
     """
     trainer, num_steps = run.trainer, run.config.num_steps
     reports = search.begin(interrupted)
-    extra: dict[str, Any] = {}  # metrics of no single step, until a metrics line is written
+    extra: dict[str, Any] = {}  # metrics of no single step, for the next metrics line
     publishes = search.publishes_first
     is_sync_due = publishes and trainer.step_index % run.config.sync_period == 0
     while trainer.step_index < num_steps and not stops(run, interrupted):
@@ -117,12 +117,12 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
         is_sync_due, publishes = trainer.plan.sync, trainer.plan.publish
         extra |= search.stepped(values)
         extra |= summarise_rounds(reports)
-        if after_step(run, values, extra):
-            extra, reports = {}, []
+        after_step(run, values, extra)
+        extra, reports = {}, []
 
 
-def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
-    """Log a step and save; return whether a metrics line was written.
+def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Log a step, and save if a checkpoint is due.
 
     Args:
         run: after a step.
@@ -132,24 +132,18 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
     step = run.trainer.step_index
     run.clock.note_step()
     run.samples.add_step(step, run.trainer.shown)
-    config = run.config
     idle = [searcher.idle_s for searcher in run.search.searchers]
     times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
     for line in run.advice.lines(run.config, step, {**values, **extra}, times):
         run.logs.progress.note(line)
     values = values | run.callbacks(step, values)
-    is_logged = step % config.log.period == 0 or step == config.num_steps
-    if is_logged:
-        extra["search/skipped_prompts"] = run.search.num_skipped
-        run.logs.metrics.write(
-            step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
-        )
+    extra["search/skipped_prompts"] = run.search.num_skipped
+    run.logs.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
     run.shared.checkpoints.check()
     if run.hold is not None:
         run.hold.check()
     if run.trainer.plan.save:
         run.save()
-    return is_logged
 
 
 def stops(run: Run, interrupted: Callable[[], bool]) -> bool:

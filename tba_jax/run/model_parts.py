@@ -281,7 +281,7 @@ def make_decoder(
         prompt_buckets=(
             *length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets),
             # VinePPO prefills a prompt with the beginning of a response.
-            *((longest,) if config.search.vine_tokens else ()),
+            *((longest,) if config.objective.built.vine_tokens else ()),
             *_conversation_lengths(config, longest),
         ),
         max_length=longest,

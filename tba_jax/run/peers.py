@@ -45,7 +45,7 @@ def start_cluster(
             return clusters.start(
                 address,
                 num_cpu_devices=config.num_cpu_devices,
-                heartbeat_s=config.pod.heartbeat_s,
+                heartbeat_s=config.remote.heartbeat_s,
                 shutdown_s=int(config.log.watchdog_s),
             )
     if config.num_cpu_devices > 1:
@@ -160,7 +160,9 @@ class Follower:
 
     def __init__(self, config: Config, endpoint: Endpoint, number: int) -> None:
         timeout_s = config.log.watchdog_s
-        self.channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, config.fleet.silence_s))
+        self.channel = Channel(
+            lambda: endpoint, timeout_s=min(timeout_s, config.remote.heartbeat_s)
+        )
         self.check: Callable[[], None] = lambda: None
         self._number = number
         self._timeout_s = timeout_s

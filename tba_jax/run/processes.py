@@ -72,7 +72,7 @@ class SearchService:
                 epoch=uuid.uuid4().hex,
                 identity=run.shared.identity,
                 responses_per_ticket=size * (config.search.prompts_per_round if is_sync else 1),
-                heartbeat_timeout_s=config.fleet.silence_s,
+                heartbeat_timeout_s=config.remote.heartbeat_s,
                 max_tickets=slots if config.search.num_slots else config.search.prompts_per_round,
             ),
             {index: searcher.outbox for index, searcher in self._searchers.items()},
@@ -162,7 +162,7 @@ class SearchService:
                 "heartbeat-check",
                 self._server.lose_silent_searchers,
                 stop,
-                idle_s=self._run.config.fleet.silence_s / 8,
+                idle_s=self._run.config.remote.heartbeat_s / 8,
             )
         ]
         if not self._run.search.local:  # else a searcher of this process does it

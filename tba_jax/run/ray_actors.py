@@ -191,7 +191,7 @@ class SearcherProcess:
     ) -> None:
         self._config = freeze(fields)
         self._workdir, self._searchers = Path(workdir), tuple(searchers)
-        timeout_s = self._config.fleet.silence_s
+        timeout_s = self._config.remote.heartbeat_s
         locator = TrainerLocator(namespace, timeout_s)
         self._server = RemoteSearchServer(Channel(locator, timeout_s=timeout_s))
         self._lines: list[str] = []

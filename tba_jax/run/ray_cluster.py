@@ -37,6 +37,7 @@ from tba_jax.run.workdir import Outcome, claim, finished_before, run_id_of
 _LOOK_S = 0.2  # between two checks of all actors
 _REMIND_S = 60.0  # between two lines about a missing machine
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # read by Ray when it is imported
+_MAX_FAILURES = 5  # of a process, without progress between them
 _AGAIN_S = 1.0  # before a failed searcher is restarted
 # Ray ends a process without an exception when the GCS has been away for 60 s.
 GCS_TIMEOUT_S = 30.0
@@ -327,10 +328,10 @@ class _Fleet:
             )
         if not done:
             silent_s = now - self._heard_at
-            if self._is_up and silent_s > self._config.fleet.trainer_silence_s:
+            if self._is_up and silent_s > self._config.remote.owner_timeout_s:
                 self._display.note(
                     f"the trainer has not answered for {silent_s:.0f} s "
-                    "(config.fleet.trainer_silence_s); it is ended"
+                    "(10 x config.remote.heartbeat_s); it is ended"
                 )
                 self._heard_at = now
                 self._kill_trainer()
@@ -379,10 +380,10 @@ class _Fleet:
                 f"{who} died before it had saved; the same command resumes from the newest "
                 f"checkpoint{_at(step)}"
             ) from error
-        if self._deaths > self._config.fleet.max_failures:
+        if self._deaths > _MAX_FAILURES:
             raise FleetError(
-                f"{who} died {self._deaths} times without a checkpoint in between "
-                f"(config.fleet.max_failures); the last time: {_brief(error)}. The same command "
+                f"{who} died {self._deaths} times without a checkpoint in between; "
+                f"the last time: {_brief(error)}. The same command "
                 "resumes"
             ) from error
         rest = "it is" if len(self._members) == 1 else "all of it is"
@@ -443,9 +444,9 @@ class _Fleet:
         """Restart a searcher process whose code raised an error, a limited number of times."""
         searchers.failures += 1
         searchers.is_up, searchers.num_lines = False, 0
-        if searchers.failures > self._config.fleet.max_failures:
+        if searchers.failures > _MAX_FAILURES:
             raise FleetError(
-                f"{searchers.name} failed {searchers.failures} times (config.fleet.max_failures); "
+                f"{searchers.name} failed {searchers.failures} times; "
                 f"the last time: {why}. Mend that; the same command resumes"
             )
         self._display.note(f"{searchers.name} failed: {why}; it is begun anew")

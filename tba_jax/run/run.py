@@ -19,7 +19,7 @@ from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.run.host_state import HostState, RunClock
 from tba_jax.run.lock import Hold
-from tba_jax.run.logs import Logs, Samples
+from tba_jax.run.logs import MOST_RESPONSES, Logs, Samples
 from tba_jax.run.peers import Owner, Peer
 from tba_jax.run.search_parts import Search
 from tba_jax.run.shared import Shared
@@ -282,8 +282,8 @@ class Run:
             step,
             {"time_s": end, **{f"eval/{k}": v for k, v in values.items()}, "eval/version": step},
         )
-        shown = self.config.eval.num_report_samples
-        self.samples.add_evaluation(step, evaluation, self.evaluator.prompts, shown)
+        shown = MOST_RESPONSES
+        self.samples.add_evaluation(step, evaluation, self.evaluator.prompts)
         texts, rewards = evaluation.texts[:shown], evaluation.rewards[:shown]
         self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
 

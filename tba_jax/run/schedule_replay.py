@@ -193,8 +193,8 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
             if values is None:
                 raise ReplayError(f"step {event['step']}: the buffer holds too little to draw from")
             _compare(trainer.last_event, event, ("step", "trajectory_ids", "weights", "bucket"))
-            if after_step(run, values, summarise_rounds(reports)):
-                reports = []
+            after_step(run, values, summarise_rounds(reports))
+            reports = []
 
 
 class _Weights:

@@ -42,7 +42,7 @@ from tba_jax.run.model_parts import (
 from tba_jax.run.shared import Shared, Sites, make_episodes, make_grader
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
-from tba_jax.search.sampler import Sampler
+from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
@@ -218,7 +218,6 @@ def make_transport(
             str(workdir),
             sites.trainer.locked(publish),
             wanted,
-            keep=config.sync.keep,
             timeout_s=timeout_s,
             layout=arrival.layout,
             confirm=confirm,
@@ -242,7 +241,6 @@ def make_version_writer(
         publish,
         session=cluster.broadcast_json(uuid.uuid4().hex[:16]),
         members=Members(cluster.number, cluster.members),
-        keep=config.sync.keep,
         timeout_s=config.checkpoint.timeout_s,
         kept=kept,
     )
@@ -410,8 +408,11 @@ def build_searchers(
     episodes = make_episodes(config, task, shared.tokenizer, shared.rewards.environments)
     is_agent = episodes is not None and episodes.is_agent
     streams = tuple(_stream(shared, i, is_agent) for i in range(len(sites.searchers)))
+    objective = config.objective.built
+    states = StateValues(objective.vine_tokens, objective.vine_samples)
+    first = shared.sites.first_searcher
     samplers = [
-        Sampler(decoders[site], config.search, key, shared.sites.first_searcher + i, episodes)
+        Sampler(decoders[site], config.search, key, first + i, episodes, states)
         for i, site in enumerate(sites.searchers)
     ]
     graders = [

@@ -348,7 +348,7 @@ def search(
     config = process.shared.config
     timeout_s = config.log.watchdog_s
     if MODES[config.placement].searches_elsewhere:
-        timeout_s = 2 * config.fleet.trainer_silence_s
+        timeout_s = 2 * config.remote.owner_timeout_s
     stop = StopFlag() if stop is None else stop
     local = process.search.local
     indices = tuple(searcher.index for searcher in local)

@@ -281,7 +281,6 @@ def build_trainer(
         outboxes=outboxes,
         transport=transport,
         batches=batches,
-        max_nonfinite_steps=shared.config.optimizer.max_nonfinite_steps,
         log_event=log_event,
         clock=shared.clock,
     )

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tba_jax.settings import Section, field, need, share
+from tba_jax.settings import Section, field, need
 
 
 @dataclass(frozen=True)
@@ -76,24 +76,13 @@ class SearchSettings(Section):
     stop_ids: tuple[int, ...] = field(
         (), "token ids that end a response, besides the model's end-of-sequence tokens"
     )
-    explore_share: float = share(0.0, "share of responses drawn at another, random temperature")
-    explore_min_temperature: float = field(1.0, "lower bound of the random temperature", above=0)
-    explore_max_temperature: float = field(
-        1.0, "upper bound of the random temperature; log-probs still use sampling_temperature"
-    )
-    ownership: Literal["auto", "by_prompt", "any"] = field(
-        "auto",
-        "by_prompt: searcher s owns prompts = s mod n; any: every prompt; auto: any in a fleet or "
-        "with a single prompt, else by_prompt",
+    explore: tuple[float, ...] = field(
+        (),
+        "SHARE,LOW,HIGH: this share of responses is drawn at random temperatures in [LOW, HIGH]; "
+        "log-probs still use sampling_temperature; empty: none",
     )
     outbox_bytes: int = field(
         64 * 2**20, "a searcher waits when its outbox holds this much", at_least=1
-    )
-    vine_tokens: int = field(
-        0, "vineppo: tokens between two states with estimated values; 0: no estimates", at_least=0
-    )
-    vine_samples: int = field(
-        4, "vineppo: continuations per state for the estimate of its value", at_least=1
     )
     initial_fill: int = field(0, "responses drawn before the first step", at_least=0)
     exact_lag: int = field(
@@ -133,10 +122,11 @@ class SearchSettings(Section):
             "token ids are not negative",
             "Give ids of the model's tokenizer.",
         )
+        share, low, high = self.explore if len(self.explore) == 3 else (-1.0, 0.0, 0.0)
         need(
-            self.explore_max_temperature >= self.explore_min_temperature,
-            "search.explore_max_temperature",
-            self.explore_max_temperature,
-            f"is below search.explore_min_temperature = {self.explore_min_temperature}",
-            "Raise it.",
+            not self.explore or (0 <= share <= 1 and 0 < low <= high),
+            "search.explore",
+            self.explore,
+            "must be a share in [0, 1] and two ascending temperatures above 0",
+            "Set --config.search.explore=0.5,0.7,2.0, for example.",
         )

@@ -178,8 +178,8 @@ class PromptStream:
         if first >= size:
             raise ValueError(
                 f"searcher {searcher} owns no prompt: task {task.name} has {size} training "
-                f"problems for {num_searchers} searchers; lower num_searchers, or set "
-                "search.ownership=any"
+                f"problems for {num_searchers} searchers. Set "
+                f"--config.num_searchers={size} or less"
             )
         self._task = task
         self._tokenizer = tokenizer

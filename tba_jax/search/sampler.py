@@ -65,6 +65,18 @@ class _Request(NamedTuple):
     state: np.ndarray | None = None
 
 
+class StateValues(NamedTuple):
+    """Estimation of state values by sampled continuations.
+
+    Attributes:
+        tokens: tokens between two states of a response; 0: no estimates.
+        samples: continuations per state.
+    """
+
+    tokens: int = 0
+    samples: int = 0
+
+
 class Sampler:
     """Sampling of one searcher.
 
@@ -74,7 +86,10 @@ class Sampler:
         key: root key of the run.
         searcher: index of the searcher.
         episodes: of a task with an environment.
+        states: which state values are estimated.
     """
+
+    states = StateValues()
 
     def __init__(
         self,
@@ -83,8 +98,10 @@ class Sampler:
         key: jax.Array,
         searcher: int,
         episodes: Episodes | None = None,
+        states: StateValues = StateValues(),
     ) -> None:
         self.settings = settings
+        self.states = states
         self._decoder = decoder
         self._episodes = episodes
         self._sampling = sampling_settings(settings)
@@ -106,7 +123,7 @@ class Sampler:
         size = settings.samples_per_prompt
         most = size * settings.prompts_per_round
         num_slots = settings.num_slots or most
-        is_fed = is_fed or settings.vine_tokens > 0 or self._episodes is not None
+        is_fed = is_fed or self.states.tokens > 0 or self._episodes is not None
         session = open_session(
             self._decoder,
             published.params,
@@ -151,10 +168,10 @@ class Sampler:
         settings = self.settings
         shape = (num_prompts, settings.samples_per_prompt)
         out = np.full(shape, settings.sampling_temperature)
-        if settings.explore_share:
+        if settings.explore:
+            share, *limits = settings.explore
             rng = np.random.default_rng(key.tolist())
-            explores = rng.random(shape) < settings.explore_share
-            limits = settings.explore_min_temperature, settings.explore_max_temperature
+            explores = rng.random(shape) < share
             # Rounded to hundredths, because the buffer keeps a table of distinct settings.
             own = np.round(rng.uniform(*limits, shape), 2)
             out = np.where(explores, own, out)
@@ -228,7 +245,7 @@ class GroupSession:
 
     def _continue(self, group: _Open) -> bool:
         """Queue continuations of the states of all responses; return whether there are any."""
-        settings, every = self._sampler.settings, self._sampler.settings.vine_tokens
+        settings, (every, num_continuations) = self._sampler.settings, self._sampler.states
         if not every:
             return False
         sampling = sampling_settings(settings)
@@ -242,7 +259,7 @@ class GroupSession:
                 max_new_tokens=sampling.max_new_tokens - len(state),
                 min_new_tokens=max(0, sampling.min_new_tokens - len(state)),
             )
-            keys = row_keys(fold_in(group.key, i), settings.vine_samples)
+            keys = row_keys(fold_in(group.key, i), num_continuations)
             temperatures = np.full(len(keys), sampling.temperature)
             number = self.session.submit(prompt, keys, limits, temperatures)
             self._requests[number] = _Request(group, state)

@@ -131,7 +131,7 @@ class SearchParts:
         self, sampled: Sequence[SampledGroup], grades: Grades
     ) -> list[list[np.ndarray]] | None:
         """Return the advantages of each response's tokens; None if no values are estimated."""
-        every = self.sampler.settings.vine_tokens
+        every = self.sampler.states.tokens
         if not every:
             return None
         found, start = [], 0

@@ -119,16 +119,14 @@ class OptimizerSettings(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "adafactor"] = field(
-        "adamw", "adafactor needs little memory; it ignores b1, b2 and eps"
+        "adamw", "adafactor needs little memory; it ignores b2"
     )
     learning_rate: Schedule = field(
         Schedule(1e-4),
         'learning rate by step, such as "linear(1e-4, 0, warmup=10)"; START is its peak',
         at_least=0,
     )
-    b1: float = share(0.9, "AdamW: decay of the gradient's mean")
-    b2: float = share(0.999, "AdamW: decay of the squared gradient's mean")
-    eps: float = field(1e-8, "AdamW: added to the root of the squared gradient's mean", above=0)
+    b2: float = share(0.999, "AdamW: decay of the squared gradient's mean; b1 is 0.9 and eps 1e-8")
     weight_decay: float = field(
         0.0, "decay of matrices; norms and biases do not decay", at_least=0.0
     )
@@ -148,9 +146,6 @@ class OptimizerSettings(Section):
         "steps between resets of the moments (the schedule continues), as in policy mirror "
         "descent when the reference is reset; 0: never",
         at_least=0,
-    )
-    max_nonfinite_steps: int = field(
-        3, "consecutive steps with a non-finite loss or gradient that end the run", at_least=1
     )
 
     def check(self) -> None:

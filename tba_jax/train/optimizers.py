@@ -53,11 +53,7 @@ def make_optimizer(
     """
     s, weight_decay = settings, settings.weight_decay
     if s.name == "adamw":
-        steps = [
-            optax.adamw(
-                schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=weight_decay, mask=is_matrix
-            )
-        ]
+        steps = [optax.adamw(schedule, b2=s.b2, weight_decay=weight_decay, mask=is_matrix)]
     else:
         # `optax.adafactor` would not multiply the weight decay by the learning rate.
         steps = [

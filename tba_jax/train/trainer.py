@@ -84,6 +84,10 @@ class Counters:
         self.staleness_counts = {int(k): int(v) for k, v in state.meta["staleness_counts"]}
 
 
+MAX_NONFINITE_STEPS = 3
+"""Consecutive steps with a non-finite loss or gradient that end the run."""
+
+
 class Trainer:
     """Makes one optimiser step per `step()`; also publishes and merges when the driver asks.
 
@@ -94,7 +98,6 @@ class Trainer:
         outboxes: one per searcher.
         transport: destination of published weights.
         batches: source of plans and batches.
-        max_nonfinite_steps: consecutive skipped steps that end the run.
         log_event: schedule log.
         clock: seconds since the run began.
 
@@ -116,7 +119,6 @@ class Trainer:
         outboxes: Sequence[Outbox],
         transport: Transport,
         batches: Batches,
-        max_nonfinite_steps: int,
         log_event: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -134,7 +136,6 @@ class Trainer:
         self._outboxes = outboxes
         self._transport = transport
         self._batches = batches
-        self._max_nonfinite_steps = max_nonfinite_steps
         self._log_event = log_event
         self._clock = clock
         self._waiting_since: float | None = None
@@ -243,14 +244,13 @@ class Trainer:
         values = {k: float(v) for k, v in found.items()}
         end = self._clock()
         in_a_row = int(values.pop("train/skipped_in_a_row"))
-        if in_a_row >= self._max_nonfinite_steps:
+        if in_a_row >= MAX_NONFINITE_STEPS:
             raise NonFiniteError(
                 f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
-                f"{values['train/grad_norm']}: not finite in {in_a_row} consecutive steps "
-                f"(optimizer.max_nonfinite_steps={self._max_nonfinite_steps}); last metrics: "
-                f"{values}. Lower --config.optimizer.learning_rate or raise --config.objective.beta"
-                ", and start again with another --workdir: the newest checkpoint may be damaged "
-                "by the same divergence"
+                f"{values['train/grad_norm']}: not finite in {in_a_row} consecutive steps; "
+                f"last metrics: {values}. Lower --config.optimizer.learning_rate or raise "
+                "--config.objective.beta, and start again with another --workdir: the newest "
+                "checkpoint may be damaged by the same divergence"
             )
         step = self.step_index
         self.step_index += 1

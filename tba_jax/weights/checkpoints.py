@@ -32,7 +32,6 @@ class CheckpointTransport(DeliveringTransport):
             trainer's layout.
         layout: converts restored params to the searchers' layout; None: they have it.
         shardings, timeout_s: as in DeliveringTransport.
-        keep: versions kept on disk, at least 2.
         confirm: raises if this process may no longer write to the work directory; called before a
             version is written, before it becomes visible and before it is listed.
     """
@@ -43,7 +42,6 @@ class CheckpointTransport(DeliveringTransport):
         program: Callable[[Any], Any],
         shardings: Sequence[Any],
         *,
-        keep: int,
         timeout_s: int,
         layout: Layout | None = None,
         confirm: Callable[[], None] = lambda: None,
@@ -51,7 +49,6 @@ class CheckpointTransport(DeliveringTransport):
         super().__init__(program, shardings, timeout_s=timeout_s)
         self._confirm = confirm
         self._versions = Versions(workdir)
-        self._keep = keep
         self._layout: Layout = (lambda params: params) if layout is None else layout
         self._files = saves.Writer(self._versions.folder, confirm)
         self._writer = ocp.AsyncCheckpointer(
@@ -87,7 +84,7 @@ class CheckpointTransport(DeliveringTransport):
                 self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
                 self._writer.wait_until_finished()
             self._confirm()
-            self._versions.add(version, self._keep)
+            self._versions.add(version)
         except (OSError, ValueError, RuntimeError) as error:
             with contextlib.suppress(OSError):  # the folder is gone, or the storage failed
                 self._files.remove_unfinished()

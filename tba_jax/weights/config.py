@@ -13,8 +13,8 @@ class SyncSettings(Section):
 
     transport: Literal["auto", "memory", "checkpoint"] = field(
         "auto",
-        "memory: inside the process; checkpoint: versions on disk, in the work directory; auto: "
+        "memory: inside the process; checkpoint: the newest two versions on disk, in the work "
+        "directory; auto: "
         "checkpoint if searchers run in other processes than the trainer, else memory",
         on_resume=True,
     )
-    keep: int = field(2, "checkpoint: number of published versions to keep", at_least=2)

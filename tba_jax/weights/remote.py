@@ -56,7 +56,6 @@ class VersionWriter:
         program: copy and cast of the params.
         session: identifier of this start of the run.
         members: the training processes.
-        keep: versions kept on disk, at least 2.
         timeout_s: a version that takes longer has failed.
         kept: returns further versions to keep.
     """
@@ -68,14 +67,13 @@ class VersionWriter:
         *,
         session: str,
         members: Members,
-        keep: int,
         timeout_s: int,
         kept: Callable[[], Collection[int]],
     ) -> None:
         self.delivery_s = 0.0
         self._versions = Versions(workdir, session=session)
         self._program = program
-        self._keep, self._kept = keep, kept
+        self._kept = kept
         self._is_primary = members.number == members.numbers[0]
         self._writing: tuple[int, float] | None = None
         self._newest = -1
@@ -121,7 +119,7 @@ class VersionWriter:
             self._try(version, self._writer.wait_until_finished)
             orbax_operations.end()
             if self._is_primary:
-                self._try(version, lambda: self._versions.add(version, self._keep, self._kept()))
+                self._try(version, lambda: self._versions.add(version, self._kept()))
             self._newest = version
             self._writing = None
             self.delivery_s = time.monotonic() - start

@@ -16,6 +16,8 @@ from etils import epath
 
 from tba_jax.storage import digests, orbax_operations, saves, sealed
 
+NUM_KEPT = 2
+"""Newest versions that stay on disk."""
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError)
 
 
@@ -71,13 +73,12 @@ class Versions:
                 )
         self._record(self.named(), {*made, version})
 
-    def add(self, version: int, keep: int, wanted: Collection[int] = ()) -> None:
+    def add(self, version: int, wanted: Collection[int] = ()) -> None:
         """List a written version; delete old versions and remains of killed processes.
 
         Args:
-            version: all of its files are written, and no other version is being written.
-            keep: number of versions to keep; versions after this one are of steps that will be
-                repeated.
+            version: all of its files are written, and no other version is being written. Versions
+                after this one are of steps that will be repeated.
             wanted: older versions to keep, too.
 
         Raises:
@@ -85,7 +86,7 @@ class Versions:
         """
         digests.write(self.path(version))
         older = [v for v in self.named() if v < version]
-        newest = [*older, version][-keep:]
+        newest = [*older, version][-NUM_KEPT:]
         kept = sorted({*newest, *(v for v in older if v in wanted)})
         made = self._made()
         self._record(kept, {*made, version})
@@ -191,7 +192,7 @@ class Versions:
             raise PublicationError(
                 f"{self.folder} has no published version {wanted}; it has {named or 'none'}. Give "
                 "one of these (runs with --config.sync.transport=checkpoint write versions, and "
-                "keep --config.sync.keep of them)"
+                f"keep the newest {NUM_KEPT})"
             )
         for version in [wanted] if wanted is not None else reversed(named):
             found = self.damage(version)

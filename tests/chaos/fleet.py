@@ -60,7 +60,7 @@ def kills(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict
 def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
     """The trainer alone; searchers live on."""
     num_steps = 8 * args.kills + 4
-    fields = {"num_steps": num_steps, "fleet.max_failures": args.kills}
+    fields = {"num_steps": num_steps}
     fleet = Fleet(workdir, **fields)
     fleet.until_step(1)
     searchers = _pids(fleet, "SearcherProcess")
@@ -102,7 +102,7 @@ def changing(workdir: Path, draws: random.Random, args: argparse.Namespace) -> d
 def machine(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
     """Two searchers' machine goes; later another one comes."""
     del draws, args
-    fields = {"num_steps": 40, "fleet.max_searchers": 3, "fleet.silence_s": 10}
+    fields = {"num_steps": 40, "fleet.max_searchers": 3, "remote.heartbeat_s": 10}
     with _cluster(num_cpus=2) as cluster:
         node = cluster.add_node(**{**NODE, "num_cpus": 2})
         fleet = Fleet(workdir, os.getpid(), **fields, **{"fleet.address": cluster.address})

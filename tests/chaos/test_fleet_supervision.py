@@ -66,7 +66,7 @@ def test_a_death_of_a_searcher_is_in_the_metrics_before_it_joins_again(tmp_path)
 
 def test_a_searcher_that_is_stopped_for_30_s_is_lost_and_found_again(tmp_path):
     """Its process is not replaced, and no response is counted twice."""
-    fields = {"fleet.silence_s": 10, "num_steps": 1200, "checkpoint.period": 50}
+    fields = {"remote.heartbeat_s": 10, "num_steps": 1200, "checkpoint.period": 50}
     fleet = Fleet(tmp_path / "run", **fields)
     fleet.until(lambda: fleet.told().count(" joined") == 2)
     fleet.until_step(5)

@@ -85,11 +85,11 @@ def test_red_team_presets_are_appendix_b3(preset):
     assert config.eval.num_samples == 1024 and config.optimizer.learning_rate.warmup == 100
     if preset == "gpt2":
         assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.5, 100_000)
-        assert config.search.explore_min_temperature == 0.5
+        assert config.search.explore == (0.5, 0.5, 2.0)
         assert str(objective.reward_temperature) == "linear(2, 1, 500)"
     else:
         assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.6, 130_000)
-        assert config.search.explore_min_temperature == 0.7
+        assert config.search.explore == (0.5, 0.7, 2.0)
         assert str(objective.reward_temperature) == "linear(2, 1, 1000)"
         assert str(objective.reference_temperature) == "linear(1, 1.2, 2000)"
 
@@ -243,12 +243,8 @@ def test_no_field_is_dead():
             {"objective.log_z": "learned", "objective.name": "rloo"},
             "name=rloo has no such setting; it has no settings of its own. Leave it out",
         ),
-        ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
+        ({"search.explore": (0.5, 1.5, 1.0)}, "search.explore = .*two ascending temperatures"),
         ({"replay.uniform_mix": 25.0}, r"replay.uniform_mix = 25.0: must lie in \[0, 1\]"),
-        (
-            {"task.name": "redteam", "search.ownership": "by_prompt"},
-            "Set --config.search.ownership=auto",
-        ),
         (
             {"task.name": "redteam", "victim.template": "{question}"},
             r"must contain \{attack\} once",
@@ -293,7 +289,6 @@ def test_no_field_is_dead():
         ({"reward.batch_size": 0}, "config.reward.batch_size = 0: must be at least 1"),
         ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
         ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
-        ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
         ({"seed": -1}, "config.seed = -1: must be at least 0"),
         ({"seed": 2**64}, "config.seed = 18446744073709551616: must be below 2,147,483,648"),
         ({"num_steps": 10**12}, "config.num_steps = 1000000000000: must be below 2,147,483,648"),
@@ -355,7 +350,7 @@ def test_placements_that_the_devices_do_not_allow(changes, num_devices, message)
 
 def test_difference_ignores_what_a_resume_may_change():
     old = flatten(Config())
-    new = {**old, "log.period": 5, "checkpoint.period": 7, "optimizer.learning_rate": 1.0}
+    new = {**old, "report.period_s": 5.0, "checkpoint.period": 7, "optimizer.learning_rate": 1.0}
     assert difference(old, new) == ["optimizer.learning_rate: 0.0001 -> 1.0"]
 
 

@@ -126,11 +126,10 @@ def test_a_beta_that_nothing_reads_is_said():
 
 
 def test_values_of_states_are_drawn_for_who_reads_them_and_by_the_trainers_own_process():
-    fields = {"objective.name": "vineppo", "search.vine_tokens": 4}
+    fields = {"objective.name": "vineppo", "objective.vine_tokens": 4}
     validate(make_config(fields))
     for changed, message in (
-        ({"search.vine_tokens": 0}, "vine_tokens = 0: objective.name=vineppo needs sampled state"),
-        ({"objective.name": "ppo"}, "vine_tokens = 4: objective.name=ppo does not use"),
+        ({"objective.vine_tokens": 0}, "vine_tokens = 0: must be at least 1"),
         ({"search.stop_strings": ("\n",)}, "stop_strings = .*a text that began before"),
         ({"placement": "whole_hosts"}, "placement = 'whole_hosts': state values"),
     ):

@@ -15,8 +15,7 @@ from tba_jax.config.schema import make_config
         ({"placement": "whole_hosts"}, "checkpoint", "by_prompt"),
         ({"placement": "fleet"}, "checkpoint", "any"),
         ({"task.name": "redteam"}, "memory", "any"),
-        ({"sync.transport": "checkpoint", "search.ownership": "any"}, "checkpoint", "any"),
-        ({"placement": "fleet", "search.ownership": "by_prompt"}, "checkpoint", "by_prompt"),
+        ({"sync.transport": "checkpoint"}, "checkpoint", "by_prompt"),
     ],
 )
 def test_what_is_left_open_follows_placement_and_task(fields, transport, ownership):

@@ -88,6 +88,46 @@ def test_a_saved_config_of_before_is_the_same_run(before, now):
     assert upgrade(flatten(read)) == flatten(read)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (
+            {
+                "search.explore_share": 0.5,
+                "search.explore_min_temperature": 0.7,
+                "search.explore_max_temperature": 2.0,
+            },
+            {"search.explore": (0.5, 0.7, 2.0)},
+        ),
+        (
+            {"search.vine_tokens": 2, "search.vine_samples": 9, "objective.name": "vineppo"},
+            {"objective.name": "vineppo", "objective.vine_tokens": 2, "objective.vine_samples": 9},
+        ),
+        ({"search.vine_tokens": 0, "search.vine_samples": 4}, {}),
+        (
+            {"xla.preset": "overlap", "xla.options": "a=1"},
+            {"xla.options": "overlap,a=1"},
+        ),
+        (
+            {
+                "task.name": "redteam",
+                "victim.dtype": "bfloat16",
+                "classifier.dtype": "bfloat16",
+                "classifier.batch_rows": 32,
+            },
+            {"task.name": "redteam", "reward.dtype": "bfloat16", "reward.batch_size": 32},
+        ),
+        ({"pod.heartbeat_s": 99, "log.period": 7, "sync.keep": 9}, {}),
+    ],
+)
+def test_a_saved_config_with_joined_settings_is_the_same_run(before, now):
+    own = {"objective.vine_tokens", "objective.vine_samples"}
+    saved = {
+        n: v for n, v in flatten(make_config(now)).items() if n not in {*now, *own} | before.keys()
+    }
+    assert unflatten(upgrade(saved | before)) == make_config(now)
+
+
 def test_a_value_that_no_longer_has_a_meaning_stays_and_is_seen():
     saved = flatten(Config()) | BEFORE | {"objective.shape": "linex", "objective.linex_alpha": 2.0}
     assert upgrade(saved)["objective.linex_alpha"] == 2.0

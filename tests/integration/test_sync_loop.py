@@ -130,24 +130,6 @@ def test_a_finished_run_is_not_run_again(reference, cache):
 
 
 @pytest.mark.slow
-def test_search_metrics_wait_for_a_logged_step(cache, tmp_path):
-    done = run(
-        tmp_path / "run",
-        *SYNC,
-        "sync_period=4",
-        "log.period=4",
-        "replay.max_staleness=3",
-        cache=cache,
-    )
-    assert done.returncode == 0, done.stderr
-    logged = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
-    assert [r["step"] for r in logged] == [4, 8]
-    # One searcher, four prompts a round, 4 x 4 prompts a sync.
-    assert [r["search/rounds"] for r in logged] == [4, 4]
-    assert [r["sync/version"] for r in logged] == [0, 4]
-
-
-@pytest.mark.slow
 def test_searchers_of_two_devices_draw_what_those_of_one_draw(cache, tmp_path):
     stored = []
     for num in (1, 2):

@@ -12,7 +12,7 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 from tba_jax.evaluation.attacks import SentenceEmbedder
 from tba_jax.models.hf import hf_weights
 from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
-from tba_jax.rewards.config import ClassifierSettings, VictimSettings
+from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.rewards.victim import Victim, VictimReward
 from tba_jax.run.model_parts import START_MODEL
 
@@ -22,7 +22,6 @@ SETTINGS = VictimSettings(
     top_p=0.92,
     max_new_tokens=18,
     max_prompt_tokens=13,
-    num_slots=32,
 )
 DEVICES = jax.local_devices()[:2]
 ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
@@ -30,7 +29,7 @@ ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
 
 @pytest.fixture(scope="module")
 def victim():
-    return Victim(str(START_MODEL), SETTINGS, devices=DEVICES)
+    return Victim(str(START_MODEL), SETTINGS, dtype="float32", devices=DEVICES)
 
 
 def source(victim, pattern=r"-\d+$", seed=0, replicas=DEVICES[:1]):
@@ -112,12 +111,13 @@ def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_weights, "read", watched)
     there = DEVICES[1]
-    Victim(str(START_MODEL), SETTINGS, devices=[there])
+    Victim(str(START_MODEL), SETTINGS, dtype="float32", devices=[there])
     for kind, path, target in (
         ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
         ("guard", write_llama(tmp_path / "guard"), "unsafe"),
     ):
-        make_classifier(ClassifierSettings(kind, path, target, max_tokens=20, batch_rows=2), there)
+        settings = ClassifierSettings(kind, path, target, max_tokens=20)
+        make_classifier(settings, RewardSettings(batch_size=2), there)
     SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
     assert found == [{there}] * 4
 

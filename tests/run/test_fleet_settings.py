@@ -25,7 +25,6 @@ FLEET = {"placement": "fleet", "task.name": "arithmetic"}
     [
         ({"driver": "sync"}, "config.driver = 'sync': the searchers of a fleet are other"),
         ({"sync.transport": "memory"}, "weights go to other processes as files"),
-        ({"search.ownership": "by_prompt"}, "prompts of a missing searcher"),
         (
             {"num_searchers": 3},
             "config.fleet.max_searchers = 4: must be a multiple of num_searchers=3",

@@ -254,7 +254,7 @@ def test_only_versions_that_the_run_made_are_deleted(tmp_path):
         versions.begin(version)
         versions.path(version).mkdir()
         (versions.path(version) / "array").write_text(str(version))
-        versions.add(version, keep=2)
+        versions.add(version)
     assert versions.named() == [6, 8]
     versions.begin(10)
     (tmp_path / "weights" / "10.orbax-checkpoint-tmp").mkdir()  # killed while it was written

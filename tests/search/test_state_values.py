@@ -19,7 +19,7 @@ from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.search.config import SearchSettings
-from tba_jax.search.sampler import Sampler
+from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.state_values import advantages_of, states_of, values_of
 from tba_jax.weights.transport import Published
@@ -63,10 +63,9 @@ def make_sampler(decoder, num_continuations, searcher=0):
         prompts_per_round=2,
         max_new_tokens=LIMIT,
         num_slots=256,
-        vine_tokens=1,
-        vine_samples=num_continuations,
     )
-    return Sampler(decoder, settings, jax.random.key(0), searcher)
+    states = StateValues(tokens=1, samples=num_continuations)
+    return Sampler(decoder, settings, jax.random.key(0), searcher, states=states)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tba_jax.weights.versions import PublicationError, Versions
 def test_a_reader_follows_the_bell_a_restored_trainer_and_storage_that_fails(tmp_path):
     where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     writer = CheckpointTransport(
-        str(tmp_path), make_publish_program(jnp.float32), [None], keep=2, timeout_s=60
+        str(tmp_path), make_publish_program(jnp.float32), [None], timeout_s=60
     )
     now = [0.0]
     reader = VersionReader(

@@ -128,6 +128,8 @@ class Objective(abc.ABC):
         epochs, minibatches: passes over a batch, and updates per pass. Only objectives that bound
             ratios to the sampler, and whose loss is a mean over tokens without need of whole
             groups, declare them as settings.
+        vine_tokens, vine_samples: tokens between the states whose values searchers estimate, 0 for
+            no estimates, and continuations per state.
         log_z_layers, log_z_rate: layers and relative learning rate of the head.
         value_temperature: temperature of the soft value, in units of the reward; 0: beta.
     """
@@ -139,6 +141,8 @@ class Objective(abc.ABC):
     needs_advantages: ClassVar[bool] = False
     epochs: ClassVar[Any] = 1
     minibatches: ClassVar[Any] = 1
+    vine_tokens: ClassVar[Any] = 0
+    vine_samples: ClassVar[Any] = 0
     log_z_layers: ClassVar[Any] = 1
     log_z_rate: ClassVar[Any] = 1.0
     value_temperature: ClassVar[Any] = 0.0

@@ -31,6 +31,12 @@ class VinePpo(Objective):
     minibatches: int = field(
         1, "optimiser updates of a pass, each by an equal part of the batch", at_least=1
     )
+    vine_tokens: int = field(
+        8, "tokens of a response between two states with estimated values", at_least=1
+    )
+    vine_samples: int = field(
+        4, "continuations per state for the estimate of its value", at_least=1
+    )
 
     needs_behavior = True
     needs_advantages = True
