@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from absl import logging as absl_logging
+
 from tba_jax.run.errors import tell
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -25,6 +27,8 @@ def run_command(main: Callable[[], int]) -> int:
     A command whose output pipe is closed, as in `COMMAND | head`, prints nothing and returns the
     exit code of SIGPIPE.
     """
+    # Orbax warns about folders that it only reads, and logs one failure with several tracebacks.
+    absl_logging.set_verbosity(absl_logging.FATAL)
     try:
         try:
             code = main()

@@ -13,11 +13,9 @@ restored state is equal to the saved state.
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import os
 import threading
 import time
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ from orbax.checkpoint import future as ocp_future
 from tba_jax.devices.sharding import storable
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.host_state import CHECKPOINT_ENTRIES, HostState, pack, unpack
-from tba_jax.storage import digests, orbax_operations, saves
+from tba_jax.storage import digests, saves
 from tba_jax.weights.versions import brief
 
 # Errors that Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
@@ -139,15 +137,13 @@ class HostStateRestore(ocp.args.CheckpointArgs):
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager without Orbax's check for preemption.
+    """Orbax's manager without Orbax's check for preemption, which needs JAX's preemption service.
 
-    JAX has one counter for preemption, and all processes report a preemption at the same value.
-    Orbax would set the counter to the step; `Cluster.is_preempted` sets it to the number of its
-    calls. With both callers, one would wait for a value that the other never reaches.
+    `devices.cluster` turns that service off: the step plan stops all processes together.
     """
 
     def reached_preemption(self, step: int) -> bool:
-        """Return False, because the driver of the run handles preemption."""
+        """Return False."""
         del step
         return False
 
@@ -199,27 +195,26 @@ class Checkpoints:
         multiprocessing = ocp.options.MultiprocessingOptions(
             primary_host=saving.members[0], active_processes=named
         )
-        with orbax_operations.operation():
-            self._manager = _Manager(
-                self._folder,
-                item_names=_ITEMS,
-                item_handlers={
-                    "train_state": ocp.StandardCheckpointHandler(
-                        multiprocessing_options=multiprocessing
-                    ),
-                    "host_state": HostStateHandler(saving),
-                },
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=None if read_only else keep,
-                    save_interval_steps=0 if read_only else 1,
-                    create=not read_only and named is None,
-                    read_only=read_only,
-                    enable_async_checkpointing=True,
-                    async_options=saves.in_background(timeout_s, self._list_files),
-                    temporary_path_class=self._writer.temporary_path_class,
-                    multiprocessing_options=multiprocessing,
+        self._manager = _Manager(
+            self._folder,
+            item_names=_ITEMS,
+            item_handlers={
+                "train_state": ocp.StandardCheckpointHandler(
+                    multiprocessing_options=multiprocessing
                 ),
-            )
+                "host_state": HostStateHandler(saving),
+            },
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=None if read_only else keep,
+                save_interval_steps=0 if read_only else 1,
+                create=not read_only and named is None,
+                read_only=read_only,
+                enable_async_checkpointing=True,
+                async_options=saves.in_background(timeout_s, self._list_files),
+                temporary_path_class=self._writer.temporary_path_class,
+                multiprocessing_options=multiprocessing,
+            ),
+        )
 
     def latest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint; None without checkpoints."""
@@ -293,8 +288,7 @@ class Checkpoints:
 
     def look_again(self) -> None:
         """List the folder again; every process calls this method after `put_aside`."""
-        with orbax_operations.operation():
-            self._manager.reload()
+        self._manager.reload()
 
     def save(self, step: int, train_state: Any, host_state: HostState) -> None:
         """Copy arrays and host state, then write them in the background.
@@ -307,7 +301,6 @@ class Checkpoints:
         """
         self.wait()  # Here the error of the previous save still names its own step.
         self._saving, self._since = step, time.monotonic()
-        orbax_operations.begin()
         self._is_saving = True
         self._guard(
             lambda: self._manager.save(
@@ -333,7 +326,6 @@ class Checkpoints:
         self._guard(self._wait)
         if self._is_saving and not self._has_failed:
             self._is_saving = False
-            orbax_operations.end()
 
     def _wait(self) -> None:
         # Orbax limits the time of its barriers, but not of a write to storage that hangs.
@@ -444,19 +436,6 @@ class Checkpoints:
             )
 
     def _read(self, step: int, args: ocp.args.Composite) -> Any:
-        with orbax_operations.operation():
-            restored = self._try_read(step, args)
-            if isinstance(restored, CheckpointError):
-                # The traceback refers to unfinished reads, which emit a RuntimeWarning when they
-                # are garbage collected. Collect them here, where the warning can be suppressed.
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)
-                    gc.collect()
-                raise restored
-            return restored
-
-    def _try_read(self, step: int, args: ocp.args.Composite) -> Any:
-        """Return the restored items, or an error without the traceback of its cause."""
         try:
             return self._manager.restore(step, args=args)
         except CheckpointError:
@@ -466,7 +445,8 @@ class Checkpoints:
             is_array = type(error) is Exception
             if not is_array and not isinstance(error, _READ_ERRORS):
                 raise
-            return self._unreadable(step, (error.__cause__ if is_array else None) or error)
+            cause = (error.__cause__ if is_array else None) or error
+            raise self._unreadable(step, cause) from error
 
     def _resolve(self, step: int | None) -> int:
         step = self.latest_step() if step is None else step

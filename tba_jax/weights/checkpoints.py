@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tba_jax.models.trees import check_same_tree
-from tba_jax.storage import orbax_operations, saves
+from tba_jax.storage import saves
 from tba_jax.weights.transport import DeliveringTransport, Layout, Parcel
 from tba_jax.weights.versions import PublicationError, Versions, brief, not_published
 
@@ -80,9 +80,8 @@ class CheckpointTransport(DeliveringTransport):
         try:
             path = self._versions.path(version)
             self._versions.begin(version)
-            with orbax_operations.operation():
-                self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
-                self._writer.wait_until_finished()
+            self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
+            self._writer.wait_until_finished()
             self._confirm()
             self._versions.add(version)
         except (OSError, ValueError, RuntimeError) as error:
@@ -101,8 +100,7 @@ class CheckpointTransport(DeliveringTransport):
             found = self._versions.damage(version)
             if not found:
                 args = ocp.args.StandardRestore(self._abstract)
-                with orbax_operations.operation():
-                    return self._reader.restore(path, args=args)
+                return self._reader.restore(path, args=args)
         except (OSError, ValueError, RuntimeError) as error:
             found = [f"{type(error).__name__}: {brief(error)}"]
         raise PublicationError(

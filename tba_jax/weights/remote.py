@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tba_jax.devices.sharding import storable
-from tba_jax.storage import orbax_operations, saves
+from tba_jax.storage import saves
 from tba_jax.weights.transport import Published
 from tba_jax.weights.versions import Versions, not_published
 
@@ -99,7 +99,6 @@ class VersionWriter:
             copied = storable(jax.block_until_ready(self._program(params)))
             if self._is_primary:
                 self._try(version, lambda: self._versions.begin(version))
-            orbax_operations.begin()
             self._try(
                 version,
                 lambda: self._writer.save(
@@ -117,7 +116,6 @@ class VersionWriter:
                 return False
             version, start = self._writing
             self._try(version, self._writer.wait_until_finished)
-            orbax_operations.end()
             if self._is_primary:
                 self._try(version, lambda: self._versions.add(version, self._kept()))
             self._newest = version

@@ -14,7 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tba_jax.storage import digests, orbax_operations, saves, sealed
+from tba_jax.storage import digests, saves, sealed
 
 NUM_KEPT = 2
 """Newest versions that stay on disk."""
@@ -164,8 +164,7 @@ class Versions:
             handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._readers)
             with ocp.Checkpointer(handler, multiprocessing_options=self._readers) as reader:
                 args = ocp.args.StandardRestore(abstract)
-                with orbax_operations.operation():
-                    return reader.restore(self.path(version), args=args)
+                return reader.restore(self.path(version), args=args)
         except Exception as error:
             # Orbax raises Exception itself for an array, caused by what TensorStore found.
             is_array = type(error) is Exception

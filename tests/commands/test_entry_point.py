@@ -3,6 +3,7 @@
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import logging as absl_logging
 
 from tba_jax.commands import export, report
 from tba_jax.commands.entry_point import run_command
@@ -173,3 +175,14 @@ def test_a_log_line_that_lacks_a_field_is_named_and_nothing_is_lost(tmp_path):
     log.append({"event": "step"})
     assert path.read_text().endswith('{"event": "step"}\n')
     log.close()
+
+
+def test_a_command_hides_what_orbax_logs():
+    before = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    try:
+        logger = absl_logging.get_absl_logger()
+        assert logger.isEnabledFor(logging.WARNING)
+        assert run_command(lambda: int(logger.isEnabledFor(logging.ERROR))) == 0
+    finally:
+        absl_logging.set_verbosity(before)
