@@ -46,11 +46,10 @@ from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
-from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.remote import Members, VersionWriter
 from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
 from tba_jax.weights.version_reader import VersionReader
+from tba_jax.weights.version_writer import CheckpointTransport, Members, VersionWriter
 from tba_jax.weights.versions import Versions
 
 

@@ -44,9 +44,9 @@ from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.weights import transport as weight_sync
-from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merged_adapters import MergingTransport
 from tba_jax.weights.transport import MemoryTransport, make_publish_program
+from tba_jax.weights.version_writer import CheckpointTransport
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 POLICY = lora.with_adapters(CONFIG, 3, 6.0, ALL)
@@ -315,7 +315,7 @@ def fake_transport(kind, path, wanted):
     program = make_publish_program(jnp.dtype(jnp.bfloat16))
     if kind == "memory":
         return MemoryTransport(program, wanted, timeout_s=60)
-    return CheckpointTransport(str(path), program, wanted, keep=2, timeout_s=60)
+    return CheckpointTransport(str(path), program, wanted, timeout_s=60)
 
 
 @pytest.mark.parametrize("kind", ["memory", "checkpoint"])

@@ -10,8 +10,8 @@ from orbax.checkpoint._src.futures import synchronization
 
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.host_state import Facts, HostState
-from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.transport import make_publish_program
+from tba_jax.weights.version_writer import CheckpointTransport
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_checkpoint_is_complete_though_other_saves_begin(tmp_path, others_begi
 
 def test_a_version_arrives_though_other_saves_begin(tmp_path, others_begin):
     program = make_publish_program(jnp.dtype(jnp.float32))
-    transport = CheckpointTransport(str(tmp_path), program, [None], keep=2, timeout_s=20)
+    transport = CheckpointTransport(str(tmp_path), program, [None], timeout_s=20)
     transport.publish(0, {"w": jnp.arange(8.0)})
     assert transport.poll()
     arrived = transport.latest(0)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
-from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.transport import MemoryTransport, make_publish_program
+from tba_jax.weights.version_writer import CheckpointTransport
 from tba_jax.weights.versions import PublicationError, Versions
 
 
@@ -29,9 +29,7 @@ def memory(shardings=(None,), **changes):
 
 def checkpoints(path, **changes):
     program = make_publish_program(jnp.dtype(jnp.float32))
-    return CheckpointTransport(
-        str(path), program, [None], **({"keep": 2, "timeout_s": 60} | changes)
-    )
+    return CheckpointTransport(str(path), program, [None], **({"timeout_s": 60} | changes))
 
 
 def deliver(transport, version, params):
@@ -197,15 +195,15 @@ def flip(folder):
 def test_weights_that_storage_spoils_are_written_again_and_never_searched_with(times, tmp_path):
     transport = checkpoints(tmp_path)
     deliver(transport, 1, tree(1.0))
-    add, left = transport._versions.add, [times]
+    add, left = transport._writer.versions.add, [times]
 
-    def add_and_spoil(version, keep):
-        add(version, keep)
+    def add_and_spoil(version, wanted):
+        add(version, wanted)
         if left[0]:
             left[0] -= 1
             flip(tmp_path / "weights" / str(version))
 
-    transport._versions.add = add_and_spoil
+    transport._writer.versions.add = add_and_spoil
     transport.publish(2, tree(2.0))
     if times == 1:
         assert transport.poll() and transport.latest(0).version == 2
@@ -270,14 +268,15 @@ def test_what_kills_have_left_and_steps_that_are_made_again_are_dropped(tmp_path
 def test_a_publisher_does_not_wait_for_storage(tmp_path):
     transport = checkpoints(tmp_path)
     reading, go_on = threading.Event(), threading.Event()
-    restore = transport._reader.restore
+    versions = transport._writer.versions
+    read = versions.read
 
-    def slow_restore(*args, **kwargs):
+    def slow_read(*args):
         reading.set()
         assert go_on.wait(30)
-        return restore(*args, **kwargs)
+        return read(*args)
 
-    transport._reader.restore = slow_restore
+    versions.read = slow_read
     transport.publish(1, tree(1.0))
     poller = threading.Thread(target=transport.poll)
     poller.start()

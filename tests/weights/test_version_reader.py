@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.transport import make_publish_program
 from tba_jax.weights.version_reader import VersionReader
+from tba_jax.weights.version_writer import CheckpointTransport
 from tba_jax.weights.versions import PublicationError, Versions
 
 

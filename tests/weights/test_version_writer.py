@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.weights.remote import Members, VersionWriter
 from tba_jax.weights.version_reader import VersionReader
+from tba_jax.weights.version_writer import Members, VersionWriter
 from tba_jax.weights.versions import PublicationError, Versions
 
 
 def writer(tmp_path, session, **changes):
-    options = {"keep": 2, "timeout_s": 60, "kept": lambda: ()} | changes
+    options = {"timeout_s": 60} | changes
     return VersionWriter(
         str(tmp_path),
         jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)),

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as versions on disk: written by 1 to N processes, and read back by their searchers.
+
+`VersionWriter` writes, in all training processes together; processes that only search have a
+`VersionReader`. Orbax's barriers include only the writers, or a single reader, so neither side
+waits for the other. `CheckpointTransport` also delivers a version to searchers of the process that
+wrote it. Invariants: a version is listed only when all of its files are written, and is not deleted
+while an evaluation of it is requested.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from tba_jax.devices.sharding import storable
+from tba_jax.models.trees import check_same_tree
+from tba_jax.storage import saves
+from tba_jax.weights.transport import DeliveringTransport, Layout, Parcel, Published
+from tba_jax.weights.versions import PublicationError, Versions, not_published
+
+POLL_S = 0.05
+
+
+class Members(NamedTuple):
+    """Processes that save or restore together.
+
+    Attributes:
+        number: number of this process in `jax.distributed`.
+        numbers: numbers of all members, the primary process first.
+    """
+
+    number: int
+    numbers: tuple[int, ...]
+
+    @property
+    def options(self) -> ocp.options.MultiprocessingOptions:
+        """Return the members as Orbax options; a single process if there are no others."""
+        if jax.process_count() == 1:
+            return ocp.options.MultiprocessingOptions()
+        return ocp.options.MultiprocessingOptions(
+            primary_host=self.numbers[0],
+            active_processes=set(self.numbers),
+            barrier_sync_key_prefix=f"weights_{self.numbers[0]}",
+        )
+
+
+_ALONE = Members(0, (0,))
+
+
+class VersionWriter:
+    """Writes versions for readers in other processes.
+
+    `publish` copies the weights to the host on the trainer's thread, in all training processes at
+    the same step; `poll`, on another thread, waits for the files and lists them.
+
+    Args:
+        workdir: the run's directory.
+        program: copy and cast of the params.
+        session: identifier of this start of the run, whose versions alone count; "": versions of
+            earlier starts stay.
+        members: the training processes.
+        timeout_s: a version that takes longer has failed.
+        kept: returns further versions to keep.
+        confirm: raises if this process may no longer write to the work directory; called before a
+            version is written, before it becomes visible and before it is listed.
+
+    Attributes:
+        versions: published versions of the run.
+    """
+
+    def __init__(
+        self,
+        workdir: str,
+        program: Callable[[Any], Any],
+        *,
+        session: str = "",
+        members: Members = _ALONE,
+        timeout_s: int,
+        kept: Callable[[], Collection[int]] = tuple,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.delivery_s = 0.0
+        self.versions = Versions(workdir, session=session)
+        self._program = program
+        self._kept, self._confirm = kept, confirm
+        self._is_primary = members.number == members.numbers[0]
+        self._writing: tuple[int, float] | None = None
+        self._newest = -1
+        self._changing = threading.Lock()
+        if self._is_primary and session:
+            self.versions.clear()
+        self._files = saves.Writer(self.versions.folder, confirm)
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(multiprocessing_options=members.options),
+            async_options=saves.in_background(timeout_s),
+            multiprocessing_options=members.options,
+            temporary_path_class=self._files.temporary_path_class,
+        )
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether the last published version is still being written."""
+        return self._writing is not None
+
+    def publish(self, version: int, params: Any) -> None:
+        """Copy to the host and start to write; waits for the version before."""
+        self.poll()
+        with self._changing:
+            start = time.monotonic()
+            copied = storable(jax.block_until_ready(self._program(params)))
+            self._confirm()
+            if self._is_primary:
+                self._try(version, lambda: self.versions.begin(version))
+            self._try(
+                version,
+                lambda: self._writer.save(
+                    self.versions.path(version), args=ocp.args.StandardSave(copied), force=True
+                ),
+            )
+            self._writing = version, start
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Wait for the current write and list its version; return whether there was one."""
+        if self._writing is None and wait_s:
+            time.sleep(min(wait_s, POLL_S))
+        with self._changing:
+            if self._writing is None:
+                return False
+            version, start = self._writing
+            self._try(version, self._writer.wait_until_finished)
+            if self._is_primary:
+                self._confirm()
+                self._try(version, lambda: self.versions.add(version, self._kept()))
+            self._newest = version
+            self._writing = None
+            self.delivery_s = time.monotonic() - start
+            return True
+
+    def _try(self, version: int, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (OSError, ValueError, RuntimeError) as error:
+            with contextlib.suppress(OSError):  # the folder is gone, or the storage failed
+                self._files.remove_unfinished()
+            raise not_published(self.versions.path(version), error) from error
+
+    def latest(self, reader: int) -> Published | None:
+        """Return the newest listed version without weights: this process has no searchers."""
+        del reader
+        return Published(self._newest, None) if self._newest >= 0 else None
+
+    def settle(self) -> None:
+        """Do nothing: delivery would wait for storage."""
+
+    def close(self) -> None:
+        """Wait for the current version and release Orbax's threads."""
+        self.poll()
+        self._writer.close()
+
+
+class CheckpointTransport(DeliveringTransport):
+    """Transport through versions on disk, inside one process.
+
+    `poll` writes the newest publication, compares the digests and restores it for the searchers: a
+    worker thread (asynchronous searchers) or the synchronous driver calls `poll`. Trainer and
+    searcher threads never call Orbax.
+
+    Args:
+        workdir, confirm: as in `VersionWriter`.
+        program: copy and cast of the params under the trainer's device lock; files have the
+            trainer's layout.
+        layout: converts restored params to the searchers' layout; None: they have it.
+        shardings, timeout_s: as in DeliveringTransport.
+    """
+
+    def __init__(
+        self,
+        workdir: str,
+        program: Callable[[Any], Any],
+        shardings: Sequence[Any],
+        *,
+        timeout_s: int,
+        layout: Layout | None = None,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(program, shardings, timeout_s=timeout_s)
+        self._layout: Layout = (lambda params: params) if layout is None else layout
+        self._writer = VersionWriter(
+            workdir, lambda params: params, timeout_s=timeout_s, confirm=confirm
+        )
+        self._abstract: Any = None
+
+    def _carry(self, parcel: Parcel) -> None:
+        """Write the version, and restore it for the searchers.
+
+        Raises:
+            PublicationError: the files are damaged, or cannot be written or read.
+        """
+        version, versions = parcel.version, self._writer.versions
+        if self._abstract is None:
+            self._abstract = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parcel.params
+            )
+        check_same_tree(self._abstract, parcel.params)
+        for _ in range(2):  # damaged files are written once more, from memory
+            self._writer.publish(version, parcel.params)
+            self._writer.poll()
+            if not (found := versions.damage(version)):
+                break
+        else:
+            raise PublicationError(
+                f"published weights {versions.path(version)} are damaged after two attempts to "
+                f"write them: {found[0]}. Repair the storage, then run the same command again"
+            )
+        parcel.params = None  # the restored copy replaces it
+        parcel.params = self._layout(versions.read(version, self._abstract))
+
+    def settle(self) -> None:
+        """Do nothing: delivery would wait for storage."""
+
+    def close(self) -> None:
+        """Wait for the current version and release Orbax's threads."""
+        with self._delivering:
+            self._writer.close()
