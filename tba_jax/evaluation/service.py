@@ -50,37 +50,16 @@ class EvaluationService:
     Args:
         evaluator: evaluates shards and computes metrics.
         clock: seconds since the run began.
-        is_divided: whether `evaluate` also works shard by shard, so that metrics are the same.
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        clock: Callable[[], float],
-        *,
-        is_divided: bool = True,
-    ) -> None:
+    def __init__(self, evaluator: Evaluator, clock: Callable[[], float]) -> None:
         self._evaluator = evaluator
         self._clock = clock
-        self._is_divided = is_divided
         self._lock = threading.Lock()
         self._merge_lock = threading.Lock()
         self._requests: collections.deque[_Version] = collections.deque()
         self._complete: collections.deque[_Version] = collections.deque()
         self._finished: collections.deque[Finished] = collections.deque()
-
-    def evaluate(self, version: int, params: Any) -> Finished:
-        """Evaluate all prompts on the calling thread, independent of requests.
-
-        Args:
-            version: version of the weights.
-            params: on the devices of the first station.
-        """
-        start, evaluator = self._clock(), self._evaluator
-        if not self._is_divided:
-            return Finished(version, evaluator.run(params), start)
-        parts = [evaluator.shard(params, number) for number in range(evaluator.num_shards)]
-        return Finished(version, evaluator.merge(parts), start)
 
     def request(self, version: int, params: Sequence[Any]) -> None:
         """Request an evaluation of these weights.

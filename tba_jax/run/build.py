@@ -412,10 +412,7 @@ def build(
             transport=search.transport,
             log_event=logs.schedule.append,
         )
-        is_alone = not search.remote and not shared.is_follower
-        evaluations = EvaluationService(
-            evaluator, clock, is_divided=config.driver == "async" or not is_alone
-        )
+        evaluations = EvaluationService(evaluator, clock)
         run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead, link=link)
         restore(run, start.host_state)
         undo.pop_all()

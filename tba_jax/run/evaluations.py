@@ -242,54 +242,21 @@ def request_start_model(run: Run) -> None:
 def evaluate_now(run: Run, version: int) -> None:
     """Evaluate the newest version while no searcher samples, and record the result.
 
-    In one process with driver=sync the only thread evaluates. In all other cases all searchers work
-    on shards.
+    All searchers work on shards: those of this process on a thread each, with driver=sync the first
+    one on this thread.
 
     Raises:
         FleetError: this process has no searchers, and no other process takes the shards.
     """
     server = run.link.search_server if isinstance(run.link, Owner) else None
-    if run.config.driver == "sync" and server is None:
-        published = run.search.transport.latest(0)
-        assert published is not None
-        run.evaluate(version, published.params)
-        return
     request(run, version)
     if server is not None:
         server.set_version(version)
-    if run.config.driver == "sync":
-        while not run.evaluations.is_idle:
-            if not (run.search.local and run.evaluations.step()):
-                time.sleep(_POLL_S)
-                run.evaluations.merge()
-    else:
-        _step_together(run)
-    run.evaluations.merge()
-    run.record_evaluations()
-
-
-def evaluate_last(run: Run) -> None:
-    """Publish and evaluate the final policy unless already evaluated; all processes call this."""
-    step = run.trainer.step_index
-    if step < run.config.num_steps or run.evaluated.last_eval_step >= step:
-        return
-    run.logs.progress.phase("evaluating the final policy")
-    run.trainer.publish()
-    run.search.transport.poll()
-    if run.shared.is_follower:
-        run.evaluated.last_eval_step = step
-    else:
-        evaluate_now(run, step)
-
-
-def _step_together(run: Run) -> None:
-    """Evaluate on one thread for each searcher until all requested evaluations are done."""
-    stop = StopFlag()
-    stations = range(len(run.search.local))
+    stop, has_local, is_sync = StopFlag(), bool(run.search.local), run.config.driver == "sync"
     workers = [
-        Worker(f"evaluator-{i}", functools.partial(run.evaluations.step, i), stop) for i in stations
+        Worker(f"evaluator-{i}", functools.partial(run.evaluations.step, i), stop)
+        for i in range(0 if is_sync else len(run.search.local))
     ]
-    server = run.link.search_server if isinstance(run.link, Owner) else None
     limit_s = run.config.remote.owner_timeout_s
     deadline = time.monotonic() + limit_s
     try:
@@ -297,8 +264,10 @@ def _step_together(run: Run) -> None:
             worker.start()
         while not run.evaluations.is_idle:
             stop.check()
+            if is_sync and has_local and run.evaluations.step():
+                continue
             stop.wait(_POLL_S)
-            if stations or server is None:
+            if has_local or server is None:
                 continue
             run.evaluations.merge()
             server.lose_silent_searchers()
@@ -315,3 +284,19 @@ def _step_together(run: Run) -> None:
         for worker in workers:
             worker.join(_POLL_S)
     stop.check()
+    run.evaluations.merge()
+    run.record_evaluations()
+
+
+def evaluate_last(run: Run) -> None:
+    """Publish and evaluate the final policy unless already evaluated; all processes call this."""
+    step = run.trainer.step_index
+    if step < run.config.num_steps or run.evaluated.last_eval_step >= step:
+        return
+    run.logs.progress.phase("evaluating the final policy")
+    run.trainer.publish()
+    run.search.transport.poll()
+    if run.shared.is_follower:
+        run.evaluated.last_eval_step = step
+    else:
+        evaluate_now(run, step)

@@ -261,7 +261,10 @@ class Run:
 
     def evaluate(self, version: int, params: Any) -> None:
         """Evaluate on this thread, and record the result."""
-        self._record(self.evaluations.evaluate(version, params))
+        self.evaluations.request(version, [params])
+        while not self.evaluations.is_idle:
+            self.evaluations.step()
+        self.record_evaluations()
 
     def record_evaluations(self) -> bool:
         """Record finished evaluations; return whether there were any."""

@@ -3,9 +3,7 @@
 
 import itertools
 
-import pytest
-
-from tba_jax.evaluation.service import EvaluationService, Finished
+from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.evaluation_shard import EvaluationShard
 
 
@@ -21,18 +19,14 @@ class Notes:
         self.done.append((params, number, station))
         return EvaluationShard(number, [[[number]]], [], [[params]], [], {}, [], {})
 
-    def run(self, params):
-        self.done.append((params, "whole"))
-        return f"figures of {params}"
-
     def merge(self, parts):
         ((name,),) = {tuple(row) for part in parts for row in part.texts}
         return f"figures of {name}: {sorted(part.first for part in parts)}"
 
 
-def make_service(**changes):
+def make_service():
     notes = Notes()
-    return notes, EvaluationService(notes, itertools.count().__next__, **changes)
+    return notes, EvaluationService(notes, itertools.count().__next__)
 
 
 def test_each_station_evaluates_the_next_shard_with_its_own_weights():
@@ -72,14 +66,3 @@ def test_what_is_begun_is_finished_and_the_rest_forgotten():
     while service.step():
         pass
     assert [f.version for f in service.poll()] == [4] and len(notes.done) == 3
-
-
-@pytest.mark.parametrize("is_divided", [False, True])
-def test_an_evaluation_on_the_calling_thread_leaves_requests_alone(is_divided):
-    notes, service = make_service(is_divided=is_divided)
-    service.request(2, ["asked"])
-    figures = "figures of now: [0, 1, 2]" if is_divided else "figures of now"
-    start = service.evaluate(3, "now")
-    assert start == Finished(3, figures, 1)
-    assert {done[0] for done in notes.done} == {"now"} and service.poll() == []
-    assert service.step() and notes.done[-1] == ("asked", 0, 0)
