@@ -179,7 +179,9 @@ class GuardClassifier:
         return self._tokenizer.encode(text, add_bos=True)
 
 
-def make_classifier(settings: ClassifierSettings, device: Any) -> ResponseClassifier:
+def make_classifier(
+    settings: ClassifierSettings, reward: RewardSettings, device: Any
+) -> ResponseClassifier:
     """Return the classifier that the settings describe; a model is on this device.
 
     Raises:
@@ -188,7 +190,7 @@ def make_classifier(settings: ClassifierSettings, device: Any) -> ResponseClassi
     if settings.kind == "pattern":
         return PatternClassifier(settings.target)
     kinds = {"encoder": EncoderClassifier, "guard": GuardClassifier}
-    return kinds[settings.kind](settings, device)
+    return kinds[settings.kind](settings, reward, device)
 
 
 @functools.cache  # replicas on several devices share the program

@@ -88,16 +88,21 @@ def test_a_too_long_attack_is_rejected_by_name_without_effect_on_others(victim):
 
 def test_templates(tmp_path):
     chat = dataclasses.replace(SETTINGS, template="chat", max_prompt_tokens=60)
-    llama = Victim(write_llama(tmp_path / "llama"), chat, devices=DEVICES[:1])
+    llama = Victim(write_llama(tmp_path / "llama"), chat, dtype="float32", devices=DEVICES[:1])
     assert llama.format("hi") == "user: hi\nassistant:"
     gpt2 = write_gpt2(tmp_path / "gpt2")
     wrapped = dataclasses.replace(SETTINGS, template="ask: {attack}!", max_prompt_tokens=60)
-    victim = Victim(gpt2, wrapped, devices=DEVICES[:1])
+    victim = Victim(gpt2, wrapped, dtype="float32", devices=DEVICES[:1])
     assert victim.format("hi") == "ask: hi!"
     with pytest.raises(ValueError, match="no chat template"):
-        Victim(gpt2, chat, devices=DEVICES[:1])
+        Victim(gpt2, chat, dtype="float32", devices=DEVICES[:1])
     with pytest.raises(ValueError, match="has 128 positions. Lower one"):
-        Victim(gpt2, dataclasses.replace(wrapped, max_prompt_tokens=120), devices=DEVICES[:1])
+        Victim(
+            gpt2,
+            dataclasses.replace(wrapped, max_prompt_tokens=120),
+            dtype="float32",
+            devices=DEVICES[:1],
+        )
 
 
 def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):

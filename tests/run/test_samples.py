@@ -87,7 +87,7 @@ def test_evaluations_are_written_at_even_distances_and_at_the_end(tmp_path):
     prompts = [Prompt(i, f"p{i}", np.zeros(1, np.int32), {}) for i in range(2)]
     with samples(tmp_path, 2000) as writer:
         for step in (0, 3, 11, 19, 25, 1999, 2000):
-            writer.add_evaluation(step, Evaluation, prompts, 8)
+            writer.add_evaluation(step, Evaluation, prompts)
     records = read_jsonl(tmp_path / "samples.jsonl", wrong_sample)
     assert [r["step"] for r in records[::2]] == [0, 11, 25, 1999, 2000]
     assert records[1]["tokens"] == ["y"] and records[1]["reward"] is None
