@@ -73,8 +73,11 @@ class StateValues(NamedTuple):
         samples: continuations per state.
     """
 
-    tokens: int = 0
-    samples: int = 0
+    tokens: int
+    samples: int
+
+
+NO_STATES = StateValues(0, 0)
 
 
 class Sampler:
@@ -89,7 +92,7 @@ class Sampler:
         states: which state values are estimated.
     """
 
-    states = StateValues()
+    states = NO_STATES
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Sampler:
         key: jax.Array,
         searcher: int,
         episodes: Episodes | None = None,
-        states: StateValues = StateValues(),
+        states: StateValues = NO_STATES,
     ) -> None:
         self.settings = settings
         self.states = states
