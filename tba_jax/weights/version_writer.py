@@ -155,7 +155,7 @@ class VersionWriter:
         return Published(self._newest, None) if self._newest >= 0 else None
 
     def settle(self) -> None:
-        """Do nothing: delivery would wait for storage."""
+        """Do nothing, because delivery waits for storage; `poll` delivers."""
 
     def close(self) -> None:
         """Wait for the current version and release Orbax's threads."""
@@ -221,7 +221,7 @@ class CheckpointTransport(DeliveringTransport):
         parcel.params = self._layout(versions.read(version, self._abstract))
 
     def settle(self) -> None:
-        """Do nothing: delivery would wait for storage."""
+        """Do nothing, because delivery waits for storage; `poll` delivers."""
 
     def close(self) -> None:
         """Wait for the current version and release Orbax's threads."""
