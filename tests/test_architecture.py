@@ -35,7 +35,7 @@ STANDS_ON = {
     "presets": ["config"],
     "run": ["config"],
     "planning": ["run"],
-    "commands": ["run"],
+    "commands": ["planning"],
     "bench": ["planning"],
     "studies": ["commands", "bench"],
     "assets": ["commands"],

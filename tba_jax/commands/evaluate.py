@@ -109,8 +109,8 @@ def _open_model(
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.models import model as models
     from tba_jax.models.shardings import param_shardings
+    from tba_jax.planning.lengths import with_lengths
     from tba_jax.run.model_parts import model_path
-    from tba_jax.run.preflight import with_lengths
     from tba_jax.run.shared import reading_mesh
 
     own = [f"--config.model.path={path}"] if path else []

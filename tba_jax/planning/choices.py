@@ -19,9 +19,9 @@ from tba_jax.devices.placement import MODES, arrange
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates, fitting, layouts
+from tba_jax.planning.lengths import with_lengths
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
-from tba_jax.run.preflight import with_lengths
 from tba_jax.settings import ConfigError
 
 if TYPE_CHECKING:

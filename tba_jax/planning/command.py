@@ -406,7 +406,7 @@ def _config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     config = override(None, [f"--config={args.config}", *overrides])
     validate(config)
     if not config.task.max_prompt_tokens:
-        from tba_jax.run.preflight import with_lengths
+        from tba_jax.planning.lengths import with_lengths
 
         config, line = with_lengths(config)
         _say(f"lengths {line}")

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -33,71 +34,70 @@ from tba_jax.storage.bucket import Bucket, StorageError, is_address
 from tba_jax.storage.mirror import Mirror
 
 FOLDER = "lock"
+_ENTRY = re.compile(rf"{FOLDER}/(\d+)\.json")
 BEAT_S = 5.0
 EXPIRE_S = 30.0
-
-
 PERIOD_S = 5.0
 
 
-class FolderSlots:
-    """Numbered entries that only one of several processes can create: WORKDIR/lock/NUMBER.json."""
+class LockFolder:
+    """WORKDIR/lock of a local work directory, with the methods of a `Bucket` that a lock needs.
+
+    Args:
+        workdir: work directory; created with the first file.
+    """
 
     def __init__(self, workdir: Path) -> None:
-        self._workdir, self._folder = workdir, workdir / FOLDER
+        self._workdir = workdir
 
     def __str__(self) -> str:
         return str(self._workdir)
 
-    def numbers(self) -> set[int]:
-        """Return the numbers of the files."""
-        try:
-            names = os.listdir(self._folder)
-        except FileNotFoundError:
-            return set()
-        stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-        return {int(stem) for stem in stems if stem.isdigit()}
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the files; `prefix` is "lock/"."""
+        with contextlib.suppress(FileNotFoundError):
+            return [f"{prefix}{name}" for name in os.listdir(self._workdir / prefix)]
+        return []
 
-    def create(self, number: int, text: str) -> bool:
+    def create(self, name: str, content: bytes) -> bool:
         """Create a file unless it exists; return whether this call created it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._workdir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(self._file(number), "x") as file:
-                file.write(text)
+            with open(path, "xb") as file:
+                file.write(content)
         except FileExistsError:
             return False
         return True
 
-    def read(self, number: int) -> str | None:
-        """Return the content; bytes that are no text become replacement characters."""
+    def read(self, name: str) -> bytes | None:
+        """Return the content; None without such a file."""
         try:
-            return self._file(number).read_text(errors="replace")
+            return (self._workdir / name).read_bytes()
         except (FileNotFoundError, IsADirectoryError):
             return None
 
-    def write(self, number: int, text: str) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Replace the file atomically."""
-        unfinished = self._file(number).with_suffix(".unfinished")
-        unfinished.write_text(text)
-        os.replace(unfinished, self._file(number))
+        path = self._workdir / name
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
 
-    def remove(self, number: int) -> None:
-        """Delete the file, or the folder in its place."""
-        path = self._file(number)
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
-
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{number:08d}.json"
+    def remove(self, names: list[str]) -> None:
+        """Delete the files, or the folders in their places."""
+        for path in (self._workdir / name for name in names):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
 
 
 class Hold:
     """Lease of a work directory; a context manager that releases it.
 
     Args:
-        slots: of the work directory.
+        store: folder or bucket of the work directory.
         beat_s: seconds between two heartbeats.
         expire_s: heartbeat timeout of a holder on another machine.
         clock, sleep: monotonic clock in seconds, and a function that waits.
@@ -113,14 +113,14 @@ class Hold:
 
     def __init__(
         self,
-        slots: "FolderSlots | BucketSlots",
+        store: LockFolder | Bucket,
         *,
         beat_s: float = BEAT_S,
         expire_s: float = EXPIRE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._slots = slots
+        self._store = store
         self._beat_s, self._expire_s = beat_s, expire_s
         self._clock, self._sleep = clock, sleep
         self._entry: dict[str, Any] = {**_here(), "beat": 0, "released": False}
@@ -163,17 +163,17 @@ class Hold:
             WorkdirLost: as `check`.
         """
         self.check()
-        numbers = self._slots.numbers()
+        numbers = self._numbers()
         if numbers and max(numbers) > self.number:
             other = self._read(max(numbers)) or {}
             raise WorkdirLost(
                 f"process {other.get('pid', '?')} on {other.get('host', '?')} has taken over "
-                f"{self._slots}: this process sent no heartbeat for {self._expire_s:.0f} s "
+                f"{self._store}: this process sent no heartbeat for {self._expire_s:.0f} s "
                 "(was it suspended?)"
             )
         if self.number not in numbers:
             raise WorkdirLost(
-                f"the work directory {self._slots} is gone: deleted or moved away while the run "
+                f"the work directory {self._store} is gone: deleted or moved away while the run "
                 "was going"
             )
 
@@ -183,7 +183,7 @@ class Hold:
         self._worker.join(self._expire_s)
         # Where the directory is gone nothing is left to release; `check` has reported it.
         with contextlib.suppress(OSError):
-            if self.number in self._slots.numbers():
+            if self.number in self._numbers():
                 self._write(self.number, {**self._entry, "released": True})
 
     def _beat(self) -> bool:
@@ -195,7 +195,7 @@ class Hold:
         except OSError as error:  # temporary errors are ignored while the lease is valid
             if self._clock() - self._beat_at > self._expire_s:
                 raise WorkdirLost(
-                    f"no heartbeat could be written to {self._slots} for {self._expire_s:.0f} s "
+                    f"no heartbeat could be written to {self._store} for {self._expire_s:.0f} s "
                     f"({error}), so that another process may take it over"
                 ) from error
         return False  # and sleeps until the next
@@ -203,15 +203,14 @@ class Hold:
     def _acquire(self) -> tuple[int, str]:
         try:
             while True:
-                newest = max(self._slots.numbers(), default=0)
+                newest = max(self._numbers(), default=0)
                 line = self._wait_until_gone(newest) if newest else ""
                 if self._create(newest + 1):
                     break
-            for number in self._slots.numbers():
-                if number <= newest:
-                    self._slots.remove(number)
+            old = [_name(number) for number in self._numbers() if number <= newest]
+            self._store.remove(old)
         except OSError as error:
-            raise UserError(f"cannot write to the work directory {self._slots}: {error}") from error
+            raise UserError(f"cannot write to the work directory {self._store}: {error}") from error
         return newest + 1, line
 
     def _wait_until_gone(self, number: int) -> str:
@@ -237,32 +236,41 @@ class Hold:
             if now != entry:
                 raise self._held(who)
         return (
-            f"{self._slots} was held by {who}, of which nothing was heard for "
+            f"{self._store} was held by {who}, of which nothing was heard for "
             f"{self._expire_s:.0f} s; taken over"
         )
 
     def _held(self, who: str) -> UserError:
         return UserError(
-            f"{who} is working on {self._slots}. Wait for it or stop it, or give another --workdir"
+            f"{who} is working on {self._store}. Wait for it or stop it, or give another --workdir"
         )
 
     def _create(self, number: int) -> bool:
         """Create the entry of this process; return whether this call created it."""
-        return self._slots.create(number, json.dumps(self._entry))
+        return self._store.create(_name(number), json.dumps(self._entry).encode())
 
     def _read(self, number: int) -> dict[str, Any] | None:
         """Return an entry; {} while it is being written, None where it is gone."""
-        text = self._slots.read(number)
-        if text is None:
+        content = self._store.read(_name(number))
+        if content is None:
             return None
         try:
-            entry = json.loads(text)
+            entry = json.loads(content.decode(errors="replace"))
         except (ValueError, RecursionError):
             return {}
         return entry if isinstance(entry, dict) else {}
 
     def _write(self, number: int, entry: dict[str, Any]) -> None:
-        self._slots.write(number, json.dumps(entry))
+        self._store.write(_name(number), json.dumps(entry).encode())
+
+    def _numbers(self) -> set[int]:
+        """Return the numbers of the entries."""
+        names = self._store.names(f"{FOLDER}/")
+        return {int(match[1]) for name in names if (match := _ENTRY.fullmatch(name))}
+
+
+def _name(number: int) -> str:
+    return f"{FOLDER}/{number:08d}.json"
 
 
 def _here() -> dict[str, Any]:
@@ -292,42 +300,6 @@ def _began(pid: int) -> str:
         return ""
     # Fields 3 and 22 of proc(5); a zombie process holds no lease.
     return "" if stat[0] in "ZX" else stat[19]
-
-
-class BucketSlots:
-    """Entries as objects lock/NUMBER.json of a bucket."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-
-    def __str__(self) -> str:
-        return self._bucket.address
-
-    def numbers(self) -> set[int]:
-        """Return the numbers of the objects."""
-        names = (name.removeprefix(f"{FOLDER}/") for name in self._bucket.names(f"{FOLDER}/"))
-        stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-        return {int(stem) for stem in stems if stem.isdigit()}
-
-    def create(self, number: int, text: str) -> bool:
-        """Create an object unless it exists; return whether this call created it."""
-        return self._bucket.create(self._name(number), text.encode())
-
-    def read(self, number: int) -> str | None:
-        """Return the content."""
-        content = self._bucket.read(self._name(number))
-        return None if content is None else content.decode(errors="replace")
-
-    def write(self, number: int, text: str) -> None:
-        """Replace the object."""
-        self._bucket.write(self._name(number), text.encode())
-
-    def remove(self, number: int) -> None:
-        """Delete the object."""
-        self._bucket.remove([self._name(number)])
-
-    def _name(self, number: int) -> str:
-        return f"{FOLDER}/{number:08d}.json"
 
 
 class Mirroring:

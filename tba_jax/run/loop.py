@@ -20,9 +20,10 @@ Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and a
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tba_jax.config.advice import Times
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.run.errors import StarvedError
-from tba_jax.run.run import Run, Times
+from tba_jax.run.run import Run
 
 
 class Search(Protocol):

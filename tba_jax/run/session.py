@@ -153,7 +153,7 @@ def train_in_bucket(
         StorageError: the store cannot be used, or fails for too long.
         UserError, ValueError, RuntimeError, OSError: as `train`.
     """
-    from tba_jax.run.lock import BucketSlots, Hold, Mirroring, folder_of
+    from tba_jax.run.lock import Hold, Mirroring, folder_of
     from tba_jax.run.workdir import check_bucket
     from tba_jax.storage.bucket import Bucket, StorageError
     from tba_jax.storage.mirror import Mirror
@@ -168,7 +168,7 @@ def train_in_bucket(
         check_bucket(bucket, bucket.names(), bucket.read("config.json"))
     except OSError as error:
         raise StorageError(f"{bucket} cannot be read: {error}") from error
-    with Hold(BucketSlots(bucket)) as hold:
+    with Hold(bucket) as hold:
         mirror = Mirror(bucket, folder, hold.number)
         try:
             mirror.fetch(lambda line: print(line, flush=True))

@@ -551,11 +551,11 @@ def claim(workdir: Path, config: Config) -> "Hold | None":
     Raises:
         UserError: another process holds it, it holds another run, or it cannot be written to.
     """
-    from tba_jax.run.lock import FolderSlots, Hold
+    from tba_jax.run.lock import Hold, LockFolder
 
     if holds_run(workdir, config) and is_finished(workdir, config.num_steps):
         return None
-    hold = Hold(FolderSlots(workdir))
+    hold = Hold(LockFolder(workdir))
     try:
         begin_or_continue(workdir, config)  # no other process can begin a run now
     except BaseException:

@@ -36,7 +36,7 @@ from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.conduct import resume_display
 from tba_jax.run.errors import is_mendable
 from tba_jax.run.host_state import check_facts
-from tba_jax.run.lock import FolderSlots, Hold
+from tba_jax.run.lock import Hold, LockFolder
 from tba_jax.run.logs import open_logs
 from tba_jax.run.run import forget_after
 from tba_jax.run.schedule_replay import read_schedule
@@ -234,7 +234,7 @@ def _resume(template: Template, workdir: Path) -> Resumed:
     if holds_run(workdir, config) and is_finished(workdir, config.num_steps):
         return Resumed(None, "", finished_before(config, workdir).report, ())
     # As `claim`, but for the patience with a holder that seems to be elsewhere.
-    hold = Hold(FolderSlots(workdir), beat_s=0.02, expire_s=0.05)
+    hold = Hold(LockFolder(workdir), beat_s=0.02, expire_s=0.05)
     notes: list[str] = [hold.taken_over] if hold.taken_over else []
     with hold:
         if not holds_run(workdir, config):

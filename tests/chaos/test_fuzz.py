@@ -17,7 +17,7 @@ from tba_jax.report.page import render
 from tba_jax.run.checkpoint import _READ_ERRORS
 from tba_jax.run.errors import UserError, is_mendable
 from tba_jax.run.host_state import Facts, HostState, pack, unpack
-from tba_jax.run.lock import FolderSlots, Hold
+from tba_jax.run.lock import Hold, LockFolder
 from tba_jax.run.schedule_replay import read_schedule
 from tba_jax.run.workdir import is_finished, run_id_of, saved_config
 from tba_jax.storage import digests, sealed
@@ -57,7 +57,7 @@ few = settings(
 
 
 def hold(folder):
-    with Hold(FolderSlots(folder), beat_s=0.02, expire_s=0.05):
+    with Hold(LockFolder(folder), beat_s=0.02, expire_s=0.05):
         return True
 
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from tba_jax.run.errors import UserError, WorkdirLost
-from tba_jax.run.lock import FolderSlots, Hold
+from tba_jax.run.lock import Hold, LockFolder
 
 ELSEWHERE = {"host": "far", "machine": "another boot", "pid": 7, "began": "1", "beat": 3}
 
@@ -44,34 +44,34 @@ class Clock:
 
 
 def test_the_next_holder_comes_after_the_last_one_let_go(tmp_path):
-    with Hold(FolderSlots(tmp_path / "run")) as hold:
+    with Hold(LockFolder(tmp_path / "run")) as hold:
         assert hold.number == 1 and not hold.taken_over
         with pytest.raises(
             UserError, match=rf"process {os.getpid()} on .* is working on .*run\. Wa"
         ):
-            Hold(FolderSlots(tmp_path / "run"))
+            Hold(LockFolder(tmp_path / "run"))
         hold.confirm()
-    with Hold(FolderSlots(tmp_path / "run")) as hold:
+    with Hold(LockFolder(tmp_path / "run")) as hold:
         assert hold.number == 2 and not hold.taken_over
         assert os.listdir(tmp_path / "run" / "lock") == ["00000002.json"]
 
 
 def test_a_killed_process_holds_nothing_on_its_machine(tmp_path):
     code = (
-        "import sys, os; from pathlib import Path; from tba_jax.run.lock import FolderSlots, Hold\n"
+        "import sys, os; from pathlib import Path; from tba_jax.run.lock import Hold, LockFolder\n"
     )
-    code += "hold = Hold(FolderSlots(Path(sys.argv[1]))); os.kill(os.getpid(), 9)"
+    code += "hold = Hold(LockFolder(Path(sys.argv[1]))); os.kill(os.getpid(), 9)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=60)
     assert done.returncode == -9 and not entry(tmp_path, 1)["released"]
-    with Hold(FolderSlots(tmp_path), sleep=None) as hold:  # at once
+    with Hold(LockFolder(tmp_path), sleep=None) as hold:  # at once
         assert hold.number == 2
 
 
 def test_a_holder_elsewhere_is_gone_when_nothing_was_heard_of_it_by_our_own_clock(tmp_path):
     held_elsewhere(tmp_path)
     clock = Clock()
-    with Hold(FolderSlots(tmp_path), clock=clock, sleep=clock.sleep, expire_s=30.0) as hold:
+    with Hold(LockFolder(tmp_path), clock=clock, sleep=clock.sleep, expire_s=30.0) as hold:
         assert hold.number == 5 and clock.now_s == 30.0
         assert (
             "was held by process 7 on far, of which nothing was heard for 30 s" in hold.taken_over
@@ -82,14 +82,14 @@ def test_a_holder_elsewhere_with_a_beat_is_left_alone(tmp_path):
     held_elsewhere(tmp_path)
     clock = Clock(t20=lambda: held_elsewhere(tmp_path, beat=4))
     with pytest.raises(UserError, match="process 7 on far is working on"):
-        Hold(FolderSlots(tmp_path), clock=clock, sleep=clock.sleep)
+        Hold(LockFolder(tmp_path), clock=clock, sleep=clock.sleep)
     assert clock.now_s == 20.0 and os.listdir(tmp_path / "lock") == ["00000004.json"]
 
 
 def test_a_holder_elsewhere_that_lets_go_is_followed_at_once(tmp_path):
     held_elsewhere(tmp_path)
     clock = Clock(t5=lambda: held_elsewhere(tmp_path, released=True))
-    with Hold(FolderSlots(tmp_path), clock=clock, sleep=clock.sleep) as hold:
+    with Hold(LockFolder(tmp_path), clock=clock, sleep=clock.sleep) as hold:
         assert hold.number == 5 and clock.now_s == 5.0 and not hold.taken_over
 
 
@@ -102,7 +102,7 @@ def test_of_many_who_find_a_stale_lock_one_takes_it(tmp_path):
         try:
             # By the real clock: by one that jumps, a lock would be stale whose holder is between
             # making the file and writing into it.
-            got.append(Hold(FolderSlots(tmp_path), beat_s=0.2, expire_s=2.0))
+            got.append(Hold(LockFolder(tmp_path), beat_s=0.2, expire_s=2.0))
         except UserError as error:
             refused.append(str(error))
 
@@ -117,7 +117,7 @@ def test_of_many_who_find_a_stale_lock_one_takes_it(tmp_path):
 
 @pytest.mark.parametrize("lost", ["taken over", "deleted"])
 def test_the_heartbeat_reports_a_lost_directory(tmp_path, lost):
-    hold = Hold(FolderSlots(tmp_path / "run"), beat_s=0.01)
+    hold = Hold(LockFolder(tmp_path / "run"), beat_s=0.01)
     hold.check()
     if lost == "deleted":
         shutil.rmtree(tmp_path / "run")
@@ -139,7 +139,7 @@ def test_the_heartbeat_reports_a_lost_directory(tmp_path, lost):
 
 def test_a_beat_that_storage_refuses_may_pass_but_not_for_long(tmp_path):
     clock = Clock()
-    hold = Hold(FolderSlots(tmp_path), beat_s=60.0, clock=clock)
+    hold = Hold(LockFolder(tmp_path), beat_s=60.0, clock=clock)
     (tmp_path / "lock" / "00000001.unfinished").mkdir()  # cannot be written to
     hold._beat()
     clock.now_s = 31.0

@@ -12,7 +12,7 @@ from etils import epath
 
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError, WorkdirLost
-from tba_jax.run.lock import BucketSlots, Hold, Mirroring, run_folder
+from tba_jax.run.lock import Hold, Mirroring, run_folder
 from tba_jax.run.session import train_in_bucket
 from tba_jax.storage import digests
 from tba_jax.storage.bucket import Bucket, StorageError
@@ -207,15 +207,14 @@ def test_a_damaged_checkpoint_in_the_bucket_is_said_and_the_one_before_it_fetche
 
 
 def test_a_bucket_has_one_holder_which_detects_the_next(bucket):
-    slots = BucketSlots(bucket)
-    with Hold(slots, beat_s=60.0) as hold:
+    with Hold(bucket, beat_s=60.0) as hold:
         with pytest.raises(UserError, match="is working on gs://bucket/runs/a"):
-            Hold(slots)
+            Hold(bucket)
         hold.confirm()
-        slots.create(2, '{"pid": 7, "host": "far"}')
+        bucket.create("lock/00000002.json", b'{"pid": 7, "host": "far"}')
         with pytest.raises(WorkdirLost, match="process 7 on far has taken over gs://"):
             hold.confirm()
-    assert slots.read(1) is not None and slots.read(3) is None
+    assert bucket.read("lock/00000001.json") is not None
 
 
 class Refuses:
@@ -237,7 +236,7 @@ class Refuses:
 
 def test_a_store_that_refuses_may_pass_but_not_for_long(bucket):
     now, mirror = [0.0], Refuses()
-    with Hold(BucketSlots(bucket), beat_s=60.0) as hold:
+    with Hold(bucket, beat_s=60.0) as hold:
         mirroring = Mirroring(mirror, hold, patience_s=60.0, period_s=60.0, clock=lambda: now[0])
         mirroring._step()
         now[0] = 61.0

@@ -7,7 +7,7 @@ import pytest
 
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
-from tba_jax.run.preflight import with_lengths
+from tba_jax.planning.lengths import with_lengths
 
 
 def custom(tmp_path, num_rows, words, *overrides):

@@ -3,8 +3,8 @@
 
 import pytest
 
+from tba_jax.config.advice import Advice, Times, about_waiting
 from tba_jax.config.schema import make_config
-from tba_jax.run.run import Advice, Times, about_waiting
 
 CONFIG = make_config({"search.max_new_tokens": 256, "num_searchers": 2, "replay.pace": "trainer"})
 

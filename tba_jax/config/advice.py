@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advice during a run: what slows it or keeps it from learning, and the setting that helps."""
+
+import collections
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tba_jax.config.schema import Config
+
+_NUM_REPORTS = 3  # of rounds, before a share is judged
+_MAX_CUT_SHARE = 0.2
+_MAX_EQUAL_SHARE = 0.8
+_EARLY_STEPS = 50  # a policy that has learned gives equal rewards, too
+_WAIT_FROM, _WAIT_TO = 5, 30  # steps between which waiting is measured
+_MAX_WAIT_SHARE = 0.3
+
+
+class Times(NamedTuple):
+    """Seconds since the run began: all, and those in which a side waited; searchers: their mean."""
+
+    elapsed: float
+    trainer: float
+    searchers: float
+
+
+class Advice:
+    """Sentences about a run that learns little or waits, with the setting that helps; each once.
+
+    It receives the metrics of every step.
+    """
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._cut: collections.deque[float] = collections.deque(maxlen=_NUM_REPORTS)
+        self._equal: collections.deque[float] = collections.deque(maxlen=_NUM_REPORTS)
+        self._begin: Times | None = None
+
+    def lines(
+        self, config: Config, step: int, values: Mapping[str, Any], times: Times
+    ) -> list[str]:
+        """Return new sentences after a step.
+
+        Args:
+            config: config of the run.
+            step: steps made so far.
+            values: metrics of the last step, and of the rounds merged before it.
+            times: times at the end of the last step.
+        """
+        if "search/cut_share" in values:
+            self._cut.append(values["search/cut_share"])
+            self._equal.append(values["search/equal_rewards_share"])
+        found = {"cut": self._about_cut(config), "equal": self._about_equal(config, step)}
+        if step == _WAIT_FROM:
+            self._begin = times
+        if step == _WAIT_TO and self._begin is not None:
+            seconds = Times(*(now - then for now, then in zip(times, self._begin, strict=True)))
+            found["wait"] = about_waiting(config, seconds)
+        new = {name: line for name, line in found.items() if line and name not in self._said}
+        self._said |= new.keys()
+        return list(new.values())
+
+    def _about_cut(self, config: Config) -> str:
+        share, limit = _mean(self._cut), config.search.max_new_tokens
+        if share <= _MAX_CUT_SHARE:
+            return ""
+        return (
+            f"{share:.0%} of responses are cut by search.max_new_tokens={limit}. Set --config."
+            f"search.max_new_tokens={2 * limit} if the model's context allows it, or ask for "
+            "shorter responses"
+        )
+
+    def _about_equal(self, config: Config, step: int) -> str:
+        share, size = _mean(self._equal), config.search.samples_per_prompt
+        if share <= _MAX_EQUAL_SHARE or step > _EARLY_STEPS:
+            return ""
+        return (
+            f"all responses have the same reward in {share:.0%} of the groups, which says nothing "
+            "about what is better. Use prompts that are solved sometimes, a reward with more "
+            f"values, or more responses: --config.search.samples_per_prompt={2 * size}"
+        )
+
+
+def about_waiting(config: Config, times: Times) -> str:
+    """Return which side is the bottleneck and what helps; "" where neither waits much."""
+    trainer, searchers = times.trainer / times.elapsed, times.searchers / times.elapsed
+    if trainer > max(_MAX_WAIT_SHARE, searchers):
+        faster = f"--config.num_searchers={2 * config.num_searchers} where devices are free"
+        if config.replay.pace == "trainer":
+            faster += ", or --config.replay.pace=off, which trains on replayed responses meanwhile"
+        return f"the trainer waits {trainer:.0%} of the time: searching is slower. Set {faster}"
+    if searchers > _MAX_WAIT_SHARE:
+        fewer = ""
+        if config.num_searchers > 1:
+            fewer = f", or --config.num_searchers={config.num_searchers // 2}"
+        return (
+            f"searchers wait {searchers:.0%} of the time: training is slower. Set "
+            f"--config.model.remat=dots where memory allows it{fewer}"
+        )
+    return ""
+
+
+def _mean(shares: "collections.deque[float]") -> float:
+    return sum(shares) / len(shares) if len(shares) == _NUM_REPORTS else 0.0
