@@ -28,7 +28,7 @@ STANDS_ON = {
     "replay": ["flow", "settings"],
     "remote": ["devices", "replay"],
     "serving": ["environments", "remote"],
-    "report": ["flow", "settings", "storage"],
+    "report": ["devices", "flow", "storage"],
     "search": ["evaluation", "replay", "weights"],
     "train": ["models", "replay", "weights"],
     "config": ["search", "train", "report", "remote"],

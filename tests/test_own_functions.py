@@ -8,9 +8,9 @@ from test_api import SMALL, python
 
 import tba_jax
 from tba_jax.report.build import build_report
+from tba_jax.report.user_functions import UserFunctions
 from tba_jax.rewards.in_process import InProcessRewards
 from tba_jax.rewards.pool import RewardFailure
-from tba_jax.run.logs import UserFunctions
 from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
 
 # Executed without a file, as cells of a notebook are.

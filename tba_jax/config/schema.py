@@ -21,6 +21,7 @@ from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
 from tba_jax.remote.config import RemoteSettings
 from tba_jax.replay.config import ReplaySettings
+from tba_jax.report.config import ReportSettings
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.search.config import SearchSettings
 from tba_jax.settings import ConfigError as ConfigError
@@ -73,24 +74,6 @@ class LogSettings(Section):
         1800.0,
         "driver=async: seconds without progress after which the run dumps stacks and stops",
         above=0,
-        on_resume=True,
-    )
-
-
-@dataclass(frozen=True)
-class ReportSettings(Section):
-    """The report of a run."""
-
-    period_s: float = field(
-        300.0,
-        "seconds between two rewrites of report.html during the run; 0: at the end only",
-        at_least=0,
-        on_resume=True,
-    )
-    live: bool = field(False, "serve a page on this machine that follows the run", on_resume=True)
-    figures: str = field(
-        "",
-        "FILE.py:function(run, theme) -> matplotlib figure, several with commas",
         on_resume=True,
     )
 

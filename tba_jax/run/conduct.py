@@ -24,7 +24,9 @@ from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.economy import Economy
 from tba_jax.report.jsonl import LogError, jsonable, sample_jsonl
 from tba_jax.report.lines import wrong_metrics
+from tba_jax.report.process import ReportProcess
 from tba_jax.report.relay import Display
+from tba_jax.report.user_functions import UserFunctions
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run import evaluations
 from tba_jax.run.build import build
@@ -39,7 +41,6 @@ from tba_jax.run.errors import (
 )
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
-from tba_jax.run.logs import ReportProcess, UserFunctions
 from tba_jax.run.peers import Peer
 from tba_jax.run.processes import follow
 from tba_jax.run.run import Run

@@ -21,10 +21,10 @@ from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, Sta
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.report.user_functions import UserFunctions
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.errors import FleetError
-from tba_jax.run.logs import UserFunctions
 from tba_jax.run.model_parts import make_padding, make_rollout_scoring, start_weights
 from tba_jax.run.peers import Owner
 from tba_jax.run.run import Run

@@ -1,29 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of a run, its samples, the user's metrics, and the process of the live report.
+"""Logs of a run, and the responses that are written beside them.
 
-Invariants: a log that is shorter than its checkpoint says is named, on the display and in the log
-itself. No function of the user and no report ends a run, and the run waits for no report.
+Invariant: a log that is shorter than its checkpoint says is named, on the display and in the log
+itself.
 """
 
-import inspect
 import itertools
-import math
-import numbers
-import os
-import subprocess
-import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.config.schema import Config, ReportSettings
+from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.evaluation.evaluator import Evaluation
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Prompt
@@ -31,7 +21,6 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.relay import Display
 from tba_jax.report.writers import MultiWriter
-from tba_jax.settings import ConfigError, load_function
 from tba_jax.train.trainer import Shown
 
 Wanted = Callable[[dict[str, Any]], bool]
@@ -39,9 +28,6 @@ Wanted = Callable[[dict[str, Any]], bool]
 MOST_STEPS = 200  # training steps of which responses are written, and as many evaluations
 MOST_RESPONSES = 8
 _HEAD, _TAIL = 768, 256  # tokens of a long response that are kept
-_COMMAND = (sys.executable, "-m", "tba_jax.report")
-_ANNOUNCE_S, _LINE_BYTES = 0.2, 4096
-_REST = 50.0  # the rest after a rewrite, in multiples of its duration: 2 % of a core at most
 
 
 class Logs:
@@ -287,141 +273,3 @@ class Samples:
 def _hundredths(values: np.ndarray, kept: np.ndarray) -> list[int]:
     """Log ratios as whole hundredths, which take little room."""
     return np.rint(100 * np.clip(np.nan_to_num(values[kept]), -99, 99)).astype(int).tolist()
-
-
-class UserFunctions:
-    """Calls functions that return numbers by name, or None.
-
-    Args:
-        field: the setting that names them, with commas between them.
-        names: its value.
-        arguments: names of what they get.
-        note: prints one line.
-
-    Raises:
-        ConfigError: one of them cannot be loaded, or does not take these arguments.
-    """
-
-    def __init__(
-        self, field: str, names: str, arguments: tuple[str, ...], note: Callable[[str], None]
-    ) -> None:
-        self._field, self._note = field, note
-        self._functions = {
-            name: load_function(field, name) for name in map(str.strip, names.split(",")) if name
-        }
-        for name, function in self._functions.items():
-            try:
-                inspect.signature(function).bind(*arguments)
-            except TypeError as error:
-                raise ConfigError(
-                    f"{field}={name}: it is called with ({', '.join(arguments)}), and {error}. "
-                    f"Write def {name.rpartition(':')[2]}({', '.join(arguments)})"
-                ) from error
-            except ValueError:
-                pass  # some built-in functions do not tell
-        self._told: set[str] = set()
-
-    def __call__(self, *arguments: Any) -> dict[str, float]:
-        """Return the numbers of all functions; one that fails is not called any more."""
-        numbers_found: dict[str, float] = {}
-        for name, function in [*self._functions.items()]:
-            try:
-                found = function(*arguments)
-                numbers_found |= self._numbers(name, {} if found is None else found)
-            except Exception as error:  # the traceback of the user's code shows the place
-                del self._functions[name]
-                where = "".join(traceback.format_exception(error)).rstrip()
-                self._note(
-                    f"{self._field}={name} raised {type(error).__name__}: {error}. The run goes "
-                    f"on without it\n{where}"
-                )
-        return numbers_found
-
-    def _numbers(self, name: str, found: Any) -> dict[str, float]:
-        """Return the loggable values; report each other value once."""
-        if not isinstance(found, Mapping):
-            raise TypeError(f"returned {found!r:.60}, wanted numbers by name, or None")
-        kept = {}
-        for key, value in found.items():
-            value = value.item() if hasattr(value, "item") else value
-            if isinstance(value, numbers.Real) and math.isfinite(value):
-                kept[str(key)] = float(value)
-            elif (said := f"{name} {key}") not in self._told:
-                self._told.add(said)
-                self._note(
-                    f"{self._field}={name} returned {value!r:.60} as {key!r}, which is left out: "
-                    "wanted a finite number"
-                )
-        return kept
-
-
-class ReportProcess:
-    """Starts `python -m tba_jax.report` from time to time.
-
-    Args:
-        workdir: work directory of the run.
-        settings: how often, and whether a page is served.
-        note: prints the address of the page.
-        clock: seconds that never go backwards.
-    """
-
-    def __init__(
-        self,
-        workdir: Path,
-        settings: ReportSettings,
-        note: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._workdir, self._settings, self._clock = workdir, settings, clock
-        self._began_s = clock()
-        self._next_s = self._began_s + settings.period_s
-        self._rewriting: subprocess.Popen[bytes] | None = None
-        self._serving: subprocess.Popen[bytes] | None = None
-        self._note, self._stop = note, StopFlag()
-        self._printed = tempfile.TemporaryFile()  # of the live page; a pipe would fill up
-        if settings.live:
-            self._serving = self._start("--live")
-        self._announcing = Worker("live-page", self._announce, self._stop, idle_s=_ANNOUNCE_S)
-        if settings.live:
-            self._announcing.start()
-
-    def _start(self, *options: str) -> "subprocess.Popen[bytes]":
-        own = [f"--figures={self._settings.figures}"] if self._settings.figures else []
-        output = self._printed if options else subprocess.DEVNULL
-        return subprocess.Popen(
-            [*_COMMAND, str(self._workdir), "--with_parent", *options, *own],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
-
-    def _announce(self) -> bool:
-        """Print the address once the live page has written it."""
-        line, end, _ = os.pread(self._printed.fileno(), _LINE_BYTES, 0).partition(b"\n")
-        if end:
-            self._note(f"live page: {line.decode(errors='replace').strip()}")
-            self._stop.set()
-        return False
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Rewrite report.html if it is time, after a line of metrics; returns at once."""
-        del step, values
-        now = self._clock()
-        if self._rewriting is not None:
-            if self._rewriting.poll() is None:
-                return
-            self._rewriting = None
-            rest = max(self._settings.period_s, _REST * (now - self._began_s))
-            self._next_s = self._began_s + rest
-        if self._settings.period_s and now >= self._next_s:
-            self._began_s = now
-            self._rewriting = self._start()
-
-    def close(self) -> None:
-        """End both processes."""
-        self._announcing.close()
-        self._printed.close()
-        for process in (self._rewriting, self._serving):
-            if process is not None:
-                process.kill()
-                process.wait()

@@ -3,9 +3,9 @@ import time
 
 from fake_workdir import fake_workdir
 
-from tba_jax.config.schema import ReportSettings
-from tba_jax.run import logs
-from tba_jax.run.logs import ReportProcess
+from tba_jax.report import process
+from tba_jax.report.config import ReportSettings
+from tba_jax.report.process import ReportProcess
 
 
 def wait_for(condition):
@@ -16,7 +16,7 @@ def wait_for(condition):
 
 
 def test_a_report_is_rewritten_and_rests_in_proportion(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "_COMMAND", ("sh", "-c", 'echo "$1" >> "$0/times"'))
+    monkeypatch.setattr(process, "_COMMAND", ("sh", "-c", 'echo "$1" >> "$0/times"'))
     now = [0.0]
     writer = ReportProcess(tmp_path, ReportSettings(period_s=300), print, clock=lambda: now[0])
     told = tmp_path / "times"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions in users' files that return numbers to log. No such function ends a run."""
+
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tba_jax.settings import ConfigError, load_function
+
+
+class UserFunctions:
+    """Calls functions that return numbers by name, or None.
+
+    Args:
+        field: the setting that names them, with commas between them.
+        names: its value.
+        arguments: names of what they get.
+        note: prints one line.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or does not take these arguments.
+    """
+
+    def __init__(
+        self, field: str, names: str, arguments: tuple[str, ...], note: Callable[[str], None]
+    ) -> None:
+        self._field, self._note = field, note
+        self._functions = {
+            name: load_function(field, name) for name in map(str.strip, names.split(",")) if name
+        }
+        for name, function in self._functions.items():
+            try:
+                inspect.signature(function).bind(*arguments)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{field}={name}: it is called with ({', '.join(arguments)}), and {error}. "
+                    f"Write def {name.rpartition(':')[2]}({', '.join(arguments)})"
+                ) from error
+            except ValueError:
+                pass  # some built-in functions do not tell
+        self._told: set[str] = set()
+
+    def __call__(self, *arguments: Any) -> dict[str, float]:
+        """Return the numbers of all functions; one that fails is not called any more."""
+        numbers_found: dict[str, float] = {}
+        for name, function in [*self._functions.items()]:
+            try:
+                found = function(*arguments)
+                numbers_found |= self._numbers(name, {} if found is None else found)
+            except Exception as error:  # the traceback of the user's code shows the place
+                del self._functions[name]
+                where = "".join(traceback.format_exception(error)).rstrip()
+                self._note(
+                    f"{self._field}={name} raised {type(error).__name__}: {error}. The run goes "
+                    f"on without it\n{where}"
+                )
+        return numbers_found
+
+    def _numbers(self, name: str, found: Any) -> dict[str, float]:
+        """Return the loggable values; report each other value once."""
+        if not isinstance(found, Mapping):
+            raise TypeError(f"returned {found!r:.60}, wanted numbers by name, or None")
+        kept = {}
+        for key, value in found.items():
+            value = value.item() if hasattr(value, "item") else value
+            if isinstance(value, numbers.Real) and math.isfinite(value):
+                kept[str(key)] = float(value)
+            elif (said := f"{name} {key}") not in self._told:
+                self._told.add(said)
+                self._note(
+                    f"{self._field}={name} returned {value!r:.60} as {key!r}, which is left out: "
+                    "wanted a finite number"
+                )
+        return kept
