@@ -14,7 +14,7 @@ import numpy as np
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.session import Session
-from tba_jax.flow.trajectory import FinishReason, Prompt
+from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.source import Verdict
 
@@ -34,6 +34,7 @@ class Episode(NamedTuple):
         verdict: of its environment: the reward, or the reason for none; None: reward functions
             compute it.
         environment_s: seconds that it waited for its environment; None without one.
+        path_lengths: as in `Trajectory`.
     """
 
     request: int
@@ -47,11 +48,17 @@ class Episode(NamedTuple):
     temperature: float
     verdict: Verdict | None = None
     environment_s: float | None = None
+    path_lengths: tuple[int, ...] = ()
 
     @property
     def has_eos(self) -> bool:
         """Return whether the episode ended by itself, before any limit."""
         return self.finish in ("eos", "done")
+
+    @property
+    def paths(self) -> list[slice]:
+        """Return the tokens of each path."""
+        return paths_of(len(self.tokens), self.path_lengths)
 
     @property
     def num_sampled(self) -> int:

@@ -115,7 +115,8 @@ class _Attempt:
     settings: SamplingSettings
     temperature: float
     environment: Environment | None = None
-    segments: list[_Segment] = dataclasses.field(default_factory=list)
+    paths: list[list[_Segment]] = dataclasses.field(default_factory=lambda: [[]])
+    path: int = 0  # of the newest turn
     versions: list[int] = dataclasses.field(default_factory=list)
     num_turns: int = 0
     has_begun: bool = False
@@ -125,7 +126,11 @@ class _Attempt:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.segments)
+        return sum(len(s.tokens) for path in self.paths for s in path)
+
+    @property
+    def segments(self) -> list[_Segment]:
+        return self.paths[self.path]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -278,10 +283,11 @@ class EpisodeSession(SingleTurnSession):
     def run(self) -> Iterator[Episode]:
         """Yield all episodes; waits for every response, so the order depends on no duration."""
         while not self.is_idle:
-            self._ask()
+            self._begin_queued()
             while self._asked:
                 if all(self._answers_known()):
-                    self._ask()
+                    self._poll()
+                    self._begin_queued()
                 else:
                     time.sleep(_POLL_S)
             yield from self._ended
@@ -298,6 +304,10 @@ class EpisodeSession(SingleTurnSession):
     def _ask(self) -> None:
         """Begin episodes, and continue those whose environments have responded."""
         self._begin_queued()
+        self._poll()
+
+    def _poll(self) -> None:
+        """Continue episodes whose environments have responded."""
         asked, self._asked = self._asked, []
         for attempt in asked:
             assert attempt.environment is not None
@@ -342,11 +352,15 @@ class EpisodeSession(SingleTurnSession):
         request = None if answer.request is None else Request(*answer.request)
         if request is not None:
             tokens = np.array(request.tokens, np.int32)
-            if not attempt.has_begun:
+            is_fork = request.path == len(attempt.paths)
+            attempt.path = request.path
+            if is_fork:
+                attempt.paths.append([])
+            if is_fork or not attempt.has_begun:
                 first, tokens = tokens[0], tokens[1:]
                 if first != attempt.prompt.tokens[0]:
                     line = (
-                        f"its first request begins with token {first}, prompts of the task with "
+                        f"a request begins with token {first}, prompts of the task with "
                         f"{attempt.prompt.tokens[0]}: use chats in both or in neither"
                     )
                     self._episodes.environments.report("environment_first_token", line)
@@ -435,10 +449,12 @@ class EpisodeSession(SingleTurnSession):
         self._asked.append(attempt)
 
     def _end(self, attempt: _Attempt, verdict: Verdict | None) -> None:
-        segments = attempt.segments
-        if not segments:  # Nothing was sampled; a rejected response still needs one token.
+        paths = [path for path in attempt.paths if any(s.is_sampled for s in path)]
+        if not paths:  # Nothing was sampled; a rejected response still needs one token.
             none = np.zeros(1, np.float32)
-            segments = [_Segment(attempt.prompt.tokens[-1:], none, True, "")]
+            paths = [[_Segment(attempt.prompt.tokens[-1:], none, True, "")]]
+        segments = [s for path in paths for s in path]
+        lengths = tuple(sum(len(s.tokens) for s in path) for path in paths)
         sizes = [len(s.tokens) for s in segments]
         versions = attempt.versions or [self.version]
         self._ended.append(
@@ -454,6 +470,7 @@ class EpisodeSession(SingleTurnSession):
                 attempt.temperature,
                 verdict,
                 attempt.environment_s,
+                lengths if len(paths) > 1 else (),
             )
         )
 

@@ -31,14 +31,16 @@ class Request(NamedTuple):
     """Request of an agent for a turn.
 
     Attributes:
-        tokens: tokens that continue those of the episode.
+        tokens: tokens that continue those of a path of the episode; all tokens of a new path.
         max_tokens: maximum number of tokens of the turn.
         stop: texts that end the turn, instead of the run's; empty: those of the run.
+        path: index of the path; the number of paths so far begins a new one.
     """
 
     tokens: list[int]
     max_tokens: int
     stop: list[str]
+    path: int = 0
 
 
 class Answer(NamedTuple):

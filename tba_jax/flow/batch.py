@@ -49,6 +49,10 @@ class Batch(NamedTuple):
             as far as devices divide them; None unless a learned log Z reads them.
         token_advantages: float32 [n c t], as in `Trajectory`, 0 at padding; None unless the
             objective reads them.
+        path_lengths: int32 [n c], tokens in a row of an episode's path; None: no episode forks, so
+            they are `response_lengths`. The paths of an episode have one slot.
+        places: int32 [n c t], index of each token within its episode; 0 at padding; None as
+            `path_lengths`.
         soft_values: float32 [p k], of the prompt, nan where none is known; None unless a cached
             log Z reads them.
     """
@@ -66,6 +70,8 @@ class Batch(NamedTuple):
     prompts: HostOrDeviceArray | None = None
     soft_values: HostOrDeviceArray | None = None
     token_advantages: HostOrDeviceArray | None = None
+    path_lengths: HostOrDeviceArray | None = None
+    places: HostOrDeviceArray | None = None
 
 
 class PackedBatch(NamedTuple):
@@ -84,6 +90,9 @@ class PackedBatch(NamedTuple):
             in `Batch`.
         is_sampled: bool [n s], False at prompts and padding; None: every response token is sampled.
         token_advantages: float32 [n s], 0 at prompts and padding; None as in `Batch`.
+        paths: int32 [n s], index of the path of its episode; at a prompt, that of the response that
+            follows it; None: no episode forks.
+        places: int32 [n s], as in `Batch`; 0 at prompts and padding.
         prompts, soft_values: as in `Batch`.
         contexts: int32 [n s], which prompt of its row each position belongs or responds to, from 1,
             0 at padding; None: every response has a separate prompt.
@@ -104,3 +113,5 @@ class PackedBatch(NamedTuple):
     soft_values: HostOrDeviceArray | None = None
     token_advantages: HostOrDeviceArray | None = None
     contexts: HostOrDeviceArray | None = None
+    paths: HostOrDeviceArray | None = None
+    places: HostOrDeviceArray | None = None

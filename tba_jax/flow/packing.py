@@ -134,7 +134,7 @@ class Packing:
         prompt, response = self.padding.lengths(*_longest(draws))
         best = _cheapest(shapes, needed, prompt, response)
         shape, places = shapes[best], candidates[best]
-        num_rows, c = bucket_length(needed[best], shape.buckets), shape.responses
+        num_rows, c = _compiled_rows(needed[best], shape), shape.responses
         length = self.row_length or prompt + c * response
         rows = _Rows.filled(
             self._sequences(draws, places, shape, None if self.row_length else (prompt, response)),
@@ -165,11 +165,17 @@ class Packing:
                 is_sampled=rows.is_sampled,
                 token_advantages=rows.advantages,
                 contexts=rows.contexts if self.shares_prompts else None,
+                paths=rows.paths,
+                places=rows.places,
                 **of_slots,
             )
 
         def of_responses(x: np.ndarray) -> np.ndarray:
             return x[:, prompt:].reshape(num_rows, c, response)
+
+        def of_forks(places: np.ndarray) -> dict[str, np.ndarray]:
+            lengths = np.count_nonzero(of_responses(slots), axis=2)
+            return {"path_lengths": lengths.astype(np.int32), "places": of_responses(places)}
 
         return Batch(
             rows.tokens,
@@ -177,6 +183,7 @@ class Packing:
             of_responses(rows.behavior),
             is_sampled=None if rows.is_sampled is None else of_responses(rows.is_sampled),
             token_advantages=None if rows.advantages is None else of_responses(rows.advantages),
+            **({} if rows.places is None else of_forks(rows.places)),
             **of_slots,
         )
 
@@ -189,9 +196,12 @@ class Packing:
             ValueError: a sequence is longer than a row.
         """
         lengths = [
-            [len(d.prompt.tokens) + len(y.response_tokens) for y in d.trajectories] for d in draws
+            [len(d.prompt.tokens) + x.stop - x.start for y in d.trajectories for x in y.paths]
+            for d in draws
         ]
-        longest = max(n for group in lengths for n in group)
+        longest = max(
+            len(d.prompt.tokens) + len(y.response_tokens) for d in draws for y in d.trajectories
+        )
         if self.row_length and longest > self.row_length:
             raise ValueError(
                 f"a prompt with its response has {longest} tokens and does not fit a row of "
@@ -226,17 +236,29 @@ class Packing:
         empty = np.zeros(0, np.int32)
         for i, d in enumerate(draws):
             x = d.prompt.tokens
-            for j, y in enumerate(d.trajectories):
-                at = piece + j // c
+            paths = [(j, y, k) for j, y in enumerate(d.trajectories) for k in range(len(y.paths))]
+            for number, (j, y, path) in enumerate(paths):
+                at = piece + number // c
                 row, slot = int(places.rows[at]), i * self.group_size + j + 1
                 if padded is not None:
-                    first = padded[0] + j % c * padded[1]
-                    yield _Sequence(slot, x, y, row, len(x), padded[0], first)
+                    first = padded[0] + number % c * padded[1]
+                    yield _Sequence(slot, x, y, path, row, len(x), padded[0], first)
                     continue
                 own = x if places.leads[at] else empty
                 end = starts[at] + len(own)
-                yield _Sequence(slot, own, y, row, len(x), end, end)
-            piece += math.ceil(len(d.trajectories) / c)
+                yield _Sequence(slot, own, y, path, row, len(x), end, end)
+            piece += math.ceil(len(paths) / c)
+
+
+def _compiled_rows(needed: int, shape: Shape) -> int:
+    """Return the number of rows of a batch that needs `needed` rows.
+
+    Only forks need more than the largest compiled number; multiples of it are then compiled too.
+    """
+    most = shape.buckets[-1]
+    if needed > most:
+        return math.ceil(needed / most) * most
+    return bucket_length(needed, shape.buckets)
 
 
 def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, response: int) -> int:
@@ -277,12 +299,13 @@ def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
 
 
 class _Sequence(NamedTuple):
-    """A response and its prompt, with their place in a packed row.
+    """A path of a response and its prompt, with their place in a packed row.
 
     Attributes:
         slot: slot of the response in the batch.
         prompt: tokens of the prompt; empty if the prompt is placed before another response.
         response: the response.
+        path: index of the path.
         row: index of the row.
         position: position of the first response token in its sequence: the length of the prompt.
         prompt_end: column of the row after the prompt.
@@ -292,6 +315,7 @@ class _Sequence(NamedTuple):
     slot: int
     prompt: np.ndarray
     response: Trajectory
+    path: int
     row: int
     position: int
     prompt_end: int
@@ -308,6 +332,8 @@ class _Rows:
     behavior: np.ndarray
     is_sampled: np.ndarray | None
     advantages: np.ndarray | None
+    paths: np.ndarray | None
+    places: np.ndarray | None
 
     @classmethod
     def filled(
@@ -320,10 +346,12 @@ class _Rows:
     ) -> "_Rows":
         """Return rows with all sequences at their positions.
 
-        `is_sampled` is None if no token comes from an environment.
+        `is_sampled` is None if no token comes from an environment, `paths` and `places` are None
+        if no episode forks.
         """
         sequences = list(sequences)
         has_environment = any(x.response.is_sampled is not None for x in sequences)
+        has_forks = any(x.path for x in sequences)
         rows = cls(
             np.full(shape, pad_id, np.int32),
             np.zeros(shape, np.int32),
@@ -331,25 +359,32 @@ class _Rows:
             np.zeros(shape, np.float32),
             np.zeros(shape, bool) if has_environment else None,
             np.zeros(shape, np.float32) if has_advantages else None,
+            np.zeros(shape, np.int32) if has_forks else None,
+            np.zeros(shape, np.int32) if has_forks else None,
         )
-        for slot, x, y, row, position, end, first in sequences:
-            n, last = len(x), first + len(y.response_tokens)
+        for slot, x, y, path, row, position, end, first in sequences:
+            of_path = y.paths[path]
+            n, last = len(x), first + of_path.stop - of_path.start
             of_prompt, of_response = slice(end - n, end), slice(first, last)
             rows.tokens[row, of_prompt] = x
-            rows.tokens[row, of_response] = y.response_tokens
+            rows.tokens[row, of_response] = y.response_tokens[of_path]
             rows.slots[row, of_prompt] = rows.slots[row, of_response] = slot
             rows.positions[row, of_prompt] = np.arange(n)
             rows.positions[row, of_response] = position + np.arange(last - first)
-            rows.behavior[row, of_response] = y.behavior_token_logprobs
+            rows.behavior[row, of_response] = y.behavior_token_logprobs[of_path]
+            if rows.paths is not None and rows.places is not None:
+                rows.paths[row, of_prompt] = rows.paths[row, of_response] = path
+                rows.places[row, of_response] = np.arange(of_path.start, of_path.stop)
             if rows.advantages is not None:
                 if y.token_advantages is None:
                     raise ValueError(
                         f"a response to prompt {y.prompt_id} has no advantages, which this "
                         "objective needs; start the run in another --workdir"
                     )
-                rows.advantages[row, of_response] = y.token_advantages
+                rows.advantages[row, of_response] = y.token_advantages[of_path]
             if rows.is_sampled is not None:
-                rows.is_sampled[row, of_response] = True if y.is_sampled is None else y.is_sampled
+                is_sampled = True if y.is_sampled is None else y.is_sampled[of_path]
+                rows.is_sampled[row, of_response] = is_sampled
         return rows
 
     @property

@@ -39,12 +39,13 @@ class Settings(NamedTuple):
     finish_reason: FinishReason
     part_names: tuple[str, ...]
     has_advantages: bool = False
+    num_paths: int = 1
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Settings":
         """Inverse of a row of `SettingsTable.to_json`."""
-        searcher, temperature, finish, names, *has_advantages = row
-        return cls(searcher, temperature, finish, tuple(names), any(has_advantages))
+        searcher, temperature, finish, names, *further = row
+        return cls(searcher, temperature, finish, tuple(names), *further)
 
 
 class SettingsTable:
@@ -68,7 +69,7 @@ class SettingsTable:
 
     def to_json(self) -> list[list[Any]]:
         """Return rows for SettingsTable(rows)."""
-        return [[*row[:3], list(row.part_names), row.has_advantages] for row in self._rows]
+        return [[*row[:3], list(row.part_names), *row[4:]] for row in self._rows]
 
 
 def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
@@ -79,6 +80,7 @@ def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
         y.finish_reason,
         tuple(y.reward_parts),
         y.token_advantages is not None,
+        len(y.paths),
     )
     return (
         y.prompt_id,
@@ -97,16 +99,17 @@ def pack_tokens(y: Trajectory) -> bytes:
 
 
 def pack_extras(y: Trajectory) -> bytes:
-    """Return behavior log-probs (float32), reward parts (float64), advantages, `is_sampled`.
+    """Return behavior log-probs (float32), reward parts (float64), advantages, paths, `is_sampled`.
 
-    Advantages are float32, or absent. `is_sampled` is a bit per token, in whole words of 4 bytes;
-    absent if the policy sampled every token.
+    Advantages are float32, or absent. Lengths of paths are int32, absent for one path. `is_sampled`
+    is a bit per token, in whole words of 4 bytes; absent if the policy sampled every token.
     """
     parts = y.reward_parts.values()
     logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
     packed = logprobs + struct.pack(f"<{len(parts)}d", *parts)
     if y.token_advantages is not None:
         packed += np.ascontiguousarray(y.token_advantages, "<f4").tobytes()
+    packed += np.array(y.path_lengths, "<i4").tobytes()
     if y.is_sampled is None:
         return packed
     bits = np.packbits(y.is_sampled).tobytes()
@@ -134,7 +137,9 @@ def unpack(
     out = []
     for row, token_bytes, extra_bytes in zip(rows, tokens, extras, strict=True):
         prompt_id, reward, reference_logprob, version_min, version_max, round_, settings = row[:7]
-        searcher, temperature, finish_reason, part_names, has_advantages = table[settings]
+        searcher, temperature, finish_reason, part_names, has_advantages, num_paths = table[
+            settings
+        ]
         parts: Mapping[str, float] = {}
         if part_names:
             values = struct.unpack_from(f"<{len(part_names)}d", extra_bytes, len(token_bytes))
@@ -146,6 +151,10 @@ def unpack(
             first = extra_start + end // 4
             advantages = all_extras[first : first + count]
             end += len(token_bytes)
+        path_lengths: tuple[int, ...] = ()
+        if num_paths > 1:
+            path_lengths = struct.unpack_from(f"<{num_paths}i", extra_bytes, end)
+            end += 4 * num_paths
         is_sampled = None
         if len(extra_bytes) > end:
             bits = np.frombuffer(extra_bytes, np.uint8, offset=end)
@@ -166,6 +175,7 @@ def unpack(
                 finish_reason=finish_reason,
                 is_sampled=is_sampled,
                 token_advantages=advantages,
+                path_lengths=path_lengths,
             )
         )
         start += count

@@ -5,7 +5,8 @@ Every array is a host (numpy) array. Invariant: the K or S responses of one prom
 """
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -36,6 +37,11 @@ class Prompt:
 class Trajectory:
     """One (prompt, response) with its reward, log-probs and provenance.
 
+    An episode forks where a later request of its agent does not continue the earlier tokens. It has
+    several paths then: token sequences that each follow the prompt. Its arrays hold the paths one
+    after the other. A sampled token is marked in one path only; other paths that repeat its text
+    have it as given tokens.
+
     Attributes:
         prompt_id: the prompt this is a response to.
         response_tokens: int32 [t], unpadded, the end-of-sequence token included when one was drawn.
@@ -56,6 +62,7 @@ class Trajectory:
             wrote it; None: every token is sampled.
         token_advantages: float32 [t], estimated by sampling continuations from states of the
             response; None: not estimated.
+        path_lengths: tokens of each path of an episode that forks; (): one path.
     """
 
     prompt_id: int
@@ -72,6 +79,12 @@ class Trajectory:
     finish_reason: FinishReason
     is_sampled: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
+    path_lengths: tuple[int, ...] = ()
+
+    @property
+    def paths(self) -> list[slice]:
+        """Return the tokens of each path."""
+        return paths_of(len(self.response_tokens), self.path_lengths)
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +92,12 @@ class Trajectory:
         own = (self.is_sampled, self.token_advantages)
         more = sum(x.nbytes for x in own if x is not None)
         return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + more
+
+
+def paths_of(num_tokens: int, path_lengths: Sequence[int]) -> list[slice]:
+    """Return the tokens of each path of an episode; arguments as in `Trajectory`."""
+    ends = list(itertools.accumulate(path_lengths or (num_tokens,)))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

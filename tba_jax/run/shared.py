@@ -184,7 +184,7 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
     """Return the processes of the environment that the config names, if it names one."""
     if not config.task.environment:
         return None
-    search = config.search
+    search, objective = config.search, config.objective.built
     served = Served(
         "policy",
         tokenizer,
@@ -198,6 +198,8 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
         served,
         timeout_s=config.reward.timeout_s,
         max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
+        # Turns of parallel paths have no order; minibatches would divide the paths of an episode.
+        allows_forks=objective.minibatches == 1 and getattr(objective, "balance", "") != "turn",
     )
 
 

@@ -6,7 +6,7 @@ episode is a trajectory of its prompt's group, or counted there as rejected by i
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -41,16 +41,20 @@ class Scored(NamedTuple):
 
     Attributes:
         calls: results, float32 [b c] each.
-        places: for each group, (call, row, column) of each of its responses.
+        places: for each group and response, (call, row, column) of each of its paths.
     """
 
     calls: list[jax.Array]
-    places: list[list[tuple[int, int, int]]]
+    places: list[list[list[tuple[int, int, int]]]]
 
     def sums(self) -> list[np.ndarray]:
-        """Wait; return log pi_ref of every response, [S] for each group."""
+        """Wait; return log pi_ref of every response, [S] for each group, summed over its paths."""
         values = [np.asarray(call) for call in self.calls]
-        return [np.array([values[c][b, j] for c, b, j in places]) for places in self.places]
+
+        def total(paths: list[tuple[int, int, int]]) -> np.float32:
+            return np.float32(sum(values[c][b, j] for c, b, j in paths))
+
+        return [np.array([total(paths) for paths in places]) for places in self.places]
 
 
 class _Bucket(NamedTuple):
@@ -62,9 +66,21 @@ class _Bucket(NamedTuple):
     width: int
 
 
+class _Path(NamedTuple):
+    """Tokens of a path of an episode, and which the policy sampled; None: all."""
+
+    tokens: np.ndarray
+    is_sampled: np.ndarray | None
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """Return a key that is equal for paths after one prompt with equal log-probs."""
+        return self.tokens.tobytes(), b"" if self.is_sampled is None else self.is_sampled.tobytes()
+
+
 class _Row(NamedTuple):
     prompt: np.ndarray
-    episodes: Sequence[Episode]
+    paths: Sequence[_Path]
 
 
 def dispatch_reference(
@@ -75,7 +91,7 @@ def dispatch_reference(
     *,
     shares_prompts: bool = False,
 ) -> Scored:
-    """Score every distinct response, without waiting.
+    """Score every distinct path of the responses, without waiting.
 
     A call always has room for `num_responses`, in the pair of buckets that the response itself
     needs. So its log-prob does not depend, bit for bit, on other prompts, nor (without shared
@@ -90,18 +106,19 @@ def dispatch_reference(
             three quarters of them exist, else a quarter of it.
     """
     rows: dict[_Bucket, list[_Row]] = {}
-    keys = [[_key(y) for y in group.episodes] for group in groups]
+    paths = [[_paths(y) for y in group.episodes] for group in groups]
     found: list[dict[tuple[bytes, bytes], tuple[_Bucket, int, int]]] = []
-    for group in groups:
+    for group, of_episodes in zip(groups, paths, strict=True):
         prompt = group.prompt.tokens
         found.append({})
-        for (s, t, is_single), own in _by_bucket(prompt, group.episodes, padding).items():
+        distinct = {path.key: path for own in of_episodes for path in own}.values()
+        for (s, t, is_single), own in _by_bucket(prompt, distinct, padding).items():
             width = _width(len(own), num_responses) if shares_prompts else 1
             bucket = _Bucket(s, t, is_single, width)
             same = rows.setdefault(bucket, [])
             for start in range(0, len(own), width):
                 part = own[start : start + width]
-                found[-1] |= {_key(y): (bucket, len(same), j) for j, y in enumerate(part)}
+                found[-1] |= {y.key: (bucket, len(same), j) for j, y in enumerate(part)}
                 same.append(_Row(prompt, part))
     calls: list[jax.Array] = []
     first_call = {}
@@ -117,23 +134,28 @@ def dispatch_reference(
         num_rows = num_responses // bucket.width
         return first_call[bucket] + row // num_rows, row % num_rows, j
 
-    return Scored(calls, [[place(i, key) for key in own] for i, own in enumerate(keys)])
+    return Scored(
+        calls,
+        [
+            [[place(i, path.key) for path in own] for own in of_episodes]
+            for i, of_episodes in enumerate(paths)
+        ],
+    )
 
 
-def _key(y: Episode) -> tuple[bytes, bytes]:
-    """Return a key that is equal for responses to a prompt with equal log-probs."""
-    return y.tokens.tobytes(), b"" if y.is_sampled is None else y.is_sampled.tobytes()
+def _paths(y: Episode) -> list[_Path]:
+    return [
+        _Path(y.tokens[part], None if y.is_sampled is None else y.is_sampled[part])
+        for part in y.paths
+    ]
 
 
 def _by_bucket(
-    prompt: np.ndarray, episodes: Sequence[Episode], padding: Padding
-) -> dict[tuple[int, int, bool], list[Episode]]:
-    """Group distinct responses to a prompt by the buckets that they need."""
-    found: dict[tuple[int, int, bool], list[Episode]] = {}
-    distinct: dict[tuple[bytes, bytes], Episode] = {}
-    for y in episodes:
-        distinct.setdefault(_key(y), y)
-    for y in distinct.values():
+    prompt: np.ndarray, paths: Iterable[_Path], padding: Padding
+) -> dict[tuple[int, int, bool], list[_Path]]:
+    """Group paths after a prompt by the buckets that they need."""
+    found: dict[tuple[int, int, bool], list[_Path]] = {}
+    for y in paths:
         lengths = padding.lengths(len(prompt), len(y.tokens))
         found.setdefault((*lengths, y.is_sampled is None), []).append(y)
     return found
@@ -158,7 +180,7 @@ def _dispatch(
     is_sampled = np.zeros(responses.shape, bool)
     lengths = np.zeros((num_rows, c), np.int32)
     for i, row in enumerate(rows):
-        for j, y in enumerate(row.episodes):
+        for j, y in enumerate(row.paths):
             lengths[i, j] = n = len(y.tokens)
             responses[i, j, :n] = y.tokens
             is_sampled[i, j, :n] = True if y.is_sampled is None else y.is_sampled
@@ -239,6 +261,7 @@ def _assemble(
                 sampling_temperature=y.temperature,
                 finish_reason=y.finish,
                 is_sampled=y.is_sampled,
+                path_lengths=y.path_lengths,
                 token_advantages=None if advantages is None else advantages[j],
             )
         )
@@ -251,7 +274,10 @@ def measure(
     """Return metrics of the responses; `num_sampled_tokens` is 0 for given responses."""
     episodes = [(i, y) for i, group in enumerate(groups) for y in group.episodes]
     waited_s = [y.environment_s for _, y in episodes if y.environment_s is not None]
-    waited = {"environment_s": float(np.mean(waited_s))} if waited_s else {}
+    waited = {}
+    if waited_s:
+        waited["environment_s"] = float(np.mean(waited_s))
+        waited["episode_paths"] = float(np.mean([len(y.paths) for _, y in episodes]))
     rewards = iter(grades.rewards)
     of_groups = [set(itertools.islice(rewards, len(group.episodes))) for group in groups]
     return RoundMetrics(

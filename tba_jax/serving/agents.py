@@ -5,8 +5,9 @@ An agent is a function `run(base_url, row)` in an environment process. It, or a 
 starts, sends requests to its base URL on this machine's loopback interface. Each request is a turn
 of one episode, sampled by the searcher's decode session; the return value is the reward.
 
-Invariants: the prompt of a request begins with all earlier tokens of its episode as they were
-sampled, or the episode is rejected by a name; a request outlives its episode only as an error.
+The prompt of a request begins with all tokens of an earlier turn as they were sampled, or it begins
+a new path of the episode: the episode forks. Invariant: a request outlives its episode only as an
+error.
 """
 
 import functools
@@ -41,7 +42,9 @@ class Agent:
         self.id = secrets.token_hex(16)
         self._pool, self._process = pool, process
         self._lock = threading.Lock()
-        self._prompt = self._completion = np.zeros(0, np.int32)  # of the newest sampled turn
+        # Prompt and sampled tokens of the newest turn of each path.
+        self._turns: list[tuple[np.ndarray, np.ndarray]] = []
+        self._path = 0  # of the request
         self._generation: Generation | None = None  # requested, and not sampled
         self._is_taken = False  # the session has received `_generation`
         self._refusal = ""  # of further requests
@@ -59,7 +62,10 @@ class Agent:
         with self._lock:
             generation, self._generation, self._is_taken = self._generation, None, False
             assert generation is not None, "the session samples requested turns only"
-            self._prompt, self._completion = generation.prompt, response.tokens
+            self._turns[self._path :] = [
+                (generation.prompt, response.tokens),
+                *self._turns[self._path + 1 :],
+            ]
             self._process.restart_deadline()
         finish = "stop" if response.has_eos else "length"
         _notify(generation, Update(0, response.tokens, response.token_logprobs, finish))
@@ -93,7 +99,7 @@ class Agent:
             answer = self._process.reject(*failure)
         elif not answer.failure:
             self._has_returned = True
-            failure = failure or (None if len(self._completion) else _NO_TURN)
+            failure = failure or (None if self._turns else _NO_TURN)
             if failure is not None:
                 self.release()
                 self._pool.report(*failure)
@@ -122,12 +128,15 @@ class Agent:
             _notify(generation, ApiError(reason, code="episode_ended"))
 
     def _request(self, generation: Generation) -> Request:
-        start = len(self._prompt) + len(self._completion)
+        start = 0
+        if self._path < len(self._turns):
+            start = sum(map(len, self._turns[self._path]))
         strings = generation.settings.stop_strings
         return Request(
             generation.prompt[start:].tolist(),
             generation.settings.max_new_tokens,
             list(strings.strings) if strings else [],
+            self._path,
         )
 
     # As the scope of requests.
@@ -165,26 +174,38 @@ class Agent:
                 self._failure = "environment_disconnect", text
 
     def _extended(self, kind: Kind, body: Mapping[str, Any], prompt: np.ndarray) -> np.ndarray:
-        """Return the prompt of a request in the tokens of the episode.
+        """Return the prompt of a request in the tokens of the path that it continues, if any.
 
         Raises:
-            ApiError: the request does not continue the tokens of the episode.
+            ApiError: the request continues no path, and the run has no forks.
         """
-        before = np.concatenate([self._prompt, self._completion])
-        if not len(before):
-            return prompt
-        found = None
-        if kind == "chat":
-            found = self._pool.served.chat.bridge(
-                self._prompt, self._completion, body["messages"], body.get("tools") or []
-            )
-        elif isinstance(body.get("prompt"), str):
-            found = extended(self._pool.served.tokenizer, before, prompt, skip_special=True)
-        elif np.array_equal(prompt[: len(before)], before):
-            found = prompt
-        if found is None:
+        for path in reversed(range(len(self._turns))):
+            found = self._continued(kind, body, prompt, *self._turns[path])
+            if found is not None:
+                self._path = path
+                return found
+        if self._turns and not self._pool.allows_forks:
             raise self._failed("a request of the agent does not continue the conversation")
-        return found
+        self._path = len(self._turns)
+        return prompt
+
+    def _continued(
+        self,
+        kind: Kind,
+        body: Mapping[str, Any],
+        prompt: np.ndarray,
+        previous: np.ndarray,
+        completion: np.ndarray,
+    ) -> np.ndarray | None:
+        """Return the prompt as a continuation of a turn; None if it is none."""
+        before = np.concatenate([previous, completion])
+        if kind == "chat":
+            return self._pool.served.chat.bridge(
+                previous, completion, body["messages"], body.get("tools") or []
+            )
+        if isinstance(body.get("prompt"), str):
+            return extended(self._pool.served.tokenizer, before, prompt, skip_special=True)
+        return prompt if np.array_equal(prompt[: len(before)], before) else None
 
     def _failed(self, text: str) -> ApiError:
         self._failure = "environment_fork", text
@@ -206,12 +227,21 @@ class AgentPool(EnvironmentPool):
         served: the policy, with the sampling settings of the run.
         timeout_s: deadline in seconds: of a call, or of an agent between two turns.
         max_memory_bytes: memory limit of each process; 0: none.
+        allows_forks: a request that continues no earlier turn begins a path of its episode;
+            otherwise the episode is rejected.
     """
 
     def __init__(
-        self, name: str, served: Served, *, timeout_s: float, max_memory_bytes: int = 0
+        self,
+        name: str,
+        served: Served,
+        *,
+        timeout_s: float,
+        max_memory_bytes: int = 0,
+        allows_forks: bool = False,
     ) -> None:
         super().__init__(name, timeout_s=timeout_s, max_memory_bytes=max_memory_bytes)
+        self.allows_forks = allows_forks
         self.served = served
         self._agents: dict[str, Agent] = {}
         self._server: HttpServer | None = None

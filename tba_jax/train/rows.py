@@ -43,6 +43,7 @@ class Tokens(NamedTuple):
         start_values: learned state values under the policy at the start of the step, if the step
             makes several updates.
         advantages: advantages that the searcher computed, or None.
+        places: int32, index of each token within its episode; None if no episode forks.
     """
 
     slots: Array
@@ -52,6 +53,7 @@ class Tokens(NamedTuple):
     reference: Array | None = None
     start_values: Array | None = None
     advantages: Array | None = None
+    places: Array | None = None
 
 
 class Responses(NamedTuple):
@@ -175,6 +177,10 @@ def _sums(values: Float[Array, "m *r t"], tokens: Tokens, shape: tuple[int, ...]
 def _by_response(values: Array, *, tokens: Tokens, length: Array) -> Array:
     """Convert [m *r t] to [p k t]: the tokens of each response in these rows, left-aligned."""
     t = values.shape[-1]
+    if tokens.places is not None:
+        index = (tokens.slots * t + tokens.places).reshape(-1)
+        found = jax.ops.segment_sum(values.reshape(-1), index, (length.size + 1) * t)
+        return found[t:].reshape(*length.shape, t)
     if tokens.begins is None:
         slots = tokens.slots.reshape(-1)
         found = jax.ops.segment_sum(values.reshape(-1, t), slots, length.size + 1)
@@ -255,7 +261,9 @@ def _unscored(params: Any, inputs: Any) -> Array:
 def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> tuple[Rows, Score]:
     c, t = batch.behavior_token_logprobs.shape[1:]
     slots, is_sampled = batch.slots, batch.is_sampled
-    response_lengths = _of_rows(batch.response_lengths, slots)
+    response_lengths = batch.path_lengths
+    if response_lengths is None:
+        response_lengths = _of_rows(batch.response_lengths, slots)
     is_current = (slots > 0) & (_of_rows(batch.versions, slots) == step)
     responses = batch.tokens[:, -c * t :].reshape(-1, c, t)
     options = options | {"response_bucket": t}
@@ -278,6 +286,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> t
             response_mask(responses, response_lengths, scoring, is_sampled),
             batch.behavior_token_logprobs,
             advantages=batch.token_advantages,
+            places=batch.places,
         ),
         is_current=is_current[..., None],
         responses=_responses(batch, step),
@@ -301,6 +310,11 @@ def _packed_rows(
     if scoring.mask_eos:
         counted = counted & ~jnp.isin(batch.tokens, jnp.array(scoring.eos_ids, jnp.int32))
 
+    # The paths of an episode have one slot, and do not attend to each other.
+    sequences = batch.slots
+    if batch.paths is not None:
+        sequences = sequences + batch.paths * (batch.weights.size + 1)
+
     shared = ()
     if batch.contexts is not None:
         shared = batch.contexts, (batch.slots > 0) & ~is_response
@@ -310,7 +324,7 @@ def _packed_rows(
         return _only(is_scored, packed_token_logprobs(params, *rows, **options, readout=readout))
 
     rows = Rows(
-        inputs=(batch.tokens, batch.slots, batch.positions, *shared, is_scored),
+        inputs=(batch.tokens, sequences, batch.positions, *shared, is_scored),
         score=_unscored,
         score_values=_unscored,
         tokens=Tokens(
@@ -319,6 +333,7 @@ def _packed_rows(
             batch.behavior_token_logprobs,
             begins=is_response & (batch.positions == prompt_lengths),
             advantages=batch.token_advantages,
+            places=batch.places,
         ),
         is_current=is_response & (_of_rows(batch.versions, batch.slots) == step),
         responses=_responses(batch, step),

@@ -12,6 +12,7 @@ from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
+from tba_jax.decoding.session import Session
 from tba_jax.environments.episodes import (
     Episodes,
     ReplayedEnvironment,
@@ -210,6 +211,22 @@ def test_turns_in_order_are_bit_equal_however_slow_an_environment_is(model):
     for y, z in zip(first, again, strict=True):
         np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
         np.testing.assert_array_equal(y.tokens, z.tokens)
+
+
+def test_the_order_of_requests_does_not_depend_on_when_environments_answer(model, monkeypatch):
+    def order(delays):
+        prompts = []
+
+        def submit(session, prompt, *others):
+            prompts.append(prompt.tolist())
+            return real(session, prompt, *others)
+
+        monkeypatch.setattr(Session, "submit", submit)
+        drawn(model, World(delays), in_turn=True)
+        return prompts
+
+    real = Session.submit
+    assert order((0,)) == order((0, 3, 1))
 
 
 def test_the_time_that_an_environment_takes_is_counted(model):

@@ -120,3 +120,14 @@ def misbehave(base_url, row):
             assert refused(base_url, text) == "episode_ended"
             return 0.5
     return 1.0
+
+
+def fork(base_url, row):
+    """Two conversations in turn, each of two turns; the reward is the number of tokens / 10."""
+    texts, num = [row["prompt"], "1+1="], 0
+    for turn in range(2):
+        for i, text in enumerate(texts):
+            choice = complete(base_url, text, max_tokens=4)
+            num += len(choice["token_ids"])
+            texts[i] = [*choice["prompt_token_ids"], *choice["token_ids"], 20 + turn]
+    return num / 10
