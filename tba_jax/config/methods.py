@@ -31,7 +31,7 @@ _PRIME = {
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.18929: exact Trajectory Balance, VarGrad form.
-    "tba": {},
+    "tba": {"importance": "none"},
     # Its section 6 with its code of November 2025: the group mean of log-ratios is the sampler's.
     "tba_prime": {**_PRIME, "kl_center": "behavior"},
     # The same with the current policy's mean, as in later code: VarGrad except for the clamp.

@@ -230,8 +230,10 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
 
 
 def get_field(config: Config, field: str) -> Any:
-    """Return the value of a dotted field name."""
+    """Return the value of a dotted field name, which may be a setting of the objective alone."""
     value: Any = config
+    if field.startswith("objective.") and field not in SETTINGS:
+        return getattr(config.objective.built, field.removeprefix("objective."))
     for part in field.split("."):
         value = getattr(value, part)
     return value

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import dtypes_on
+from tba_jax.config.resolved import dtypes_on, writes_versions
+from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import MODES, arrange
@@ -44,6 +45,7 @@ _PLACEMENT = (
 )
 _DTYPES = ("model.compute_dtype", "model.rollout_dtype")
 _ROWS = "batch.micro_batch_rows"
+_IMPORTANCE = "objective.importance"
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "task.max_prompt_tokens": (0, LENGTHS),
@@ -81,6 +83,7 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
     """
     if saved:
         return _as_saved(config, saved)
+    config = _stabilised(config)
     if not config.task.max_prompt_tokens:
         changed, reason = with_lengths(config)
         config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
@@ -201,6 +204,28 @@ def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:
     return dataclasses.replace(replace(config, fields), chosen=(*earlier, *news))
 
 
+def _stabilised(config: Config) -> Config:
+    """Return the config with bounded ratios to the sampler where weights arrive steps late.
+
+    Exact Trajectory Balance alone learns unsteadily from such data (docs/results/fleet.md). A value
+    of the config stays, and so does a config whose other settings exclude ratios.
+    """
+    is_open = _leaves_ratios_open(config) and getattr(config.objective.built, "is_exact", False)
+    if not is_open or not writes_versions(config):
+        return config
+    about = "weights reach other processes steps late"
+    bounded = _chosen(config, {_IMPORTANCE: "token_clip"}, about)
+    try:
+        validate(bounded)
+    except ConfigError:  # e.g. data of no sampler: task.start_path
+        return config
+    return bounded
+
+
+def _leaves_ratios_open(config: Config) -> bool:
+    return config.objective.name == "tb" and "importance" not in dict(config.objective.own)
+
+
 def _placed(
     config: Config, model_config: TransformerConfig, devices: Sequence[Any], memory_bytes: float
 ) -> Config:
@@ -234,6 +259,7 @@ def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
     """
     has_open_placement = not config.num_searchers
     names = [name for name in open_settings(config) if name in saved]
+    names += [_IMPORTANCE] if _leaves_ratios_open(config) and _IMPORTANCE in saved else []
     config = replace(config, {name: saved[name] for name in names})
     if not has_open_placement or MODES[config.placement].searches_elsewhere:
         return config

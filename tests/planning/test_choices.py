@@ -110,3 +110,36 @@ def test_a_given_value_stays():
     config = choices.choose(given, {})
     assert {name: get_field(config, name) for name in fields} == fields
     assert not config.chosen
+
+
+FLEET = {"task.max_prompt_tokens": 12, "placement": "fleet", "num_searchers": 1}
+
+
+def test_a_fleet_bounds_the_ratios_of_exact_trajectory_balance():
+    config = choices.choose(make_config(FLEET), {})
+    assert config.objective.built.importance == "token_clip"
+    (line,) = choices.lines(config)
+    assert "objective.importance=token_clip (weights reach other processes steps late)" in line
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"placement": "shared"},
+        {"objective.importance": "none"},
+        {"objective.kl_clamp": 1.0},
+        {"objective.name": "rloo"},
+        {"task.name": "custom", "task.data_path": "rows.jsonl", "task.start_path": "start.jsonl"},
+    ],
+)
+def test_a_config_that_says_otherwise_keeps_its_ratios(fields):
+    given = make_config(FLEET | fields)
+    assert choices.choose(given, {}) == given
+
+
+def test_a_resumed_fleet_takes_the_ratios_that_it_had():
+    """A run of a version that did not bound them goes on without a bound."""
+    for importance in ("token_clip", "none"):
+        saved = flatten(make_config(FLEET | {"objective.importance": importance}))
+        resumed = choices.choose(make_config(FLEET), saved)
+        assert flatten(resumed) == saved

@@ -106,7 +106,9 @@ class TrajectoryBalance(Objective):
             "none",
             "weight by the ratio to the sampler, without gradient. Per token: token_clip: 0 above "
             "the cap; truncated: at most the cap; masked: 0 outside floor and cap. Per response: "
-            "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean",
+            "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean. "
+            "Without a value, exact Trajectory Balance takes token_clip where weights reach the "
+            "searchers as files (fleet, whole_hosts)",
         )
     )
     importance_cap: float = field(8.0, "largest ratio to the sampler", above=0)
@@ -146,6 +148,17 @@ class TrajectoryBalance(Objective):
             return ()
         return ("value",) if self.balance == "turn" else ("log_z",)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the loss is exact Trajectory Balance: no switch bounds, clips or approximates."""
+        plain = TrajectoryBalance(
+            self.scale,
+            self.log_z,
+            log_z_rate=self.log_z_rate,
+            log_z_layers=self.log_z_layers,
+        )
+        return self == plain and self.log_z in ("vargrad", "learned")
+
     def check(self, shared: Any) -> None:
         switches.check(self, shared)
 
@@ -154,14 +167,7 @@ class TrajectoryBalance(Objective):
             return self._without_anchor(data)
         if self.balance == "turn":
             return self._of_turns(data, beta)
-        plain = TrajectoryBalance(
-            self.scale,
-            self.log_z,
-            log_z_rate=self.log_z_rate,
-            log_z_layers=self.log_z_layers,
-        )
-        is_plain = self == plain
-        if is_plain and self.log_z in ("vargrad", "learned"):
+        if self.is_exact:
             return self._exact(data, beta)
         reward = self._reward(data)
         gap = switches.anchored(data, self.anchor, self.ema_decay, self.kl_clamp)
