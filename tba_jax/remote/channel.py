@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import urllib3
-
 from tba_jax.remote.http_server import HttpServer, bind
 
 Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
@@ -163,6 +161,8 @@ class Channel:
     """
 
     def __init__(self, locate: Callable[[], Endpoint], *, timeout_s: float) -> None:
+        import urllib3  # slow; runs of one process need no client
+
         self._locate = locate
         self._timeout = urllib3.Timeout(connect=min(5.0, timeout_s), read=timeout_s)
         self._pool = urllib3.PoolManager(maxsize=64, retries=False, timeout=self._timeout)
@@ -200,6 +200,8 @@ class Channel:
         raise Unreachable("; ".join(failures) or "the trainer has no address")
 
     def _post(self, address: str, token: str, method: str, body: bytes) -> bytes:
+        import urllib3
+
         try:
             response = self._pool.request(
                 "POST",

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import uvicorn
-
 from tba_jax.devices.worker import StopFlag, Worker
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -48,6 +46,8 @@ class HttpServer:
     """
 
     def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
+        import uvicorn  # slow; runs of one process need no server
+
         self._socket = bound
         config = uvicorn.Config(
             application,
