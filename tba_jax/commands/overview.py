@@ -7,6 +7,7 @@ COMMANDS = {
     "compare": "write one page that compares several runs",
     "evaluate": "evaluate a model or a run on held-out prompts",
     "generate": "print responses of a model to a prompt",
+    "serve": "serve a model or a run to OpenAI clients",
     "export": "write a folder that transformers loads, or --push it to the hub",
     "buffer": "show the replay buffer of a run",
     "sft": "supervised fine-tuning",
