@@ -115,14 +115,15 @@ def _tiles(run: Run) -> str:
     if shares:
         busy = f"trainer busy {percent(shares['trainer'], 0)}"
         busy += f", searchers {percent(sum(searchers) / len(searchers), 0)}"
-        tiles.append((percent(shares["both"], 0), "of the time both sides work", busy))
+        both = "of the time, trainer and searchers both work"
+        tiles.append((percent(shares["both"], 0), both, busy))
     if stale.get("mean") is not None:
-        tail = f"95 % within {stale['p95']:g}, most {stale['max']:g}" if "p95" in stale else ""
+        tail = f"95 % within {stale['p95']:g}, maximum {stale['max']:g}" if "p95" in stale else ""
         tiles.append((f"{stale['mean']:.1f} steps", "mean staleness", tail))
     if sync.get("count"):
-        pause = f"{sync['count']} syncs, {1000 * sync['mean_s']:.0f} ms each"
+        pause = f"{sync['count']} publications, {1000 * sync['mean_s']:.0f} ms each"
         share = sync["count"] * sync["mean_s"] / wall if wall else 0.0
-        tiles.append((percent(share), "of the time spent syncing", pause))
+        tiles.append((percent(share), "of the time spent on publishing weights", pause))
     generated = (told.get("ledger") or {}).get("generated")
     if generated:
         used = (told.get("ledger") or {}).get("trained_unique")

@@ -76,9 +76,17 @@ def test_the_responses_of_a_custom_run_can_be_looked_into(tmp_path, cache):
 
 
 def test_the_conversations_of_an_agent_run_can_be_looked_into(tmp_path, cache):
-    arguments = ["--config=agent", f"--workdir={tmp_path}/run", "--config.num_steps=3"]
-    text = look_into(arguments, tmp_path, cache, "")
-    assert "turns" in text
+    arguments = ["--config=agent", f"--workdir={tmp_path}/run", "--config.num_steps=5"]
+    look_into(arguments, tmp_path, cache, "")
+    script = """
+        const all = view.data.rows, episode = all.find(row => (row.is_sampled || []).includes(0));
+        set('text', episode.text.slice(0, 12)); set('step_min', String(episode.step));
+        for (const head of document.querySelectorAll('.rows summary')) head.click();
+        return [...document.querySelectorAll('.response small + .environment')].map(
+          turn => turn.textContent);
+    """
+    turns = in_browser(tmp_path / "run" / "report.html", tmp_path, script=HANDS + script)
+    assert turns and all(turns)
 
 
 def look_into(arguments, folder, cache, prompt):
