@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tba_jax.report.comparison import render_comparison
+from tba_jax.report.comparison import render_comparison, summary
 from tba_jax.report.files import load_run
 from tba_jax.report.groups import common_folder, group_runs
 from tba_jax.run.errors import UserError
@@ -46,6 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for group in grouped:
-        print(f"{group.name}: {len(group.runs)} run{'s' if len(group.runs) > 1 else ''}")
+        print(summary(group))
     print(page)
     return 0

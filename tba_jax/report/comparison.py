@@ -217,12 +217,23 @@ def _last_evaluation(runs: Sequence[Run], metric: str) -> _Interval | None:
     return _over_runs([evaluation[metric] for evaluation in trained])
 
 
+def _value_text(metric: str) -> Callable[[float], str]:
+    return percent if is_share(metric) else lambda value: format_metric(metric, value)
+
+
+def summary(group: RunGroup) -> str:
+    """Return one line: name, last evaluation with its interval, number of runs."""
+    parts = [f"{len(group.runs)} run{'s' if len(group.runs) > 1 else ''}"]
+    for metric in dict.fromkeys(run.metric for run in group.runs if len(run.evals) > 1):
+        last = _last_evaluation([run for run in group.runs if run.metric == metric], metric)
+        parts.append(f"{metric_label(metric)} {_with_interval(last, _value_text(metric))}")
+    return f"{group.name}: {', '.join(parts)}"
+
+
 def _final_row(
     name: str, runs: Sequence[Run], metric: str, last: _Interval | None, bar: str
 ) -> Sequence[str]:
-    def text(value: float) -> str:
-        return percent(value) if is_share(metric) else format_metric(metric, value)
-
+    text = _value_text(metric)
     first = _over_runs([run.evals[0][metric] for run in runs if run.evals])
     done = sorted({run.last_step for run in runs})
     steps = f"{done[0]}" if len(done) == 1 else f"{done[0]}–{done[-1]}"

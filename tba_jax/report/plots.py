@@ -316,10 +316,9 @@ def staleness(run: Run, theme: Theme) -> "Figure | None":
         fontsize=10,
         color=theme.second,
     )
-    ticks = bins[:: max(1, -(-len(bins) // 12))]
-    labels = [str(tick) for tick in ticks]
-    if ticks[-1] == last and values.max() > last:
-        labels[-1] = f"{last}+"
+    stride = -(-len(bins) // 12)
+    ticks = [*range(0, last - stride + 1, stride), last]
+    labels = [*map(str, ticks[:-1]), f"{last}+" if values.max() > last else str(last)]
     axes.set_xticks(ticks, labels)
     axes.set_xlabel("staleness: steps between the weights that sampled it and its use")
     percent_axis(axes)

@@ -177,6 +177,17 @@ def test_config_of_a_run_is_read(tmp_path):
     assert (run.num_steps, run.is_finished, run.versions["jax"]) == (40, False, "0.12.0")
 
 
+def test_settings_that_the_run_chose_are_listed_with_their_reasons(tmp_path):
+    fake_workdir(tmp_path, num_steps=4)
+    told = dict(sealed.read(tmp_path / "config.json"))
+    told["chosen"] = {"task.name": "the only <task>"}
+    sealed.write(tmp_path / "config.json", told)
+    text = report_page.render(report.load_run(tmp_path), {})
+    assert "Chosen by the run" in text and "--config.task.name=arithmetic" in text
+    row = '<th scope="row">task.name</th><td>arithmetic</td><td>the only &lt;task&gt;</td>'
+    assert row in text and Page(text)
+
+
 def test_ledger_adds_up_or_says_so(full, tmp_path):
     assert "Every sampled response is accounted for." in Page(full[1]).text
     assert "rejected: reward timeout 14" in Page(full[1]).text
