@@ -30,6 +30,8 @@ def serving(answer):
                 asked[text] += 1
                 attempt = asked[text]
             status, content, headers = answer(text, attempt)
+            if not status:
+                return  # closes the connection without an answer
             data = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
             self.send_response(status)
             for name, value in {"content-length": len(data), **headers}.items():
@@ -142,12 +144,15 @@ def test_a_service_of_another_kind_is_read_by_a_function():
 
 
 def often_failing(text, attempt):
-    kind = zlib.crc32(text.encode()) % 6
+    kind = zlib.crc32(text.encode()) % 7
     if kind == 0:
         time.sleep(1.5)
-    return {1: (429, "", {}), 2: (200, "I would rather not say", {}), 3: (401, "", {})}.get(
-        kind, (200, f"Rating: {kind}", {})
-    )
+    return {
+        1: (429, "", {}),
+        2: (200, "I would rather not say", {}),
+        3: (401, "", {}),
+        4: (0, "", {}),
+    }.get(kind, (200, f"Rating: {kind}", {}))
 
 
 @pytest.mark.slow
@@ -168,7 +173,8 @@ def test_a_run_goes_on_with_a_judge_that_often_fails_and_counts_each_failure(tmp
         )
     assert done.returncode == 0, done.stderr
     ledger = json.loads((tmp_path / "run" / "report.json").read_text())["ledger"]
-    for name in ("judge_timeout", "judge_rate_limit", "judge_nonsense", "judge_error"):
+    reasons = ("timeout", "rate_limit", "nonsense", "error", "down")
+    for name in (f"judge_{reason}" for reason in reasons):
         assert ledger["rejected"].get(name, 0) > 0, ledger
     evicted = sum(count for name, count in ledger.items() if name.startswith("evicted"))
     rejected = sum(ledger["rejected"].values())
