@@ -26,6 +26,7 @@ from tba_jax.report.jsonl import parse_line, read_blocks
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.page import headline, render_body, run_name
 from tba_jax.report.series import Metrics
+from tba_jax.report.words import duration
 
 POINTS = 2000  # number of lines of metrics.jsonl that are kept; the same number of evaluations
 _UPDATE_BYTES = 2**26  # bytes of metrics.jsonl per update; a longer log takes several updates
@@ -33,6 +34,7 @@ _SCHEDULE_BYTES = 2**22  # bytes of schedule.jsonl that are read, from its end
 _PERIOD_S = 5.0
 _BUSY_SHARE = 0.01  # of all cores of the machine: the most that updates use while the run trains
 _DPI = 110
+_PACE_STEPS = 32  # steps whose pace gives the time left
 _THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
 
 
@@ -223,6 +225,10 @@ def _changed_s(path: Path) -> float:
 def _status(run: Run, *, is_behind: bool) -> str:
     steps = f"step {run.last_step} of {run.num_steps}" if run.num_steps else "no step yet"
     state = "finished" if run.is_finished else "in progress"
+    made, times = (x[-_PACE_STEPS:] for x in run.metrics.column("step", "time_s"))
+    if not run.is_finished and len(made) > 1 and made[-1] > made[0]:
+        pace_s = (times[-1] - times[0]) / (made[-1] - made[0])
+        steps += f", {duration(pace_s * (run.num_steps - made[-1]))} left"
     more = ". The log is still being read, from older to newer lines" if is_behind else ""
     written_s = _changed_s(run.workdir / "metrics.jsonl")
     written = time.strftime("%H:%M:%S", time.localtime(written_s)) if written_s else "never"

@@ -11,6 +11,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from tba_jax.report import sample_browser
 from tba_jax.report.document import (
     details,
@@ -28,6 +30,9 @@ from tba_jax.report.words import duration, held_out, percent, plain
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
 
 _FILE_BYTES, _LIVE_BYTES = 6 * 2**20, 2**20  # bytes of responses in a page and in a live page
+
+
+_NEWEST = 20  # steps of which the speed of a run in progress is the mean
 
 
 def headline(run: Run) -> str:
@@ -98,8 +103,26 @@ def _notice(run: Run, *, is_live: bool) -> str:
     return f'<p class="notice" role="status">{escaped(text)}</p>'
 
 
+def _so_far(run: Run) -> Facts:
+    """Return figures of report.json for a run that has not written it, from its metrics."""
+    found: dict[str, Any] = {"tokens_per_s": {}}
+    times, steps = run.metrics.column("time_s", "step")
+    if (steps >= 1).any():
+        found["time_to_first_step_s"] = float(times[steps >= 1][0])
+    for name, key in (("decoded", "search/tokens_per_s"), ("trained", "train/tokens_per_s")):
+        newest = run.metrics.column("step", key)[1][-_NEWEST:]
+        if len(newest):
+            found["tokens_per_s"][name] = float(newest.mean())
+    if run.metrics.staleness:
+        ages, uses = np.array([*run.metrics.staleness.items()]).T
+        p95 = ages[np.searchsorted(np.cumsum(uses), 0.95 * uses.sum())]
+        found["staleness"] = {"mean": float(np.average(ages, weights=uses))}
+        found["staleness"] |= {"p95": int(p95), "max": int(ages.max())}
+    return found
+
+
 def _tiles(run: Run) -> str:
-    told = run.report
+    told = run.report or _so_far(run)
     shares = run.busy_shares
     searchers = [share for name, share in shares.items() if name.startswith("searcher")]
     speed = told.get("tokens_per_s") or {}

@@ -80,6 +80,9 @@ def test_the_page_follows_the_run_and_rests_after_an_update(tmp_path):
     page.update()
     assert page.version == 1 and "in progress: step 10 of 40" in page.body
     assert "Run the same command" not in page.body
+    assert re.search(r"step 10 of 40, \d\d s left", page.body)
+    tiles = re.findall(r"<b>(.*?)</b>", page.body)
+    assert {"10 s", "8.1k/s", "1.9 steps"} <= {*tiles}, tiles
     clock.now = 100.0
     page.update()
     assert page.version == 1  # no file has changed
