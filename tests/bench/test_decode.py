@@ -144,22 +144,6 @@ def test_a_missing_package_names_the_extra(capsys, monkeypatch):
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--peers=hf,vllm", "unknown peer 'vllm'"),
-        ("--repeats=0", "--repeats=0; wanted at least 1"),
-        ("--max_new_tokens=4", "--max_new_tokens=4; wanted at least 8"),
-        ("--queued=64,x", "--queued=64,x; wanted multiples of 64"),
-        ("--model=no_such_folder", "no config.json"),
-    ],
-)
-def test_bad_input_is_one_line(option, message, capsys):
-    assert decode.main([option]) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
-
-
 def test_an_interpreter_that_does_not_run(capsys):
     assert decode.main(["--peers=hf", "--peer_python=/no/python"]) == 1
     assert "--peer_python=/no/python does not run" in capsys.readouterr().err

@@ -86,17 +86,3 @@ def test_a_tenth_of_the_memory_on_absent_devices(topology, dtype):
 def test_no_ratio_of_nothing():
     assert bench._ratio({"naive": 0, "fused": 8}) is None
     assert bench._ratio({"naive": 16, "fused": 8}) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--tokens=0", "--tokens=0; wanted at least 1"),
-        ("--repeats=-1", "--repeats=-1; wanted at least 1"),
-        ("--topology=v5e:9x9", "--topology=v5e:9x9"),
-    ],
-)
-def test_bad_input_is_one_line(option, message, capsys):
-    assert bench.main([option]) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1

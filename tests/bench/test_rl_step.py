@@ -79,17 +79,3 @@ def test_figures_of_a_small_load(capsys):
     assert result["forms"]["separate_prompts"]["step_s"] > 0
     assert result["remat"] == "dots"
     assert result["peers"] == {} and len(result["step_s_of_repeats"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--peers=verl", "unknown peer 'verl'"),
-        ("--group=1", "got --group=1; wanted at least 2"),
-        ("--micro_batch_rows=12", "does not divide the 128 rows of a step"),
-    ],
-)
-def test_bad_input_is_one_line(option, message, capsys):
-    assert rl_step.main([option]) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1

@@ -94,17 +94,3 @@ def test_a_small_load(capsys):
         assert only["accuracies"][-1][1] >= 0.2
         assert side["from_command_s"] == only["accuracies"][-1][2]
     assert "ours_warm, seed 0: " in err
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--peers=verl", "unknown peer 'verl'"),
-        ("--seeds=0", "got --seeds=0; wanted at least 1"),
-        ("--peer_learning_rates=fast", "got --peer_learning_rates=fast; wanted numbers"),
-    ],
-)
-def test_bad_input_is_one_line(option, message, capsys):
-    assert time_to_accuracy.main([option]) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1

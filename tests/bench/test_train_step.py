@@ -58,17 +58,3 @@ def test_a_side_that_computes_something_else_is_an_error():
     train_step._check_losses({"tba_jax": 3.0, "torch": 3.001}, "float32")
     with pytest.raises(ValueError, match="first step of torch has the loss 3.1, ours 3.0"):
         train_step._check_losses({"tba_jax": 3.0, "torch": 3.1}, "float32")
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--peers=tf", "unknown peer 'tf'"),
-        ("--group_size=1", "got --group_size=1; wanted at least 2"),
-        ("--steps=0", "got --steps=0; wanted at least 1"),
-    ],
-)
-def test_bad_input_is_one_line(option, message, capsys):
-    assert train_step.main([option]) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
