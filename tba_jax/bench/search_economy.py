@@ -113,16 +113,18 @@ class Slots:
     The first token of a response is the number of the response in the run, which identifies it.
     """
 
-    def __init__(self, version: int, serial: list[int], seed: int) -> None:
-        self.version, self.num_slots = version, SLOTS
+    def __init__(
+        self, version: int, serial: list[int], seed: int, *, num_slots: int = SLOTS
+    ) -> None:
+        self.version, self.num_slots = version, num_slots
         self.statistics = Statistics()
         self.steps = 0  # of the last chunk
         self._serial = serial
         self._rng = np.random.default_rng([seed, 7])
         self._queue: list[tuple[int, int, int]] = []
-        self._length = np.zeros(SLOTS, np.int64)
-        self._left = np.zeros(SLOTS, np.int64)
-        self._owner: list[tuple[int, int, int] | None] = [None] * SLOTS
+        self._length = np.zeros(num_slots, np.int64)
+        self._left = np.zeros(num_slots, np.int64)
+        self._owner: list[tuple[int, int, int] | None] = [None] * num_slots
         self._requests = 0
 
     @property
@@ -135,11 +137,11 @@ class Slots:
         """Return the number of free slots beyond the queue."""
         return int((self._left == 0).sum()) - len(self._queue)
 
-    def submit(self, prompt: np.ndarray, keys: Any, settings: Any, temperatures: Any) -> int:
+    def submit(self, prompt: np.ndarray, keys: np.ndarray, settings: Any, temperatures: Any) -> int:
         """Queue the samples of a prompt."""
         prompt_id = int(prompt[0])
         mean = MEAN_LENGTH * difficulty(prompt_id) / (math.e - 1)
-        lengths = self._rng.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, SAMPLES)
+        lengths = self._rng.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, len(keys))
         request, self._requests = self._requests, self._requests + 1
         self._queue += [(request, j, max(1, round(x))) for j, x in enumerate(lengths)]
         return request
@@ -160,7 +162,7 @@ class Slots:
         self._left -= drawn
         self.steps = int(drawn.max())
         self.statistics.tokens += int(drawn.sum())
-        self.statistics.slot_steps += self.steps * SLOTS
+        self.statistics.slot_steps += self.steps * self.num_slots
         ended = []
         for slot in np.flatnonzero((self._left == 0) & (drawn > 0)).tolist():
             owner = self._owner[slot]

@@ -34,7 +34,7 @@ from tba_jax.rewards.source import Verdict
 # Folded with the number of a turn into the key of a sample; larger than the number of any token.
 _TURNS = 2**30
 _POLL_S = 0.001
-MOST_PROCESSES = 64
+MOST_PROCESSES = 128
 """Episodes under way at a time, unless settings say otherwise."""
 
 

@@ -24,7 +24,7 @@ class SearchSettings(Section):
     max_episodes: int = field(
         0,
         "with task.environment: concurrent episodes of a searcher, each with a process of its "
-        "own; 0: twice its slots, at most 64",
+        "own; 0: twice its slots, at most 128",
         at_least=0,
         on_resume=True,
     )
