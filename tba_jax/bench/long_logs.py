@@ -31,7 +31,7 @@ _GROUPS, _SIZE = 16, 16  # prompts and responses of a batch
 _METRICS = tuple(
     f"{area}/{name}"
     for area, names in {
-        "train": "tb_loss kl_reference log_z grad_norm ess_fraction reward_mean reward_std "
+        "train": "loss tb_loss kl_reference log_z grad_norm ess_fraction reward_mean reward_std "
         "residual_std sampler_gap response_tokens lr beta nll_per_token log_ratio_p05 "
         "log_ratio_p50 log_ratio_p95 response_length_mean wait_batch_s draw_s step_s tokens_per_s "
         "padding_share skipped_steps",

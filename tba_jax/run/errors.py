@@ -59,9 +59,12 @@ class WorkdirLost(RuntimeError):
 def tell(error: BaseException) -> int:
     """Print an error as one line and return the exit code; unexpected tracebacks go to a file."""
     from tba_jax.devices.worker import WorkerError
+    from tba_jax.settings import ConfigError
 
     if isinstance(error, WorkerError):
         cause = error.__cause__
+        if isinstance(cause, ConfigError):  # of the user's settings or code, in any thread
+            return tell(cause)
         where = "" if cause is None or is_mendable(cause) else _kept(cause)
         print(f"error: {error}{where}", file=sys.stderr)
         return 1

@@ -31,6 +31,7 @@ from tba_jax.train.heads import log_z
 from tba_jax.train.micro_batches import Cut, Score, cut_rows, gradients, score_all
 from tba_jax.train.minibatches import Update, update_by_parts
 from tba_jax.train.objectives.base import Loss, Objective, Totals
+from tba_jax.train.objectives.registry import call_objective
 from tba_jax.train.off_policy import STRATA_KEY, stratified
 from tba_jax.train.rows import Rows, Tokens, all_params, make_rows
 from tba_jax.train.schedules import value_at
@@ -97,7 +98,7 @@ def make_train_step(
             totals: Totals = totals,
         ) -> Loss:
             data = rows.group_data(*apart(scored), tokens, totals)
-            return settings.objective(data._replace(log_z=log_z), beta)
+            return call_objective(settings.objective, data._replace(log_z=log_z), beta)
 
         if shardings is not None:
             state = state._replace(opt_state=shardings.fetched(state.opt_state))

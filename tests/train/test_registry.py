@@ -16,6 +16,7 @@ from tba_jax.settings import ConfigError, Schedule
 from tba_jax.train import objectives
 from tba_jax.train.objectives.base import GroupData, Objective, Totals
 from tba_jax.train.objectives.registry import (
+    call_objective,
     free_of_behavior,
     make_objective,
     objective_names,
@@ -156,6 +157,27 @@ class Mutable(Ours.__mro__[1]):
 class Unfinished(Objective):
     needs_behavior = True
 
+@dataclasses.dataclass(frozen=True)
+class Narrow(Objective):
+    needs_behavior = True
+
+    def __call__(self, data):
+        return data
+
+@dataclasses.dataclass(frozen=True)
+class Fails(Objective):
+    needs_behavior = True
+
+    def __call__(self, data, beta):
+        return data.nothing
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(Objective):
+    needs_behavior = True
+
+    def __call__(self, data, beta):
+        return beta
+
 number = 3
 """
 
@@ -180,6 +202,7 @@ def test_a_class_in_a_file_is_an_objective_and_a_changed_file_is_loaded_again(tm
         ("Theirs", OWN_FILE, "there is no Theirs; wanted a class derived"),
         ("number", OWN_FILE, "number is 3; wanted a class derived"),
         ("Unfinished", OWN_FILE, "Unfinished lacks __call__"),
+        ("Narrow", OWN_FILE, r"Narrow is called with \(data, beta\), and too many positional"),
         ("Mutable", OWN_FILE, r"Mutable can be changed.*dataclass\(frozen=True\)"),
         ("Ours", "x = 1\ny = undefined\n", r"raised NameError(.|\n)*mine.py\", line 2"),
         ("Ours", None, "mine.py cannot be read.*Give the path"),
@@ -191,3 +214,13 @@ def test_what_is_no_objective_in_a_file_is_named(tmp_path, own, source, why):
         path.write_text(source)
     with pytest.raises(ConfigError, match=f"objective.name={path}:{own}: .*{why}"):
         load_config("math", objective={"name": f"{path}:{own}"})
+
+
+def test_an_objective_of_the_user_that_fails_is_named_with_its_traceback(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_FILE)
+    with pytest.raises(ConfigError, match="Fails raised AttributeError: 'int' object") as found:
+        call_objective(make_objective(f"{path}:Fails"), 1, 0.1)
+    assert str(found.value).count("mine.py") == 1 and "return data.nothing" in str(found.value)
+    with pytest.raises(ConfigError, match="Wrong returned float; wanted a .*Loss"):
+        call_objective(make_objective(f"{path}:Wrong"), 1, 0.1)

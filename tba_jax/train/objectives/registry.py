@@ -9,6 +9,7 @@ when its objective is used. An objective may also be a class in a user's file,
 import dataclasses
 import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import traceback
@@ -29,7 +30,9 @@ from tba_jax.settings import (
 from tba_jax.train import objectives
 
 if TYPE_CHECKING:
-    from tba_jax.train.objectives.base import Objective
+    from jax import Array
+
+    from tba_jax.train.objectives.base import GroupData, Loss, Objective
 
 _SHARED = {"base", "pieces", "registry", "switches"}
 
@@ -100,6 +103,40 @@ def _checked(name: str, found: Any) -> "type[Objective]":
         raise ConfigError(
             f"objective.name={name}: {kind}; wanted a frozen dataclass with every method. Put "
             "@dataclasses.dataclass(frozen=True) above it. docs/objectives.md has an example"
+        )
+    try:
+        inspect.signature(found.__call__).bind(None, None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"objective.name={name}: {own} is called with (data, beta), and {error}. Write "
+            "def __call__(self, data, beta)"
+        ) from error
+    return found
+
+
+def call_objective(objective: "Objective", data: "GroupData", beta: "Array") -> "Loss":
+    """Return the loss of a batch.
+
+    Raises:
+        ConfigError: an objective of the user raised an error, or returned something else.
+    """
+    from tba_jax.train.objectives.base import Loss
+
+    if type(objective).__module__.startswith("tba_jax."):
+        return objective(data, beta)
+    own = type(objective).__name__
+    try:
+        found = objective(data, beta)
+    except Exception as error:  # a user's code may raise anything; the traceback shows the line
+        where = "".join(traceback.format_exception(error)).rstrip()
+        raise ConfigError(
+            f"objective.name: {own} raised {type(error).__name__}: {error}. Correct its __call__."
+            f"\n{where}"
+        ) from error
+    if not isinstance(found, Loss):
+        raise ConfigError(
+            f"objective.name: {own} returned {type(found).__name__}; wanted a "
+            "tba_jax.train.objectives.base.Loss. docs/objectives.md has an example"
         )
     return found
 
