@@ -239,7 +239,7 @@ def _final_row(
     steps = f"{done[0]}" if len(done) == 1 else f"{done[0]}–{done[-1]}"
     unfinished = sum(not run.is_finished for run in runs)
     if unfinished:
-        steps += f" of {max(run.num_steps for run in runs)}, {unfinished} unfinished"
+        steps += f" of {max(x.num_steps for x in runs)}<br><small>{unfinished} unfinished</small>"
     times = [run.metrics.column("time_s", "step")[0].max(initial=0.0) for run in runs]
     tokens = [t[-1] for run in runs if len(t := groups.trained_tokens(run)[1])]
     ages = [s.mean() for run in runs if len(s := run.metrics.column("step", _STALENESS)[1])]

@@ -55,7 +55,7 @@ def test_a_comparison_has_groups_intervals_differences_and_responses(six):
     assert "objective.name=tb" in text and "objective.name=grpo" in text
     # Student's interval of .5, .6, .7 with two degrees of freedom: 2.92 x .1 / sqrt(3).
     assert "60.0\N{NO-BREAK SPACE}% [43.1, 76.9]" in text
-    assert "9–20 of 20, 1 unfinished" in text
+    assert "9–20 of 20<br><small>1 unfinished</small>" in text
     assert "seed 2" in text and "reward 0.50, step 9</span><pre>of a run in progress" in text
     assert not re.search(r"<script|<img src=x|<b>\d|https?://|@import", text)
 
