@@ -176,7 +176,8 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line
   .grid { grid-template-columns: 1fr; gap: 1.8rem; }
   .grid figcaption { min-height: 0; }
   .tiles { grid-template-columns: 1fr 1fr; }
-  .timeline img, .optimisation img { width: auto; max-width: none; height: 330px; }
+  .timeline img, .optimisation img, .by_staleness img { width: auto; max-width: none;
+    height: 330px; }
   .samples thead { display: none; }
   .samples, .samples tbody, .samples tr, .samples th, .samples td { display: block; width: auto; }
   .samples th:first-child { width: auto; }
