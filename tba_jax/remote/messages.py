@@ -101,7 +101,6 @@ class Response(NamedTuple):
             refused: the message is invalid, see `reason`; ended: the run has ended.
         tickets: tickets that the searcher may start.
         version: newest complete policy version, -1 for none.
-        has_room: whether the trainer's outbox takes more responses.
         retry_s: seconds after which the next ticket request may get more.
         reason: explanation for a person.
         lease: evaluation shard to work on next, None for none.
@@ -111,7 +110,6 @@ class Response(NamedTuple):
     status: Status
     tickets: tuple[int, ...] = ()
     version: int = -1
-    has_room: bool = True
     retry_s: float = 0.0
     reason: str = ""
     lease: Lease | None = None
@@ -213,12 +211,11 @@ def unpack_join_response(data: bytes) -> JoinResponse:
 
 def unpack_response(data: bytes) -> Response:
     """Inverse of `pack_json` for a response."""
-    status, tickets, version, has_room, retry_s, reason, lease, evaluated = json.loads(data)
+    status, tickets, version, retry_s, reason, lease, evaluated = json.loads(data)
     return Response(
         status,
         tuple(tickets),
         version,
-        has_room,
         retry_s,
         reason,
         None if lease is None else Lease(*lease),

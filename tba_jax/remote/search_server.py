@@ -477,7 +477,6 @@ class SearchServer:
             "ok",
             tickets,
             self._version,
-            record.outbox.has_room(),
             retry_s,
             evaluated=self._evaluations.wanted,
         )

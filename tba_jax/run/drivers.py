@@ -438,7 +438,9 @@ class AsynchronousSearch:
             "search/idle_s": sum(searcher.idle_s for searcher in run.search.searchers),
             **self._service.metrics(),
         }
-        used = [self._service.slot_use(), *(search.slot_use() for search in self._searches)]
+        used = [search.slot_use() for search in self._searches]
+        if self._service.server is not None:
+            used.append(self._service.server.take_slot_use())
         if steps := sum(steps for _, steps in used):
             extra["search/slot_use"] = sum(tokens for tokens, _ in used) / steps
         if (lock := run.shared.sites.trainer.lock) is not None:

