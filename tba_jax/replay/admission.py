@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: limits the prompts that are begun but not yet used in training.
+"""Admission: limits the prompts that searchers have started and the trainer has not used.
 
 Searchers ask before they begin a prompt, and the trainer reports its progress. A bound on staleness
 thus takes effect before a response costs anything. Invariant: without further reports of the

@@ -173,8 +173,7 @@ class Hold:
             )
         if self.number not in numbers:
             raise WorkdirLost(
-                f"the work directory {self._store} is gone: deleted or moved away while the run "
-                "was going"
+                f"the work directory {self._store} is gone: it was deleted or moved during the run"
             )
 
     def release(self) -> None:
@@ -236,8 +235,8 @@ class Hold:
             if now != entry:
                 raise self._held(who)
         return (
-            f"{self._store} was held by {who}, of which nothing was heard for "
-            f"{self._expire_s:.0f} s; taken over"
+            f"{who} held {self._store} and sent no heartbeat for {self._expire_s:.0f} s: this "
+            "process has taken it over"
         )
 
     def _held(self, who: str) -> UserError:

@@ -81,8 +81,8 @@ class Logs:
         for path, then, now in lost:
             self.progress.note(
                 f"{path} is not whole: it had {then:,} bytes when checkpoint {step} was written, "
-                f"and has {now:,} now. The report lacks what is gone, and --replay_schedule needs "
-                "the whole of a schedule log"
+                f"and has {now:,} now. The report lacks the lost lines. --replay_schedule needs "
+                "a whole schedule log"
             )
             facts = {"log": path.name, "num_bytes": then, "found_bytes": now}
             self.schedule.append({"event": "lost", "step": step, **facts})

@@ -57,7 +57,7 @@ def command_problems(argv: Sequence[str]) -> list[str]:
 def problems(config: Config) -> list[str]:
     """Return what is wrong with config, data, model, reward, devices and packages, one line each.
 
-    Weights are not read. Reward functions are loaded and tried on one row, in processes of theirs.
+    Weights are not read. Reward functions are tried on one row, each in a process of its own.
 
     Args:
         config: not necessarily valid.

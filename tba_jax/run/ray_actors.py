@@ -81,7 +81,7 @@ class TrainerProcess:
             addresses: addresses of all members; Ray waits for them before this call.
 
         Raises:
-            PeerError: another process of the group is gone. Else what `conduct` raises.
+            PeerError: another process of the group ended. Else what `conduct` raises.
         """
         start_s = time.perf_counter()
         from tba_jax.run.conduct import conduct
@@ -179,7 +179,7 @@ class TrainerLocator:
             if each["namespace"] == self._namespace and each["name"].startswith(_TRAINER)
         ]
         if not numbers:
-            raise Unreachable("there is no trainer at the moment")
+            raise Unreachable("no trainer is running")
         return ray.get_actor(trainer_name(max(numbers)), namespace=self._namespace)
 
 

@@ -331,7 +331,7 @@ class _Fleet:
             if self._is_up and silent_s > self._config.remote.owner_timeout_s:
                 self._display.note(
                     f"the trainer has not answered for {silent_s:.0f} s "
-                    "(10 x config.remote.heartbeat_s); it is ended"
+                    "(10 x config.remote.heartbeat_s) and is killed"
                 )
                 self._heard_at = now
                 self._kill_trainer()
@@ -386,10 +386,10 @@ class _Fleet:
                 f"the last time: {_brief(error)}. The same command "
                 "resumes"
             ) from error
-        rest = "it is" if len(self._members) == 1 else "all of it is"
+        rest = "the trainer" if len(self._members) == 1 else "all processes of the trainer"
         self._display.note(
-            f"{who} died ({_brief(error)}); {rest} made again and goes on from the newest "
-            f"checkpoint{_at(step)}, searchers wait"
+            f"{who} died ({_brief(error)}). Restarting {rest} from the newest checkpoint"
+            f"{_at(step)}; searchers wait"
         )
         self._make_trainer()
 
@@ -424,8 +424,7 @@ class _Fleet:
         except self._ray.exceptions.RayActorError as error:
             if searchers.is_up:
                 self._display.note(
-                    f"{searchers.name} is gone ({_brief(error)}); it starts again where there is "
-                    "room"
+                    f"{searchers.name} died ({_brief(error)}). Ray restarts it on a free machine"
                 )
                 self._trainer.searchers_died.remote(list(searchers.numbers))
             searchers.is_up, searchers.num_lines, searchers.reminded_at = False, 0, now
@@ -447,9 +446,9 @@ class _Fleet:
         if searchers.failures > _MAX_FAILURES:
             raise FleetError(
                 f"{searchers.name} failed {searchers.failures} times; "
-                f"the last time: {why}. Mend that; the same command resumes"
+                f"the last time: {why}. Fix the cause, then run the same command again to resume"
             )
-        self._display.note(f"{searchers.name} failed: {why}; it is begun anew")
+        self._display.note(f"{searchers.name} failed: {why}. Restarting it")
         self._trainer.searchers_died.remote(list(searchers.numbers))
         self._ray.kill(searchers.handle, no_restart=False)
 
@@ -511,8 +510,12 @@ class Machines:
         }
         with self._lock:
             before = alive if self._alive is None else self._alive
-            self._lines += [f"machine {before[i]} is gone" for i in before if i not in alive]
-            self._lines += [f"machine {alive[i]} has come" for i in alive if i not in before]
+            self._lines += [
+                f"machine {before[i]} has left the cluster" for i in before if i not in alive
+            ]
+            self._lines += [
+                f"machine {alive[i]} has joined the cluster" for i in alive if i not in before
+            ]
             self._alive, self._answered_s = alive, self._time()
         return False
 

@@ -282,7 +282,7 @@ def run_job(
 
     Raises:
         UserError: the commands of the processes differ, or the work directory is refused.
-        PeerError: another process is gone. Else what `conduct` raises.
+        PeerError: another process ended. Else what `conduct` raises.
     """
     import jax
 

@@ -23,7 +23,7 @@ def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
     assert fleet.kill("TrainerProcess")
     assert fleet.end() == 0, fleet.told()
     assert "it starts again where there is room" in fleet.told()
-    assert "it is made again and goes on from the newest checkpoint (step " in fleet.told()
+    assert "Restarting the trainer from the newest checkpoint (step " in fleet.told()
     report = check(fleet.workdir, 12)
     assert {slot["state"] for slot in report["fleet"]["by_searcher"]} == {"connected"}
     assert not [words for _, words in below(os.getpid()) if "ray" in words]

@@ -28,11 +28,11 @@ def test_a_machine_that_joins_or_leaves_is_one_line():
     assert cluster.machines.changes() == []
     cluster.nodes[1] = node(2, is_alive=False)  # a dead one stays in Ray's list
     cluster.machines.poll()
-    assert cluster.machines.changes() == ["machine h2/000002 is gone"]
+    assert cluster.machines.changes() == ["machine h2/000002 has left the cluster"]
     cluster.nodes.append(node(3))
     for _ in range(2):
         cluster.machines.poll()
-    assert cluster.machines.changes() == ["machine h3/000003 has come"]
+    assert cluster.machines.changes() == ["machine h3/000003 has joined the cluster"]
     assert cluster.machines.changes() == [] and cluster.machines.failure() == ""
 
 
