@@ -9,21 +9,19 @@ Invariant: a finished ticket is dropped only after its acknowledgement
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 from tba_jax.flow.rounds import RoundCommit
 from tba_jax.remote.channel import Unreachable
 from tba_jax.remote.messages import (
     Heartbeat,
-    JoinRequest,
-    JoinResponse,
     Response,
-    SearcherKey,
     SearcherStart,
     Trace,
 )
+from tba_jax.remote.search_channel import SearchRequests
 from tba_jax.replay.outbox import Outbox
 
 # Longest time between two heartbeats of a searcher that has enough work.
@@ -37,33 +35,6 @@ class Rewind(Exception):
 
 class Dismissed(Exception):
     """This process may no longer run the searcher; the message has the reason."""
-
-
-class SearchRequests(Protocol):
-    """Requests to a search server: the server itself in its own process, else a channel to it.
-
-    Every method raises `Unreachable` where no response arrives in time.
-    """
-
-    def join(self, request: JoinRequest) -> JoinResponse:
-        """See `SearchServer.join`."""
-        ...
-
-    def request_tickets(
-        self, key: SearcherKey, max_tickets: int, first_unseen: int, heartbeat: Heartbeat
-    ) -> Response:
-        """See `SearchServer.request_tickets`."""
-        ...
-
-    def put(self, key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> Response:
-        """See `SearchServer.put`."""
-        ...
-
-    def return_lease(
-        self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
-    ) -> Response:
-        """See `SearchServer.return_lease`."""
-        ...
 
 
 class TicketQuota:

@@ -5,9 +5,11 @@ Calls may fail after they succeeded: every message may arrive twice, late, or fr
 was replaced. Every message therefore names its sender.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
@@ -189,43 +191,31 @@ def pack_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def unpack_join_request(data: bytes) -> JoinRequest:
-    """Inverse of `pack_json` for a join request."""
-    searchers, host, identity, given = json.loads(data)
-    return JoinRequest(tuple(searchers), host, identity, tuple((n, m) for n, m in given))
+def from_json(kind: Any, value: Any) -> Any:
+    """Return the value of a type that JSON values stand for; inverse of `pack_json`.
+
+    Args:
+        kind: named tuple, tuple, or a type that JSON has; may also allow None.
+        value: as `json.loads` returns it.
+
+    Raises:
+        ValueError, TypeError: the value has another form.
+    """
+    if value is None:
+        return None
+    kinds = [each for each in get_args(kind) if each is not NoneType]
+    if get_origin(kind) is UnionType:
+        return from_json(kinds[0], value)
+    if get_origin(kind) is tuple:
+        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+        return tuple(from_json(each, x) for each, x in zip(kinds, value, strict=True))
+    if not hasattr(kind, "_fields"):
+        return value
+    return kind(*(from_json(each, x) for each, x in zip(_types(kind), value, strict=True)))
 
 
-def unpack_join_response(data: bytes) -> JoinResponse:
-    """Inverse of `pack_json` for a join response."""
-    starts, version, refusal, run_s = json.loads(data)
-    return JoinResponse(
-        tuple(
-            SearcherStart(SearcherKey(*key), position, num_chunks)
-            for key, position, num_chunks in starts
-        ),
-        version,
-        refusal,
-        run_s,
-    )
-
-
-def unpack_response(data: bytes) -> Response:
-    """Inverse of `pack_json` for a response."""
-    status, tickets, version, retry_s, reason, lease, evaluated = json.loads(data)
-    return Response(
-        status,
-        tuple(tickets),
-        version,
-        retry_s,
-        reason,
-        None if lease is None else Lease(*lease),
-        tuple(evaluated),
-    )
-
-
-def unpack_heartbeat(values: Sequence[Any]) -> Heartbeat:
-    """Return the heartbeat that these JSON values stand for."""
-    idle_s, put_s, slot_use, can_evaluate, version, wants_stop = values
-    return Heartbeat(
-        idle_s, tuple(put_s), (slot_use[0], slot_use[1]), can_evaluate, version, wants_stop
-    )
+@functools.cache
+def _types(kind: Any) -> list[Any]:
+    """Return the types of a named tuple's fields."""
+    hints = get_type_hints(kind)
+    return [hints[name] for name in kind._fields]

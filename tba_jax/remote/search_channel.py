@@ -14,17 +14,16 @@ from tba_jax.remote.messages import (
     Response,
     SearcherKey,
     Trace,
+    from_json,
     pack_json,
     pack_lease_result,
     pack_put,
-    unpack_heartbeat,
-    unpack_join_request,
-    unpack_join_response,
     unpack_lease_result,
     unpack_put,
-    unpack_response,
 )
 from tba_jax.remote.search_server import SearchServer
+
+_TicketRequest = tuple[SearcherKey, int, int, Heartbeat]
 
 
 def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, Handler]:
@@ -41,15 +40,10 @@ def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, H
         return found
 
     def join(data: bytes) -> bytes:
-        return pack_json(ready().join(unpack_join_request(data)))
+        return pack_json(ready().join(from_json(JoinRequest, json.loads(data))))
 
     def request_tickets(data: bytes) -> bytes:
-        key, max_tickets, first_unseen, heartbeat = json.loads(data)
-        return pack_json(
-            ready().request_tickets(
-                SearcherKey(*key), max_tickets, first_unseen, unpack_heartbeat(heartbeat)
-            )
-        )
+        return pack_json(ready().request_tickets(*from_json(_TicketRequest, json.loads(data))))
 
     def put(data: bytes) -> bytes:
         found = ready()
@@ -87,22 +81,30 @@ class RemoteSearchServer:
 
     def join(self, request: JoinRequest) -> JoinResponse:
         """See `SearchServer.join`."""
-        return unpack_join_response(self._channel.call("join", pack_json(request)))
+        return from_json(JoinResponse, json.loads(self._channel.call("join", pack_json(request))))
 
     def request_tickets(
         self, key: SearcherKey, max_tickets: int, first_unseen: int, heartbeat: Heartbeat
     ) -> Response:
         """See `SearchServer.request_tickets`."""
-        data = pack_json([key, max_tickets, first_unseen, heartbeat])
-        return unpack_response(self._channel.call("request_tickets", data))
+        return self._send("request_tickets", pack_json([key, max_tickets, first_unseen, heartbeat]))
 
     def put(self, key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> Response:
         """See `SearchServer.put`."""
-        return unpack_response(self._channel.call("put", pack_put(key, commits, trace)))
+        return self._send("put", pack_put(key, commits, trace))
 
     def return_lease(
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
     ) -> Response:
         """See `SearchServer.return_lease`."""
-        data = pack_lease_result(key, lease, shard)
-        return unpack_response(self._channel.call("return_lease", data))
+        return self._send("return_lease", pack_lease_result(key, lease, shard))
+
+    def _send(self, method: str, data: bytes) -> Response:
+        return from_json(Response, json.loads(self._channel.call(method, data)))
+
+
+SearchRequests = SearchServer | RemoteSearchServer
+"""Search server of this process, or a channel to one.
+
+Every method of a channel raises `Unreachable` where no response arrives in time.
+"""

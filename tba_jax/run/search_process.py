@@ -39,7 +39,6 @@ from tba_jax.remote.client import (
     LeasedShard,
     Rewind,
     SearcherClient,
-    SearchRequests,
     TicketQuota,
 )
 from tba_jax.remote.messages import (
@@ -50,6 +49,7 @@ from tba_jax.remote.messages import (
     SearcherStart,
     Trace,
 )
+from tba_jax.remote.search_channel import SearchRequests
 from tba_jax.run.evaluations import build_evaluator, load_start_weights
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.search_parts import (

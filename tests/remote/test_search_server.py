@@ -26,12 +26,15 @@ from tba_jax.remote.client import (
 from tba_jax.remote.messages import (
     Heartbeat,
     JoinRequest,
+    JoinResponse,
+    Response,
     SearcherKey,
+    SearcherStart,
     Trace,
+    from_json,
     pack_json,
     pack_lease_result,
     pack_put,
-    unpack_join_response,
     unpack_lease_result,
     unpack_put,
 )
@@ -367,14 +370,14 @@ def test_searchers_of_a_trainer_that_failed_wait_for_another():
     for fails in (True, False):
         house = House()
         current.append(house.server)
-        assert unpack_join_response(join(request)).starts
+        assert from_json(JoinResponse, json.loads(join(request))).starts
         if fails:
             current.append(None)
             with pytest.raises(NotReady, match="starting, or has failed"):
                 join(request)
         else:
             house.server.close()
-            assert unpack_join_response(join(request)).refusal == "the run has ended"
+            assert from_json(JoinResponse, json.loads(join(request))).refusal == "the run has ended"
 
 
 def test_given_responses_are_tickets_that_need_no_admission():
@@ -587,3 +590,18 @@ def test_each_response_counts_once_in_random_interleavings(events):
     finished = house.service.poll()
     assert {f.version for f in finished} >= set(wanted)
     assert all([number for number, _ in f.evaluation] == list(range(5)) for f in finished)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        JoinRequest((0, 1), "host", {"code": "a"}, ((3, 1), (0, 0))),
+        JoinResponse((SearcherStart(SearcherKey("e", 1, 2), {"next_round": 3}, 4),), 5, "", 1.5),
+        Response("ok", (1, 2), 3, 0.5, "why", Lease(4, 1), (4, 6)),
+        Response("ended"),
+        Heartbeat(1.0, (0.1, 0.2), (3, 4), True, 7, True),
+    ],
+)
+def test_messages_come_back_as_they_were(message):
+    back = from_json(type(message), json.loads(pack_json(message)))
+    assert back == message and type(back) is type(message)
