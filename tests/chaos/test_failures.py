@@ -136,20 +136,13 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     assert "pool.py" not in done.stderr  # the user's frames only
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{'question': 1}", "not JSON"),
-        ('{"question": "What is 1 + 1?"}', "keys ['question']; wanted text in column 'answer'"),
-    ],
-)
-def test_bad_data_row_is_named(row, message, cache, tmp_path):
+def test_bad_data_row_is_named(cache, tmp_path):
     good = '{"question": "What is 1 + 1?", "answer": "#### 2"}\n'
-    (tmp_path / "train.jsonl").write_text(good * 2 + row + "\n")
+    (tmp_path / "train.jsonl").write_text(good * 2 + '{"question": "What is 1 + 1?"}\n')
     (tmp_path / "test.jsonl").write_text(good)
-    done = run(
-        tmp_path / "run", "task.name=gsm8k", f"task.data_path={tmp_path}", cache=cache, timeout=60
-    )
+    overrides = ("task.name=gsm8k", f"task.data_path={tmp_path}")
+    done = run(tmp_path / "run", *overrides, cache=cache, timeout=60)
+    message = "keys ['question']; wanted text in column 'answer'"
     assert_one_error(done, 2, f"{tmp_path}/train.jsonl, line 3: {message}")
 
 

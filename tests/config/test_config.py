@@ -5,6 +5,7 @@ import ast
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tba_jax.config import document
+from tba_jax.config.command_line import override
 from tba_jax.config.devices import validate_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
@@ -365,32 +367,38 @@ def run_main(*arguments, cwd=ROOT):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "message"),
     [
-        (["--config=configs/math.py:nope"], "no preset 'nope'; it has arithmetic, gsm8k, math"),
-        (["--config=configs/none.py"], "no config file 'configs/none.py'"),
-        (["--config=math:nope"], "math has no preset 'nope'; it has arithmetic, gsm8k, math"),
-        (["--config=math:gsm8"], "it has arithmetic, gsm8k, math, gsm8k_official, "),
-        (["--config=math:gsm8"], "; did you mean gsm8k?"),
+        ("--config=configs/math.py:nope", "no preset 'nope'; it has arithmetic, gsm8k, math"),
+        ("--config=configs/none.py", "no config file 'configs/none.py'"),
+        ("--config=math:nope", "math has no preset 'nope'; it has arithmetic, gsm8k, math"),
+        ("--config=math:gsm8", "it has arithmetic, gsm8k, math, gsm8k_official, "),
+        ("--config=math:gsm8", "; did you mean gsm8k?"),
         (
-            ["--config=maths"],
+            "--config=maths",
             "there are agent:toy, custom:default, math:arithmetic, math:gsm8k, math:math, math:gs",
         ),
-        (["--config=tdlr:toy"], "tldr:pythia2.8b_slow; did you mean tldr:toy?"),
-        (
-            ["--config=configs/math.py", "--config.search.max_tokens=4"],
-            "no field 'search.max_tokens'; did you mean search.max_new_tokens",
-        ),
-        (["--config=configs/math.py", "--config.num_steps=1e3"], "--config.num_steps=1e3"),
-        (
-            ["--config=configs/math.py", "--config.objective.group_size=20"],
-            "a group needs objective",
-        ),
-        (["--config=configs/math.py", "stray"], "unexpected argument 'stray'"),
+        ("--config=tdlr:toy", "tldr:pythia2.8b_slow; did you mean tldr:toy?"),
     ],
 )
-def test_command_line_mistakes_are_one_line_and_write_nothing(arguments, message, tmp_path):
-    done = run_main(*arguments, f"--workdir={tmp_path / 'run'}")
+def test_a_preset_that_does_not_exist_is_one_line(argument, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=re.escape(message)) as info:
+        override(None, [argument])
+    assert "\n" not in str(info.value)
+
+
+# What the parser, the rules of the config, and the command itself refuse.
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.num_steps=1e3", "--config.num_steps=1e3"),
+        ("--config.objective.group_size=20", "a group needs objective"),
+        ("stray", "unexpected argument 'stray'"),
+    ],
+)
+def test_command_line_mistakes_are_one_line_and_write_nothing(argument, message, tmp_path):
+    done = run_main("--config=configs/math.py", argument, f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
