@@ -97,6 +97,7 @@ def test_a_notebook_gives_reward_objective_callbacks_metric_and_figure(tmp_path)
     assert "eval.metrics=mine.py:own_length returned nan as 'bad'" in told
     page = (tmp_path / "a" / "report.html").read_text()
     assert "Your figures" in page and "mine.py:draw_badly raised ZeroDivisionError" in page
+    assert page.index("Your figures") < page.index("Before and after") < page.index("<footer>")
     assert page.count("draw</h3>") == 1 and "line 12, in draw_badly" in page
 
 

@@ -405,7 +405,7 @@ def render(
     addresses = {
         name: (png_address(light), png_address(dark)) for name, (light, dark) in pictures.items()
     }
-    body = render_body(run, addresses) + _own_figures(own)
+    body = render_body(run, addresses, own=_own_figures(own))
     return document(headline(run), run_name(run), body, sample_browser.STYLE, sample_browser.SCRIPT)
 
 
@@ -413,12 +413,13 @@ def run_name(run: Run) -> str:
     return str(run.report.get("name") or run.config.get("name") or run.workdir.name)
 
 
-def render_body(run: Run, pictures: Addresses, *, is_live: bool = False) -> str:
+def render_body(run: Run, pictures: Addresses, *, own: str = "", is_live: bool = False) -> str:
     """Return the contents of the page as HTML text.
 
     Args:
         run: the run.
         pictures: addresses of the pictures.
+        own: section of the user's figures, as HTML.
         is_live: the page follows a running process, so it has no advice on how to continue the
             run, and loads pictures that come into view.
     """
@@ -436,6 +437,7 @@ def render_body(run: Run, pictures: Addresses, *, is_live: bool = False) -> str:
         _notice(run, is_live=is_live),
         _tiles(run),
         section(LEARNED, f'{no_evaluation}<div class="grid">{learned}</div>'),
+        own,
         _samples(run),
         sample_browser.browser(
             run.workdir / "samples.jsonl", _LIVE_BYTES if is_live else _FILE_BYTES
