@@ -388,6 +388,9 @@ def _packed_rows(config: Config) -> None:
 def _environment(config: Config) -> None:
     """Refuse settings that do not work with episodes of several turns."""
     if not config.task.environment:
+        renderer = config.task.renderer
+        rule = "it is the format of tool calls, and there is no task.environment"
+        need(not renderer, "task.renderer", renderer, rule, "Leave it empty.")
         return
     need(
         not config.objective.built.vine_tokens,

@@ -35,6 +35,7 @@ class Episode(NamedTuple):
             compute it.
         environment_s: seconds that it waited for its environment; None without one.
         path_lengths: as in `Trajectory`.
+        num_failed_calls: tool calls that could not be read or executed, or whose tool failed.
     """
 
     request: int
@@ -49,6 +50,7 @@ class Episode(NamedTuple):
     verdict: Verdict | None = None
     environment_s: float | None = None
     path_lengths: tuple[int, ...] = ()
+    num_failed_calls: int = 0
 
     @property
     def has_eos(self) -> bool:
@@ -59,6 +61,11 @@ class Episode(NamedTuple):
     def paths(self) -> list[slice]:
         """Return the tokens of each path."""
         return paths_of(len(self.tokens), self.path_lengths)
+
+    @property
+    def graded_tokens(self) -> np.ndarray:
+        """Return the tokens that reward functions grade: those from the first sampled one on."""
+        return self.tokens[0 if self.is_sampled is None else int(self.is_sampled.argmax()) :]
 
     @property
     def num_sampled(self) -> int:

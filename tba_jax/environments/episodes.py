@@ -25,6 +25,7 @@ from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.decoding.session import Session
 from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.environments.chat import ChatFormat, Messages
 from tba_jax.environments.episode import Episode, SingleTurnSession
 from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
 from tba_jax.flow.trajectory import FinishReason, Prompt
@@ -47,10 +48,6 @@ class Texts(Protocol):
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Return the text of token IDs."""
-        ...
-
-    def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return chat messages as text."""
         ...
 
 
@@ -84,6 +81,9 @@ class ReplayedEnvironment:
     def turn(self, text: str, response: Response) -> None:
         """Do nothing: the response is in the log."""
 
+    def call(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: the response is in the log."""
+
     def end(self) -> None:
         """Do nothing: the response is in the log."""
 
@@ -101,7 +101,6 @@ class _Segment(NamedTuple):
     tokens: np.ndarray
     logprobs: np.ndarray
     is_sampled: bool
-    text: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,12 +116,19 @@ class _Attempt:
     environment: Environment | None = None
     paths: list[list[_Segment]] = dataclasses.field(default_factory=lambda: [[]])
     path: int = 0  # of the newest turn
+    messages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)  # of a chat
+    calls: Sequence[Mapping[str, Any]] = ()  # tool calls of the newest turn of a chat
     versions: list[int] = dataclasses.field(default_factory=list)
     num_turns: int = 0
     has_begun: bool = False
     finish: FinishReason | None = None  # set when the end is decided and the reward is requested
     asked_s: float = 0.0  # time of the newest request to the environment
     environment_s: float = 0.0
+    num_failed_calls: int = 0
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt.columns.get("prompt"), list)
 
     @property
     def num_tokens(self) -> int:
@@ -148,15 +154,23 @@ class Episodes:
         max_turns: maximum number of the policy's turns in an episode.
         most: maximum number of concurrent episodes in a session; 0: twice its slots, at most
             MOST_PROCESSES.
-        is_agent: environments are agents, which write the context themselves. The first token of a
-            prompt is then the prompt, and the rest of the first request is an observation.
+        chat: format of chats; None: prompts are plain text.
+        is_agent: environments are agents, which write the context themselves.
+        schemas: JSON schemas of the tools; with them the format writes the whole context of chats.
     """
 
     environments: EnvironmentPool | ReplayedEnvironment
     tokenizer: Texts
     max_turns: int
     most: int = 0
+    chat: ChatFormat | None = None
     is_agent: bool = False
+    schemas: Messages = ()
+
+    @property
+    def first_token_only(self) -> bool:
+        """Whether only the first token of a prompt is the prompt; the rest is an observation."""
+        return self.is_agent or bool(self.schemas)
 
     def over(self, session: Session) -> "EpisodeSession":
         """Return an episode session over a decode session."""
@@ -164,40 +178,23 @@ class Episodes:
         return EpisodeSession(session, self, most)
 
     def check_template(self) -> None:
-        """Refuse a chat template that changes sampled turns when the conversation continues.
+        """Refuse a chat format that changes sampled turns when the conversation continues.
 
         Raises:
-            ValueError: as `observation`.
+            ValueError: it changes them.
         """
-        messages = [{"role": "user", "content": "a"}]
-        text = self.tokenizer.format_chat(messages)
-        prompt = Prompt(0, text, np.zeros(0, np.int32), {"prompt": messages})
-        ids = self.tokenizer.encode("b", add_bos=False)
-        turn = _Segment(ids, np.zeros(len(ids), np.float32), True, "b")
-        self.observation(prompt, [turn], "c")
-
-    def observation(self, prompt: Prompt, segments: Sequence[_Segment], text: str) -> np.ndarray:
-        """Return the tokens of an observation that follows these segments.
-
-        Raises:
-            ValueError: the chat template changes sampled turns.
-        """
-        messages = prompt.columns.get("prompt")
-        if not isinstance(messages, list):
-            return self.tokenizer.encode(text, add_bos=False)
-        said = [
-            {"role": "assistant" if s.is_sampled else "user", "content": s.text} for s in segments
-        ]
-        whole = self.tokenizer.format_chat([*messages, *said, {"role": "user", "content": text}])
-        ids = [np.zeros(0, np.int32), *(s.tokens for s in segments)]
-        before = prompt.text + self.tokenizer.decode(np.concatenate(ids), skip_special=False)
-        if not whole.startswith(before):
+        assert self.chat is not None
+        user, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        result = {"role": "tool", "content": "c", "tool_call_id": "call_0", "name": "d"}
+        messages = [user, turn, result if self.schemas else user]
+        prompt = self.chat.prompt([user], self.schemas)
+        sampled = self.tokenizer.encode("b", add_bos=False)
+        if self.chat.bridge(prompt, sampled, messages, self.schemas) is None:
             raise ValueError(
                 "the chat template changes earlier turns when the conversation continues "
                 "(templates that remove thinking do this); set a template that keeps sampled "
                 "turns unchanged"
             )
-        return self.tokenizer.encode(whole[len(before) :], add_bos=False)
 
 
 class EpisodeSession(SingleTurnSession):
@@ -327,6 +324,7 @@ class EpisodeSession(SingleTurnSession):
 
     def _take(self, attempt: _Attempt, environment: Environment, answer: Answer) -> None:
         attempt.environment_s += time.monotonic() - attempt.asked_s
+        attempt.num_failed_calls += len(answer.failed_calls)
         self._taken.append(TakenAnswer(attempt.request, attempt.sample, answer))
         self._answered(attempt, environment, answer)
 
@@ -348,35 +346,33 @@ class EpisodeSession(SingleTurnSession):
 
     def _observe(self, attempt: _Attempt, environment: Environment, answer: Answer) -> None:
         """Add an observation, and sample the next turn where there is room for one."""
-        tokens, failure, text = np.zeros(0, np.int32), "", answer.observation or ""
         request = None if answer.request is None else Request(*answer.request)
+        failure = line = ""
+        tokens = np.array([] if request is None else request.tokens, np.int32)
+        is_fork = request is not None and request.path == len(attempt.paths)
         if request is not None:
-            tokens = np.array(request.tokens, np.int32)
-            is_fork = request.path == len(attempt.paths)
             attempt.path = request.path
             if is_fork:
                 attempt.paths.append([])
-            if is_fork or not attempt.has_begun:
-                first, tokens = tokens[0], tokens[1:]
-                if first != attempt.prompt.tokens[0]:
-                    line = (
-                        f"a request begins with token {first}, prompts of the task with "
-                        f"{attempt.prompt.tokens[0]}: use chats in both or in neither"
-                    )
-                    self._episodes.environments.report("environment_first_token", line)
-                    failure = "environment_first_token"
-        elif text:
+        else:
             try:
-                tokens = self._episodes.observation(attempt.prompt, attempt.segments, text)
+                tokens = self._observation(attempt, answer)
             except ValueError as error:
-                self._episodes.environments.report("environment_template", str(error))
-                failure = "environment_template"
+                failure, line = "environment_template", str(error)
+        begins = is_fork or not attempt.has_begun
+        if self._episodes.first_token_only and begins and not failure:
+            first, tokens = tokens[0], tokens[1:]
+            if first != attempt.prompt.tokens[0]:
+                failure = "environment_first_token"
+                line = (
+                    f"a request begins with token {first}, prompts of the task with "
+                    f"{attempt.prompt.tokens[0]}: use chats in both or in neither"
+                )
         is_full = attempt.num_tokens + len(tokens) >= attempt.settings.max_new_tokens
-        if is_full and not attempt.has_begun:
+        if is_full and not (attempt.has_begun or failure):
+            failure = "environment_no_room"
             most = attempt.settings.max_new_tokens
             line = f"the first text of the environment fills all {most} tokens"
-            self._episodes.environments.report("environment_no_room", line)
-            failure = "environment_no_room"
         attempt.has_begun = True
         if not (failure or is_full):
             try:
@@ -384,16 +380,50 @@ class EpisodeSession(SingleTurnSession):
             except ValueError as error:  # of tokens that an agent sent
                 if request is None:
                     raise
-                self._episodes.environments.report("environment_request", str(error))
-                failure = "environment_request"
+                failure, line = "environment_request", str(error)
         if failure:
+            self._episodes.environments.report(failure, line)
             environment.release()
             self._end(attempt, Verdict(None, failure))
         elif is_full:
             self._stop(attempt, "length")
         elif len(tokens):
-            zeros = np.zeros(len(tokens), np.float32)
-            attempt.segments.append(_Segment(tokens, zeros, False, text))
+            attempt.segments.append(_Segment(tokens, np.zeros(len(tokens), np.float32), False))
+
+    def _observation(self, attempt: _Attempt, answer: Answer) -> np.ndarray:
+        """Return the tokens that an answer adds to the context.
+
+        Raises:
+            ValueError: the format of the chat cannot continue the sampled tokens.
+        """
+        episodes, text = self._episodes, answer.observation or ""
+        chat = episodes.chat
+        if chat is None or not attempt.is_chat:
+            return episodes.tokenizer.encode(text, add_bos=False)
+        messages = attempt.messages
+        if not attempt.has_begun:
+            messages += attempt.prompt.columns["prompt"]
+        if not attempt.has_begun and episodes.schemas:
+            if text:
+                messages[-1] = {**messages[-1], "content": messages[-1]["content"] + text}
+            return chat.prompt(messages, episodes.schemas)
+        if not (text or answer.results):
+            return np.zeros(0, np.int32)
+        for call, result in zip(attempt.calls, answer.results, strict=True):
+            named = {"tool_call_id": call["id"], "name": call["name"]}
+            messages.append({"role": "tool", "content": result, **named})
+        if text:
+            messages.append({"role": "user", "content": text})
+        before = np.concatenate([self._context(attempt), attempt.tokens])
+        num = len(attempt.segments[-1].tokens) if attempt.segments else 0
+        prompt, sampled = np.split(before, [len(before) - num])
+        whole = chat.bridge(prompt, sampled, messages, episodes.schemas)
+        if whole is None:
+            raise ValueError("the chat template changes earlier turns")
+        return whole[len(before) :]
+
+    def _context(self, attempt: _Attempt) -> np.ndarray:
+        return attempt.prompt.tokens[: 1 if self._episodes.first_token_only else None]
 
     def _sample(self, attempt: _Attempt, observed: np.ndarray, request: Request | None) -> None:
         """Queue the next turn, after an observation.
@@ -412,9 +442,8 @@ class EpisodeSession(SingleTurnSession):
             if request.stop:
                 text_of = functools.partial(self._episodes.tokenizer.decode, skip_special=False)
                 stop_strings = StopStrings(request.stop, text_of)
-        context = attempt.prompt.tokens[: 1 if self._episodes.is_agent else None]
         number = self._session.submit(
-            np.concatenate([context, attempt.tokens, observed]),
+            np.concatenate([self._context(attempt), attempt.tokens, observed]),
             key[None],
             dataclasses.replace(settings, max_new_tokens=room, stop_strings=stop_strings),
             np.array([attempt.temperature], np.float32),
@@ -426,7 +455,8 @@ class EpisodeSession(SingleTurnSession):
         attempt.num_turns += 1
         attempt.versions += [response.version_min, response.version_max]
         text = self._episodes.tokenizer.decode(response.tokens)
-        attempt.segments.append(_Segment(response.tokens, response.token_logprobs, True, text))
+        before = np.concatenate([self._context(attempt), attempt.tokens])
+        attempt.segments.append(_Segment(response.tokens, response.token_logprobs, True))
         is_full = attempt.num_tokens >= attempt.settings.max_new_tokens
         if not response.has_eos and is_full:
             attempt.finish = "length"
@@ -434,7 +464,13 @@ class EpisodeSession(SingleTurnSession):
                 self._stop(attempt, "length")
                 return
         assert attempt.environment is not None
-        attempt.environment.turn(text, response)
+        chat, schemas = self._episodes.chat, self._episodes.schemas
+        attempt.messages.append({"role": "assistant", "content": text})
+        if chat is not None and schemas:
+            attempt.calls = chat.calls(response.tokens, before, schemas)
+            attempt.environment.call(attempt.calls)
+        else:
+            attempt.environment.turn(text, response)
         self._wait_for(attempt)
 
     def _stop(self, attempt: _Attempt, finish: FinishReason) -> None:
@@ -452,7 +488,7 @@ class EpisodeSession(SingleTurnSession):
         paths = [path for path in attempt.paths if any(s.is_sampled for s in path)]
         if not paths:  # Nothing was sampled; a rejected response still needs one token.
             none = np.zeros(1, np.float32)
-            paths = [[_Segment(attempt.prompt.tokens[-1:], none, True, "")]]
+            paths = [[_Segment(attempt.prompt.tokens[-1:], none, True)]]
         segments = [s for path in paths for s in path]
         lengths = tuple(sum(len(s.tokens) for s in path) for path in paths)
         sizes = [len(s.tokens) for s in segments]
@@ -471,6 +507,7 @@ class EpisodeSession(SingleTurnSession):
                 verdict,
                 attempt.environment_s,
                 lengths if len(paths) > 1 else (),
+                attempt.num_failed_calls,
             )
         )
 

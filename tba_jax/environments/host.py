@@ -77,6 +77,9 @@ class Tools:
         environment: an instance; None for functions.
         functions: tools without a state.
 
+    Attributes:
+        failed: results of the newest calls that failed.
+
     Raises:
         TypeError: a tool lacks annotations or a docstring, or two have one name.
     """
@@ -88,6 +91,7 @@ class Tools:
         own = [f for name, f in methods if name[0] != "_" and name not in ("reset", "get_reward")]
         found: list[Callable[..., Any]] = [*own, *functions]
         self._tools = {tool.__name__: tool for tool in found}
+        self.failed: list[str] = []
         if len(self._tools) < len(found):
             raise TypeError(f"two tools have one name: {', '.join(t.__name__ for t in found)}")
         for name, tool in self._tools.items():
@@ -119,7 +123,9 @@ class Tools:
 
     def results(self, calls: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the result of each call, or the error of the call or the tool as text."""
-        return list(map(self._called, calls))
+        results = list(map(self._called, calls))
+        self.failed = [result for result in results if result.startswith(_ERROR)]
+        return results
 
     def reward(self) -> Any:
         return _result(self._environment.get_reward())
@@ -278,18 +284,19 @@ class Host:
                 return {"observation": text}
             case "turn":
                 observation, finish = environment.turn(request["text"])
-                return {"observation": _text(observation), **self._finished(environment, finish)}
+                return {"observation": _text(observation), **self._ended(environment, finish)}
             case "calls":
                 assert isinstance(environment, Tools)
                 results = environment.results(request["calls"])
                 _text("".join(results))
-                finish = "" if results else "eos"
-                return {"results": results, **self._finished(environment, finish)}
+                return {"results": results, **self._ended(environment, "" if results else "eos")}
             case _:
                 return {"finish": "end", "reward": self._reward(environment)}
 
-    def _finished(self, environment: _Kind, finish: str) -> dict[str, Any]:
-        return {"finish": finish, "reward": self._reward(environment) if finish else None}
+    def _ended(self, environment: _Kind, finish: str) -> dict[str, Any]:
+        found = {"finish": finish, "reward": self._reward(environment) if finish else None}
+        failed = environment.failed if isinstance(environment, Tools) else []
+        return {**found, "failed_calls": failed}
 
     def _reward(self, environment: _Kind) -> float | None:
         if not environment.has_reward:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.decoding.requests import Response
@@ -52,6 +52,8 @@ class Answer(NamedTuple):
         reward: reward of a finished episode; None if the environment gives none.
         failure: name of the failure; "" on success.
         request: request of an agent for the next turn, instead of an observation.
+        results: results of the tool calls of a chat, instead of an observation.
+        failed_calls: results of those tool calls of the turn that failed.
     """
 
     observation: str | None = None
@@ -59,6 +61,8 @@ class Answer(NamedTuple):
     reward: float | None = None
     failure: str = ""
     request: Request | None = None
+    results: Sequence[str] = ()
+    failed_calls: Sequence[str] = ()
 
 
 class _Process:
@@ -103,6 +107,10 @@ class Environment:
         """Send a turn of the policy; `response` has its tokens."""
         self._send("a turn", {"do": "turn", "text": text})
 
+    def call(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        """Send the tool calls of a turn of a chat; none: the episode ends."""
+        self._send("a turn", {"do": "calls", "calls": calls})
+
     def end(self) -> None:
         """Send the request for the reward of an episode that reached a limit."""
         self._send("the reward", {"do": "end"})
@@ -130,6 +138,8 @@ class Environment:
                     pool.report(answer["failure"], answer["text"])
                     pool.give_back(process)
                     return Answer(failure=answer["failure"])
+                if answer.get("failed_calls"):
+                    pool.report("failed_tool_call", answer["failed_calls"][0], "times")
                 return Answer(**answer)
         except (EOFError, OSError):
             return self.reject("environment_crash", f"its process ended during {self._doing}")
@@ -175,13 +185,17 @@ class EnvironmentPool:
         name: as of `host.load`.
         timeout_s: deadline of a call in seconds.
         max_memory_bytes: memory limit of each process; 0: none.
+        has_schemas: the policy reads JSON schemas of the tools.
 
     Attributes:
         groups: finds processes that environments started and did not end.
         has_reward, has_tools, is_agent: properties of the environment, set by `check`.
+        schemas: of its tools, set by `check` if they are wanted.
     """
 
-    def __init__(self, name: str, *, timeout_s: float, max_memory_bytes: int = 0) -> None:
+    def __init__(
+        self, name: str, *, timeout_s: float, max_memory_bytes: int = 0, has_schemas: bool = False
+    ) -> None:
         self.name = name
         self.timeout_s = timeout_s
         self.max_memory_bytes = max_memory_bytes
@@ -195,6 +209,8 @@ class EnvironmentPool:
         self._reported_s: dict[str, float] = {}
         self._is_checked = False
         self.has_reward = self.has_tools = self.is_agent = False
+        self.schemas: list[dict[str, Any]] = []
+        self._has_schemas = has_schemas
 
     def check(self) -> None:
         """Wait until the environment can be created.
@@ -205,7 +221,8 @@ class EnvironmentPool:
         if self._is_checked:
             return
         process = self._take()
-        process.connection.send_bytes(b'{"do": "describe", "schemas": false}')
+        request = {"do": "describe", "schemas": self._has_schemas}
+        process.connection.send_bytes(json.dumps(request).encode())
         try:
             if not process.connection.poll(START_TIMEOUT_S + self.timeout_s):
                 raise ValueError(
@@ -227,7 +244,7 @@ class EnvironmentPool:
             )
         process.is_started = True
         self.has_reward, self.has_tools = answer["has_reward"], answer["has_tools"]
-        self.is_agent = answer["is_agent"]
+        self.is_agent, self.schemas = answer["is_agent"], answer["schemas"]
         self._is_checked = True
         self.give_back(process)
 
@@ -248,7 +265,7 @@ class EnvironmentPool:
             self._all = {p for p in self._all if p.process.is_alive()}
             self._idle.append(process)
 
-    def report(self, name: str, text: str) -> None:
+    def report(self, name: str, text: str, what: str = "episode(s) rejected as") -> None:
         """Print a line about a failure; repeated failures of one name are printed at intervals."""
         with self._lock:
             self._failures[name] = self._failures.get(name, 0) + 1
@@ -258,7 +275,7 @@ class EnvironmentPool:
             self._reported_s[name] = now
             num = self._failures.pop(name)
         text = " ".join(text.split())
-        line = f"environment {self.name}: {text}; {num} episode(s) rejected as {name}\n"
+        line = f"environment {self.name}: {text}; {num} {what} {name}\n"
         sys.stderr.write(line)
         sys.stderr.flush()
 

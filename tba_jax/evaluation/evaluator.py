@@ -261,7 +261,7 @@ class Evaluator:
         prompts = self.prompts[first:stop]
         grades = grader.grade(
             [prompt for prompt in prompts for _ in range(n)],
-            [y.tokens for y in found],
+            [y.graded_tokens for y in found],
             [y.has_eos for y in found],
             [y.verdict for y in found],
         )

@@ -405,8 +405,8 @@ def build_searchers(
         note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
     key = jax.random.key(config.seed)
     episodes = make_episodes(config, task, shared.tokenizer, shared.rewards.environments)
-    is_agent = episodes is not None and episodes.is_agent
-    streams = tuple(_stream(shared, i, is_agent) for i in range(len(sites.searchers)))
+    first_token_only = episodes is not None and episodes.first_token_only
+    streams = tuple(_stream(shared, i, first_token_only) for i in range(len(sites.searchers)))
     objective = config.objective.built
     states = StateValues(objective.vine_tokens, objective.vine_samples)
     first = shared.sites.first_searcher
@@ -439,7 +439,7 @@ def build_searchers(
     return Search(transport, searchers, streams, decoders)
 
 
-def _stream(shared: Shared, i: int, is_agent: bool) -> PromptStream:
+def _stream(shared: Shared, i: int, first_token_only: bool) -> PromptStream:
     config = shared.config
     return PromptStream(
         shared.task,
@@ -450,7 +450,7 @@ def _stream(shared: Shared, i: int, is_agent: bool) -> PromptStream:
         seed=config.seed,
         max_prompt_tokens=config.task.max_prompt_tokens,
         long_prompts=config.task.long_prompts,
-        first_token_only=is_agent,
+        first_token_only=first_token_only,
     )
 
 

@@ -25,8 +25,8 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
+from tba_jax.environments.chat import make_chat_format
 from tba_jax.environments.episodes import Episodes
-from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
@@ -40,7 +40,6 @@ from tba_jax.run.model_parts import describe_model, end_ids, policy_config
 from tba_jax.run.workdir import run_id_of
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.agents import AgentPool
-from tba_jax.serving.chat import TemplateFormat
 from tba_jax.serving.protocol import Served
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.registry import Task, get_task
@@ -149,7 +148,7 @@ class Rewards(NamedTuple):
 
     source: RewardSource
     gold: RewardSource | None
-    environments: EnvironmentPool | None = None
+    environments: AgentPool | None = None
 
     def check(self) -> None:
         """Raise RuntimeError where one of them cannot be used."""
@@ -181,14 +180,19 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
 
 
 def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
-    """Return the processes of the environment that the config names, if it names one."""
+    """Return the processes of the environment that the config names, if it names one.
+
+    Raises:
+        ValueError: as `make_chat_format`.
+    """
     if not config.task.environment:
         return None
     search, objective = config.search, config.objective.built
+    renderer = config.task.renderer
     served = Served(
         "policy",
         tokenizer,
-        TemplateFormat(tokenizer),
+        make_chat_format(tokenizer, renderer),
         end_ids(config, tokenizer.eos_ids),
         1 + max(search.max_new_tokens, config.eval.max_new_tokens),
         sampling_settings(search),
@@ -200,11 +204,12 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
         max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
         # Turns of parallel paths have no order; minibatches would divide the paths of an episode.
         allows_forks=objective.minibatches == 1 and getattr(objective, "balance", "") != "turn",
+        has_schemas=bool(renderer),
     )
 
 
 def make_episodes(
-    config: Config, task: Task, tokenizer: Tokenizer, environments: EnvironmentPool | None
+    config: Config, task: Task, tokenizer: Tokenizer, environments: AgentPool | None
 ) -> Episodes | None:
     """Return how episodes are made; None without an environment.
 
@@ -220,17 +225,31 @@ def make_episodes(
             f"task.environment = {environments.name!r} has no get_reward(), and no other reward is "
             "set. Add the method, or set --config.task.reward=my_rewards.py:score"
         )
-    search = config.search
+    is_agent, search = environments.is_agent, config.search
+    is_chat = not is_agent and isinstance(task.eval_problem(0)[0], list)
+    chat = environments.served.chat
+    if is_chat and environments.has_tools and not config.task.renderer:
+        raise ValueError(
+            f"task.environment = {environments.name!r} has tools, and the prompts are chats: the "
+            "tool format of the model is not known. Set --config.task.renderer=qwen3 or another "
+            "format of the library renderers, or use prompts that are plain text"
+        )
+    missing = set(chat.stop_ids) - set(environments.served.eos_ids)
+    if is_chat and missing:
+        raise ValueError(
+            f"task.renderer = {config.task.renderer!r}: a message also ends with the tokens "
+            f"{sorted(missing)}. Set --config.search.stop_ids={tuple(sorted(missing))}"
+        )
     episodes = Episodes(
-        environments, tokenizer, search.max_turns, search.max_episodes, environments.is_agent
+        environments,
+        tokenizer,
+        search.max_turns,
+        search.max_episodes,
+        chat if is_chat else None,
+        is_agent,
+        environments.schemas if is_chat else (),
     )
-    if not environments.is_agent and isinstance(task.eval_problem(0)[0], list):
-        if environments.has_tools:
-            raise ValueError(
-                f"task.environment = {environments.name!r} has tools, and the prompts are chats: "
-                "tool calls in the format of a chat template are not read yet. Use prompts that "
-                "are plain text, or a class with init() and step()"
-            )
+    if is_chat:
         episodes.check_template()
     return episodes
 

@@ -193,7 +193,7 @@ def grade_groups(grader: Grader, groups: Sequence[SampledGroup]) -> Grades:
     flat = [(group.prompt, y) for group in groups for y in group.episodes]
     return grader.grade(
         [prompt for prompt, _ in flat],
-        [y.tokens for _, y in flat],
+        [y.graded_tokens for _, y in flat],
         [y.has_eos for _, y in flat],
         [y.verdict for _, y in flat],
     )
@@ -278,6 +278,7 @@ def measure(
     if waited_s:
         waited["environment_s"] = float(np.mean(waited_s))
         waited["episode_paths"] = float(np.mean([len(y.paths) for _, y in episodes]))
+        waited["failed_tool_calls"] = float(np.mean([y.num_failed_calls for _, y in episodes]))
     rewards = iter(grades.rewards)
     of_groups = [set(itertools.islice(rewards, len(group.episodes))) for group in groups]
     return RoundMetrics(

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from tba_jax.decoding.requests import Response
+from tba_jax.environments.chat import extended
 from tba_jax.environments.host import BASE_URL
 from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
 from tba_jax.remote.http_server import HttpServer, bind
-from tba_jax.serving.chat import extended
 from tba_jax.serving.protocol import ApiError, Call, Kind, Served, parse
 from tba_jax.serving.queue import Generation, Update
 from tba_jax.serving.server import Application, Scope
@@ -229,6 +229,7 @@ class AgentPool(EnvironmentPool):
         max_memory_bytes: memory limit of each process; 0: none.
         allows_forks: a request that continues no earlier turn begins a path of its episode;
             otherwise the episode is rejected.
+        has_schemas: the policy reads JSON schemas of the tools.
     """
 
     def __init__(
@@ -239,8 +240,11 @@ class AgentPool(EnvironmentPool):
         timeout_s: float,
         max_memory_bytes: int = 0,
         allows_forks: bool = False,
+        has_schemas: bool = False,
     ) -> None:
-        super().__init__(name, timeout_s=timeout_s, max_memory_bytes=max_memory_bytes)
+        super().__init__(
+            name, timeout_s=timeout_s, max_memory_bytes=max_memory_bytes, has_schemas=has_schemas
+        )
         self.allows_forks = allows_forks
         self.served = served
         self._agents: dict[str, Agent] = {}

@@ -49,6 +49,12 @@ class TaskSettings(Section):
         "requests over HTTP are the turns (docs/guide/environments.md); empty: a response is one "
         "turn",
     )
+    renderer: str = field(
+        "",
+        "with task.environment: format of the library renderers, such as qwen3, for the tool calls "
+        "of chats (pip install 'tba_jax[chat-tools]'); empty: the tokenizer's chat template, "
+        "which has no tools",
+    )
     columns: str = field(
         "",
         "task custom: new names of columns, for example prompt=asked,answer=solution; others keep "

@@ -13,12 +13,12 @@ from fake_models import load_folder
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
 from tba_jax.decoding.session import Session
+from tba_jax.environments.chat import TemplateFormat
 from tba_jax.environments.episodes import (
     Episodes,
     ReplayedEnvironment,
     TakenAnswer,
     UnexpectedAnswer,
-    _Segment,
 )
 from tba_jax.environments.pool import Answer
 from tba_jax.flow.padding import Padding
@@ -26,6 +26,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
+from tba_jax.rewards.source import Verdict
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import sampling_settings
@@ -252,7 +253,7 @@ def test_a_failure_is_a_rejection_of_its_episode_alone(model):
     bad = drawn(model, World(fails={texts.texts[0]}), in_turn=False)
     assert len(bad) == len(good)
     failed = [y for y in bad if y.verdict.reason]
-    assert failed and {y.verdict for y in failed} == {(None, "environment_error")}
+    assert failed and {y.verdict for y in failed} == {Verdict(None, "environment_error")}
     for y, z in zip(good, bad, strict=True):
         assert z.verdict.reason or y.tokens.tolist() == z.tokens.tolist()
 
@@ -277,13 +278,21 @@ class Chat:
         return "".join(texts) + "a"
 
 
-def test_an_observation_extends_a_chat_and_a_template_that_cannot_is_refused():
-    Episodes(World(), Chat(drops=False), 2).check_template()
-    with pytest.raises(ValueError, match="the chat template changes earlier turns"):
-        Episodes(World(), Chat(drops=True), 2).check_template()
-    messages = [{"role": "user", "content": "q"}]
-    prompt = Prompt(0, "uq\na", np.zeros(0, np.int32), {"prompt": messages})
+def test_a_template_that_changes_sampled_turns_is_refused():
+    for drops in (False, True):
+        chat = Chat(drops)
+        episodes = Episodes(World(), chat, 2, chat=TemplateFormat(chat))
+        if not drops:
+            episodes.check_template()
+            continue
+        with pytest.raises(ValueError, match="the chat template changes earlier turns"):
+            episodes.check_template()
+
+
+def test_an_observation_extends_a_chat():
     chat = Chat(drops=False)
-    turn = _Segment(chat.encode("hm", False), np.zeros(2, np.float32), True, "hm")
-    ids = Episodes(World(), chat, 2).observation(prompt, [turn], "so?")
-    assert chat.decode(ids) == "\nuso?\na"
+    format = TemplateFormat(chat)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hm"}]
+    messages.append({"role": "user", "content": "so?"})
+    ids = format.bridge(chat.encode("uq\na", False), chat.encode("hm", False), messages, [])
+    assert chat.decode(ids) == "uq\nahm\nuso?\na"

@@ -24,6 +24,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
+from tba_jax.rewards.source import Verdict
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.shared import make_environments
 from tba_jax.search.reference import Reference, make_reference_program
@@ -208,7 +209,7 @@ def test_a_chat_continues_with_the_sampled_tokens(model):
         episodes = drawn(model, environments, rows)
     finally:
         environments.close()
-    assert [y.verdict for y in episodes] == [(1.0, None)] * 3
+    assert [y.verdict for y in episodes] == [Verdict(1.0, None)] * 3
     for y in episodes:
         own = scored(model, model.params, rows, y)
         # Rounding of float32 in contexts that the model never saw is up to 3e-5.

@@ -12,10 +12,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from qwen_tokenizer import qwen_like_tokenizer
 from served_model import NUM_SLOTS, ServedModel, folder_with_template
 
 from tba_jax.decoding.requests import Response, SamplingSettings
-from tba_jax.serving.chat import RendererFormat
+from tba_jax.environments.chat import RendererFormat
 from tests.integration import commands
 
 PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]
@@ -130,26 +131,3 @@ def test_agents_with_a_client_are_environments_of_a_training_run(python, tmp_pat
     ledger = json.loads((workdir / "report.json").read_text())["ledger"]
     assert ledger["rejected"] == {} and ledger["generated"] >= 3 * 2 * 4
     assert sorted(commands.losses(workdir)) == [1, 2, 3]
-
-
-def qwen_like_tokenizer(folder):
-    """A byte-level tokenizer with the special tokens of Qwen 3."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from tba_jax.models.tokenizer import Tokenizer as Own
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({x: i for i, x in enumerate(alphabet)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    plain = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-    plain += ["<think>", "</think>"]
-    raw.add_special_tokens([AddedToken(x, special=True) for x in special])
-    raw.add_tokens([AddedToken(x, normalized=False) for x in plain])
-    whole = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    whole.save_pretrained(folder)
-    return Own.load(folder)

@@ -50,6 +50,12 @@ class ChatFormat(Protocol):
         """Return the message of sampled tokens; `text` is their text up to a stop string."""
         ...
 
+    def calls(
+        self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
+    ) -> list[dict[str, Any]]:
+        """Return the ID, name, and arguments or "error" of each tool call of sampled tokens."""
+        ...
+
 
 class TemplateFormat:
     """The tokenizer's chat template."""
@@ -64,8 +70,9 @@ class TemplateFormat:
     def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
         if tools:
             raise ValueError(
-                "tools: the tool format of this model is not known. Set --renderer=NAME to a "
-                "format of the library renderers, such as qwen3, or leave out tools"
+                "tools: the tool format of this model is not known. Set --renderer=NAME, or in a "
+                "training run --config.task.renderer=NAME, to a format of the library renderers, "
+                "such as qwen3"
             )
         return self._tokenizer.encode(
             self._tokenizer.format_chat([_plain(message) for message in messages]), add_bos=False
@@ -81,6 +88,11 @@ class TemplateFormat:
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> dict[str, Any]:
         return {"role": "assistant", "content": text}
+
+    def calls(
+        self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
+    ) -> list[dict[str, Any]]:
+        return []
 
 
 class RendererFormat:
@@ -100,15 +112,12 @@ class RendererFormat:
             configs = importlib.import_module("renderers.configs")
         except ImportError as error:
             raise ValueError(
-                f"renderer={name!r} needs the library renderers. Run "
-                "pip install renderers 'openai<3'"
+                f"renderer={name!r} needs the library renderers. Run pip install "
+                "'tba_jax[chat-tools]'"
             ) from error
+        if name == "auto":  # it guesses, and reads no tool calls of a model that it does not know
+            raise ValueError("renderer='auto': give the name of a format, such as qwen3 or llama-3")
         config = configs.config_from_name(name)
-        if config is None:
-            raise ValueError(
-                f"renderer={name!r}: the library renderers has no such format. Give one of its "
-                "names, such as qwen3, llama3 or gpt-oss"
-            )
         self._renderer: Any = library.create_renderer(tokenizer.library, config)
 
     @property
@@ -133,14 +142,14 @@ class RendererFormat:
             list(map(_checked, messages[last + 1 :])),
             tools=list(tools) or None,
         )
-        return None if found is None else np.array(found.token_ids, np.int32)
+        whole = np.array([] if found is None else found.token_ids, np.int32)
+        before = np.concatenate([prompt, completion])
+        return whole if np.array_equal(whole[: len(before)], before) else None
 
     def message(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> dict[str, Any]:
-        parsed = self._renderer.parse_response(
-            tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
-        )
+        parsed = self._parsed(tokens, prompt, tools)
         calls = [
             {
                 "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
@@ -156,6 +165,23 @@ class RendererFormat:
         if calls:
             message["tool_calls"] = calls
         return message
+
+    def calls(
+        self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
+    ) -> list[dict[str, Any]]:
+        found = []
+        for i, call in enumerate(self._parsed(tokens, prompt, tools).tool_calls):
+            named = {"id": call.id or f"call_{i}", "name": call.name or "unknown"}
+            if call.status == "ok":
+                found.append({**named, "arguments": call.arguments})
+            else:
+                found.append({**named, "error": f"the tool call is refused: {call.status}"})
+        return found
+
+    def _parsed(self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages) -> Any:
+        return self._renderer.parse_response(
+            tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
+        )
 
 
 def extended(

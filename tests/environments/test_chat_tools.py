@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools in the format of a chat model, over a decode session that says what the test wants."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from qwen_tokenizer import qwen_like_tokenizer
+
+from tba_jax.decoding.requests import Response, SamplingSettings
+from tba_jax.environments.chat import RendererFormat
+from tba_jax.environments.episodes import Episodes
+from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.rewards.source import Verdict
+
+pytest.importorskip("renderers", reason="the extra `chat-tools` is not installed")
+FILE = Path(__file__).with_name("environments_for_tests.py")
+END = "<|im_end|>"
+
+
+class Scripted:
+    """A decode session whose turns are given; each is sampled with log-prob -1."""
+
+    num_slots, room, version = 4, 4, 7
+
+    def __init__(self, tokenizer, turns):
+        self.tokenizer, self.turns, self.contexts, self.is_idle = tokenizer, turns, [], True
+
+    def submit(self, prompt, keys, settings, temperatures):
+        self.contexts.append(prompt)
+        self.is_idle = False
+        return len(self.contexts) - 1
+
+    def step(self):
+        if self.is_idle:
+            return []
+        number, self.is_idle = len(self.contexts) - 1, True
+        tokens = self.tokenizer.encode(self.turns[number], add_bos=False)
+        logprobs = np.full(len(tokens), -1, np.float32)
+        return [Response(number, 0, tokens, logprobs, True, 7, 7, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made = [
+        EnvironmentPool(name, timeout_s=30.0, has_schemas=True)
+        for name in (f"{FILE}:Counter", "tba_jax.environments.tools:calculator")
+    ]
+    for pool in made:
+        pool.check()
+    yield made
+    for pool in made:
+        pool.close()
+
+
+def played(pool, tokenizer, turns, messages):
+    """The episode of these turns, and the session."""
+    chat = RendererFormat(tokenizer, "qwen3")
+    inner = Scripted(tokenizer, turns)
+    episodes = Episodes(pool, tokenizer, 8, chat=chat, schemas=pool.schemas)
+    episodes.check_template()
+    session = episodes.over(inner)
+    tokens = tokenizer.encode("<|im_start|>", add_bos=False)
+    prompt = Prompt(0, "", tokens, {"prompt": messages, "start": 3})
+    session.submit(prompt, np.zeros((1, 2), np.uint32), SamplingSettings(4000), np.ones(1))
+    found, end = [], time.monotonic() + 60
+    while not found:
+        assert time.monotonic() < end
+        session.take_answers()
+        found = session.step()
+        time.sleep(0.002)
+    return found[0], inner
+
+
+def call(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>{END}'
+
+
+def test_a_class_with_tools_runs_in_the_format_of_the_model(pools, tmp_path, capsys):
+    tokenizer = qwen_like_tokenizer(tmp_path)
+    turns = [call("add", '{"n": 4}'), call("add", "4x"), f"7{END}"]
+    messages = [{"role": "user", "content": "Count "}]
+    y, session = played(pools[0], tokenizer, turns, messages)
+    text = tokenizer.decode(y.tokens, skip_special=False)
+    # `reset` continued the user's message, and the schema of the tool is in the system's.
+    assert "user\nCount from 3" + END in text and '"name": "add"' in text.partition(END)[0]
+    assert f"{turns[0]}\n<|im_start|>user\n<tool_response>\n7\n</tool_response>{END}" in text
+    assert "<tool_response>\nerror: the tool call is refused: invalid_json\n" in text
+    assert (y.verdict, y.num_failed_calls, y.finish) == (Verdict(7.0, None), 1, "eos")
+    sampled = tokenizer.decode(y.tokens[y.is_sampled], skip_special=False)
+    assert sampled == "".join(turns)
+    np.testing.assert_array_equal(y.token_logprobs, np.where(y.is_sampled, -1, 0))
+    for before, after in zip(session.contexts[:-1], session.contexts[1:], strict=True):
+        np.testing.assert_array_equal(after[: len(before)], before)
+    whole, last = np.concatenate([session.contexts[0][:1], y.tokens]), session.contexts[-1]
+    np.testing.assert_array_equal(whole[: len(last)], last)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "invalid_json; 1 times failed_tool_call" in line
+
+
+def test_functions_grade_the_text_after_the_prompt(pools, tmp_path):
+    tokenizer = qwen_like_tokenizer(tmp_path)
+    turns = [call("calculator", '{"expression": "6*7"}'), f"42{END}"]
+    y, _ = played(pools[1], tokenizer, turns, [{"role": "user", "content": "6*7?"}])
+    assert y.verdict is None and "<tool_response>\n42\n" in tokenizer.decode(y.tokens)
+    graded = tokenizer.decode(y.graded_tokens, skip_special=False)
+    assert graded.startswith(turns[0]) and graded.endswith(turns[1])
+
+
+def test_a_turn_that_the_format_cannot_continue_is_a_rejection_by_name(
+    pools, tmp_path, monkeypatch, capsys
+):
+    bridge = RendererFormat.bridge
+
+    def forked(self, prompt, completion, messages, tools):
+        if messages[-1]["content"] == "7":
+            return None
+        return bridge(self, prompt, completion, messages, tools)
+
+    monkeypatch.setattr(RendererFormat, "bridge", forked)
+    turns = [call("add", '{"n": 4}')]
+    messages = [{"role": "user", "content": "Count "}]
+    y, _ = played(pools[0], qwen_like_tokenizer(tmp_path), turns, messages)
+    assert y.verdict == Verdict(None, "environment_template")
+    assert "rejected as environment_template" in capsys.readouterr().err
