@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real OpenAI clients, each in the venv of an interpreter that TBA_JAX_OPENAI names.
+"""Real clients, each in the venv of an interpreter that a variable of the environment names.
 
 TBA_JAX_OPENAI=venv2/bin/python:venv3/bin/python python -m pytest -m slow tests/serving
+
+TBA_JAX_TRL, TBA_JAX_VERIFIERS and TBA_JAX_OPENENV name one interpreter each (docs/guide/serve.md).
 """
 
 import json
@@ -10,25 +12,31 @@ import subprocess
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_models import load_folder
 from qwen_tokenizer import qwen_like_tokenizer
 from served_model import NUM_SLOTS, ServedModel, folder_with_template
 
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.environments.chat import RendererFormat
+from tba_jax.flow.padding import Padding
+from tba_jax.models.scoring import Scoring
+from tba_jax.run.model_parts import START_MODEL
+from tba_jax.search.reference import Reference, make_reference_program
 from tests.integration import commands
 
 PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]
 SCRIPT = Path(__file__).with_name("openai_client.py")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHONS, reason="TBA_JAX_OPENAI names no interpreter"),
-]
+pytestmark = pytest.mark.slow
 
 
 def client(python, model, what):
-    command = [python, str(SCRIPT), f"{model.url}/v1", what]
+    return run_client([python, str(SCRIPT), f"{model.url}/v1", what])
+
+
+def run_client(command):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
     assert done.returncode == 0, done.stderr
@@ -59,6 +67,32 @@ def test_of_a_thousand_requests_none_is_lost_and_tokens_are_those_of_the_engine(
             min_slots=NUM_SLOTS,
         )
         assert found[i] == decoded.tokens[0, 0, : decoded.lengths[0, 0]].tolist()
+
+
+@pytest.mark.parametrize("name", ["trl", "verifiers", "openenv"])
+def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, tmp_path):
+    python = os.environ.get(f"TBA_JAX_{name.upper()}")
+    if not python:
+        pytest.skip(f"TBA_JAX_{name.upper()} names no interpreter")
+    model = ServedModel(folder_with_template(tmp_path))
+    with model.running():
+        url = model.url if name == "trl" else f"{model.url}/v1"
+        command = [python, str(SCRIPT.with_name(f"{name}_client.py")), url, str(tmp_path)]
+        rows = json.loads(run_client(command))
+    assert len(rows) == {"trl": 8, "verifiers": 6, "openenv": 2}[name]
+    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
+    program = make_reference_program(config, Scoring(eos_ids=model.tokenizer.eos_ids))
+    for row in rows:
+        ids, mask = np.array(row["ids"], np.int32), np.array(row["is_sampled"], bool)
+        assert mask.any()
+        responses, is_sampled = np.zeros((2, 1, 1, 64), np.int32)
+        responses[0, 0, : len(ids) - 1], is_sampled[0, 0, : len(ids) - 1] = ids[1:], mask[1:]
+        padded = Padding((4,), (64,), model.tokenizer.pad_id).rows(
+            [ids[:1]], responses, np.array([[len(ids) - 1]])
+        )
+        scored = Reference(program, params)(*padded, is_sampled.astype(bool))
+        wanted = np.array(row["logprobs"])[mask].sum()
+        np.testing.assert_allclose(float(np.asarray(scored)[0, 0]), wanted, atol=1e-4)
 
 
 class ScriptedSession:
