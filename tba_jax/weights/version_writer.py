@@ -113,6 +113,8 @@ class VersionWriter:
         with self._changing:
             start = time.monotonic()
             copied = storable(jax.block_until_ready(self._program(params)))
+            if jax.process_count() == 1:
+                copied = jax.device_get(copied)  # as in `Versions.read`
             self._confirm()
             if self._is_primary:
                 self._try(version, lambda: self.versions.begin(version))
