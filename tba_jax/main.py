@@ -32,7 +32,7 @@ from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
-from tba_jax.run.session import run_job, train, train_in_bucket
+from tba_jax.run.session import run_job, train
 from tba_jax.run.workdir import Outcome, begun_config, default_workdir
 from tba_jax.settings import ConfigError, listed
 from tba_jax.storage.bucket import is_address
@@ -124,15 +124,20 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         workdir: work directory of the run.
         address: of a work directory in an object store; "": a local one.
     """
-    if address:
-        return _run_in_bucket(config, address)
+    mode = MODES[config.placement]
+    if address and (mode.spans_hosts or mode.searches_elsewhere or _REPLAY_SCHEDULE.value):
+        what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
+        raise UserError(
+            f"{what} needs a work directory that is a folder, shared by all hosts; "
+            f"--workdir={address} is an object store"
+        )
     schedule = None
     if _REPLAY_SCHEDULE.value:
         from tba_jax.run.schedule_replay import read_schedule
 
         schedule = read_schedule(_REPLAY_SCHEDULE.value)
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
-    if MODES[config.placement].spans_hosts:
+    if mode.spans_hosts:
         if schedule is not None:
             raise UserError("a schedule is replayed in one process; give another placement")
         return _run_pod(config, workdir)
@@ -141,7 +146,7 @@ def _run(config: Config, workdir: Path, address: str) -> int:
     interrupted = Interruption()
     outcome = train(
         config,
-        workdir,
+        address or workdir,
         interrupted=interrupted,
         accept_changed=_ACCEPT_CHANGED.value,
         schedule=schedule,
@@ -151,27 +156,7 @@ def _run(config: Config, workdir: Path, address: str) -> int:
     if outcome.step < config.num_steps and schedule is not None and not interrupted():
         print(f"The schedule ends at step {outcome.step} of {config.num_steps}.")
         return 0
-    return _say(outcome, config, workdir, interrupted.signal_number)
-
-
-def _run_in_bucket(config: Config, address: str) -> int:
-    """Run with a work directory in an object store; return the exit code."""
-    mode = MODES[config.placement]
-    if mode.spans_hosts or mode.searches_elsewhere or _REPLAY_SCHEDULE.value:
-        what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
-        raise UserError(
-            f"{what} needs a work directory that is a folder, shared by all hosts; "
-            f"--workdir={address} is an object store"
-        )
-    interrupted = Interruption()
-    outcome = train_in_bucket(
-        config,
-        address,
-        interrupted=interrupted,
-        accept_changed=_ACCEPT_CHANGED.value,
-        start_s=_PROCESS_START,
-    )
-    return _say(outcome, config, address.rstrip("/"), interrupted.signal_number)
+    return _say(outcome, config, address.rstrip("/") or workdir, interrupted.signal_number)
 
 
 def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int | None) -> int:

@@ -329,7 +329,9 @@ class Mirroring:
         self._begun = self._has_forgotten = False
 
     def start(self) -> None:
-        """Start uploading."""
+        """Start uploading, unless it has started."""
+        if self._begun:
+            return
         self._begun = True
         self._pushed_at = self._clock()
         self._worker.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its config to its report: in one process, with a bucket, as a fleet, or as a job.
+"""A run from its config to its report: in one process, as a fleet, or as a job.
 
 Each function claims the work directory and joins the processes; `conduct` does the rest. Nothing
 heavy is imported before there is something to do. In a job of `jax.distributed` every process
@@ -12,7 +12,7 @@ import contextlib
 import gc
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -37,8 +37,10 @@ from tba_jax.run.workdir import (
     inspect,
     is_finished,
 )
+from tba_jax.storage.bucket import Bucket, StorageError, is_address
 
 if TYPE_CHECKING:
+    from tba_jax.run.lock import Hold
     from tba_jax.run.schedule_replay import Schedule
 
 T = TypeVar("T")
@@ -49,7 +51,7 @@ _POLL_S = 1.0  # between two questions of an idle process whether the run has en
 
 def train(
     config: Config,
-    workdir: Path,
+    workdir: Path | str,
     *,
     interrupted: Callable[[], bool] = lambda: False,
     accept_changed: Collection[str] = (),
@@ -61,7 +63,8 @@ def train(
 
     Args:
         config: validated; its placement is not pod.
-        workdir: is created, or holds a run with this config.
+        workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER or
+            s3://BUCKET/FOLDER, for a run in one process without a schedule.
         interrupted: checked between steps; an interrupted run can be continued.
         accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
         schedule: schedule to replay; the directory must not hold a run.
@@ -71,28 +74,28 @@ def train(
     Raises:
         UserError: the directory holds another run, or another process holds it; model, data or
             another kind of KINDS changed; or the reward function cannot be used.
+        StorageError: the store cannot be used, or fails for too long.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
     start_s = time.perf_counter() if start_s is None else start_s
-    if schedule is not None and holds_run(workdir, config):
+    if schedule is not None and holds_run(Path(workdir), config):
         raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
     if MODES[config.placement].searches_elsewhere:
-        return _train_fleet(config, workdir, interrupted, accept_changed, schedule)
-    hold = claim(workdir, config)
-    if hold is None:
-        return finished_before(config, workdir)
-    with hold:
+        return _train_fleet(config, Path(workdir), interrupted, accept_changed, schedule)
+    with _claimed(config, workdir) as (folder, hold):
+        if hold is None:
+            return finished_before(config, folder)
         cluster = start_cluster(config)
         from tba_jax.run.conduct import conduct, replaying
 
         def again(smaller: Config, line: str) -> None:
-            begin_run(workdir, smaller, inspect(workdir).run_id)
+            begin_run(folder, smaller, inspect(folder).run_id)
             print(line, flush=True)
 
         def run(config: Config) -> Outcome:
             return conduct(
                 config,
-                workdir,
+                folder,
                 cluster,
                 interrupted,
                 hold=hold,
@@ -134,32 +137,30 @@ def _attempt(
     return run(smaller)
 
 
-def train_in_bucket(
-    config: Config,
-    address: str,
-    *,
-    interrupted: Callable[[], bool] = lambda: False,
-    accept_changed: Collection[str] = (),
-    start_s: float | None = None,
-) -> Outcome:
-    """Train as `train` does, with a work directory in an object store.
+@contextlib.contextmanager
+def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold | None"]]:
+    """Hold a work directory while a run uses it.
 
     Args:
-        config: validated, for one process.
-        address: gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
-        interrupted, accept_changed, start_s: as `train`.
+        config: validated.
+        workdir: folder, or address in an object store.
+
+    Yields:
+        The local folder of the run, and the lease; None instead of a lease if the run is finished.
 
     Raises:
-        StorageError: the store cannot be used, or fails for too long.
-        UserError, ValueError, RuntimeError, OSError: as `train`.
+        StorageError: the store cannot be used, or fails for too long. UserError: as `claim`.
     """
+    if not is_address(workdir):
+        hold = claim(Path(workdir), config)
+        with hold or contextlib.nullcontext():
+            yield Path(workdir), hold
+        return
     from tba_jax.run.lock import Hold, Mirroring, folder_of
     from tba_jax.run.workdir import check_bucket
-    from tba_jax.storage.bucket import Bucket, StorageError
     from tba_jax.storage.mirror import Mirror
 
-    start_s = time.perf_counter() if start_s is None else start_s
-    bucket, folder = Bucket(address), folder_of(address)
+    bucket, folder = Bucket(str(workdir)), folder_of(str(workdir))
     try:
         bucket.require_create()
     except OSError as error:
@@ -175,26 +176,15 @@ def train_in_bucket(
         except OSError as error:
             raise StorageError(f"{bucket} cannot be read: {error}") from error
         if begin_or_continue(folder, config) and is_finished(folder, config.num_steps):
-            return finished_before(config, folder)
-        mirroring = Mirroring(mirror, hold, patience_s=config.checkpoint.timeout_s)
-        hold.companion = mirroring
-        from tba_jax.run.conduct import conduct
-
+            yield folder, None
+            return
+        hold.companion = Mirroring(mirror, hold, patience_s=config.checkpoint.timeout_s)
         try:
-            outcome = conduct(
-                config,
-                folder,
-                start_cluster(config),
-                interrupted,
-                hold=hold,
-                accept_changed=accept_changed,
-                start_s=start_s,
-            )
+            yield folder, hold
         except BaseException:
-            mirroring.abandon()
+            hold.companion.abandon()
             raise
-        mirroring.finish()
-        return outcome
+        hold.companion.finish()
 
 
 def _train_fleet(

@@ -89,7 +89,7 @@ class Sites(NamedTuple):
 
     @property
     def evaluation(self) -> Site:
-        """Return the site of searcher 0, for the judge and for undivided evaluations."""
+        """Return the site of searcher 0, for the judge and for the start model of a resumed run."""
         return self.searchers[0]
 
     def reading(self, model_config: TransformerConfig) -> Site:

@@ -13,7 +13,7 @@ from etils import epath
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError, WorkdirLost
 from tba_jax.run.lock import Hold, Mirroring, run_folder
-from tba_jax.run.session import train_in_bucket
+from tba_jax.run.session import train
 from tba_jax.storage import digests
 from tba_jax.storage.bucket import Bucket, StorageError
 from tba_jax.storage.mirror import Mirror
@@ -84,7 +84,7 @@ class LooksFirst(fake_store.ObjectStore):
 
 
 @pytest.mark.parametrize(
-    ("store", "message"), [(Overwrites, "it overwrites an existing"), (LooksFirst, "in two steps")]
+    ("store", "message"), [(Overwrites, "it overwrites an existing"), (LooksFirst, "in one step")]
 )
 def test_a_store_that_two_could_make_one_object_in_is_refused(store, message, bucket):
     bucket.require_create()
@@ -259,7 +259,7 @@ def test_commands_say_that_a_bucket_holds_no_run(bucket):
 def test_a_bucket_with_objects_of_another_program_is_refused_and_left_alone(bucket, name):
     bucket.write(name, b"theirs")
     with pytest.raises(UserError, match=f"has {name.split('/')[0]}, which a run writes, and no"):
-        train_in_bucket(Config(), bucket.address)
+        train(Config(), bucket.address)
     assert bucket.names() == [name] and bucket.read(name) == b"theirs"
 
 
