@@ -58,9 +58,11 @@ def compiler_options(settings: XlaSettings, devices: Sequence[Any]) -> dict[str,
     """
     given: dict[str, str] = {}
     for part in settings.parts:
-        name, _, value = part.partition("=")
-        own = {name.strip(): value.strip()} if value else PRESETS[part]
-        given |= own if value else own.get(platform_of(devices[0]), {})
+        name, is_option, value = part.partition("=")
+        if is_option:
+            given[name.strip()] = value.strip()
+        else:
+            given |= PRESETS[part].get(platform_of(devices[0]), {})
     words: dict[str, str | bool] = {"true": True, "false": False}
     found = {name: words.get(value.lower(), value) for name, value in given.items()}
     here = next((d for d in devices if d.process_index == jax.process_index()), None)

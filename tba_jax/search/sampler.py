@@ -172,11 +172,11 @@ class Sampler:
         shape = (num_prompts, settings.samples_per_prompt)
         out = np.full(shape, settings.sampling_temperature)
         if settings.explore:
-            share, *limits = settings.explore
+            share, low, high = settings.explore
             rng = np.random.default_rng(key.tolist())
             explores = rng.random(shape) < share
             # Rounded to hundredths, because the buffer keeps a table of distinct settings.
-            own = np.round(rng.uniform(*limits, shape), 2)
+            own = np.round(rng.uniform(low, high, shape), 2)
             out = np.where(explores, own, out)
         return out
 
