@@ -111,8 +111,8 @@ def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
         (["--replay_schedule={pipe}"], "no schedule log"),
         (["--config={pipe}"], "no config file"),
         (["--config.task.start_path={pipe}"], "no such .jsonl or .parquet file"),
-        (["--config.model.path={pipe}"], "pipe.jsonl"),
-        (["--workdir={pipe}"], "pipe.jsonl"),
+        (["--config.model.path={pipe}"], "pipe.jsonl' is not a folder"),
+        (["--workdir={pipe}"], "pipe.jsonl cannot be read (Not a directory)"),
     ],
 )
 def test_an_unusable_argument_is_one_line(arguments, text, tmp_path, cache):
