@@ -25,7 +25,7 @@ import copy
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,8 @@ Ask = Callable[..., Answer]
 
 _FIXED = ("name", "group", "variants", "with_cache", "calls_per_round")  # known before compiling
 
-_ROWS, _REMAT = "batch.micro_batch_rows", "model.remat"
+_ROWS, _SLOTS, _REMAT = "batch.micro_batch_rows", "search.num_slots", "model.remat"
+_PROGRAMS = {_ROWS: "train_step", _SLOTS: "decode_chunk"}  # whose memory a size decides
 
 
 class Planner:
@@ -171,11 +172,11 @@ def search(
     found = {}
     facts = planner.describe(config, chooses=False)
     sizes = facts["sizes"]
-    slots = [2**i for i in range(sizes["round_rows"].bit_length()) if 2**i < sizes["round_rows"]]
-    for name, program, candidates in (
-        (_ROWS, "train_step", sizes["micro_batch_options"]),
-        ("search.num_slots", "decode_chunk", [*slots, sizes["round_rows"]]),
+    for name, candidates in (
+        (_ROWS, sizes["micro_batch_options"]),
+        (_SLOTS, _slot_options(facts)),
     ):
+        program = _PROGRAMS[name]
         best = largest(candidates, _fits(planner, config, name, program, say))
         if best is None:
             raise ValueError(
@@ -215,68 +216,90 @@ def with_field(config: Mapping[str, Any], name: str, value: Any) -> dict[str, An
     return changed
 
 
-def confirm_rows(
-    planner: Planner, facts: dict[str, Any], say: Callable[[str], None]
+def confirm(
+    planner: Planner,
+    facts: dict[str, Any],
+    say: Callable[[str], None],
+    *,
+    names: Collection[str] = (_ROWS, _SLOTS),
 ) -> dict[str, Any]:
-    """Return a chosen placement with a micro-batch for which the compiled train step fits.
+    """Return a chosen placement with sizes for which the compiled programs fit.
 
-    The rows come from an estimate by shapes. If the compiler needs more memory, the largest
-    smaller micro-batch that fits replaces them; if none fits, the estimate stays.
+    The sizes come from an estimate by shapes. If the compiler needs more memory, whole layers are
+    recomputed, then the largest smaller size that fits replaces the estimate; if none fits, the
+    estimate stays.
 
     Args:
-        planner: compiles the train step.
+        planner: compiles the programs.
         facts: description with the chosen placement.
         say: receives a line for each trial.
+        names: the sizes that were chosen.
     """
-    config, rows = facts["config"], facts["sizes"]["micro_batch_rows"]
-    fits = _fits(planner, config, _ROWS, "train_step", say)
-    if facts["changed_fields"].get(_REMAT) == "dots" and not fits(rows):
+    if _ROWS in names:
+        options = facts["sizes"]["micro_batch_options"]
+        facts = _lowered(planner, facts, say, _ROWS, options)
+    if _SLOTS in names:
+        facts = _lowered(planner, facts, say, _SLOTS, _slot_options(facts))
+    return facts
+
+
+def _lowered(
+    planner: Planner,
+    facts: dict[str, Any],
+    say: Callable[[str], None],
+    name: str,
+    options: Sequence[int],
+) -> dict[str, Any]:
+    """Return a description with the largest value of one size that fits, at most the present."""
+    config, now = facts["config"], facts["sizes"][name.split(".")[1]]
+    fits = _fits(planner, config, name, _PROGRAMS[name], say)
+    is_lighter = name == _ROWS and facts["changed_fields"].get(_REMAT) == "dots"
+    if is_lighter and not fits(now):
         fields = facts["changed_fields"] | {_REMAT: "layers"}
         facts = planner.describe(with_field(config, _REMAT, "layers"), chooses=False)
-        return confirm_rows(planner, {**facts, "changed_fields": fields}, say)
-    smaller = [n for n in facts["sizes"]["micro_batch_options"] if n < rows]
-    if fits(rows) or (best := largest(smaller, fits)) is None:
+        return _lowered(planner, {**facts, "changed_fields": fields}, say, name, options)
+    if fits(now) or (best := largest([n for n in options if n < now], fits)) is None:
         return facts
-    described = planner.describe(with_field(config, _ROWS, best), chooses=False)
+    described = planner.describe(with_field(config, name, best), chooses=False)
     note = (
-        f"batch.micro_batch_rows={best}: the estimate from shapes allowed {rows}, but the "
-        "compiled train step does not fit"
+        f"{name}={best}: the estimate from shapes allowed {now}, but the compiled "
+        f"{_PROGRAMS[name]} does not fit"
     )
-    fields = facts["changed_fields"] | {_ROWS: best}
+    fields = facts["changed_fields"] | {name: best}
     return {**described, "changed_fields": fields, "notes": [*facts["notes"], note]}
 
 
-def plan(
-    planner: Planner,
-    facts: Mapping[str, Any],
-    names: Sequence[str],
-    say: Callable[[str], None],
-) -> tuple[list[Program], list[Occupancy], Balance | None, list[str], bool]:
-    """Return (programs, memory, balance, advice, whether the run fits) of a described run."""
-    programs = []
-    for name in names:
-        say(f"compiling {name}")
-        programs.append(planner.compile(facts, name))
-    found = occupancies(facts, programs)
-    weighed = balance(facts, programs)
-    fits = not any(p.failure for p in programs) and not any(o.over_bytes for o in found)
-    return programs, found, weighed, advice(facts, programs, found, weighed), fits
+def _slot_options(facts: Mapping[str, Any]) -> list[int]:
+    rows = facts["sizes"]["round_rows"]
+    return [*(2**i for i in range(rows.bit_length()) if 2**i < rows), rows]
 
 
-class Candidate(NamedTuple):
-    """A planned placement of a run on a slice of several hosts.
+class Plan(NamedTuple):
+    """A described run with its compiled programs, and the conclusions.
 
     Attributes:
-        facts: description of the placement.
+        facts: description.
         programs: compiled programs.
+        found: memory of each device group.
         weighed: balance of trainer and searchers; None if a program did not compile.
-        fits: whether the run fits.
     """
 
     facts: Mapping[str, Any]
     programs: list[Program]
+    found: list[Occupancy]
     weighed: Balance | None
-    fits: bool
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every program compiles and the memory of each group suffices."""
+        return not any(p.failure for p in self.programs) and not any(
+            o.over_bytes for o in self.found
+        )
+
+    @property
+    def advice(self) -> list[str]:
+        """Return advice, most urgent first."""
+        return advice(self.facts, self.programs, self.found, self.weighed)
 
     @property
     def rate(self) -> float:
@@ -293,6 +316,20 @@ class Candidate(NamedTuple):
         return f"{what}: {self.rate:,.0f} steps per hour"
 
 
+def plan(
+    planner: Planner,
+    facts: Mapping[str, Any],
+    names: Sequence[str],
+    say: Callable[[str], None],
+) -> Plan:
+    """Compile some programs of a described run; `say` receives a line for each."""
+    programs = []
+    for name in names:
+        say(f"compiling {name} of {facts['layout']}")
+        programs.append(planner.compile(facts, name))
+    return Plan(facts, programs, occupancies(facts, programs), balance(facts, programs))
+
+
 def compare(
     planner: Planner,
     config: Mapping[str, Any],
@@ -307,26 +344,19 @@ def compare(
         facts: description of the placement in which every host trains and searches.
         say: receives a line for each compiled program.
     """
-    candidates = [_candidate(planner, facts, say)]
-    weighed = candidates[0].weighed
+
+    def whole(facts: Mapping[str, Any]) -> Plan:
+        return plan(planner, facts, [p["name"] for p in facts["programs"]], say)
+
+    plans = [whole(facts)]
+    weighed = plans[0].weighed
     wanted = weighed.trainer_devices if weighed is not None else facts["num_devices"] / 2
-    apart = planner.describe(config, chooses=True, trainer_devices=max(1.0, wanted))
-    candidates.append(_candidate(planner, apart, say))
-    best = max(candidates, key=lambda candidate: candidate.rate)
-    words = "; ".join(candidate.summary for candidate in candidates)
+    plans.append(whole(planner.describe(config, chooses=True, trainer_devices=max(1.0, wanted))))
+    best = max(plans, key=lambda plan: plan.rate)
+    words = "; ".join(plan.summary for plan in plans)
     if not best.rate:
         return facts, f"{words}"
     return best.facts, f"{words}: {best.facts['layout']} is faster by these rooflines"
-
-
-def _candidate(planner: Planner, facts: Mapping[str, Any], say: Callable[[str], None]) -> Candidate:
-    programs = []
-    for each in facts["programs"]:
-        say(f"compiling {each['name']} of {facts['layout']}")
-        programs.append(planner.compile(facts, each["name"]))
-    found = occupancies(facts, programs)
-    fits = not any(p.failure for p in programs) and not any(o.over_bytes for o in found)
-    return Candidate(facts, programs, balance(facts, programs), fits)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -454,8 +484,10 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if chooses and is_given:
         facts = keep_rows(planner, facts, config.batch.micro_batch_rows)
     wanted = [n for n in args.programs.split(",") if n]
-    if chooses and not is_given and not args.search and (not wanted or "train_step" in wanted):
-        facts = confirm_rows(planner, facts, _say)
+    if chooses and not args.search:
+        left = {_ROWS: not is_given, _SLOTS: not config.search.num_slots}
+        names = [n for n, x in left.items() if x and (not wanted or _PROGRAMS[n] in wanted)]
+        facts = confirm(planner, facts, _say, names=names)
     chosen, notes = facts["changed_fields"], facts["notes"]
     if args.search:
         found_fields = search(planner, facts["config"], _say)
@@ -472,17 +504,18 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     print(table.heading(facts, model_path(config), source, args.topology or "attached"))
     for role, path in paths.items():
         print(f"{role:<10} {path}; shape from {judges[role][1]}")
-    programs, found, weighed, lines, fits = plan(planner, facts, names, _say)
-    print(f"\n{table.program_table(programs)}\n\n{table.occupancy_table(found)}")
-    if weighed:
-        print(f"\n{table.balance_text(facts, weighed)}")
-    print(f"\n{'fits' if fits else 'does NOT fit'}")
-    lines = [*notes, *lines]
+    done = plan(planner, facts, names, _say)
+    print(f"\n{table.program_table(done.programs)}\n\n{table.occupancy_table(done.found)}")
+    if done.weighed:
+        print(f"\n{table.balance_text(facts, done.weighed)}")
+    print(f"\n{'fits' if done.fits else 'does NOT fit'}")
+    lines = [*notes, *done.advice]
     for line in lines:
         print(f"- {line}")
     if args.json:
-        print(json.dumps(table.as_json(facts, programs, found, weighed, lines, fits)))
-    return 0 if fits else 1
+        out = table.as_json(facts, done.programs, done.found, done.weighed, lines, done.fits)
+        print(json.dumps(out))
+    return 0 if done.fits else 1
 
 
 if __name__ == "__main__":

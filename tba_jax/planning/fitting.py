@@ -69,20 +69,35 @@ def mesh_exists(size: int, config: Config, model_config: TransformerConfig, host
     return True
 
 
-def divisible_prompts(
+def mesh_fields(mesh: MeshShape) -> dict[str, Any]:
+    """Return the config fields of a trainer's mesh."""
+    axes = ("data", "fsdp", "expert", "model")
+    return {f"mesh.{axis}": getattr(mesh, axis) for axis in axes}
+
+
+def with_divisible_prompts(
     config: Config, model_config: TransformerConfig, sizes: Sequence[int], hosts: int
-) -> int:
-    """Return the next larger number of prompts for which a mesh of one of these sizes exists.
+) -> tuple[Config, list[str]]:
+    """Return a config for which a mesh of one of these sizes exists, and a note on the change.
+
+    If none exists, the number of prompts is the next larger one for which a mesh does.
 
     Raises:
         PlacementError: the model itself does not divide over them.
     """
-    for prompts in range(config.batch.num_prompts + 1, config.batch.num_prompts + max(sizes) + 1):
+    if any(mesh_exists(n, config, model_config, hosts) for n in sizes):
+        return config, []
+    given = config.batch.num_prompts
+    named = " or ".join(map(str, sizes))
+    for prompts in range(given + 1, given + max(sizes) + 1):
         trial = replace(config, {"batch.num_prompts": prompts})
         if any(mesh_exists(n, trial, model_config, hosts) for n in sizes):
-            return prompts
+            return trial, [
+                f"batch.num_prompts is {prompts} instead of {given}, which no mesh of {named} "
+                "devices divides; a run with another batch size is another experiment"
+            ]
     raise PlacementError(
-        f"no mesh of {' or '.join(map(str, sizes))} devices divides a model of hidden size "
+        f"no mesh of {named} devices divides a model of hidden size "
         f"{model_config.hidden_size} with {model_config.num_heads} heads; choose another slice"
     )
 

@@ -84,14 +84,8 @@ def choose_fleet(
     ]
     # A trainer group uses all devices of its processes.
     sizes = [len(devices)] if hosts > 1 else list(range(per_host, 0, -1))
-    if not any(fitting.mesh_exists(n, config, model_config, 0) for n in sizes):
-        given = config.batch.num_prompts
-        prompts = fitting.divisible_prompts(config, model_config, sizes, 0)
-        config = replace(config, {"batch.num_prompts": prompts})
-        notes.append(
-            f"batch.num_prompts is {prompts} instead of {given}, which no mesh of {len(devices)} "
-            "devices divides; a run with another batch size is another experiment"
-        )
+    config, changes = fitting.with_divisible_prompts(config, model_config, sizes, 0)
+    notes += changes
     size = next(n for n in sizes if fitting.mesh_exists(n, config, model_config, 0))
     mesh = fitting.mesh_shape(size, config, model_config, 0)
     kind = {"tpu": "TPU", "cuda": "GPU"}.get(platform, "CPU")
@@ -101,10 +95,7 @@ def choose_fleet(
     group = fitting.group_size(model_config, pool, per_host, hbm_bytes, devices, searching)
     searchers = max(1, pool // group)
     fields: dict[str, Any] = {
-        "mesh.data": mesh.data,
-        "mesh.fsdp": mesh.fsdp,
-        "mesh.expert": mesh.expert,
-        "mesh.model": mesh.model,
+        **fitting.mesh_fields(mesh),
         "fleet.trainer_hosts": hosts,
         "num_searchers": searchers,
         "search.num_devices": group,

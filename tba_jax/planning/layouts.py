@@ -178,18 +178,11 @@ def _choose_every_host(
     fields: dict[str, Any] = {
         "placement": "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
     }
-    notes = []
-    possible = [*sizes, len(devices)]
-    if hosts > 1 and not any(fitting.mesh_exists(n, config, model_config, hosts) for n in possible):
-        fields["batch.num_prompts"] = fitting.divisible_prompts(
-            config, model_config, possible, hosts
+    given, config, notes = config, replace(config, fields), []
+    if hosts > 1:
+        config, notes = fitting.with_divisible_prompts(
+            config, model_config, [*sizes, len(devices)], hosts
         )
-        notes.append(
-            f"batch.num_prompts is {fields['batch.num_prompts']} instead of "
-            f"{config.batch.num_prompts}, which no mesh of {hosts} hosts divides; a run with "
-            "another batch size is another experiment"
-        )
-    given, config = config, replace(config, fields)
     searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
     # Fewer slots are chosen where a round of them does not fit, but not far fewer.
     few = -(-estimates.num_slots(config) // 4)
@@ -213,10 +206,7 @@ def _choose_every_host(
     group = fitting.group_size(model_config, pool, per_host, free, devices, searching)
     fields |= {
         "placement": "pod" if hosts > 1 else "shared" if shares_devices else "split",
-        "mesh.data": mesh.data,
-        "mesh.fsdp": mesh.fsdp,
-        "mesh.expert": mesh.expert,
-        "mesh.model": mesh.model,
+        **fitting.mesh_fields(mesh),
         "num_searchers": pool // group * hosts,
         "search.num_devices": group,
     }
@@ -264,15 +254,7 @@ def _choose_whole_hosts(
     per_host = len(devices) // len(hosts_of(devices))
     sizes = trainer_options(devices, whole_hosts=True)
     given = config
-    notes = []
-    if not any(fitting.mesh_exists(n, config, model_config, 0) for n in sizes):
-        fields = {"batch.num_prompts": fitting.divisible_prompts(config, model_config, sizes, 0)}
-        notes.append(
-            f"batch.num_prompts is {fields['batch.num_prompts']} instead of "
-            f"{config.batch.num_prompts}, which no mesh of whole hosts divides; a run with "
-            "another batch size is another experiment"
-        )
-        config = replace(config, fields)
+    config, notes = fitting.with_divisible_prompts(config, model_config, sizes, 0)
     holding = [n for n in sizes if fitting.holds_state(n, config, model_config, hbm_bytes, 0)]
     existing = [n for n in sizes if fitting.mesh_exists(n, config, model_config, 0)]
     # If no size holds the state, take the largest; the verdict reports the missing memory.
@@ -283,13 +265,9 @@ def _choose_whole_hosts(
     searching = len(left_to_search(devices, on_whole_hosts(devices, size)))
     fields = {
         "placement": "whole_hosts",
-        "mesh.data": mesh.data,
-        "mesh.fsdp": mesh.fsdp,
-        "mesh.expert": mesh.expert,
-        "mesh.model": mesh.model,
+        **fitting.mesh_fields(mesh),
         "num_searchers": per_host // group * searching,
         "search.num_devices": group,
-        "batch.num_prompts": config.batch.num_prompts,
     }
     config = replace(config, fields)
     config = replace(

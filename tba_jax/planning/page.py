@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba_jax.planning.table import seconds
+
 CONFIGS = ("math:gsm8k", "math:math", "tldr:pythia410m")
 TOPOLOGIES = ("h100:1", "h100:8", "v5e:2x4", "v5p:2x2x4")
 _SIZES = ("batch.micro_batch_rows", "search.num_slots", "model.remat")
@@ -85,15 +87,11 @@ def _row(config: str, topology: str, plan: Plan) -> tuple[list[str], bool]:
         " ".join(f"`{x}`" for x in sizes),
         f"{', '.join(peaks)} of {capacity:.1f}",
         f"{step['hbm_gib'].get('temporaries', float('nan')):.1f}",
-        f"{_seconds(step['roofline_s'])}, {step['bound']}",
-        _seconds(facts["programs"]["decode_chunk"]["roofline_s"]),
+        f"{seconds(step['roofline_s'])}, {step['bound']}",
+        seconds(facts["programs"]["decode_chunk"]["roofline_s"]),
         "" if hourly is None else f"{hourly:,.0f}",
         "fits" if facts["fits"] else f"over by {over:.1f}" if over else "does not compile",
     ], bool(facts["fits"])
-
-
-def _seconds(s: float) -> str:
-    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"
 
 
 def _line(cells: Sequence[str]) -> str:

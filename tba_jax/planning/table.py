@@ -81,7 +81,7 @@ def program_table(programs: Sequence[Program]) -> str:
                 f"{p.flops / 1e12:.3g}",
                 f"{p.num_bytes / 1e9:.3g}",
                 f"{p.collective_bytes / 1e9:.3g}",
-                _seconds(p.roofline_s),
+                seconds(p.roofline_s),
                 p.bound,
                 f"{p.compile_s:.0f}",
             ]
@@ -113,7 +113,7 @@ def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
         balanced = f"with {weighed.searchers:.1f} searchers"
     return "\n".join(
         [
-            f"train step {_seconds(weighed.step_s)}, search round {_seconds(weighed.round_s)} "
+            f"train step {seconds(weighed.step_s)}, search round {seconds(weighed.round_s)} "
             f"({sizes['round_rows']} responses, {sizes['response_tokens']:.0f} tokens each)",
             f"{weighed.made_per_trained:.2f} responses are generated for each trained response; "
             f"the config asks for {weighed.wanted:.2f} (recency_prob x S / K)",
@@ -179,7 +179,8 @@ def _gib(size: float) -> str:
     return f"{value:.2f}" if value >= 1 or not value else f"{value:.2g}"
 
 
-def _seconds(s: float) -> str:
+def seconds(s: float) -> str:
+    """Return a time in seconds or milliseconds."""
     return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"
 
 
