@@ -286,9 +286,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, help="Hugging Face folder or hub id")
-    add("--data", required=True, help="file, folder or hf://NAME")
-    add("--out", required=True, help="folder to write, new or empty")
+    add("--model", required=True, default=argparse.SUPPRESS, help="Hugging Face folder or hub id")
+    add("--data", required=True, default=argparse.SUPPRESS, help="file, folder or hf://NAME")
+    add("--out", required=True, default=argparse.SUPPRESS, help="folder to write, new or empty")
     add("--num_steps", type=int, default=100, help="optimiser steps")
     add("--batch_size", type=int, default=64, help="rows of the data per step")
     add("--micro_batch_rows", type=int, default=0, help="rows at a time on all devices; 0: all")
