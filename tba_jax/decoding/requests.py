@@ -58,6 +58,7 @@ class Response(NamedTuple):
         has_eos: False if the length limit cut it.
         version_min, version_max: oldest and newest version that read its prompt or drew a token.
         temperature: sampling temperature.
+        token_versions: int32 [t], the version that drew each token.
     """
 
     request: int
@@ -68,6 +69,7 @@ class Response(NamedTuple):
     version_min: int
     version_max: int
     temperature: float = 1.0
+    token_versions: np.ndarray | None = None
 
 
 @dataclasses.dataclass

@@ -59,6 +59,7 @@ class _Occupant(NamedTuple):
     sample: int
     tokens: list[np.ndarray]
     logprobs: list[np.ndarray]
+    versions: list[int]  # of each part of `tokens`
     version_min: int
 
 
@@ -323,7 +324,7 @@ class Session:
         stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
         slots.stop_ids[slot] = -1
         slots.stop_ids[slot, : len(stop_ids)] = stop_ids
-        self._occupants[slot] = _Occupant(request, sample, [], [], version)
+        self._occupants[slot] = _Occupant(request, sample, [], [], [], version)
 
     def _fit_cache(self, prompt_length: int) -> None:
         """Resize the cache to what the next chunk needs, and not much longer."""
@@ -394,6 +395,7 @@ class Session:
                     num, has_ended = end - count, True
             occupant.tokens.append(drawn[:num])
             occupant.logprobs.append(logprobs[:num, slot])
+            occupant.versions.append(self.version)
             slots.count[slot] += num
             slots.length[slot] += num
             slots.last[slot] = drawn[num - 1]
@@ -411,6 +413,9 @@ class Session:
                         version_min=occupant.version_min,
                         version_max=self.version,
                         temperature=float(occupant.request.temperatures[occupant.sample]),
+                        token_versions=np.repeat(
+                            np.array(occupant.versions, np.int32), list(map(len, occupant.tokens))
+                        ),
                     )
                 )
         self.statistics.steps += longest

@@ -36,6 +36,8 @@ class Episode(NamedTuple):
         environment_s: seconds that it waited for its environment; None without one.
         path_lengths: as in `Trajectory`.
         num_failed_calls: tool calls that could not be read or executed, or whose tool failed.
+        token_versions: int32 [t], the version that drew each token; at observations that of the
+            turn before. None: version_max for all.
     """
 
     request: int
@@ -51,6 +53,7 @@ class Episode(NamedTuple):
     environment_s: float | None = None
     path_lengths: tuple[int, ...] = ()
     num_failed_calls: int = 0
+    token_versions: np.ndarray | None = None
 
     @property
     def has_eos(self) -> bool:
@@ -148,4 +151,5 @@ def _of_one_turn(y: Response) -> Episode:
         y.version_min,
         y.version_max,
         y.temperature,
+        token_versions=y.token_versions,
     )

@@ -101,6 +101,7 @@ class _Segment(NamedTuple):
     tokens: np.ndarray
     logprobs: np.ndarray
     is_sampled: bool
+    versions: np.ndarray | None = None  # of each token; None: that of the token before
 
 
 @dataclasses.dataclass(eq=False)
@@ -456,7 +457,9 @@ class EpisodeSession(SingleTurnSession):
         attempt.versions += [response.version_min, response.version_max]
         text = self._episodes.tokenizer.decode(response.tokens)
         before = np.concatenate([self._context(attempt), attempt.tokens])
-        attempt.segments.append(_Segment(response.tokens, response.token_logprobs, True))
+        attempt.segments.append(
+            _Segment(response.tokens, response.token_logprobs, True, response.token_versions)
+        )
         is_full = attempt.num_tokens >= attempt.settings.max_new_tokens
         if not response.has_eos and is_full:
             attempt.finish = "length"
@@ -493,6 +496,11 @@ class EpisodeSession(SingleTurnSession):
         lengths = tuple(sum(len(s.tokens) for s in path) for path in paths)
         sizes = [len(s.tokens) for s in segments]
         versions = attempt.versions or [self.version]
+        of_tokens, newest = [], min(versions)
+        for s in segments:
+            found = np.full(len(s.tokens), newest, np.int32) if s.versions is None else s.versions
+            of_tokens.append(found)
+            newest = int(found[-1])
         self._ended.append(
             Episode(
                 attempt.request,
@@ -508,6 +516,7 @@ class EpisodeSession(SingleTurnSession):
                 attempt.environment_s,
                 lengths if len(paths) > 1 else (),
                 attempt.num_failed_calls,
+                np.concatenate(of_tokens),
             )
         )
 

@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     part_names: tuple[str, ...]
     has_advantages: bool = False
     num_paths: int = 1
+    num_spans: int = 0
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Settings":
@@ -81,6 +82,7 @@ def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
         tuple(y.reward_parts),
         y.token_advantages is not None,
         len(y.paths),
+        len(y.version_spans),
     )
     return (
         y.prompt_id,
@@ -102,7 +104,8 @@ def pack_extras(y: Trajectory) -> bytes:
     """Return behavior log-probs (float32), reward parts (float64), advantages, paths, `is_sampled`.
 
     Advantages are float32, or absent. Lengths of paths are int32, absent for one path. `is_sampled`
-    is a bit per token, in whole words of 4 bytes; absent if the policy sampled every token.
+    is a bit per token, in whole words of 4 bytes; absent if the policy sampled every token. Spans
+    of versions come last, as pairs of int32.
     """
     parts = y.reward_parts.values()
     logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
@@ -110,10 +113,10 @@ def pack_extras(y: Trajectory) -> bytes:
     if y.token_advantages is not None:
         packed += np.ascontiguousarray(y.token_advantages, "<f4").tobytes()
     packed += np.array(y.path_lengths, "<i4").tobytes()
-    if y.is_sampled is None:
-        return packed
-    bits = np.packbits(y.is_sampled).tobytes()
-    return packed + bits + bytes(-len(bits) % 4)
+    if y.is_sampled is not None:
+        bits = np.packbits(y.is_sampled).tobytes()
+        packed += bits + bytes(-len(bits) % 4)
+    return packed + np.array(y.version_spans, "<i4").tobytes()
 
 
 def unpack(
@@ -137,9 +140,8 @@ def unpack(
     out = []
     for row, token_bytes, extra_bytes in zip(rows, tokens, extras, strict=True):
         prompt_id, reward, reference_logprob, version_min, version_max, round_, settings = row[:7]
-        searcher, temperature, finish_reason, part_names, has_advantages, num_paths = table[
-            settings
-        ]
+        shared = table[settings]
+        searcher, temperature, finish_reason, part_names = shared[:4]
         parts: Mapping[str, float] = {}
         if part_names:
             values = struct.unpack_from(f"<{len(part_names)}d", extra_bytes, len(token_bytes))
@@ -147,16 +149,18 @@ def unpack(
         count = len(token_bytes) // 4
         end = len(token_bytes) + 8 * len(part_names)
         advantages = None
-        if has_advantages:
+        if shared.has_advantages:
             first = extra_start + end // 4
             advantages = all_extras[first : first + count]
             end += len(token_bytes)
         path_lengths: tuple[int, ...] = ()
-        if num_paths > 1:
-            path_lengths = struct.unpack_from(f"<{num_paths}i", extra_bytes, end)
-            end += 4 * num_paths
+        if shared.num_paths > 1:
+            path_lengths = struct.unpack_from(f"<{shared.num_paths}i", extra_bytes, end)
+            end += 4 * shared.num_paths
+        spans_at = len(extra_bytes) - 8 * shared.num_spans
+        spans = struct.iter_unpack("<2i", extra_bytes[spans_at:])
         is_sampled = None
-        if len(extra_bytes) > end:
+        if spans_at > end:
             bits = np.frombuffer(extra_bytes, np.uint8, offset=end)
             is_sampled = np.unpackbits(bits, count=count).astype(bool)
         out.append(
@@ -176,6 +180,7 @@ def unpack(
                 is_sampled=is_sampled,
                 token_advantages=advantages,
                 path_lengths=path_lengths,
+                version_spans=tuple(spans),
             )
         )
         start += count

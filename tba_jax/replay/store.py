@@ -275,7 +275,8 @@ class TrajectoryStore:
         with ratios and leave-one-out means need each with its own.
         """
         settings = self._settings[row[SETTINGS]]
-        is_sampled = extras[len(tokens) + 8 * len(settings.part_names) :]
+        end = len(extras) - 8 * settings.num_spans
+        is_sampled = extras[len(tokens) + 8 * len(settings.part_names) : end]
         values = (row[PROMPT_ID], row[REWARD], row[VERSION], row[VERSION_MAX])
         return (*values, settings.sampling_temperature, tokens, is_sampled)
 

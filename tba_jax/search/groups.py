@@ -15,7 +15,7 @@ import numpy as np
 from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.rounds import RoundMetrics, mean_known
-from tba_jax.flow.trajectory import Group, Trajectory
+from tba_jax.flow.trajectory import Group, Trajectory, spans_of
 from tba_jax.rewards.grader import Grader, Grades
 from tba_jax.rewards.source import part_means
 from tba_jax.search.sampler import SampledGroup
@@ -262,6 +262,9 @@ def _assemble(
                 finish_reason=y.finish,
                 is_sampled=y.is_sampled,
                 path_lengths=y.path_lengths,
+                version_spans=()
+                if y.token_versions is None
+                else spans_of(y.token_versions, y.version_max),
                 token_advantages=None if advantages is None else advantages[j],
             )
         )

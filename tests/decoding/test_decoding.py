@@ -350,6 +350,8 @@ def test_weights_are_swapped_between_chunks(params, decoder):
     # Chunks of 4: two with version 3, then version 7; the other prompts begin after the swap.
     assert [r.version_min for r in responses] == [3, 3, 7, 7]
     assert [r.version_max for r in responses] == [7, 7, 7, 7]
+    changed, new = [3] * 8 + [7] * 8, [7] * 16
+    assert [r.token_versions.tolist() for r in responses] == [changed, changed, new, new]
     tokens = np.array([r.tokens for r in responses])[:, None]
     np.testing.assert_array_equal(tokens[:2, :, :8], plain.tokens[:2, :, :8])
     assert (tokens[:2, :, 8:] != plain.tokens[:2, :, 8:]).any()

@@ -159,6 +159,8 @@ def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model
     before, after = (scored(model, each, ROWS, y) for each in (model.params, other))
     num_first = np.argmax(~y.is_sampled[np.argmax(y.is_sampled) :])
     wanted = np.concatenate([before[:num_first], after[num_first:]])
+    versions = y.token_versions[y.is_sampled]
+    assert set(versions[:num_first]) == {3} and set(versions[num_first:]) == {4}
     np.testing.assert_allclose(y.token_logprobs[y.is_sampled], wanted, atol=1e-5)
     assert np.abs(before - after).max() > 1e-3
 

@@ -11,6 +11,7 @@ from fake_models import random_params
 
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.records import SettingsTable, pack_extras, pack_row, pack_tokens, unpack
+from tba_jax.flow.trajectory import spans_of
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.train.rows import make_rows
 from tba_jax.train.step_metrics import measured
@@ -44,6 +45,8 @@ def forked_draws():
             behavior_token_logprobs=np.where(is_sampled, -2, 0).astype(np.float32),
             is_sampled=is_sampled,
             path_lengths=lengths,
+            version_max=4,
+            version_spans=((1, 3), (4, len(marks) - 3)),
         )
         draws[i] = draws[i]._replace(trajectories=tuple(rows))
     return draws
@@ -119,6 +122,7 @@ def test_a_forked_episode_comes_back_from_its_bytes():
     again = unpack(rows, list(tokens), list(extras), table)
     for y, z in zip(trajectories, again, strict=True):
         assert (y.path_lengths, y.paths) == (z.path_lengths, z.paths)
+        assert y.version_spans == z.version_spans == spans_of(z.token_versions, z.version_max)
         np.testing.assert_array_equal(y.response_tokens, z.response_tokens)
         if y.is_sampled is not None:
             np.testing.assert_array_equal(y.is_sampled, z.is_sampled)
