@@ -50,10 +50,12 @@ _CONFIG = config_flags.DEFINE_config_file(
     **OPEN,
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where the run lives; default runs/FILE-PRESET-seedN. Again: resume."
+    "workdir",
+    None,
+    "Work directory of the run (default runs/FILE-PRESET-seedN); with a run in it: resume.",
 )
 _REPLAY_SCHEDULE = flags.DEFINE_string(
-    "replay_schedule", None, "schedule.jsonl of an asynchronous run: do it again in one thread."
+    "replay_schedule", None, "schedule.jsonl of an asynchronous run to repeat in one thread."
 )
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "pod: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)."
@@ -68,7 +70,7 @@ _ACCEPT_CHANGED = flags.DEFINE_multi_enum(
     "accept_changed",
     [],
     ["data", "model", "reward", "tokenizer"],
-    "Resume although this changed since the run was saved; may be given several times.",
+    "Resume although this input changed since the checkpoint; repeat the flag for several inputs.",
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print the config and all that a run here would refuse; train nothing."
@@ -122,7 +124,7 @@ def _run(config: Config, workdir: Path, address: str) -> int:
     Args:
         config: validated.
         workdir: work directory of the run.
-        address: of a work directory in an object store; "": a local one.
+        address: address of a work directory in an object store; "": it is a local folder.
     """
     mode = MODES[config.placement]
     if address and (mode.spans_hosts or mode.searches_elsewhere or _REPLAY_SCHEDULE.value):

@@ -461,7 +461,7 @@ GIVEN: dict[str, Any] = {}
 
 
 def importable_name(function: Any) -> str:
-    """Return "module:NAME" or "FILE.py:NAME" under which another process finds it, "" for none."""
+    """Return "module:NAME" or "FILE.py:NAME" to import in another process; "" if that fails."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     own = getattr(function, "__qualname__", "<none>")
     file = getattr(module, "__file__", None)

@@ -153,7 +153,7 @@ def texts(
 ) -> list[dict[str, Any]]:
     """Return the best, the worst and the newest responses with their prompts, without repeats.
 
-    `count` and `uses` are of the last merge that had the response.
+    A response in several merges has the `count` and `uses` of the last one.
 
     Args:
         arrays: arrays of the snapshot.
@@ -208,7 +208,7 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def _histogram(rewards: np.ndarray) -> list[list[float]]:
-    """Return [from, to, count] per bar; one bar per value if there are few different ones."""
+    """Return [from, to, count] per bar; with few distinct values, one bar per value."""
     values, counts = np.unique(rewards, return_counts=True)
     if len(values) <= _NUM_BARS:
         return [[v, v, c] for v, c in zip(values.tolist(), counts.tolist(), strict=True)]

@@ -27,8 +27,8 @@ def _check_metrics(run: Run) -> None:
     if run.metrics.last_step < steps and (run.workdir / "report.html").exists():
         raise UserError(
             f"{run.workdir / 'metrics.jsonl'} ends at step {run.metrics.last_step}, and "
-            f"report.json is of step {steps}: lines are missing. report.html is left as it is. Put "
-            "metrics.jsonl back, or remove report.html to make a page of what is there"
+            f"report.json is of step {steps}: lines are missing, so report.html is kept. Restore "
+            "metrics.jsonl, or remove report.html to report on the remaining lines"
         )
 
 

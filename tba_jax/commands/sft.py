@@ -81,7 +81,7 @@ class Tuned(NamedTuple):
 
 
 def batches(examples: Sequence[Example], packing: Packing, seed: int) -> Iterator[Any]:
-    """Yield batches without end; each pass has every example once, in an order of the seed."""
+    """Yield batches without end; each pass has every example once, shuffled by the seed."""
     rng = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:

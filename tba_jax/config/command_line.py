@@ -91,7 +91,7 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
     """Return a config with `--config.FIELD=VALUE` arguments applied.
 
     Args:
-        config: config to change; None: the one that `--config=` among the arguments names.
+        config: config to change; None: the preset or file of the argument `--config=`.
         arguments: only config flags.
 
     Raises:

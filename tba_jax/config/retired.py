@@ -29,7 +29,7 @@ _TEMPERATURE = 'Write --config.objective.{}_temperature="linear(START, FINAL, ST
 _RATE = 'Write --config.optimizer.learning_rate="{}".'
 
 _PASS_RATE = (
-    "no result needed it. Set --config.replay.equal_rewards=redraw to draw again a group whose "
+    "unused. Set --config.replay.equal_rewards=redraw to draw again a group whose "
     "rewards are all equal"
 )
 
@@ -79,8 +79,7 @@ RETIRED: Mapping[str, Retired] = {
     "replay.evict": Retired("oldest", "the oldest policy version is always evicted first"),
     "replay.similarity": Retired(
         0.0,
-        "no result needed it. replay.deduplicate=True, the default, unites equal responses of one "
-        "merge",
+        "unused. replay.deduplicate=True, the default, unites equal responses of one merge",
     ),
     "replay.max_age": Retired(
         0,

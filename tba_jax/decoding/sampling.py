@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of one token per row from logits, with its log-prob.
 
-The invariants it owns: the log-prob returned is that of the distribution actually sampled from
-(after temperature, top-k and top-p, renormalised; 0 for a greedy draw); a token of weight zero is
-never drawn; a row's draw depends on its own logits, settings and two random words only.
+Invariants: a log-prob is that of the distribution that was sampled from (after temperature, top-k
+and top-p, renormalised; 0 for a greedy draw); a token of weight zero is never drawn; a row's draw
+depends on its own logits, settings and two random words only.
 
 A draw inverts the cumulative distribution in two levels, first a block of about sqrt(v) tokens,
 then a token of that block. Cumulative sums are integers, hence exact: a float32 running sum over
-152,064 tokens gives most of them no probability at all. What is left of rounding is the float32
+152,064 tokens gives most of them no probability at all. Remaining rounding errors are the float32
 exponential and block sums, and the fixed point of `_FULL` units per level: the total variation to
 the exact softmax stays below 1e-6 at that size, and a token is out of reach only if its block has
 less than 2.4e-10 of the probability, or it has less than that share of its block.

@@ -101,7 +101,7 @@ class FleetSettings(Section):
     )
     searcher: str = field(
         "CPU=1",
-        "resources of a process of searchers; of TPUs whole machines, or one or two chips",
+        "resources of a process of searchers; for TPUs: whole machines, or one or two chips",
         on_resume=True,
     )
 

@@ -37,8 +37,8 @@ class DeviceLock:
     """Lock per set of devices; threads are served in order of arrival.
 
     Threads with disjoint devices do not wait for one another. The lock is held until the program's
-    results are ready: launch order alone does not order a runtime's own threads, and on CPU
-    programs without that wait do deadlock. The first call also compiles under the lock.
+    results are ready: the threads of a runtime may start programs in another order than their
+    launches, and without the wait programs on CPU deadlock. The first call compiles under the lock.
 
     Args:
         timeout_s: maximum wait in seconds.

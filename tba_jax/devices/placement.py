@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division of devices: a record per value of config.placement, and one per layout.
+"""Division of devices among trainer and searchers: modes and layouts.
 
 A `Mode` is a value of config.placement: it checks a config's request and chooses a `Layout`, which
-gives the trainer's devices and says whether searchers share them. To add either, write its record
-here. Devices are any objects with `platform`, `device_kind`, `process_index` and `id`. Invariant:
-`arrange` accepts a request that `Mode.check` accepts, unless the chips do not permit it.
+gives the trainer's devices and declares whether searchers share them. To add a mode or layout, add
+its record here. Devices are any objects with `platform`, `device_kind`, `process_index` and `id`.
+Invariant: `arrange` accepts a request that `Mode.check` accepts, unless the chips do not permit it.
 """
 
 import math
@@ -298,9 +298,9 @@ def _check_auto(asked: Asked, num_devices: int, num_hosts: int) -> None:
 
 
 def _pod_mesh(mesh: MeshShape, num_hosts: int) -> MeshShape:
-    """Return the mesh in which every host trains; if a host holds a copy, each host has one.
+    """Return the mesh over all hosts: the copy of one host is repeated on every host.
 
-    The number of copies changes only for the default, `mesh.data = 1`.
+    The copies are set only for the default, `mesh.data = 1`.
     """
     is_default = mesh.data == 1 and (mesh.fsdp * mesh.expert * mesh.model) % num_hosts
     return mesh._replace(data=num_hosts) if is_default else mesh

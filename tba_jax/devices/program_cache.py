@@ -28,7 +28,7 @@ FORGET_S = 60 * 86400
 
 
 def open_cache(setting: str) -> str:
-    """Enable the persistent compilation cache; return one line for the user that says where.
+    """Enable the persistent compilation cache; return a line for the user with its folder.
 
     A folder that the user set for all of JAX (JAX_COMPILATION_CACHE_DIR) is used unchanged. Call
     before compiling programs, and after the processes of a pod are connected.
@@ -44,7 +44,7 @@ def open_cache(setting: str) -> str:
         return ""
     if chosen := jax.config.jax_compilation_cache_dir:
         return f"compiled programs are kept in {chosen} (JAX_COMPILATION_CACHE_DIR)"
-    off = "--config.compilation_cache=off: do not"
+    off = "--config.compilation_cache=off: keep none"
     try:
         root = _default_root() if setting == "auto" else _absolute(setting)
         folder = root / _machine()
@@ -56,7 +56,7 @@ def open_cache(setting: str) -> str:
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         return (
             f"compiled programs are not kept: {error}. Set --config.compilation_cache=DIR to keep "
-            f"them there; {off} try"
+            f"them there; {off}"
         )
     # With a size limit JAX also locks the cache, so that no process reads partial writes.
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
@@ -96,10 +96,10 @@ def machine_key(
     """Return a folder name that two machines share if programs of one run on the other.
 
     Args:
-        device_kind: as JAX names it.
+        device_kind: name of the device in JAX.
         processor: /proc/cpuinfo, or the name of the processor. CPU programs use the instructions
             of the processor that compiled them.
-        num_cores: cores of this process; CPU programs are divided among as many.
+        num_cores: cores of this process, because CPU programs are divided among them.
         jax_version, jaxlib_version: their versions.
     """
     told = ("model name", "flags", "CPU implementer", "CPU part", "Features")

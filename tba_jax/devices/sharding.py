@@ -276,8 +276,8 @@ def partition_spec(
         if rule.mesh_axis in spec:
             raise ValueError(
                 f"axes {tuple(axes)}: the mesh axis {rule.mesh_axis!r} would divide both "
-                f"{axes[spec.index(rule.mesh_axis)]!r} and {axis!r}. Change one of the two rules "
-                "in the table"
+                f"{axes[spec.index(rule.mesh_axis)]!r} and {axis!r}. Change one of these rules "
+                "in AXIS_RULES"
             )
         spec.append(None if size % parts else rule.mesh_axis)
     return PartitionSpec(*spec)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """XLA compiler options of the train step, by platform.
 
-They are options of the compiled program, not of the process (no XLA_FLAGS, which must be set before
-a backend starts, and on every host), so a plan for absent devices compiles what a run there does.
-Invariant: an unknown option, or a value that the compiler cannot read, gives a one-line error
-before compilation.
+They are options of the compiled program, not of the process, so that a plan for absent devices
+compiles the same program as a run there. (XLA_FLAGS would need to be set on every host before a
+backend starts.) Invariant: an unknown option, or a value that the compiler cannot read, gives a
+one-line error before compilation.
 """
 
 import functools

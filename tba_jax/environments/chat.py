@@ -187,9 +187,9 @@ class RendererFormat:
 def extended(
     tokenizer: Tokenizer, before: np.ndarray, whole: np.ndarray, *, skip_special: bool = False
 ) -> np.ndarray | None:
-    """Return tokens with the text of `whole` that begin with the tokens `before`.
+    """Return tokens that begin with `before` and have the text of `whole`.
 
-    None where the text does not begin with theirs.
+    None if the text of `whole` does not begin with the text of `before`.
 
     Args:
         tokenizer: tokenizer of both.

@@ -163,7 +163,7 @@ class _Condition(ctypes.Structure):
 
 
 def _deny_calls() -> None:
-    """Let every system call outside the list fail (seccomp, by libseccomp)."""
+    """Refuse every system call that is not on the list (seccomp, by libseccomp)."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:

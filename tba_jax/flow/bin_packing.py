@@ -31,7 +31,7 @@ class Places(NamedTuple):
 
 
 def rows_at_once(responses: int, responses_per_row: int, multiple: int) -> int:
-    """Return the rows of a micro-batch for at most this many responses; 0 for 0: all.
+    """Return the rows of a micro-batch of at most `responses` responses; 0 means all rows.
 
     Args:
         responses: responses of a micro-batch.

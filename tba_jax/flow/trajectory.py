@@ -43,21 +43,21 @@ class Trajectory:
     have it as given tokens.
 
     Attributes:
-        prompt_id: the prompt this is a response to.
-        response_tokens: int32 [t], unpadded, the end-of-sequence token included when one was drawn.
+        prompt_id: ID of the prompt.
+        response_tokens: int32 [t], unpadded, the with the end-of-sequence token if one was drawn.
         reward: raw reward r(x, y), not divided by beta.
-        reward_parts: what each of several rewards gave, by name, before weights; nan for one that
-            does not apply (empty when there is only one).
-        behavior_token_logprobs: float32 [t], log-probs of the distribution actually sampled from;
+        reward_parts: values of several rewards by name, before weights; nan for a reward that does
+            not apply; empty if there is only one reward.
+        behavior_token_logprobs: float32 [t], log-probs of the distribution that was sampled from;
             0 where is_sampled is False.
         reference_logprob: log pi_ref(y|x) summed over the response (float32 arithmetic), or nan
-            where the trainer scores the reference itself.
+            if the trainer scores the reference.
         version_min: oldest policy version that drew a token of this response.
-        version_max: newest one; equal to version_min unless weights were swapped inside a round.
-        searcher: index of the searcher that made it.
-        round: that searcher's round number.
-        sampling_temperature: temperature the searcher drew with.
-        finish_reason: why it ended.
+        version_max: newest such version; differs if weights were swapped during the response.
+        searcher: ID of the searcher that drew it.
+        round: number of the round of that searcher.
+        sampling_temperature: temperature of the draw.
+        finish_reason: reason of the end.
         is_sampled: bool [t], True where the policy sampled the token and False where an environment
             wrote it; None: every token is sampled.
         token_advantages: float32 [t], estimated by sampling continuations from states of the

@@ -425,7 +425,7 @@ def _partial(
 ) -> Partial:
     """Return the softmax over the first `length` positions of each slot, by einsum.
 
-    The query's own position is the last of the `later` positions after them.
+    The `later` positions follow them; the last one is the position of the query.
     """
     f32 = jnp.float32
     (keys, of_keys), (values, of_values) = (open_part(x, scaled.dtype) for x in cache)

@@ -152,7 +152,7 @@ def _kernel(
     is_dim = jnp.arange(width) < e
 
     def load(ref: Any, start: Any, num: int, limit: Any) -> Array:
-        """Load [num width], zero from row `limit` on: a weight of 0 does not cancel a nan."""
+        """Load [num width]; rows from `limit` on are 0, because 0 times nan would be nan."""
         seen = start + jnp.arange(num) < limit
         at = ref.at[pl.ds(start, num), pl.ds(0, width)]
         return plgpu.load(at, mask=seen[:, None] & is_dim[None], other=0).astype(dtype)

@@ -97,7 +97,7 @@ class ComputeSharding:
         return {**params, **_gather_all(params, self._ends, compute_dtype, True, exact)}
 
     def rows(self, x: Array) -> Array:
-        """Constrain activations [b ...] to the sharding of prompts, against that of weights."""
+        """Constrain activations [b ...] to the sharding of prompts."""
         return jax.lax.with_sharding_constraint(x, self._rows) if self._is_divided else x
 
 

@@ -100,8 +100,8 @@ class Tokenizer:
         Args:
             text: any text.
             add_bos: start with the beginning-of-sequence token if the model expects it (`adds_bos`)
-                and the text does not start with it, as the output of `format_chat` may. An empty
-                text becomes that token for every model that has one.
+                and the text does not start with it (output of `format_chat` may). If a model has
+                that token, it replaces an empty text in any case.
 
         Raises:
             ValueError: a token of the text has no embedding in the model.

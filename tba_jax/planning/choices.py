@@ -194,7 +194,7 @@ def lowered(config: Config) -> Config | None:
         fields["search.num_slots"] = slots // 2
     if "model.remat" in left and config.model.remat == "dots":
         fields["model.remat"] = "layers"
-    return _chosen(config, fields, "lowered once: device memory ran out") if fields else None
+    return _chosen(config, fields, "made smaller after device memory ran out") if fields else None
 
 
 def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:

@@ -432,7 +432,7 @@ def _say(line: str) -> None:
 
 
 def _config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """Return the validated config of a command, with lengths."""
+    """Return the validated config of a command, with length limits measured if it has none."""
     config = override(None, [f"--config={args.config}", *overrides])
     validate(config)
     if not config.task.max_prompt_tokens:

@@ -189,10 +189,9 @@ def sizes(
 ) -> dict[str, Any]:
     """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
 
-    The number of decode slots is that of a round, halved until the slots fit the memory; on shared
-    devices, beside a small micro-batch. A micro-batch has as many rows as fit. `model.remat=dots`
-    is chosen if whole groups then fit each device. A number of rows in the config is changed as
-    `micro_batch_rows` says.
+    The number of decode slots is that of a round, halved until the slots fit the memory, on shared
+    devices together with a small micro-batch. A micro-batch has as many rows as fit. `model.remat`
+    is `dots` if whole groups then fit each device. For rows in the config see `micro_batch_rows`.
 
     Args:
         config: of the run; its placement is decided.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs of one instruction of HLO text: matrix products, two per multiply-add, as in every MFU.
+"""FLOPs of the matrix products of an instruction of HLO text, two per multiply-add.
 
 Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS and cuDNN. FLOPs of
 cuDNN attention follow from its shapes: two products in the forward pass, five in the backward pass,

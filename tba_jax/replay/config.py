@@ -19,13 +19,13 @@ class ReplaySettings(Section):
     recency_prob: float = share(0.95, "m: probability that a slot draws from the newest data")
     pace: Literal["off", "trainer"] = field(
         "off",
-        "when a slot lacks fresh data: off: replay instead; trainer: the trainer waits (with "
-        "driver=sync it never has to)",
+        "for a slot without fresh data: off: replay older data; trainer: the trainer waits (no "
+        "effect with driver=sync)",
     )
     recycle_fresh: bool = field(
         False,
-        "with pace=off: a slot without fresh data repeats a prompt of the newest merges; replay "
-        "only if none is left",
+        "with pace=off: repeat prompts of the newest merges in slots without fresh data, before "
+        "older data is replayed",
     )
     deduplicate: bool = field(
         True,
@@ -58,8 +58,8 @@ class ReplaySettings(Section):
     max_reuse: int = field(0, "times that a response may be drawn; 0: no limit", at_least=0)
     max_staleness: int = field(
         0,
-        "above 0: unused responses wait in a queue, oldest version first, and are late if drawn "
-        "more steps stale than this; 0: newest merge first",
+        "limit of staleness in steps: unused responses wait in a queue, oldest version first, and "
+        "are late beyond the limit; 0: no queue, newest merge first",
         at_least=0,
     )
     late: Literal["train", "drop", "wait"] = field(

@@ -102,7 +102,7 @@ class Contents:
         return np.minimum(count, self._settings.max_reuse * count - self.store.rows["uses"][slots])
 
     def totals(self) -> dict[str, int]:
-        """Return all counters of the ledger, and what is stored."""
+        """Return all counters of the ledger, and the number of stored responses."""
         return self.ledger.totals(self.store.num_trajectories)
 
     def stats(self, step: int) -> dict[str, float]:

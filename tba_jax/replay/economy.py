@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Economy: the share of the searchers' work that is trained on, and its bias.
 
-The ledger counts where responses are; the economy counts what became of the work, in groups, slots
-and lengths. Invariant: a merged group is trained, waiting or lost, and a response counts as trained
-once.
+The ledger counts the places of responses; the economy counts the use of generated groups, batch
+slots and lengths. Invariant: a merged group is trained, waiting or lost, and a response counts as
+trained once.
 """
 
 import collections

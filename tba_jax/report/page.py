@@ -311,8 +311,8 @@ def _economy(told: Mapping[str, Any]) -> str:
     if told.get("trained_share") is None:
         return ""
     text = (
-        " Of the groups that could have been trained on while new, "
-        f"{percent(told['trained_share'])} were; the mean length rank of the trained responses "
+        f" The trainer used {percent(told['trained_share'])} of the groups that it could use while "
+        "they were new; the mean length rank of the trained responses "
         f"is {told['length_rank']:.2f} (0.5 is unbiased), and {percent(told['effective_m'])} of "
         "the batch slots used the newest data"
     )

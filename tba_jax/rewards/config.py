@@ -41,13 +41,13 @@ class RewardSettings(Section):
     )
     timeout_s: float = field(
         10.0,
-        "per item, and per call of an environment; a hung process is killed",
+        "deadline in seconds of an item, and of a call of an environment; a late process is killed",
         above=0,
         on_resume=True,
     )
     max_memory_gib: float = field(
         16.0,
-        "that a process of a reward or environment may allocate; 0: any",
+        "memory limit of each process of a reward or environment; 0: none",
         at_least=0,
         on_resume=True,
     )

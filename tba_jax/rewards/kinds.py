@@ -157,7 +157,7 @@ def _plus_model(kind: RewardKind) -> RewardKind:
 
 
 def workers_by_cores() -> int:
-    """Return the default number of reward processes: half of the cores, in a range from 1.
+    """Return the default number of reward processes: half of the cores, within limits.
 
     The other cores serve the threads that feed devices: an idle device costs more than a late
     reward.

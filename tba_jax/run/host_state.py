@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a process of a run: states of its parts by name, and facts that identify the run.
 
-Serialises them, refuses what other versions wrote, and divides them over another number of
-searchers. The facts name the run and, by digests, what the run was made of: weights, tokenizer,
-data, reward, objective. A resumed run compares them, because a change would alter its results
+Serialises them, refuses files of other versions, and divides them over another number of
+searchers. The facts have the ID of the run and digests of its inputs: weights, tokenizer, data,
+reward, objective. A resumed run compares them, because a change would alter its results
 without an error.
 
 Invariants: nothing on disk is pickled. A checkpoint of another run is refused, and a change is
@@ -44,7 +44,7 @@ CHECKPOINT_ENTRIES = frozenset(
 
 FORMAT = 6
 """1: all counters in one part `run`; 2: each part has its own; 3: tickets, repeats with counts;
-4: what the run was made of; 5: responses that were lost; 6: where logs ended."""
+4: digests of the inputs; 5: lost responses; 6: lengths of the logs."""
 
 _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
 

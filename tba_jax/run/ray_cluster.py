@@ -498,7 +498,7 @@ class Machines:
         self._answered_s = self._time()
 
     def start(self, stop: StopFlag) -> None:
-        """Poll until `stop`; `stop.check()` raises what a call raised."""
+        """Poll until `stop` is set; `stop.check()` raises the exception of a failed call."""
         Worker("machines", self.poll, stop, idle_s=_PERIOD_S).start()
 
     def poll(self) -> bool:

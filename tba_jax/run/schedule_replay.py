@@ -58,7 +58,7 @@ class Admissions:
                 self._others[ticket] = chunk
 
     def is_last(self, ticket: int, chunk: int) -> bool:
-        """Return whether a ticket that was admitted before this chunk was not admitted again."""
+        """Return whether the admission before this chunk is the last one of the ticket."""
         return self._others.get(ticket, chunk) == chunk
 
 
@@ -299,7 +299,7 @@ class SearcherReplay:
             self._search.advance(published, tickets, answers)
         except UnexpectedAnswer as error:
             raise ReplayError(
-                f"searcher {searcher.index}: {error}; is the config that of the logged run?"
+                f"searcher {searcher.index}: {error}; use the config of the logged run"
             ) from error
         for finished in self._search.take_finished(sys.maxsize):
             number = finished.ticket.number
@@ -319,5 +319,5 @@ def _compare(done: Mapping[str, Any], logged: Mapping[str, Any], fields: Sequenc
         if done[field] != logged[field]:
             raise ReplayError(
                 f"{logged['event']} {logged[logged['event']]}: {field} is {done[field]}, the log "
-                f"says {logged[field]}; is the config that of the logged run?"
+                f"says {logged[field]}; use the config of the logged run"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run from its config to its report: in one process, as a fleet, or as a job.
 
-Each function claims the work directory and joins the processes; `conduct` does the rest. Nothing
-heavy is imported before there is something to do. In a job of `jax.distributed` every process
+Each function claims the work directory and joins the processes; `conduct` trains and reports. No
+heavy module is imported before a run needs it. In a job of `jax.distributed` every process
 calls `run_job`; the placement says which of them train, search, or do both. They exchange the
 command and the owner's address first; afterwards processes that only search take part in no
 collective.

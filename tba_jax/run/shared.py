@@ -54,7 +54,7 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
         process_index: process whose searchers are placed.
 
     Raises:
-        PlacementError: the devices cannot be divided so.
+        PlacementError: the devices cannot be divided as config.placement requests.
     """
     return place(config.placement, devices, asked(config), process_index)
 

@@ -299,7 +299,7 @@ def _check_checkpoints(folder: Path, run_id: str) -> None:
         if run_id and facts.run_id and facts.run_id != run_id:
             raise UserError(
                 f"{path} is a checkpoint of run {facts.run_id}, and the work directory is of run "
-                f"{run_id}. Move it away, or put back the config.json that it came with"
+                f"{run_id}. Move it away, or restore the config.json of its run"
             )
         if facts.step >= 0 and facts.step != int(path.name):
             raise UserError(

@@ -18,7 +18,7 @@ class SearchSettings(Section):
         16, "prompts per round of a searcher; with driver=async, open prompts", at_least=1
     )
     max_new_tokens: int = field(
-        48, "response limit in tokens; of an episode, observations included", at_least=1
+        48, "maximum tokens of a response; of a whole episode, with observations", at_least=1
     )
     max_turns: int = field(8, "with task.environment: the policy's turns in an episode", at_least=1)
     max_episodes: int = field(
@@ -82,7 +82,7 @@ class SearchSettings(Section):
         "log-probs still use sampling_temperature; empty: none",
     )
     outbox_bytes: int = field(
-        64 * 2**20, "a searcher waits when its outbox holds this much", at_least=1
+        64 * 2**20, "largest size of the outbox; a searcher with a full outbox waits", at_least=1
     )
     initial_fill: int = field(0, "responses drawn before the first step", at_least=0)
     exact_lag: int = field(

@@ -162,7 +162,7 @@ def _by_bucket(
 
 
 def _width(num: int, most: int) -> int:
-    """Return the responses per row for `num` of one prompt: one of two compiled widths."""
+    """Return the responses per row, one of two compiled widths, for `num` responses to a prompt."""
     return most if 4 * num > 3 * most else max(1, most // 4)
 
 

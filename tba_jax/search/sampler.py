@@ -111,7 +111,7 @@ class Sampler:
         self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
 
     def replay_environments(self) -> None:
-        """Take the responses of environments from a log: no environment is asked any more."""
+        """Take the responses of environments from a log instead of calling environments."""
         if self._episodes is not None:
             self._episodes = dataclasses.replace(self._episodes, environments=ReplayedEnvironment())
 

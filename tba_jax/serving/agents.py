@@ -82,7 +82,7 @@ class Agent:
         return is_requested or self._failure is not None or self._process.is_answered
 
     def poll(self) -> Answer | None:
-        """Return the next request, the reward or a failure; None if there is none of them.
+        """Return the next request, the reward or a failure; None if none has arrived.
 
         After a reward or a failure further requests are refused.
         """

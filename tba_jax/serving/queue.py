@@ -26,7 +26,7 @@ class Update(NamedTuple):
         sample: index of the sample.
         tokens: int32 [t].
         token_logprobs: float32 [t], of the distribution sampled from.
-        finish: why the sample ended; "": it has not.
+        finish: reason of the end; "": the sample has not ended.
         version_min, version_max: span of its weight versions; -1 before the end.
     """
 

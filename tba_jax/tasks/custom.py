@@ -157,7 +157,7 @@ def _form(problem: Problem) -> tuple[list[str], str]:
 
 
 def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return a row with the new names of its columns, and a column `prompt` where it can have one.
+    """Return a row with renamed columns, and with a column `prompt` if one can be derived.
 
     Raises:
         ValueError: a column to rename is missing.

@@ -46,7 +46,7 @@ def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
     (folder,) = (tmp_path / "tba_jax" / "xla").iterdir()
     assert result == "compiled"
     assert note == (
-        f"compiled programs are kept in {folder} (--config.compilation_cache=off: do not)"
+        f"compiled programs are kept in {folder} (--config.compilation_cache=off: keep none)"
     )
     assert run("auto", XDG_CACHE_HOME=str(tmp_path)) == (note, "found")
     assert run("off", XDG_CACHE_HOME=str(tmp_path)) == ("", "compiled")
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_is_a_note(tmp_path):
     note, result = run("auto", XDG_CACHE_HOME=str(tmp_path / "file"))
     assert result == "compiled"
     assert note.startswith("compiled programs are not kept: [Errno 20] Not a directory: ")
-    assert note.endswith("=DIR to keep them there; --config.compilation_cache=off: do not try")
+    assert note.endswith("=DIR to keep them there; --config.compilation_cache=off: keep none")
 
 
 CPU = "processor : 0\nmodel name : EPYC\nflags : avx avx2\n"

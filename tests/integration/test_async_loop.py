@@ -109,7 +109,7 @@ def test_an_async_run_is_replayed_in_one_thread_to_the_same_losses(changes, cach
         flags=(f"--replay_schedule={schedule}",),
     )
     assert other.returncode == 2
-    assert "is the config that of the logged run?" in other.stderr
+    assert "use the config of the logged run" in other.stderr
 
 
 @pytest.mark.slow

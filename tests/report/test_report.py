@@ -510,7 +510,7 @@ def test_no_global_matplotlib_state(full):
 
 def test_the_page_reports_the_use_of_generated_responses(full):
     text = Page(full[1]).text
-    assert "Of the groups that could have been trained on while new, 62.0 % were" in text
+    assert "The trainer used 62.0 % of the groups that it could use while they were new" in text
     assert "mean length rank of the trained responses is 0.41 (0.5 is unbiased)" in text
     assert "newest data, 12.5 % of it late." in text
     assert "Only 62% of the groups that were merged have been trained on: use <less>." in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices that exceed the device memory are lowered once; a resumed run keeps its choices."""
+"""Choices that exceed the device memory are made smaller once; a resumed run keeps its choices."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_choices_are_lowered_once(config, tmp_path, monkeypatch, capsys):
     rows = config.batch.micro_batch_rows
     saved = sealed.read(tmp_path / "config.json")
     assert saved["config"]["batch.micro_batch_rows"] == rows // 2
-    assert "lowered once" in saved["chosen"]["batch.micro_batch_rows"]
+    assert "made smaller" in saved["chosen"]["batch.micro_batch_rows"]
     said = " ".join(capsys.readouterr().out.split())
     assert f"batch.micro_batch_rows={rows // 2} (was {rows})" in said
 

@@ -285,7 +285,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _headers(
     tensors: Mapping[str, HFTensor], params: Params
 ) -> dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """Return file name -> dtype and shape of each tensor to write into it, in writing order."""
+    """Return file name -> dtype and shape of each of its tensors, in the order of writing."""
     files: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     file_bytes = 0
     for name, tensor in tensors.items():

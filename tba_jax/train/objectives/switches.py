@@ -253,7 +253,7 @@ def _check_cached(o: Any, shared: Any) -> None:
 
 
 def _check_turns(o: Any, shared: Any) -> None:
-    """Refuse settings that have no meaning, or another one, for residuals of single turns."""
+    """Refuse settings that residuals of turns do not support."""
     need(
         o.log_z == "learned",
         "objective.log_z",
