@@ -248,7 +248,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 def _help() -> int:
     print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
-    print("--dry_run prints every field; docs/config.md says what each means.")
+    print("--dry_run prints every field; docs/config.md explains them.")
     return 0
 
 

@@ -259,7 +259,7 @@ class Section:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return a section from setting -> value."""
+        """Return a section with these values by setting."""
         return cls(**values)
 
     def values(self) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def _records(step: int, rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _events(step: int, num_searchers: int, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Write the log lines of a step; each admits a ticket and ends 1.5 of them."""
+    """Yield the log lines of a step."""
     now = step * _STEP_S
     yield {"event": "sync", "step": step, "version": step, **_times(now, rng.random() / 100)}
     for searcher in range(num_searchers):

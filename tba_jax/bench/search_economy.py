@@ -180,15 +180,14 @@ class SlotSampler(Sampler):
 
     def __init__(self, serial: list[int], seed: int) -> None:
         settings = SearchSettings(samples_per_prompt=SAMPLES, prompts_per_round=SLOTS // SAMPLES)
-        decoder: Any = None  # what is pretended: there is no model
+        decoder: Any = None  # decoding is simulated
         super().__init__(decoder, settings, jax.random.key(0), 0)
         self._serial, self._seed = serial, seed
 
     def open(self, published: Published, *, is_fed: bool) -> GroupSession:
         """Open an empty session."""
-        session: Any = Slots(published.version, self._serial, self._seed)
-        self.session = session
-        return GroupSession(self, SingleTurnSession(session))
+        self.session: Any = Slots(published.version, self._serial, self._seed)
+        return GroupSession(self, SingleTurnSession(self.session))
 
 
 class NoRewards:
@@ -223,9 +222,8 @@ class World:
         self.buffer = ReplayBuffer(self.settings, seed)
         serial = [0]
         self.outboxes = [Outbox(2**30) for _ in range(case.searchers)]
-        is_strict = case.late == "wait"
         self.admission = Admission(
-            Demand(PROMPTS, case.recency_prob, case.bound, 1, is_strict=is_strict),
+            Demand(PROMPTS, case.recency_prob, case.bound, 1, is_strict=case.late == "wait"),
             range(case.searchers),
         )
         self.published = [(0.0, 0)]  # (when, version), those that may still be the newest delivered
@@ -253,11 +251,10 @@ class World:
 
     def _delivered(self) -> Published:
         """Return the newest weights that have arrived; the first are available at once."""
-        while len(self.published) > 1:
-            if self.published[1][0] + self.case.delivery > self.now:
-                break
-            self.published.pop(0)
-        return Published(self.published[0][1], None)
+        published, delivery = self.published, self.case.delivery
+        while len(published) > 1 and published[1][0] + delivery <= self.now:
+            published.pop(0)
+        return Published(published[0][1], None)
 
     def run(self, num_steps: int) -> None:
         """Simulate until the trainer has made all its steps."""
@@ -334,13 +331,13 @@ class World:
         high = np.searchsorted(lengths, trained, "right")
         used = [search.slot_use() for search in self.searches]
         latency = self.admission.latency()
-        waiting = self.buffer.num_fresh_groups
         return {
             **self.case._asdict(),
             "latency_steps": math.nan if latency is None else latency.mean_steps,
             "latency_p95_steps": math.nan if latency is None else latency.p95_steps,
             # Groups that wait at the end within the bound would have been trained next.
-            "trained_share": len(self.trained_groups) / max(1, self.num_groups - waiting),
+            "trained_share": len(self.trained_groups)
+            / max(1, self.num_groups - self.buffer.num_fresh_groups),
             "length_rank": float(((low + high) / 2 / len(lengths)).mean()),
             "slot_use": sum(t for t, _ in used) / max(1, sum(s for _, s in used)),
             "effective_m": self.fresh_slots / self.slots,

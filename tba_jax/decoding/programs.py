@@ -130,8 +130,8 @@ def admit(
     Args:
         history: [n g c e] per layer.
         prefilled: [p g s e] per layer, s <= c.
-        slots: destination of each row; n: no destination, at the end, so that few shapes are
-            compiled.
+        slots: destination of each row; n: none. Rows without destination are at the end; they
+            pad the call to a compiled shape.
         rows: row in `prefilled`, ascending except for destination n.
     """
 

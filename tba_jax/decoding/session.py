@@ -45,7 +45,7 @@ class _Request(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """Samples of prefilled prompts that wait for a slot; `version` prefilled them."""
+    """Samples of prefilled prompts that wait for a slot; `version` is that of the prefill."""
 
     version: int
     caches: tuple[KVCache, ...]

@@ -223,7 +223,7 @@ def _imported(name: str) -> Any:
 
 
 def _is_tool(found: Any) -> bool:
-    """Return whether it is a function with arguments, other than an agent."""
+    """Return whether an object is a function with arguments, but not an agent."""
     is_function = inspect.isfunction(found) or inspect.ismethod(found)
     return is_function and _parameters(found)[:1] not in ([], [BASE_URL])
 

@@ -185,7 +185,7 @@ def row_token_logprobs(
 
 
 def _table(sharding: ComputeSharding | None) -> dict[str, int]:
-    """Return the division of the output table: into parts of devices, and these into blocks."""
+    """Return the division of the output table into parts of devices, and of a part into blocks."""
     if sharding is None:
         return {}
     return {

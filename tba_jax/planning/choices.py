@@ -213,7 +213,7 @@ def _stabilised(config: Config) -> Config:
     is_open = _leaves_ratios_open(config) and getattr(config.objective.built, "is_exact", False)
     if not is_open or not writes_versions(config):
         return config
-    about = "weights reach other processes steps late"
+    about = "weights reach other processes some steps late"
     bounded = _chosen(config, {_IMPORTANCE: "token_clip"}, about)
     try:
         validate(bounded)

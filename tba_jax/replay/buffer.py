@@ -221,7 +221,7 @@ class ReplayBuffer:
         return draw
 
     def _wants(self, draw: Draw) -> bool:
-        """Return whether to train on a draw; a rejected draw was used, and is counted."""
+        """Return whether to train on a draw; a rejected draw counts as a use."""
         wanted = curriculum.is_wanted(self._settings, draw)
         self._contents.ledger.counters["redrawn"] += not wanted
         return wanted

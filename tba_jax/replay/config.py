@@ -37,7 +37,9 @@ class ReplaySettings(Section):
         "replay draws a prompt's responses with softmax(reward / this); inf: uniformly",
         above=0,
     )
-    uniform_mix: float = share(0.0, "share of the uniform distribution in that softmax")
+    uniform_mix: float = share(
+        0.0, "share of the uniform distribution, mixed with the softmax of priority_temperature"
+    )
     capacity_per_prompt: int = field(
         100,
         "rows kept per prompt, newest policy versions first; equal responses of one merge are one "

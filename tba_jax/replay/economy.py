@@ -25,7 +25,7 @@ class Economy:
     """Counts over a whole run.
 
     Attributes:
-        batches, slots: drawn ones.
+        batches, slots: numbers of drawn batches and slots.
         fresh_slots: slots chosen to be fresh.
         unused_slots: fresh slots filled with a waiting group.
         recycled_slots: fresh slots filled with a group of the newest merges that was drawn before.

@@ -46,7 +46,7 @@ class RoundAdmission:
             self._open[searcher] -= 1
 
     def set_open(self, searcher: int, versions: Sequence[int]) -> None:
-        """Set the number of started rounds: others start again, or continue."""
+        """Set the open rounds of a searcher; its other started rounds may start again."""
         with self._lock:
             self._left[searcher] += self._open[searcher] - len(versions)
             self._open[searcher] = len(versions)

@@ -71,11 +71,11 @@ class SoftValues:
 
 
 def divided(states: Sequence[PartState], keep: Callable[[int], bool]) -> dict[str, np.ndarray]:
-    """Return the arrays of one buffer from those of several; {} if they have none.
+    """Return the arrays of one new buffer from those of several old ones; {} if they have none.
 
     Args:
         states: states of the buffers.
-        keep: prompt ID -> whether the one buffer has it.
+        keep: prompt ID -> whether the new buffer has that prompt.
     """
     if _NAMES[0] not in states[0].arrays:
         return {}

@@ -271,8 +271,8 @@ class TrajectoryStore:
     def _key(self, row: Sequence[Any], tokens: bytes, extras: bytes) -> tuple[Any, ...]:
         """Return the key that equal responses of one merge share.
 
-        Different versions, or different noisy rewards, of one response are two rows: objectives
-        with ratios and leave-one-out means need each with its own.
+        A response with two versions or two (noisy) rewards is two rows, because objectives with
+        ratios and leave-one-out means need every version and reward.
         """
         settings = self._settings[row[SETTINGS]]
         end = len(extras) - 8 * settings.num_spans

@@ -15,9 +15,9 @@ class UserFunctions:
     """Calls functions that return numbers by name, or None.
 
     Args:
-        field: the setting that names them, with commas between them.
-        names: its value.
-        arguments: names of what they get.
+        field: setting with the names of the functions, separated by commas.
+        names: value of the setting.
+        arguments: names of the functions' arguments.
         note: prints one line.
 
     Raises:

@@ -138,7 +138,7 @@ class Hold:
         self.release()
 
     def begin(self) -> None:
-        """Start the companion: the run is built."""
+        """Start the companion, after the run was built."""
         if self.companion is not None:
             self.companion.start()
 

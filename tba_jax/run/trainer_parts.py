@@ -49,7 +49,7 @@ def make_step_settings(
         mesh: mesh of the trainer; None: as `config.mesh`.
 
     Raises:
-        ConfigError: the objective needs token log-probs of the reference, and searchers keep sums.
+        ConfigError: the objective needs token log-probs of the reference, but searchers store sums.
     """
     o, objective = config.objective, config.objective.built
     need(

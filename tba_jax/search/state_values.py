@@ -33,7 +33,7 @@ class Continuation(NamedTuple):
 
 
 def states_of(responses: Sequence[np.ndarray], every: int) -> list[np.ndarray]:
-    """Return the distinct states after every `every` tokens of the responses, without the ends."""
+    """Return the distinct states after every `every` tokens of the responses, except whole ones."""
     states = {
         tokens[:end].tobytes(): tokens[:end]
         for tokens in responses

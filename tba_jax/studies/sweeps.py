@@ -208,7 +208,7 @@ STUDIES: Mapping[str, Study] = {
             str(n): Case({"lag": 4}, {"prompts": 16, "group": 8, "samples": n})
             for n in (8, 10, 16, 32)
         },
-        axis="S, strings drawn for a group of 8",
+        axis="S, number of strings drawn for a group of 8",
         shows="data",
     ),
     # Half of the groups are replayed, with probability by reward.

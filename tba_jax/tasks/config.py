@@ -57,8 +57,8 @@ class TaskSettings(Section):
     )
     columns: str = field(
         "",
-        "task custom: new names of columns, for example prompt=asked,answer=solution; others keep "
-        "theirs; a column question, problem, instruction or query is the prompt without a new name",
+        "task custom: new names of columns, for example prompt=asked,answer=solution; a column "
+        "question, problem, instruction or query is the prompt by default",
     )
     max_prompt_tokens: int = field(
         32,

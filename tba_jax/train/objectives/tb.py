@@ -113,7 +113,9 @@ class TrajectoryBalance(Objective):
     )
     importance_cap: float = field(8.0, "largest ratio to the sampler", above=0)
     importance_floor: float = field(
-        0.5, "importance=masked: smallest ratio to the sampler with a weight", above=0
+        0.5,
+        "importance=masked: smallest ratio to the sampler; tokens below it have weight 0",
+        above=0,
     )
     kl_clamp: float = field(0.0, "bound of each token's log-ratio; 0: none", at_least=0)
     ema_decay: float = field(
