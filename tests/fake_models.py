@@ -27,8 +27,12 @@ BFLOAT16_KL = 1e-3
 
 
 def bfloat16_kl(config):
-    """Bound of that divergence; larger with experts, because rounding changes some routes."""
-    return BFLOAT16_KL * (10 if config.num_experts else 1)
+    """Bound of that divergence.
+
+    Larger with experts, because rounding changes some routes; and with delta layers, because the
+    norm of their small outputs amplifies rounding.
+    """
+    return BFLOAT16_KL * (10 if config.num_experts or "delta" in config.pattern else 1)
 
 
 def logits_of(config, params, tokens, mask, dtype=jnp.float32):
@@ -64,6 +68,20 @@ _GEMMA = {
     "activation": "gelu_tanh",
     "score_divisor": 12,
     "window": 4,
+}
+_QWEN3_5 = {
+    "num_layers": 4,
+    "pattern": ("delta", "delta", "full"),
+    "head_dim": 8,
+    "rotary_fraction": 0.25,
+    "qk_norm": True,
+    "norm_offset": True,
+    "attention_gate": True,
+    "delta_key_heads": 2,
+    "delta_value_heads": 4,
+    "delta_key_dim": 6,
+    "delta_value_dim": 4,
+    "delta_taps": 4,
 }
 FAMILIES = {
     "llama": {},
@@ -105,6 +123,14 @@ FAMILIES = {
         "normalised_experts": True,
         "router_bias": True,
         "tie_embeddings": False,
+    },
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5
+    | {
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "normalised_experts": True,
+        "shared_size": 12,
     },
     "gpt_neox": _OLD_FAMILY
     | {

@@ -18,9 +18,9 @@ from tba_jax.decoding import programs
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.models import attention, transformer
+from tba_jax.models import attention, kv_cache, transformer
 from tba_jax.models.attention import Wanted
-from tba_jax.models.kv_cache import KVCache
+from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
 CHUNK_STEPS = 8
@@ -147,13 +147,13 @@ class Compiled:
 
     def new_cache(
         self, num_slots: int, length: int, where: jax.sharding.Sharding
-    ) -> tuple[KVCache, ...]:
+    ) -> tuple[LayerCache, ...]:
         """Return zeroed caches on the devices of `where`, sharded by cache_sharding if given."""
         where = self.cache_sharding or where
         if where not in self._new_cache:
             self._new_cache[where] = self._locked(
                 jax.jit(
-                    functools.partial(programs.init_history, self.config, dtype=self.cache_dtype),
+                    functools.partial(kv_cache.empty_layers, self.config, dtype=self.cache_dtype),
                     static_argnums=(0, 1),
                     out_shardings=where,
                 )
@@ -180,7 +180,7 @@ def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
 
 
 def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a cache [n g c e], and of scales [n g c]: over key/value heads.
+    """Return the sharding of a cache [n g c e], scales [n g c] and states: over key/value heads.
 
     With fewer heads than devices, neighbouring devices replicate a head: the mesh axis is split in
     two. (With unsharded heads, the compiler would slice out each device's head in every chunk: half
@@ -189,7 +189,7 @@ def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
     axis = AXIS_RULES["kv_heads"].mesh_axis
     if axis not in mesh.shape:
         return NamedSharding(mesh, PartitionSpec())
-    divided = math.gcd(mesh.shape[axis], config.num_kv_heads)
+    divided = math.gcd(mesh.shape[axis], config.num_kv_heads, config.delta_key_heads)
     copies = mesh.shape[axis] // divided
     if copies > 1:
         at = mesh.axis_names.index(axis)

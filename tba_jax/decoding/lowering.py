@@ -19,7 +19,8 @@ from tba_jax.decoding.sampling import RowSettings
 from tba_jax.devices.absent import traced_for
 from tba_jax.devices.sharding import tree_shardings
 from tba_jax.models import kv_cache, quantized, transformer
-from tba_jax.models.kv_cache import KVCache
+from tba_jax.models.architecture import has_leaf
+from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -50,7 +51,7 @@ def weight_shardings(
     # Matrices have heads and head_dim merged; the merged axis is divided by whole heads.
     kept = {
         name: [i for i, axis in enumerate(names) if axis not in ("layers", "head_dim")]
-        if name in ("q", "k", "v", "o")
+        if name in quantized.MATRICES
         else range(1, len(names))
         for name, names in axes["layers"].items()
     }
@@ -65,8 +66,11 @@ def weight_shardings(
             names, shape = layer_axes[name], layer_units[name].shape
             layer_axes[scale] = (*names[:-2], names[-1])
             layer_units[scale] = jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), jnp.float32)
-    axes["layers"] = (layer_axes,) * config.num_layers
-    units["layers"] = (layer_units,) * config.num_layers
+    for tree, of_layer in ((axes, layer_axes), (units, layer_units)):
+        tree["layers"] = tuple(
+            {name: x for name, x in of_layer.items() if has_leaf(kind, name)}
+            for kind in config.layer_kinds
+        )
     return tree_shardings(axes, units, mesh)
 
 
@@ -121,11 +125,9 @@ def lower_all(
     if decoder.cache_sharding is None and isinstance(where, NamedSharding):
         where = NamedSharding(where.mesh, PartitionSpec())
 
-    def caches(rows: int, columns: int) -> tuple[KVCache, ...]:
-        shape = (rows, config.num_kv_heads, columns, config.head_dim)
-        of_layer = kv_cache.abstract(shape, decoder.cache_dtype)
-        of_layer = jax.tree.map(lambda x: _abstract(x.shape, x.dtype, where), of_layer)
-        return (of_layer,) * config.num_layers
+    def caches(rows: int, columns: int) -> tuple[LayerCache, ...]:
+        found = kv_cache.abstract_layers(config, rows, columns, decoder.cache_dtype)
+        return jax.tree.map(lambda x: _abstract(x.shape, x.dtype, where), found)
 
     def ints(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -160,7 +162,7 @@ def lower_all(
     prefilled = caches(prefill_prompts, prompt_length)
     yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))
     grown = -(-cache_length * 3 // 2 // 8) * 8
-    yield "resize", lower(decoder.resize, history[0], length=grown)
+    yield "resize", lower(decoder.resize, kv_cache.of_attention(history), length=grown)
     yield "take", lower(decoder.take, history[0], ints(max(1, n // 2)))
     for name, variant in CHUNK_VARIANTS.items():
         yield name, lower(decoder.run_chunk, weights, history, slots, **variant)
@@ -168,13 +170,12 @@ def lower_all(
 
 def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:
     """Return the bytes of the cache per device, without padding of the device's layout."""
-    config = decoder.config
-    shape = (num_slots, config.num_kv_heads, cache_length, config.head_dim)
     sharding, size = decoder.cache_sharding, 0
-    for x in jax.tree.leaves(kv_cache.abstract(shape, decoder.cache_dtype)):
+    caches = kv_cache.abstract_layers(decoder.config, num_slots, cache_length, decoder.cache_dtype)
+    for x in jax.tree.leaves(caches):
         part = x.shape if sharding is None else sharding.shard_shape(x.shape)
         size += math.prod(part) * x.dtype.itemsize
-    return config.num_layers * size
+    return size
 
 
 def _weight_shapes(config: TransformerConfig, dtype: Any, quantization: Quantization) -> Params:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
-from tba_jax.models import attention, kv_cache, transformer
+from tba_jax.models import attention, delta, kv_cache, transformer
 from tba_jax.models.architecture import LayerKind
-from tba_jax.models.kv_cache import KVCache
+from tba_jax.models.kv_cache import KVCache, LayerCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
 
@@ -54,15 +54,7 @@ class _Carry(NamedTuple):
     is_live: Bool[Array, " n"]
     tokens: Int[Array, "m n"]
     logprobs: Float32[Array, "m n"]
-    recent: tuple[KVCache, ...]
-
-
-def init_history(
-    config: TransformerConfig, num_slots: int, length: int, dtype: Any
-) -> tuple[KVCache, ...]:
-    """Return zeroed caches, one per layer [n g c e]."""
-    shape = (num_slots, config.num_kv_heads, length, config.head_dim)
-    return tuple(kv_cache.empty(shape, dtype) for _ in range(config.num_layers))
+    recent: tuple[LayerCache, ...]
 
 
 def prefill(
@@ -75,8 +67,8 @@ def prefill(
     cache_dtype: Any,
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
-) -> tuple[KVCache, ...]:
-    """Return keys and values of right-padded prompts, one cache per layer [p g s e].
+) -> tuple[LayerCache, ...]:
+    """Return keys and values, or states, of right-padded prompts, one cache per layer [p g s e].
 
     They exclude the last token of each prompt: the first decode step reads it and draws the first
     token of the response, so that all tokens are drawn in one place.
@@ -108,10 +100,13 @@ def prefill(
         )
         return out, kept
 
+    def mix(x: delta.Inputs) -> tuple[Array, kv_cache.State]:
+        return delta.mix(x, visible, ends=jnp.asarray(lengths))
+
     x = transformer.embed(weights, tokens, positions, config=config, compute_dtype=compute_dtype)
     caches = []
     for layer, kind in zip(weights["layers"], config.layer_kinds, strict=True):
-        of_kind = functools.partial(attend, kind=kind)
+        of_kind = mix if kind == "delta" else functools.partial(attend, kind=kind)
         x, cache = transformer.run_layer(
             layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
         )
@@ -120,11 +115,11 @@ def prefill(
 
 
 def admit(
-    history: tuple[KVCache, ...],
-    prefilled: tuple[KVCache, ...],
+    history: tuple[LayerCache, ...],
+    prefilled: tuple[LayerCache, ...],
     slots: Int[Array, " a"],
     rows: Int[Array, " a"],
-) -> tuple[KVCache, ...]:
+) -> tuple[LayerCache, ...]:
     """Return `history` with prefilled rows copied to the front of slots; donate `history`.
 
     Args:
@@ -176,7 +171,7 @@ def _write_in_turn(
 
 
 def resize(cache: KVCache, *, length: int) -> KVCache:
-    """Return the cache with `length` columns: padded, or truncated to columns in use."""
+    """Return keys and values with `length` columns: padded, or truncated to columns in use."""
 
     def to_length(x: Array) -> Array:
         if length <= x.shape[2]:
@@ -187,14 +182,14 @@ def resize(cache: KVCache, *, length: int) -> KVCache:
     return jax.tree.map(to_length, cache)
 
 
-def take(cache: KVCache, rows: Int[Array, " a"]) -> KVCache:
+def take(cache: LayerCache, rows: Int[Array, " a"]) -> LayerCache:
     """Return the cache of some of the slots."""
     return jax.tree.map(lambda x: x[rows], cache)
 
 
 def run_chunk(
     weights: Params,
-    history: tuple[KVCache, ...],
+    history: tuple[LayerCache, ...],
     slots: Slots,
     *,
     config: TransformerConfig,
@@ -206,7 +201,7 @@ def run_chunk(
     has_minimum: bool,
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
-) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[KVCache, ...]]:
+) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[LayerCache, ...]]:
     """Return (tokens, log-probs, history) of up to `num_steps` tokens per slot; donate `history`.
 
     Stops early when no slot is live. A slot whose response has ended writes `pad_id` and log-prob
@@ -274,7 +269,9 @@ def run_chunk(
     return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots)
 
 
-def _first_carry(slots: Slots, num_steps: int, pad_id: int, recent: tuple[KVCache, ...]) -> _Carry:
+def _first_carry(
+    slots: Slots, num_steps: int, pad_id: int, recent: tuple[LayerCache, ...]
+) -> _Carry:
     n = slots.last.shape[0]
     return _Carry(
         step=jnp.int32(0),
@@ -291,12 +288,18 @@ def _run_layers(
     weights: Params,
     x: Float[Array, "n d"],
     ropes: Any,
-    caches: tuple[tuple[KVCache, ...], tuple[KVCache, ...]],
+    caches: tuple[tuple[LayerCache, ...], tuple[LayerCache, ...]],
     attend: Callable[..., Any],
     config: TransformerConfig,
     cache_sharding: jax.sharding.NamedSharding | None,
-) -> tuple[Float[Array, "n d"], tuple[KVCache, ...]]:
+) -> tuple[Float[Array, "n d"], tuple[LayerCache, ...]]:
     """Return hidden states of one token per slot after all layers, and the updated caches."""
+    is_new = attention.causal(jnp.ones((x.shape[0], 1), bool), is_right_padded=True)
+
+    def mix(x: delta.Inputs, layer: int) -> tuple[Array, LayerCache]:
+        columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
+        out, state = delta.mix(x._replace(**columns), is_new, recent[layer])
+        return out[:, 0], state
 
     def with_caches(
         q: Array, k: Array, v: Array, sinks: Array | None, layer: int
@@ -310,7 +313,7 @@ def _run_layers(
             layer,
             x,
             ropes[kinds[i]],
-            functools.partial(with_caches, layer=i),
+            functools.partial(mix if kinds[i] == "delta" else with_caches, layer=i),
             config=config,
             mesh=_mesh(cache_sharding),
         )
@@ -324,28 +327,36 @@ def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mes
 
 
 def _init_recent(
-    history: tuple[KVCache, ...], config: TransformerConfig, num_steps: int, compute_dtype: Any
-) -> tuple[KVCache, ...]:
-    """Return empty caches of a chunk, in the compute dtype if the history is 8-bit."""
-    keys = history[0].keys
+    history: tuple[LayerCache, ...], config: TransformerConfig, num_steps: int, compute_dtype: Any
+) -> tuple[LayerCache, ...]:
+    """Return empty caches of a chunk, in the compute dtype if the history is 8-bit; and states."""
+    keys = kv_cache.of_attention(history).keys
     dtype = compute_dtype if isinstance(keys, kv_cache.Rounded) else keys.dtype
-    return init_history(config, keys.shape[0], num_steps, dtype)
+    empty = kv_cache.empty_layers(config, keys.shape[0], num_steps, dtype)
+    return tuple(
+        new if isinstance(new, KVCache) else old for old, new in zip(history, empty, strict=True)
+    )
 
 
 def _kept(
-    history: tuple[KVCache, ...], recent: tuple[KVCache, ...], slots: Slots
-) -> tuple[KVCache, ...]:
-    """Return the history with the chunk's columns appended to each slot."""
+    history: tuple[LayerCache, ...], recent: tuple[LayerCache, ...], slots: Slots
+) -> tuple[LayerCache, ...]:
+    """Return the history with the chunk's columns appended to each slot, and the new states."""
 
     @jax.vmap
     def write(old: Array, new: Array, at: Array) -> Array:
         # Finished slots are written, too, but not read again.
         return jax.lax.dynamic_update_slice(old, new, (0, at, 0)[: old.ndim])
 
-    if isinstance(history[0].keys, kv_cache.Rounded):
-        recent = tuple(kv_cache.keep(*of_layer, jnp.int8) for of_layer in recent)
+    def of_layer(old: LayerCache, new: LayerCache) -> LayerCache:
+        if isinstance(old, kv_cache.State):
+            return new
+        if isinstance(old.keys, kv_cache.Rounded):
+            new = kv_cache.keep(*new, jnp.int8)
+        return jax.tree.map(lambda old, new: write(old, new, lengths), old, new)
+
     lengths = jnp.asarray(slots.length)
-    return jax.tree.map(lambda old, new: write(old, new, lengths), history, recent)
+    return tuple(map(of_layer, history, recent))
 
 
 def _rotations(slots: Slots, num_steps: int, config: TransformerConfig) -> Any:

@@ -21,7 +21,7 @@ from tba_jax.decoding.compiled import Compiled
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.flow.padding import bucket_length
-from tba_jax.models.kv_cache import KVCache
+from tba_jax.models.kv_cache import KVCache, LayerCache, of_attention
 from tba_jax.models.transformer import Params
 from tba_jax.models.trees import check_same_tree
 
@@ -48,7 +48,7 @@ class _Waiting(NamedTuple):
     """Samples of prefilled prompts that wait for a slot; `version` is that of the prefill."""
 
     version: int
-    caches: tuple[KVCache, ...]
+    caches: tuple[LayerCache, ...]
     samples: collections.deque[tuple[int, _Request, int]]  # (row in caches, request, sample)
 
 
@@ -112,7 +112,7 @@ class Session:
             max_new_tokens=np.ones(n, np.int32),
             stop_ids=np.full((n, num_stop_ids), -1, np.int32),
         )
-        self._history: tuple[KVCache, ...] | None = None
+        self._history: tuple[LayerCache, ...] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -270,7 +270,7 @@ class Session:
         if self._waiting is not None and not self._waiting.samples:
             self._waiting = None
         self._fit_cache(
-            max([w.caches[0].keys.shape[2] for w, _, _ in admitted], default=0),
+            max([of_attention(w.caches).keys.shape[2] for w, _, _ in admitted], default=0),
         )
         for waiting, slots, rows in admitted:
             # Few shapes: unused entries have slot n, which does not exist.
@@ -336,11 +336,15 @@ class Session:
             where = jax.tree.leaves(self._weights)[0].sharding
             self._history = decoder.new_cache(self.num_slots, length, where)
             return
-        current = self._history[0].keys.shape[2]
+        current = of_attention(self._history).keys.shape[2]
         # Shrinking copies the cache, so shrink only for a clear gain; near the boundary of a bucket
         # it would alternate.
         if length > current or (length < current and needed * 4 <= length * 3):
-            self._replace_caches(lambda cache: decoder.resize(cache, length=length))
+            self._replace_caches(
+                lambda cache: (
+                    decoder.resize(cache, length=length) if isinstance(cache, KVCache) else cache
+                )
+            )
 
     def _compact(self) -> None:
         """Halve the slots while the queue is empty and half of them are free."""
@@ -363,7 +367,7 @@ class Session:
         self._replace_caches(lambda cache: self.decoder.take(cache, rows.astype(np.int32)))
         self.num_slots = size
 
-    def _replace_caches(self, change: Callable[[KVCache], KVCache]) -> None:
+    def _replace_caches(self, change: Callable[[LayerCache], LayerCache]) -> None:
         """Change the caches layer by layer, so that all old and all new ones never coexist."""
         assert self._history is not None
         caches, self._history = list(self._history), None

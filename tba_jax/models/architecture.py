@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 
 from tba_jax.models import rope
 
-LayerKind = Literal["full", "window"]
-"""What the queries of a layer see: all positions before them, or the nearest ones."""
+LayerKind = Literal["full", "window", "delta"]
+"""What the queries of a layer see: all positions before them, the nearest ones, or a state that
+sums up all of them (`delta`)."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 
@@ -38,7 +39,14 @@ def lora_names(name: str) -> tuple[str, str]:
 
 def num_input_axes(name: str) -> int:
     """Return the number of leading axes of a layer's matrix that are its input."""
-    return 2 if name == "o" else 1
+    return 2 if name in ("o", "delta_o") else 1
+
+
+def has_leaf(kind: LayerKind, name: str) -> bool:
+    """Return whether layers of this kind have a leaf, if the architecture has it."""
+    if name.startswith("delta_"):
+        return kind == "delta"
+    return kind != "delta" or name.partition("_")[0] not in ("q", "k", "v", "o", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +93,17 @@ class TransformerConfig:
         attention_cap: c of c tanh(score / c), applied before the mask (Gemma 2); None: none.
         logits_cap: the same for logits over tokens.
         sinks: a logit per query head takes a share of the attention and adds nothing (gpt-oss).
+        attention_gate: the output of attention is multiplied by the sigmoid of a projection.
+        delta_key_heads, delta_value_heads: heads of delta layers; each key head serves equally many
+            value heads.
+        delta_key_dim, delta_value_dim: sizes of these heads.
+        delta_taps: tokens that the convolution of delta layers spans.
         num_experts: E; an MLP is the weighted sum of each token's best experts; 0: a dense MLP.
         experts_per_token: number of these experts.
         normalised_experts: their weights sum to 1.
         router_bias: the matrix that scores experts has a bias.
+        shared_size: inner width of a dense MLP beside the experts, which every token passes; its
+            output is multiplied by the sigmoid of a projection; 0: none.
         float32_head: the output matrix is stored in float32, and logits are products of it with
             states that are cast to float32.
         attention: implementation: auto, the fastest measured one for the platform; xla, without
@@ -131,10 +146,17 @@ class TransformerConfig:
     attention_cap: float | None = None
     logits_cap: float | None = None
     sinks: bool = False
+    attention_gate: bool = False
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_taps: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     normalised_experts: bool = False
     router_bias: bool = False
+    shared_size: int = 0
     float32_head: bool = False
     attention: Literal["auto", "xla", "tpu_kernel"] = "auto"
 
@@ -164,6 +186,23 @@ class TransformerConfig:
                 f"{self.num_experts}; set it to a number from 1 to num_experts"
             )
 
+        if "delta" in self.pattern:
+            self._check_delta()
+
+    def _check_delta(self) -> None:
+        sizes = (self.delta_key_dim, self.delta_value_dim, self.delta_taps)
+        heads, values = self.delta_key_heads, self.delta_value_heads
+        if min(heads, values, *sizes) < 1 or values % heads:
+            raise ValueError(
+                f"delta layers got delta_key_heads = {heads}, delta_value_heads = {values}, and "
+                f"sizes {sizes}; wanted sizes above 0, and a multiple of delta_key_heads value "
+                "heads"
+            )
+        if set(self.layer_kinds) == {"delta"}:
+            raise ValueError(
+                f"all {self.num_layers} layers are delta layers; a model needs one with attention"
+            )
+
     @property
     def output_table(self) -> str:
         """Name of the leaf whose rows are the output vectors of tokens."""
@@ -184,3 +223,7 @@ class TransformerConfig:
         """Kind of every layer."""
         period = len(self.pattern)
         return tuple(self.pattern[i % period] for i in range(self.num_layers))
+
+    def row(self, name: str, layer: int) -> int:
+        """Return the index of a layer in a leaf, which has a row for each layer that has it."""
+        return sum(has_leaf(kind, name) for kind in self.layer_kinds[:layer])

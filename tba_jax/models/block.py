@@ -13,27 +13,31 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tba_jax.models import experts, rope
+from tba_jax.models import delta, experts, rope
 from tba_jax.models.activations import ACTIVATIONS, gated
-from tba_jax.models.architecture import TransformerConfig, lora_names, num_input_axes
+from tba_jax.models.architecture import (
+    LayerKind,
+    TransformerConfig,
+    has_leaf,
+    lora_names,
+    num_input_axes,
+)
 
 Rope = rope.Rope | None  # None: learned positions, already in the residual stream
-Attend = Callable[[Array, Array, Array, Array | None], tuple[Array, Any]]
+Attend = Callable[..., tuple[Array, Any]]
 """(queries [*b g r e], keys [*b g e], values [*b g e], sinks [g r] or None) -> (output [*b g r e],
-anything); queries and keys are rotated."""
+anything); queries and keys are rotated. In delta layers: (`delta.Inputs`) -> (output [*b h r f],
+anything)."""
+_New = Callable[..., nnx.Param]  # makes a leaf
 
 
 class Block(nnx.Module):
     """One layer; `attend` defines what queries see."""
 
-    def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs):
-        d, h, g, e, f = (
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.mlp_size,
-        )
+    def __init__(
+        self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs, kind: LayerKind = "full"
+    ):
+        d, f = config.hidden_size, config.mlp_size
 
         def kernel(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
             return nnx.Param(
@@ -50,13 +54,14 @@ class Block(nnx.Module):
         # scale does not grow with depth (GPT-2).
         depth = 2 * config.num_layers
         self.config = config
+        self.kind = kind
         start = zeros if config.norm_offset else ones
         for name in norm_names(config):
             setattr(self, name, start(d))
-        self.q = kernel((d, h, e), d)
-        self.k = kernel((d, g, e), d)
-        self.v = kernel((d, g, e), d)
-        self.o = kernel((h, e, d), h * e * depth)
+        if kind == "delta":
+            self._add_delta(kernel, zeros, ones)
+        else:
+            self._add_attention(kernel, zeros, start)
         num = (config.num_experts,) if config.num_experts else ()
         if config.num_experts:
             self.router = kernel((d, *num), d)
@@ -65,8 +70,40 @@ class Block(nnx.Module):
             setattr(self, matrix.format("gate"), kernel((*num, d, f), d))
         setattr(self, matrix.format("up"), kernel((*num, d, f), d))
         setattr(self, matrix.format("down"), kernel((*num, f, d), f * depth))
+        if shared := config.shared_size:
+            self.gate, self.up = kernel((d, shared), d), kernel((d, shared), d)
+            self.down = kernel((shared, d), shared * depth)
+            self.shared_router = kernel((d,), d)
         if config.norm == "layer":
             self.attn_norm_bias, self.mlp_norm_bias = zeros(d), zeros(d)
+        if config.router_bias:
+            self.router_bias = zeros(*num)
+        if config.mlp_bias:
+            setattr(self, matrix.format("up_bias"), zeros(*num, f))
+            setattr(self, matrix.format("down_bias"), zeros(*num, d))
+            if config.gated_mlp:
+                setattr(self, matrix.format("gate_bias"), zeros(*num, f))
+        if config.adapters is not None:
+            for name in config.adapters.modules:
+                if not has_leaf(kind, name):
+                    continue
+                shape, at = getattr(self, name).shape, num_input_axes(name)
+                for leaf, axes in zip(
+                    lora_names(name),
+                    ((*shape[:at], config.adapters.rank), (config.adapters.rank, *shape[at:])),
+                    strict=True,
+                ):
+                    setattr(self, leaf, zeros(*axes))
+
+    def _add_attention(self, kernel: _New, zeros: _New, start: _New) -> None:
+        config, d, e = self.config, self.config.hidden_size, self.config.head_dim
+        h, g = config.num_heads, config.num_kv_heads
+        self.q = kernel((d, h, e), d)
+        self.k = kernel((d, g, e), d)
+        self.v = kernel((d, g, e), d)
+        self.o = kernel((h, e, d), h * e * 2 * config.num_layers)
+        if config.attention_gate:
+            self.q_gate = kernel((d, h, e), d)
         if config.qkv_bias:
             self.q_bias, self.k_bias, self.v_bias = zeros(h, e), zeros(g, e), zeros(g, e)
         if config.o_bias:
@@ -77,28 +114,29 @@ class Block(nnx.Module):
             self.k_norm = start(g, e) if whole else start(e)
         if config.sinks:
             self.sinks = zeros(h)
-        if config.router_bias:
-            self.router_bias = zeros(*num)
-        if config.mlp_bias:
-            setattr(self, matrix.format("up_bias"), zeros(*num, f))
-            setattr(self, matrix.format("down_bias"), zeros(*num, d))
-            if config.gated_mlp:
-                setattr(self, matrix.format("gate_bias"), zeros(*num, f))
-        if config.adapters is not None:
-            for name in config.adapters.modules:
-                shape, at = getattr(self, name).shape, num_input_axes(name)
-                for leaf, axes in zip(
-                    lora_names(name),
-                    ((*shape[:at], config.adapters.rank), (config.adapters.rank, *shape[at:])),
-                    strict=True,
-                ):
-                    setattr(self, leaf, zeros(*axes))
+
+    def _add_delta(self, kernel: _New, zeros: _New, ones: _New) -> None:
+        config, d = self.config, self.config.hidden_size
+        for name, shape in _delta_shapes(config).items():
+            setattr(self, f"delta_{name}", kernel((d, *shape), d))
+            taps = (*shape, config.delta_taps)
+            setattr(self, f"delta_taps_{name}", kernel(taps, config.delta_taps))
+        heads, size = config.delta_value_heads, config.delta_value_dim
+        self.delta_gate = kernel((d, heads, size), d)
+        self.delta_o = kernel((heads, size, d), heads * size * 2 * config.num_layers)
+        self.delta_rate, self.delta_decay = kernel((d, heads), d), kernel((d, heads), d)
+        self.delta_decay_bias, self.delta_log_decay = ones(heads), zeros(heads)
+        self.delta_norm = ones(size)
 
     def __call__(
         self, x: Float[Array, "*b d"], angles: Rope, attend: Attend, mesh: Any = None
     ) -> tuple[Float[Array, "*b d"], Any]:
         """Return (x after this layer, second result of `attend`)."""
-        out, extra = self._attention(self._norm("attn_norm", x), angles, attend)
+        y = self._norm("attn_norm", x)
+        if self.kind == "delta":
+            out, extra = self._delta(y, attend)
+        else:
+            out, extra = self._attention(y, angles, attend)
         out = self._norm("attn_out_norm", out)
         if self.config.parallel_residual:
             return x + out + self._mlp(self._norm("mlp_norm", x), mesh), extra
@@ -124,15 +162,57 @@ class Block(nnx.Module):
         # Group the queries of one key/value head instead of repeating keys and values.
         out, extra = attend(q.reshape(*q.shape[:-2], g, h // g, e), k, v, sinks)
         out = out.reshape(*q.shape[:-2], h * e)
+        if config.attention_gate:
+            out = out * jax.nn.sigmoid(self._linear("q_gate", y, False, (h * e,)))
         return self._linear("o", out, config.o_bias, y.shape[-1:]), extra
+
+    def _delta(self, y: Float[Array, "*b d"], mix: Attend) -> tuple[Float[Array, "*b d"], Any]:
+        config, shapes = self.config, _delta_shapes(self.config)
+        (h, k), shape = shapes["k"], shapes["v"]
+        wide = jnp.promote_types(y.dtype, jnp.float32)
+
+        def heads(x: Array) -> Array:
+            return x.reshape(*y.shape[:-1], h, -1)
+
+        qkv = [heads(self._linear(f"delta_{name}", y, False, shapes[name])) for name in shapes]
+        taps = [getattr(self, f"delta_taps_{name}")[...] for name in shapes]
+        taps = [x.reshape(h, -1, config.delta_taps) for x in taps]
+        decay = self._linear("delta_decay", y, False, shape[:1]).astype(wide)
+
+        def vector(name: str) -> Array:
+            return jnp.broadcast_to(getattr(self, name)[...].astype(wide), decay.shape)
+
+        decay = jax.nn.softplus(decay + vector("delta_decay_bias"))
+        decay = -jnp.exp(vector("delta_log_decay")) * decay
+        rate = jax.nn.sigmoid(self._linear("delta_rate", y, False, shape[:1]).astype(wide))
+        inputs = delta.Inputs(
+            jnp.concatenate(qkv, axis=-1),
+            jnp.concatenate(taps, axis=1),
+            heads(decay),
+            heads(rate),
+            key_dim=k,
+        )
+        out, extra = mix(inputs)
+        out = out.reshape(*y.shape[:-1], *shape)
+        out = _rms_norm(out.astype(wide), self.delta_norm[...], config.norm_eps)
+        gate = self._linear("delta_gate", y, False, shape).astype(wide)
+        out = (out * jax.nn.silu(gate)).astype(y.dtype).reshape(*y.shape[:-1], -1)
+        return self._linear("delta_o", out, False, y.shape[-1:]), extra
 
     def _mlp(self, y: Float[Array, "*b d"], mesh: Any) -> Float[Array, "*b d"]:
         config = self.config
         if config.num_experts:
             names = (name for name in experts.LEAVES if hasattr(self, name))
             leaves = {name: getattr(self, name)[...] for name in names}
-            return experts.feed_forward(y, leaves, config=config, mesh=mesh)
-        d, f = config.hidden_size, config.mlp_size
+            out = experts.feed_forward(y, leaves, config=config, mesh=mesh)
+            if not config.shared_size:
+                return out
+            shared = jax.nn.sigmoid(y @ self.shared_router[...].astype(y.dtype))
+            return out + shared[..., None] * self._dense_mlp(y, config.shared_size)
+        return self._dense_mlp(y, config.mlp_size)
+
+    def _dense_mlp(self, y: Float[Array, "*b d"], f: int) -> Float[Array, "*b d"]:
+        config, d = self.config, self.config.hidden_size
         up = self._linear("up", y, config.mlp_bias, (f,))
         if config.gated_mlp:
             y = gated(config.activation, self._linear("gate", y, config.mlp_bias, (f,)), up)
@@ -186,6 +266,12 @@ class Block(nnx.Module):
         return merged.reshape(x.shape)
 
 
+def _delta_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """Return (heads, size) of queries, keys and values of a delta layer."""
+    keys = (config.delta_key_heads, config.delta_key_dim)
+    return {"q": keys, "k": keys, "v": (config.delta_value_heads, config.delta_value_dim)}
+
+
 def norm_names(config: TransformerConfig) -> tuple[str, ...]:
     """Return the names of the norms of a layer's residual stream."""
     before, after = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
@@ -210,6 +296,20 @@ AXES = {
     "v_bias": ("layers", "kv_heads", "head_dim"),
     "o": ("layers", "heads", "head_dim", "embed"),
     "o_bias": ("layers", "embed"),
+    "q_gate": ("layers", "embed", "heads", "head_dim"),
+    "delta_q": ("layers", "embed", "kv_heads", "head_dim"),
+    "delta_k": ("layers", "embed", "kv_heads", "head_dim"),
+    "delta_v": ("layers", "embed", "heads", "head_dim"),
+    "delta_taps_q": ("layers", "kv_heads", "head_dim", None),
+    "delta_taps_k": ("layers", "kv_heads", "head_dim", None),
+    "delta_taps_v": ("layers", "heads", "head_dim", None),
+    "delta_gate": ("layers", "embed", "heads", "head_dim"),
+    "delta_o": ("layers", "heads", "head_dim", "embed"),
+    "delta_rate": ("layers", "embed", "heads"),
+    "delta_decay": ("layers", "embed", "heads"),
+    "delta_decay_bias": ("layers", "heads"),
+    "delta_log_decay": ("layers", "heads"),
+    "delta_norm": ("layers", "head_dim"),
     "q_norm": ("layers", "head_dim"),
     "k_norm": ("layers", "head_dim"),
     "mlp_norm": ("layers", "embed"),
@@ -223,6 +323,7 @@ AXES = {
     "attn_out_norm": ("layers", "embed"),
     "mlp_out_norm": ("layers", "embed"),
     "sinks": ("layers", "heads"),
+    "shared_router": ("layers", "embed"),
     "router": ("layers", "embed", None),
     "router_bias": ("layers", None),
     "expert_gate": ("layers", "experts", "embed", "mlp"),

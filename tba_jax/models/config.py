@@ -6,7 +6,11 @@ from typing import Literal
 
 from tba_jax.settings import Dtype, Section, field, need
 
-LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+MATRICES = (
+    *("q", "q_gate", "k", "v", "o", "gate", "up", "down"),
+    *("delta_q", "delta_k", "delta_v", "delta_gate", "delta_o"),
+)
+"""Matrices of layers that can have adapters."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,15 @@ class LoraSettings(Section):
     rank: int = field(0, "rank of each adapter; 0: train all parameters", at_least=0)
     alpha: float = field(16.0, "scale of the adapters: alpha / rank times their product", above=0)
     modules: tuple[str, ...] = field(
-        ("q", "k", "v", "o"), f"matrices with an adapter, of {', '.join(LORA_MODULES)}"
+        ("q", "k", "v", "o"), f"matrices with an adapter, of {', '.join(MATRICES)}"
     )
 
     def check(self) -> None:
         modules = self.modules
         need(
-            bool(modules) and len({*modules}) == len(modules) and {*modules} <= {*LORA_MODULES},
+            bool(modules) and len({*modules}) == len(modules) and {*modules} <= {*MATRICES},
             "lora.modules",
             modules,
-            f"must be some of {', '.join(LORA_MODULES)}, each once",
+            f"must be some of {', '.join(MATRICES)}, each once",
             "For example --config.lora.modules=\"('q', 'v')\".",
         )

@@ -7,11 +7,14 @@ Scales are factors of scores and weights, so no wider copy is stored. Invariant:
 column does not depend on when, or with which others, it was written.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from tba_jax.models.architecture import TransformerConfig
 
 _LARGEST = 127.0
 
@@ -42,6 +45,21 @@ class KVCache(NamedTuple):
 
     keys: Part
     values: Part
+
+
+class State(NamedTuple):
+    """All that later tokens of a delta layer need of the tokens before them.
+
+    Attributes:
+        memory: float32 [n h r k f], the matrix of each of r value heads of h key heads.
+        inputs: float32 [n h t-1 w], inputs of the convolution of the last tokens.
+    """
+
+    memory: Array
+    inputs: Array
+
+
+LayerCache = KVCache | State
 
 
 def keep(keys: Float[Array, "n g c e"], values: Float[Array, "n g c e"], dtype: Any) -> KVCache:
@@ -83,6 +101,35 @@ def empty(shape: tuple[int, int, int, int], dtype: Any) -> KVCache:
     return KVCache(zeros, zeros)
 
 
-def abstract(shape: tuple[int, int, int, int], dtype: Any) -> KVCache:
-    """Return `empty` as ShapeDtypeStructs."""
-    return jax.eval_shape(lambda: empty(shape, dtype))
+def empty_layers(
+    config: TransformerConfig, num_slots: int, length: int, dtype: Any
+) -> tuple[LayerCache, ...]:
+    """Return the caches of all layers without tokens: keys and values, or states.
+
+    Args:
+        config: the architecture.
+        num_slots: n.
+        length: c.
+        dtype: of keys and values, int8 or a float; states are float32.
+    """
+    shape = (num_slots, config.num_kv_heads, length, config.head_dim)
+
+    def state() -> State:
+        h, k, f = config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
+        r = config.delta_value_heads // h
+        inputs = (num_slots, h, config.delta_taps - 1, 2 * k + r * f)
+        return State(jnp.zeros((num_slots, h, r, k, f)), jnp.zeros(inputs))
+
+    return tuple(state() if kind == "delta" else empty(shape, dtype) for kind in config.layer_kinds)
+
+
+def abstract_layers(
+    config: TransformerConfig, num_slots: int, length: int, dtype: Any
+) -> tuple[LayerCache, ...]:
+    """Return `empty_layers` as ShapeDtypeStructs."""
+    return jax.eval_shape(lambda: empty_layers(config, num_slots, length, dtype))
+
+
+def of_attention(caches: Sequence[LayerCache]) -> KVCache:
+    """Return the cache of the first layer with keys and values."""
+    return next(cache for cache in caches if isinstance(cache, KVCache))

@@ -5,12 +5,13 @@ Invariant: the weights of one layer are gathered once per pass, whatever uses th
 """
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from tba_jax.models.architecture import LayerKind, TransformerConfig, has_leaf
 
 Remat = Literal["none", "layers", "dots"]
 """What the backward pass recomputes instead of keeping it.
@@ -36,6 +37,7 @@ def run_layers(
     x: _Streams,
     params: Mapping[str, Any],
     *,
+    config: TransformerConfig,
     compute_dtype: Any,
     remat: Remat,
     sharding: Any,
@@ -46,7 +48,7 @@ def run_layers(
         layers: (x, parameters of a layer) -> x after it, for each kind of the pattern in turn; the
             loop scans over repeats of the pattern.
         x: residual streams, a tree of arrays [b ...].
-        params, compute_dtype, remat, sharding: as in `transformer.apply`.
+        params, config, compute_dtype, remat, sharding: as in `transformer.apply`.
 
     Raises:
         ValueError: `remat` is not the name of a policy.
@@ -73,36 +75,53 @@ def run_layers(
     if len(steps) == 1:
         return jax.lax.scan(steps[0], x, stacked)[0]
 
-    def run_pattern(x: _Streams, several: Mapping[str, Any]) -> tuple[_Streams, None]:
-        for step, layer_params in zip(steps, _unstacked(several), strict=False):
+    def run(
+        x: _Streams, several: Mapping[str, Any], kinds: tuple[LayerKind, ...]
+    ) -> tuple[_Streams, None]:
+        for step, layer_params in zip(steps, _unstacked(several, kinds), strict=False):
             x, _ = step(x, layer_params)
         return x, None
 
-    num, period = len(jax.tree.leaves(stacked)[0]), len(steps)
-    whole = num // period * period
-    repeats = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), stacked)
-    x, _ = jax.lax.scan(run_pattern, x, repeats)
+    num, pattern = config.num_layers, config.pattern
+    whole = num // len(pattern) * len(pattern)
+    ends = {name: config.row(name, whole) for name in stacked}  # rows of the whole repeats
+    repeats = {
+        name: leaf[: ends[name]].reshape(whole // len(pattern), -1, *leaf.shape[1:])
+        for name, leaf in stacked.items()
+    }
+    x, _ = jax.lax.scan(functools.partial(run, kinds=pattern), x, repeats)
     if whole < num:  # layers after the last whole repeat
-        x, _ = run_pattern(x, jax.tree.map(lambda leaf: leaf[whole:], stacked))
+        rest = {name: leaf[ends[name] :] for name, leaf in stacked.items()}
+        x, _ = run(x, rest, pattern[: num - whole])
     return x
 
 
-@jax.custom_vjp
-def _unstacked(layers: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _unstacked(
+    layers: Mapping[str, Any], kinds: tuple[LayerKind, ...]
+) -> tuple[Mapping[str, Any], ...]:
     """Return the parameters of each layer.
 
     The gradient stacks those of the layers, where that of indexing adds up arrays of zeros.
     """
-    num = len(jax.tree.leaves(layers)[0])
-    return tuple(jax.tree.map(operator.itemgetter(i), layers) for i in range(num))
+    rows = {name: iter(range(len(leaf))) for name, leaf in layers.items()}
+    return tuple(
+        {name: leaf[next(rows[name])] for name, leaf in layers.items() if has_leaf(kind, name)}
+        for kind in kinds
+    )
 
 
-def _unstacked_forward(layers: Mapping[str, Any]) -> tuple[Any, None]:
-    return _unstacked(layers), None
+def _unstacked_forward(
+    layers: Mapping[str, Any], kinds: tuple[LayerKind, ...]
+) -> tuple[Any, dict[str, Any]]:
+    return _unstacked(layers, kinds), {name: leaf[:0] for name, leaf in layers.items()}
 
 
-def _unstacked_backward(_: None, cotangents: tuple[Any, ...]) -> tuple[Any]:
-    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *cotangents),)
+def _unstacked_backward(
+    _: tuple[LayerKind, ...], empty: dict[str, Any], cotangents: tuple[Any, ...]
+) -> tuple[Any]:
+    found = {name: [x[name] for x in cotangents if name in x] for name in empty}
+    return ({name: jnp.stack(x) if x else empty[name] for name, x in found.items()},)
 
 
 _unstacked.defvjp(_unstacked_forward, _unstacked_backward)

@@ -22,14 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from tba_jax.models.architecture import Adapters, lora_names
+from tba_jax.models.config import MATRICES
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.quantized import Quantization, quantize, scale_name
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 
 # First fold of the root key: separates the random A from other uses of the seed.
 _ADAPTER_ROLE = 3
-
-_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def with_adapters(
@@ -46,7 +45,7 @@ def with_adapters(
         ValueError: the model lacks one of them.
     """
     there = abstract_params(config)["layers"]
-    matrices = [name for name in _MATRICES if name in there]
+    matrices = [name for name in MATRICES if name in there]
     absent = [name for name in modules if name not in matrices]
     if absent:
         raise ValueError(
@@ -59,7 +58,7 @@ def with_adapters(
 def split(params: Params) -> tuple[Params, Params]:
     """Return (base, adapters) of a tree that holds both; leaves may be anything."""
     layers = params["layers"]
-    leaves = {leaf for name in _MATRICES for leaf in lora_names(name)}
+    leaves = {leaf for name in MATRICES for leaf in lora_names(name)}
     base = {name: x for name, x in layers.items() if name not in leaves}
     adapters = {name: x for name, x in layers.items() if name in leaves}
     return {**params, "layers": base}, {"layers": adapters}
@@ -237,9 +236,12 @@ def _merge(
         a, b = lora_names(name)
         return adapters[a], adapters[b]
 
+    def row(name: str, layer: int) -> int:
+        return sum(name in earlier for earlier in kernels[:layer])
+
     if isinstance(kernels, tuple):
         merged: Any = tuple(
-            {name: add(x, *(y[i] for y in pair(name))) for name, x in layer.items()}
+            {name: add(x, *(y[row(name, i)] for y in pair(name))) for name, x in layer.items()}
             for i, layer in enumerate(kernels)
         )
         merged = quantize({"layers": merged}, quantization)["layers"]

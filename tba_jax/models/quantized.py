@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from tba_jax.models import experts
+from tba_jax.models import config, experts
 from tba_jax.models.transformer import Params
 
 Quantization = Literal["none", "int8", "fp8"]
@@ -24,7 +24,7 @@ int8: integers from -127 to 127 times a scale for each output channel.
 fp8: float8 e4m3 times such a scale; for GPUs with fast float8 (Hopper).
 """
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *experts.MATRICES)
+MATRICES = (*config.MATRICES, *experts.MATRICES)
 
 # Largest magnitude of each kind.
 _KINDS: dict[str, tuple[Any, float]] = {

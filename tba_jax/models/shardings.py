@@ -107,11 +107,11 @@ def _gather_all(
     def gather(name: str, sharding: NamedSharding) -> Array:
         x = params[name]
         # Casting matrices first halves the transferred bytes; vectors are used in float32.
-        is_vector = "norm" in name or "bias" in name or name == "sinks"
+        is_vector = any(x in name for x in ("norm", "bias", "sinks", "log_decay"))
         is_kept = is_vector or name in exact
         return _gather(x if is_kept else x.astype(compute_dtype), sharding, is_end)
 
-    return {name: gather(name, sharding) for name, sharding in stored.items()}
+    return {name: gather(name, sharding) for name, sharding in stored.items() if name in params}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

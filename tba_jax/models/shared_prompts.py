@@ -8,6 +8,7 @@ attention repeats keys and values. Invariant: the states equal those of each pro
 a row of `transformer.apply`, up to rounding.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from tba_jax.models import attention
+from tba_jax.models import attention, delta
 from tba_jax.models.architecture import LayerKind
+from tba_jax.models.kv_cache import State
 from tba_jax.models.layer_loop import Remat, run_layers
 from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 from tba_jax.models.transformer import (
@@ -70,11 +72,11 @@ def apply(
         ValueError: as `transformer.apply`.
     """
     x, t = prompts.shape[1], responses.shape[2]
-    first = (x - prompt_lengths)[:, None]
+    start = (x - prompt_lengths)[:, None]
     index = jnp.arange(x)[None]
-    mask = index >= first
+    mask = index >= start
     visible = attention.causal(mask)
-    of_prompts = jnp.maximum(index - first, 0)
+    of_prompts = jnp.maximum(index - start, 0)
     after = prompt_lengths[:, None, None] + jnp.arange(t)[None, None]
     of_responses = jnp.broadcast_to(after, responses.shape)
     prompt_angles, response_angles = rotary(of_prompts, config), rotary(of_responses, config)
@@ -93,15 +95,16 @@ def apply(
 
         def layer(streams: tuple[Array, Array], layer_params: Params) -> tuple[Array, Array]:
             prompt, response = streams
-            prompt, seen = run_layer(layer_params, prompt, prompt_angles[kind], keep, **block)
+            first = functools.partial(delta.mix, visible=visible) if kind == "delta" else keep
+            prompt, seen = run_layer(layer_params, prompt, prompt_angles[kind], first, **block)
 
             def look(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
                 scores = scores_of(kind, config, sinks)
                 return attend_after(q, k, v, seen, scores=scores, **kernels), None
 
-            return prompt, run_layer(layer_params, response, response_angles[kind], look, **block)[
-                0
-            ]
+            then = functools.partial(_mix_after, state=seen) if kind == "delta" else look
+            response, _ = run_layer(layer_params, response, response_angles[kind], then, **block)
+            return prompt, response
 
         return layer
 
@@ -111,13 +114,25 @@ def apply(
         embed(params, prompts, of_prompts, **kwargs),
         embed(params, responses, of_responses, **kwargs),
     )
-    prompt, response = run_layers(
-        layers, streams, params, compute_dtype=compute_dtype, remat=remat, sharding=sharding
-    )
+    prompt, response = run_layers(layers, streams, params, remat=remat, sharding=sharding, **kwargs)
     return (
         final_norm(params, prompt[:, -1], config=config),
         final_norm(params, response, config=config),
     )
+
+
+def _mix_after(x: delta.Inputs, state: State) -> tuple[Float[Array, "b c t h r f"], None]:
+    """Return the outputs of a delta layer for responses [b c t ...] to prompts with this state."""
+    b, c, t = x.qkv.shape[:3]
+
+    def flat(y: Array) -> Array:
+        return y.reshape(b * c, *y.shape[2:])
+
+    rows = x._replace(qkv=flat(x.qkv), decay=flat(x.decay), rate=flat(x.rate))
+    visible = attention.causal(jnp.ones((b * c, t), bool), is_right_padded=True)
+    copies = jax.tree.map(lambda y: jnp.repeat(y, c, axis=0), state)
+    out = delta.mix(rows, visible, copies)[0]
+    return out.reshape(b, c, *out.shape[1:]), None
 
 
 def attend_after(

@@ -13,18 +13,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, rope
+from tba_jax.models import attention, delta, rope
 from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
+    has_leaf,
     lora_names,
     num_input_axes,
 )
 from tba_jax.models.block import AXES, Attend, Block, Rope, leaf_axes, norm
+from tba_jax.models.config import MATRICES
 from tba_jax.models.layer_loop import Remat, run_layers
 from tba_jax.models.partial_softmax import capped
 
@@ -69,9 +72,21 @@ def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.fl
     """
     ends_key, layers_key = jax.random.split(key)
     ends = nnx.to_pure_dict(nnx.state(Ends(config, param_dtype, nnx.Rngs(ends_key))))
-    layers = jax.vmap(
-        lambda k: nnx.to_pure_dict(nnx.state(Block(config, param_dtype, nnx.Rngs(k))))
-    )(jax.random.split(layers_key, config.num_layers))
+    keys = jax.random.split(layers_key, config.num_layers)
+
+    def init(kind: LayerKind) -> dict[str, Array]:
+        def of_layer(key: Array) -> Any:
+            return nnx.to_pure_dict(nnx.state(Block(config, param_dtype, nnx.Rngs(key), kind)))
+
+        return jax.vmap(of_layer)(keys)
+
+    layers = init("full")
+    if "delta" in config.pattern:
+        kinds = config.layer_kinds
+        layers = {
+            name: leaf[np.array([i for i, kind in enumerate(kinds) if has_leaf(kind, name)])]
+            for name, leaf in (init("delta") | layers).items()
+        }
     return {**ends, "layers": layers}
 
 
@@ -153,14 +168,27 @@ def apply(
             )
             return out, None
 
+        def mix(x: delta.Inputs) -> tuple[Array, None]:
+            return delta.mix(x, visible)[0], None
+
+        through: Attend = mix if kind == "delta" else attend
+
         def layer(x: Array, layer_params: Params) -> Array:
-            return run_layer(layer_params, x, angles[kind], attend, config=config, mesh=mesh)[0]
+            return run_layer(layer_params, x, angles[kind], through, config=config, mesh=mesh)[0]
 
         return layer
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
     layers = [layer_of(kind) for kind in config.pattern]
-    x = run_layers(layers, x, params, compute_dtype=compute_dtype, remat=remat, sharding=sharding)
+    x = run_layers(
+        layers,
+        x,
+        params,
+        config=config,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        sharding=sharding,
+    )
     return final_norm(params, x, config=config)
 
 
@@ -281,22 +309,27 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
     """
 
     def matrix(name: str, x: Array) -> Array:
-        if name in ("q", "k", "v"):
-            return x.reshape(x.shape[0], -1)
-        return x.reshape(-1, x.shape[-1]) if name == "o" else x
+        if name not in MATRICES or x.ndim == 2:
+            return x
+        return x.reshape(-1, x.shape[-1]) if num_input_axes(name) > 1 else x.reshape(len(x), -1)
 
     layers = tuple(
-        {name: matrix(name, x[i]) for name, x in params["layers"].items()}
-        for i in range(config.num_layers)
+        {
+            name: matrix(name, x[config.row(name, i)])
+            for name, x in params["layers"].items()
+            if has_leaf(kind, name)
+        }
+        for i, kind in enumerate(config.layer_kinds)
     )
     return {**params, "layers": layers}
 
 
 def _block_graph(config: TransformerConfig, names: Iterable[str]) -> Any:
     """Return the graph of a layer with leaves of these names."""
+    kind: LayerKind = "delta" if "delta_o" in names else "full"
 
     def make() -> Block:
-        block = Block(config, jnp.float32, nnx.Rngs(0))
+        block = Block(config, jnp.float32, nnx.Rngs(0), kind)
         for name in names:
             if name.endswith("_scale"):
                 setattr(block, name, nnx.Param(jnp.zeros(())))

@@ -153,12 +153,15 @@ def searcher_bytes(
     if config.reference.placement == "searcher":
         weights += num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
-    shape = (num_slots(config), model_config.num_kv_heads, columns, model_config.head_dim)
-    of_layer = kv_cache.abstract(shape, config.search.cache_dtype or config.model.rollout_dtype)
-    cache = model_config.num_layers * shard_bytes(of_layer)
+    dtype = config.search.cache_dtype or config.model.rollout_dtype
+    cache = shard_bytes(kv_cache.abstract_layers(model_config, num_slots(config), columns, dtype))
 
     def bytes_of(g: int) -> float:
-        return weights / g + cache / math.gcd(g, model_config.num_kv_heads) + judge_bytes(g)
+        return (
+            weights / g
+            + cache / math.gcd(g, model_config.num_kv_heads, model_config.delta_key_heads)
+            + judge_bytes(g)
+        )
 
     return bytes_of
 

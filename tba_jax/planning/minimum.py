@@ -18,7 +18,7 @@ from tba_jax.flow.batch import PackedBatch
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.planning import programs
 from tba_jax.planning.estimates import shard_bytes, state_bytes_by_kind
-from tba_jax.planning.roofline import matrix_entries
+from tba_jax.planning.roofline import matrix_entries, state_entries
 from tba_jax.run import model_parts, trainer_parts
 
 
@@ -39,7 +39,7 @@ class Minimum(NamedTuple):
 class _Products(NamedTuple):
     """FLOPs of a model's forward pass."""
 
-    layers: float  # one token in all layers, without attention
+    layers: float  # one token in all layers, without attention over pairs
     head: float  # logits of one token
     pair: float  # one pair of query and key, in all full layers
     near_pair: float  # the same, in all window layers
@@ -72,12 +72,12 @@ def _num_pairs(length: int, window: int) -> float:
 def _products(config: TransformerConfig) -> _Products:
     table = config.vocab_size * config.hidden_size
     of_layer = 4.0 * config.num_heads * config.head_dim
-    num_near = config.layer_kinds.count("window")
+    num = {kind: config.layer_kinds.count(kind) for kind in ("full", "window")}
     return _Products(
-        2.0 * (matrix_entries(config) - table),
+        2.0 * (matrix_entries(config) - table + 3 * state_entries(config)),
         2.0 * table,
-        of_layer * (config.num_layers - num_near),
-        of_layer * num_near,
+        of_layer * num["full"],
+        of_layer * num["window"],
         config.window,
     )
 

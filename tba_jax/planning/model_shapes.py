@@ -141,6 +141,24 @@ _QWEN3_30B_A3B = _QWEN3 | {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+# Settings that are not here are the defaults of transformers, which are those of this model.
+_QWEN3_5_9B = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+}
+_QWEN3_5_35B_A3B = _QWEN3_5_9B | {
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+}
 _GEMMA_3_12B = {
     "model_type": "gemma3_text",
     "hidden_size": 3840,
@@ -218,6 +236,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-1.7B": _QWEN3_1_7B,
     "Qwen/Qwen3-4B": _QWEN3_4B,
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen3.5-9B": _QWEN3_5_9B,
+    "Qwen/Qwen3.5-35B-A3B": _QWEN3_5_35B_A3B,
     "google/gemma-3-12b-it": _GEMMA_3_12B,
     "openai/gpt-oss-20b": _GPT_OSS_20B,
     "openai-community/gpt2": _GPT2,

@@ -57,8 +57,8 @@ def decode_work(
 ) -> Work:
     """Return the work of decoding some responses, without the prefill of their prompts.
 
-        bytes = steps * weights + keys and values seen by each token FLOPs = tokens * 2 * matrix
-        entries + attention scores and sums
+        bytes = steps * weights + keys, values and states seen by each token FLOPs = tokens * 2 *
+        matrix entries + attention scores and sums + three products with each state
 
     Logits and activations are not counted: at most a few per cent for the measured shapes.
 
@@ -72,11 +72,13 @@ def decode_work(
     lengths = np.asarray(response_lengths, np.float64)
     # Token i of a response sees the prompt and the i tokens before it.
     seen = float(np.sum(lengths * prompt_tokens + lengths * (lengths - 1) / 2))
-    cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return Work(
-        num_bytes=num_steps * step_entries(config) * itemsize + seen * cached,
-        num_flops=float(lengths.sum()) * 2 * matrix_entries(config) + seen * attention,
+    num, states = _num_attention_layers(config), state_entries(config)
+    cached = 2 * num * config.num_kv_heads * config.head_dim * itemsize
+    attention = 4 * num * config.num_heads * config.head_dim
+    tokens = float(lengths.sum())
+    return Work(  # states are float32, read and written
+        num_bytes=num_steps * step_entries(config) * itemsize + seen * cached + 8 * tokens * states,
+        num_flops=tokens * 2 * (matrix_entries(config) + 3 * states) + seen * attention,
     )
 
 
@@ -104,14 +106,26 @@ def train_flops(
     inner = matrix_entries(config) - table
     tokens = x * share + t
     pairs = x * (x + 1) / 2 * share + x * t + t * (t + 1) / 2
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim
+    attention = 12 * _num_attention_layers(config) * config.num_heads * config.head_dim
+    inner += 3 * state_entries(config)
     return num_rows * (6 * (inner * tokens + table * t) + attention * pairs)
+
+
+def _num_attention_layers(config: TransformerConfig) -> int:
+    return config.num_layers - config.layer_kinds.count("delta")
+
+
+def state_entries(config: TransformerConfig) -> int:
+    """Return the numbers in the states of all delta layers; each token makes three products."""
+    size = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+    return config.layer_kinds.count("delta") * size
 
 
 def matrix_entries(config: TransformerConfig) -> int:
     """Return the number of weights that multiply a token: of experts, those of its own."""
     layers = abstract_params(config)["layers"]
-    entries = sum(layers[name].size for name in ("router", *quantized.MATRICES) if name in layers)
+    names = ("router", "delta_rate", "delta_decay", *quantized.MATRICES)
+    entries = sum(layers[name].size for name in names if name in layers)
     if config.num_experts:
         each = sum(layers[name].size for name in experts.MATRICES) // config.num_experts
         entries -= each * (config.num_experts - config.experts_per_token)

@@ -15,7 +15,7 @@ from tba_jax.decoding import compiled, programs
 from tba_jax.decoding import session as sessions
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.models import transformer
+from tba_jax.models import kv_cache, transformer
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6], [7, 8, 9, 10, 11], [3, 4, 5])]
@@ -462,7 +462,7 @@ def test_the_cache_is_donated(params):
     """The chunk's outputs take the cache's memory, and no second copy is among its temporaries."""
     decoder = make_decoder(max_length=64)
     session = decoder.session(params, num_slots=64)
-    history = programs.init_history(CONFIG, 64, 64, jnp.float32)
+    history = kv_cache.empty_layers(CONFIG, 64, 64, jnp.float32)
     size = sum(x.nbytes for x in jax.tree.leaves(history))
     compiled = decoder.run_chunk.lower(
         session._weights,

@@ -24,8 +24,9 @@ from tba_jax.models.logprobs import packed_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 
-NEW = ("qwen3_moe", "gemma2", "gemma3_text", "mistral", "olmo3", "gpt_oss")
-WITH_EXPERTS = ("qwen3_moe", "gpt_oss")
+WITH_DELTA = ("qwen3_5_text", "qwen3_5_moe_text")
+NEW = ("qwen3_moe", "gemma2", "gemma3_text", "mistral", "olmo3", "gpt_oss", *WITH_DELTA)
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text")
 # Sizes that meshes of two devices divide.
 EVEN = {"vocab_size": 24, "head_dim": 8}
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5, 6, 7, 8, 9], [6], [7, 8, 9, 10, 11])]
@@ -148,6 +149,56 @@ def test_log_probs_and_gradients_on_a_mesh_are_those_of_one_device(family, shape
         wanted,
     )
     np.testing.assert_allclose(got[0][1], wanted[0][1], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in ("gemma3_text", "qwen3_5_text") else slow(f) for f in FAMILIES]
+)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_log_probs_of_packed_rows_are_those_of_separate_rows(family, is_shared):
+    """A prompt of 5 tokens with responses of 4, 1 and 6, then one of 3 with a response of 7."""
+    config = tiny_config(family=family)
+    params, rng = random_params(config), np.random.default_rng(0)
+    prompts, lengths = [rng.integers(3, 23, n) for n in (5, 3)], [(4, 1, 6), (7,)]
+    sequences, packed = [], {"tokens": [], "segments": [], "positions": []}
+    contexts, is_prompt = [], []
+    for i, prompt in enumerate(prompts):
+        responses = [rng.integers(3, 23, n) for n in lengths[i]]
+        sequences += [np.concatenate([prompt, x]) for x in responses]
+        parts = [(x, len(prompt), False) for x in responses]
+        parts = [(prompt, 0, True), *parts]
+        if not is_shared:
+            parts = [(x, 0, False) for x in sequences[-len(responses) :]]
+        for tokens, first, is_start in parts:
+            number = max([0, *packed["segments"]]) + 1
+            packed["tokens"] += [*tokens]
+            packed["segments"] += [number] * len(tokens)
+            packed["positions"] += range(first, first + len(tokens))
+            contexts += [i + 1] * len(tokens)
+            is_prompt += [is_start] * len(tokens)
+    rows = [jnp.asarray([[*x, 0, 0]]) for x in packed.values()]
+    shared = [
+        jnp.asarray([[*x, 0, 0]], x_type) for x, x_type in ((contexts, int), (is_prompt, bool))
+    ]
+    kwargs = {"config": config, "scoring": Scoring()}
+    got = jax.jit(lambda *args: packed_token_logprobs(params, *args, **kwargs))(
+        *rows, *(shared if is_shared else ())
+    )[0]
+    width = max(map(len, sequences))
+    padded = jnp.asarray([np.pad(x, (0, width - len(x))) for x in sequences])
+    segments = jnp.asarray([[1] * len(x) + [0] * (width - len(x)) for x in sequences])
+    positions = jnp.broadcast_to(jnp.arange(width), segments.shape)
+    wanted = packed_token_logprobs(params, padded, segments, positions, **kwargs)
+    at = 0
+    for i, x in enumerate(sequences):
+        first = len(prompts[i // 3]) if is_shared else 0
+        if is_shared and i in (0, 3):  # the prompt, which scores all of its tokens but the first
+            np.testing.assert_allclose(got[at : at + first], wanted[i, :first], atol=2e-5)
+            at += first
+        np.testing.assert_allclose(
+            got[at : at + len(x) - first], wanted[i, first : len(x)], atol=2e-5
+        )
+        at += len(x) - first
 
 
 def test_experts_are_divided_over_their_axis():

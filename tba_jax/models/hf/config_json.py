@@ -22,7 +22,8 @@ from tba_jax.models.transformer import TransformerConfig
 _FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
 _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("mlp_size", "max_positions", "window", "num_experts", "experts_per_token"),
+    *("mlp_size", "max_positions", "window", "num_experts", "experts_per_token", "shared_size"),
+    *("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps"),
 )
 _NUMBERS = ("norm_eps", "score_divisor", "attention_cap", "logits_cap")
 # Fields whose setting may be null or missing; null differs from missing if there is a default.
@@ -30,9 +31,14 @@ _OPTIONAL = {"head_dim", "window", "score_divisor", "attention_cap", "logits_cap
 _LAYER_TYPES: Mapping[str, LayerKind] = {
     "full_attention": "full",
     "sliding_attention": "window",
+    "linear_attention": "delta",
 }
 # Multimodal models with a language model of a family here: model_type -> that of the part.
-_MULTIMODAL = {"gemma3": "gemma3_text"}
+_MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 _ACTIVATIONS: Mapping[Any, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -133,7 +139,7 @@ def hf_config(
     """
     family = FAMILIES[config.family]
     values = {
-        "architectures": [family.classes[bool(config.num_labels)]],
+        "architectures": [family.classes[-1 if config.num_labels else 0]],
         "model_type": family.name,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
@@ -151,7 +157,8 @@ def hf_config(
     if "window" in family.keys:
         values["sliding_window"] = config.window or None
     if len(family.pattern) > 1:
-        values["sliding_window"] = config.window or family.defaults["sliding_window"]
+        if "window" in family.keys:
+            values["sliding_window"] = config.window or family.defaults["sliding_window"]
         names = {kind: name for name, kind in _LAYER_TYPES.items()}
         values["layer_types"] = [names[kind] for kind in config.layer_kinds]
     if config.score_divisor is None and "score_divisor" in family.keys:
@@ -181,7 +188,7 @@ def _is_classifier(values: Mapping[str, Any], family: Family) -> bool:
     for name in architectures:
         if name not in family.classes:
             raise _unsupported("architectures", name, " or ".join(family.classes))
-    return architectures[0] == family.classes[1]
+    return architectures[0] in family.classes[1:]
 
 
 def _head_dim(ours: Mapping[str, Any], family: Family) -> int:
@@ -222,13 +229,16 @@ def _pattern(values: Mapping[str, Any], family: Family, ours: Mapping[str, Any])
     """Return the fields of TransformerConfig for the pattern of layers."""
     num, window = ours["num_layers"], ours.get("window", 0)
     types = values.get("layer_types")
-    if types is None and window:
+    others = {*family.pattern, *(("window",) if "window" in family.keys else ())} - {"full"}
+    if types is None and (window or "delta" in others):
         pattern = family.pattern
-        if period := values.get("sliding_window_pattern"):  # older files of Gemma 3
-            pattern = (*("window",) * (int(period) - 1), "full")
+        # Older files of Gemma 3, and files of Qwen3.5.
+        for setting in ("sliding_window_pattern", "full_attention_interval"):
+            if period := values.get(setting):
+                pattern = (*family.pattern[:1] * (int(period) - 1), "full")
         kinds = [pattern[i % len(pattern)] for i in range(num)]
     else:
-        known = [x for x, kind in _LAYER_TYPES.items() if kind == "full" or "window" in family.keys]
+        known = [x for x, kind in _LAYER_TYPES.items() if kind == "full" or kind in others]
         for name in types or ():
             if name not in known:
                 raise _unsupported("layer_types", name, f"{', '.join(known)} for {family.name}")

@@ -3,8 +3,7 @@
 
 A record has the names of a family's settings in config.json and of its tensors, and the properties
 that all its models share. To add a family, write its record here; no other code depends on the
-family. Invariant: every element of every leaf of `transformer.init_params` belongs to exactly one
-tensor.
+family. `layouts` has the names and shapes of tensors.
 """
 
 import dataclasses
@@ -14,14 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from tba_jax.models.architecture import LayerKind
-from tba_jax.models.hf.tensors import (
-    HFTensor,
-    conv1d,
-    each_expert,
-    linear,
-    plain,
-    split_vector,
-)
+from tba_jax.models.hf import layouts
+from tba_jax.models.hf.tensors import HFTensor, plain
 from tba_jax.models.transformer import TransformerConfig
 
 Table = Callable[[TransformerConfig, int | None], dict[str, HFTensor]]
@@ -53,7 +46,7 @@ class Family:
 
     Attributes:
         name: `model_type` in config.json.
-        classes: architectures of a language model, and of a classifier or reward model.
+        classes: architectures of a language model, and of a classifier or reward model if any.
         keys: field of TransformerConfig -> its setting in config.json. Two fields may share a
             setting; then the family has both or neither.
         other_settings: other name of a setting in config.json -> the usual one.
@@ -74,7 +67,7 @@ class Family:
     """
 
     name: str
-    classes: tuple[str, str]
+    classes: tuple[str, ...]
     keys: Mapping[str, str]
     traits: Mapping[str, Any]
     tensors: Table
@@ -95,8 +88,6 @@ class Family:
 
 # Constants in old checkpoints: rotary frequencies and causal masks.
 _BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))$")
-_QKV = ("q", "k", "v")
-_QKV_BIAS = ("q_bias", "k_bias", "v_bias")
 
 
 def tensors(config: TransformerConfig, found: Collection[str] = ()) -> dict[str, HFTensor]:
@@ -123,6 +114,8 @@ def tensors(config: TransformerConfig, found: Collection[str] = ()) -> dict[str,
         out[family.heads[0]] = plain("unembed", -1, (v, d))
     for i in range(config.num_layers):
         for name, tensor in table(config, i).items():
+            row = config.row(tensor.leaves[0], i)
+            tensor = tensor if row == i else dataclasses.replace(tensor, layer=row)
             out[f"{family.prefix}{family.layers}.{i}.{name}"] = tensor
     return out
 
@@ -151,185 +144,6 @@ def is_spare(name: str, config: TransformerConfig) -> bool:
     return is_copy or name.startswith(spare) or _BUFFER.search(name) is not None
 
 
-# Norms of the residual stream: `norms` of the architecture -> names in the files and ours.
-_NORMS = {
-    "pre": {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
-    "post": {
-        "post_attention_layernorm": "attn_out_norm",
-        "post_feedforward_layernorm": "mlp_out_norm",
-    },
-    "both": {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "attn_out_norm",
-        "pre_feedforward_layernorm": "mlp_norm",
-        "post_feedforward_layernorm": "mlp_out_norm",
-    },
-}
-FeedForward = Callable[[TransformerConfig, int], dict[str, HFTensor]]
-
-
-def _dense(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    d, f = config.hidden_size, config.mlp_size
-    out = {
-        "mlp.gate_proj.weight": linear("gate", i, (d,), (f,)),
-        "mlp.up_proj.weight": linear("up", i, (d,), (f,)),
-        "mlp.down_proj.weight": linear("down", i, (f,), (d,)),
-    }
-    if config.mlp_bias:
-        out["mlp.gate_proj.bias"] = plain("gate_bias", i, (f,))
-        out["mlp.up_proj.bias"] = plain("up_bias", i, (f,))
-        out["mlp.down_proj.bias"] = plain("down_bias", i, (d,))
-    return out
-
-
-def _separate_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    d, f, num = config.hidden_size, config.mlp_size, config.num_experts
-    return {
-        "mlp.gate.weight": linear("router", i, (d,), (num,)),
-        "mlp.experts.*.gate_proj.weight": each_expert(num, linear("expert_gate", i, (d,), (f,))),
-        "mlp.experts.*.up_proj.weight": each_expert(num, linear("expert_up", i, (d,), (f,))),
-        "mlp.experts.*.down_proj.weight": each_expert(num, linear("expert_down", i, (f,), (d,))),
-    }
-
-
-def _fused_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    """Return the layout that transformers 5 has in memory: all experts in one tensor."""
-    d, f, num = config.hidden_size, config.mlp_size, config.num_experts
-    return {
-        "mlp.gate.weight": linear("router", i, (d,), (num,)),
-        "mlp.experts.gate_up_proj": HFTensor(
-            (num, 2 * f, d), i, ("expert_gate", "expert_up"), (num, 2, f, d), (1, 0, 3, 2)
-        ),
-        "mlp.experts.down_proj": HFTensor(
-            (num, d, f), i, ("expert_down",), (1, num, d, f), (0, 1, 3, 2)
-        ),
-    }
-
-
-def _gpt_oss_experts(
-    config: TransformerConfig, i: int, *, is_mxfp4: bool = False
-) -> dict[str, HFTensor]:
-    """Return the tensors of experts with interleaved gate and up.
-
-    Four-bit files store outputs before inputs.
-    """
-    d, f, num = config.hidden_size, config.mlp_size, config.num_experts
-    gate_up, down = ("expert_gate", "expert_up"), ("expert_down",)
-    if is_mxfp4:
-        matrices = (
-            HFTensor((num, 2 * f, d), i, gate_up, (num, f, 2, d), (2, 0, 3, 1), is_mxfp4=True),
-            HFTensor((num, d, f), i, down, (1, num, d, f), (0, 1, 3, 2), is_mxfp4=True),
-        )
-    else:
-        matrices = (
-            HFTensor((num, d, 2 * f), i, gate_up, (num, d, f, 2), (3, 0, 1, 2)),
-            plain("expert_down", i, (num, f, d)),
-        )
-    biases = ("expert_gate_bias", "expert_up_bias")
-    return {
-        "mlp.router.weight": linear("router", i, (d,), (num,)),
-        "mlp.router.bias": plain("router_bias", i, (num,)),
-        "mlp.experts.gate_up_proj": matrices[0],
-        "mlp.experts.gate_up_proj_bias": HFTensor((num, 2 * f), i, biases, (num, f, 2), (2, 0, 1)),
-        "mlp.experts.down_proj": matrices[1],
-        "mlp.experts.down_proj_bias": plain("expert_down_bias", i, (num, d)),
-    }
-
-
-def _llama(
-    config: TransformerConfig, layer: int | None, feed_forward: FeedForward = _dense
-) -> dict[str, HFTensor]:
-    d = config.hidden_size
-    if layer is None:
-        return {
-            "embed_tokens.weight": plain("embed", -1, (config.vocab_size, d)),
-            "norm.weight": plain("final_norm", -1, (d,)),
-        }
-    e, i = config.head_dim, layer
-    q, kv = (config.num_heads, e), (config.num_kv_heads, e)
-    norms = _NORMS[config.norms].items()
-    out = {f"{theirs}.weight": plain(ours, i, (d,)) for theirs, ours in norms}
-    out |= {
-        "self_attn.q_proj.weight": linear("q", i, (d,), q),
-        "self_attn.k_proj.weight": linear("k", i, (d,), kv),
-        "self_attn.v_proj.weight": linear("v", i, (d,), kv),
-        "self_attn.o_proj.weight": linear("o", i, q, (d,)),
-    }
-    out |= feed_forward(config, i)
-    if config.qkv_bias:
-        out["self_attn.q_proj.bias"] = split_vector("q_bias", i, q)
-        out["self_attn.k_proj.bias"] = split_vector("k_bias", i, kv)
-        out["self_attn.v_proj.bias"] = split_vector("v_bias", i, kv)
-    if config.o_bias:
-        out["self_attn.o_proj.bias"] = plain("o_bias", i, (d,))
-    if config.qk_norm:
-        q, kv = (q, kv) if config.qk_norm_is_whole else ((e,), (e,))
-        out["self_attn.q_norm.weight"] = split_vector("q_norm", i, q)
-        out["self_attn.k_norm.weight"] = split_vector("k_norm", i, kv)
-    if config.sinks:
-        out["self_attn.sinks"] = plain("sinks", i, (config.num_heads,))
-    return out
-
-
-def _gpt_neox(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
-    d, f = config.hidden_size, config.mlp_size
-    if layer is None:
-        return {
-            "embed_in.weight": plain("embed", -1, (config.vocab_size, d)),
-            "final_layer_norm.weight": plain("final_norm", -1, (d,)),
-            "final_layer_norm.bias": plain("final_norm_bias", -1, (d,)),
-        }
-    h, e, i = config.num_heads, config.head_dim, layer
-    out = {
-        "input_layernorm.weight": plain("attn_norm", i, (d,)),
-        "input_layernorm.bias": plain("attn_norm_bias", i, (d,)),
-        # Query, key and value are adjacent within each head.
-        "attention.query_key_value.weight": HFTensor(
-            (3 * h * e, d), i, _QKV, (h, 3, e, d), (1, 3, 0, 2)
-        ),
-        "attention.dense.weight": linear("o", i, (h, e), (d,)),
-        "post_attention_layernorm.weight": plain("mlp_norm", i, (d,)),
-        "post_attention_layernorm.bias": plain("mlp_norm_bias", i, (d,)),
-        "mlp.dense_h_to_4h.weight": linear("up", i, (d,), (f,)),
-        "mlp.dense_h_to_4h.bias": plain("up_bias", i, (f,)),
-        "mlp.dense_4h_to_h.weight": linear("down", i, (f,), (d,)),
-        "mlp.dense_4h_to_h.bias": plain("down_bias", i, (d,)),
-    }
-    if config.qkv_bias:
-        out["attention.query_key_value.bias"] = HFTensor(
-            (3 * h * e,), i, _QKV_BIAS, (h, 3, e), (1, 0, 2)
-        )
-        out["attention.dense.bias"] = plain("o_bias", i, (d,))
-    return out
-
-
-def _gpt2(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
-    d, f = config.hidden_size, config.mlp_size
-    if layer is None:
-        return {
-            "wte.weight": plain("embed", -1, (config.vocab_size, d)),
-            "wpe.weight": plain("position_embed", -1, (config.max_positions, d)),
-            "ln_f.weight": plain("final_norm", -1, (d,)),
-            "ln_f.bias": plain("final_norm_bias", -1, (d,)),
-        }
-    h, e, i = config.num_heads, config.head_dim, layer
-    return {
-        "ln_1.weight": plain("attn_norm", i, (d,)),
-        "ln_1.bias": plain("attn_norm_bias", i, (d,)),
-        # All queries, then all keys, then all values.
-        "attn.c_attn.weight": HFTensor((d, 3 * h * e), i, _QKV, (d, 3, h, e), (1, 0, 2, 3)),
-        "attn.c_attn.bias": HFTensor((3 * h * e,), i, _QKV_BIAS, (3, h, e), (0, 1, 2)),
-        "attn.c_proj.weight": conv1d("o", i, (h, e), (d,)),
-        "attn.c_proj.bias": plain("o_bias", i, (d,)),
-        "ln_2.weight": plain("mlp_norm", i, (d,)),
-        "ln_2.bias": plain("mlp_norm_bias", i, (d,)),
-        "mlp.c_fc.weight": conv1d("up", i, (d,), (f,)),
-        "mlp.c_fc.bias": plain("up_bias", i, (f,)),
-        "mlp.c_proj.weight": conv1d("down", i, (f,), (d,)),
-        "mlp.c_proj.bias": plain("down_bias", i, (d,)),
-    }
-
-
 _KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -354,7 +168,7 @@ LLAMA = Family(
     keys=_LLAMA_KEYS | _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"},
     traits={"norm": "rms", "gated_mlp": True},
-    tensors=_llama,
+    tensors=layouts.llama,
 )
 QWEN2 = Family(
     name="qwen2",
@@ -363,7 +177,7 @@ QWEN2 = Family(
     defaults=_QWEN_DEFAULTS,
     traits={"norm": "rms", "gated_mlp": True, "qkv_bias": True},
     covered={"mlp_bias": False},
-    tensors=_llama,
+    tensors=layouts.llama,
 )
 QWEN3 = Family(
     name="qwen3",
@@ -372,7 +186,7 @@ QWEN3 = Family(
     defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     traits={"norm": "rms", "gated_mlp": True, "qk_norm": True},
     covered={"mlp_bias": False},
-    tensors=_llama,
+    tensors=layouts.llama,
 )
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -389,7 +203,7 @@ GPT_NEOX = Family(
     },
     traits={"norm": "layer", "gated_mlp": False, "mlp_bias": True},
     rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25, may_be_partial=True),
-    tensors=_gpt_neox,
+    tensors=layouts.gpt_neox,
     prefix="gpt_neox.",
     # transformers renamed it in version 5 and reads both names.
     heads=("embed_out.weight", "lm_head.weight"),
@@ -423,7 +237,7 @@ GPT2 = Family(
         "mlp_bias": True,
     },
     rotary=None,
-    tensors=_gpt2,
+    tensors=layouts.gpt2,
     prefix="transformer.",
     layers="h",
 )
@@ -445,8 +259,8 @@ QWEN3_MOE = Family(
     traits={"norm": "rms", "gated_mlp": True, "qk_norm": True},
     # Every layer has experts.
     covered={"mlp_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    tensors=functools.partial(_llama, feed_forward=_separate_experts),
-    more_tensors=(functools.partial(_llama, feed_forward=_fused_experts),),
+    tensors=functools.partial(layouts.llama, feed_forward=layouts.separate_experts),
+    more_tensors=(functools.partial(layouts.llama, feed_forward=layouts.fused_experts),),
 )
 _WINDOW = {"window": "sliding_window"}
 _GEMMA_TRAITS = {
@@ -494,7 +308,7 @@ GEMMA2 = Family(
     },
     traits=_GEMMA_TRAITS,
     covered={"use_bidirectional_attention": False},
-    tensors=_llama,
+    tensors=layouts.llama,
     pattern=("window", "full"),
 )
 GEMMA3 = Family(
@@ -511,7 +325,7 @@ GEMMA3 = Family(
     traits=_GEMMA_TRAITS | {"qk_norm": True},
     covered={"use_bidirectional_attention": False},
     rotary=Rotary(window_theta="rope_local_base_freq"),
-    tensors=_llama,
+    tensors=layouts.llama,
     pattern=("window", "window", "window", "window", "window", "full"),
     # The language model inside a multimodal model of two generations of transformers.
     more_prefixes=("language_model.model.", "model.language_model."),
@@ -528,7 +342,7 @@ MISTRAL = Family(
         "sliding_window": 4096,
     },
     traits={"norm": "rms", "gated_mlp": True},
-    tensors=_llama,
+    tensors=layouts.llama,
     pattern=("window",),
 )
 OLMO3 = Family(
@@ -550,7 +364,7 @@ OLMO3 = Family(
         "qk_norm_is_whole": True,
     },
     rotary=Rotary(window_theta="rope_theta"),
-    tensors=_llama,
+    tensors=layouts.llama,
     pattern=("window", "window", "window", "full"),
 )
 GPT_OSS = Family(
@@ -580,13 +394,81 @@ GPT_OSS = Family(
         "normalised_experts": True,
     },
     covered={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-    tensors=functools.partial(_llama, feed_forward=_gpt_oss_experts),
+    tensors=functools.partial(layouts.llama, feed_forward=layouts.gpt_oss_experts),
     more_tensors=(
-        functools.partial(_llama, feed_forward=functools.partial(_gpt_oss_experts, is_mxfp4=True)),
+        functools.partial(
+            layouts.llama, feed_forward=functools.partial(layouts.gpt_oss_experts, is_mxfp4=True)
+        ),
     ),
     pattern=("window", "full"),
     quantization="mxfp4",
 )
+QWEN3_5 = Family(
+    name="qwen3_5_text",
+    classes=("Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification"),
+    keys=_LLAMA_KEYS
+    | _ATTENTION_BIAS
+    | {
+        "delta_key_heads": "linear_num_key_heads",
+        "delta_value_heads": "linear_num_value_heads",
+        "delta_key_dim": "linear_key_head_dim",
+        "delta_value_dim": "linear_value_head_dim",
+        "delta_taps": "linear_conv_kernel_dim",
+    },
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "hidden_act": "silu",
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    traits={
+        "norm": "rms",
+        "gated_mlp": True,
+        "qk_norm": True,
+        "norm_offset": True,
+        "attention_gate": True,
+    },
+    rotary=Rotary(default_fraction=0.25, may_be_partial=True),
+    tensors=layouts.llama,
+    pattern=("delta", "delta", "delta", "full"),
+    # The language model inside a multimodal model; mtp: heads that draft several tokens.
+    more_prefixes=("model.language_model.",),
+    spare=("model.visual.", "mtp."),
+)
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5,
+    name="qwen3_5_moe_text",
+    classes=("Qwen3_5MoeForCausalLM",),
+    keys=QWEN3_5.keys
+    | _EXPERT_KEYS
+    | {
+        "mlp_size": "moe_intermediate_size",
+        "num_experts": "num_experts",
+        "shared_size": "shared_expert_intermediate_size",
+    },
+    other_settings={"num_local_experts": "num_experts"},
+    defaults=QWEN3_5.defaults
+    | {
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    traits={**QWEN3_5.traits, "normalised_experts": True},
+    tensors=functools.partial(layouts.llama, feed_forward=layouts.shared_expert),
+    more_tensors=(
+        functools.partial(
+            layouts.llama,
+            feed_forward=functools.partial(layouts.shared_expert, experts=layouts.fused_experts),
+        ),
+    ),
+)
 
 _DECODERS = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, MISTRAL, OLMO3, GPT_OSS)
+_DECODERS += (QWEN3_5, QWEN3_5_MOE)
 FAMILIES: dict[str, Family] = {x.name: x for x in (*_DECODERS, GPT_NEOX, GPT2)}

@@ -5,7 +5,7 @@ Invariant: `join(split(x)) == x` bit for bit.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ class HFTensor:
             leaf in our order.
         num_experts: number of such tensors, one for each expert, along the first axis of our
             leaves; their names have the expert's number in place of `*`. 0: one tensor.
+        widths: sizes of the leaves' parts along the second axis of the grid, whose first axis are
+            groups of such parts; empty: leaves of equal shape. `order` then is of a part's axes.
+        shapes: with widths, the shapes of the leaves.
         is_mxfp4: the files have four-bit blocks and their scales in place of the tensor.
     """
 
@@ -39,6 +42,8 @@ class HFTensor:
     grid: tuple[int, ...]
     order: tuple[int, ...]
     num_experts: int = 0
+    widths: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
     is_mxfp4: bool = False
 
     def parts(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -70,11 +75,22 @@ class HFTensor:
         return [self.join([leaf[i] for leaf in ours]) for i in range(self.num_experts)]
 
     def split(self, theirs: np.ndarray) -> list[np.ndarray]:
-        """Return one array per leaf (or its layer), in our shape: views of `theirs`."""
+        """Return one array per leaf (or its layer), in our shape: views of `theirs` if possible."""
+        if self.widths:
+            parts = np.split(theirs.reshape(self.grid), np.cumsum(self.widths)[:-1], axis=1)
+            pairs = zip(parts, self.shapes, strict=True)
+            return [part.transpose(self.order).reshape(shape) for part, shape in pairs]
         return list(theirs.reshape(self.grid).transpose(self.order))
 
     def join(self, ours: Sequence[np.ndarray]) -> np.ndarray:
         """Return the Hugging Face tensor of these arrays, given in the order of `leaves`."""
+        if self.widths:
+            parts = []
+            for leaf, width in zip(ours, self.widths, strict=True):
+                part = (self.grid[0], width, *self.grid[2:])
+                part = leaf.reshape([part[axis] for axis in self.order])
+                parts.append(part.transpose(np.argsort(self.order)))
+            return np.concatenate(parts, axis=1).reshape(self.shape)
         stacked = ours[0][None] if len(ours) == 1 else np.stack(ours)
         return stacked.transpose(np.argsort(self.order)).reshape(self.shape)
 
@@ -109,6 +125,29 @@ def conv1d(leaf: str, layer: int, ins: tuple[int, ...], outs: tuple[int, ...]) -
     grid = (1, *ins, *outs)
     shape = (int(np.prod(ins)), int(np.prod(outs)))
     return HFTensor(shape, layer, (leaf,), grid, tuple(range(len(grid))))
+
+
+def linear_parts(
+    leaves: Mapping[str, tuple[int, ...]], layer: int, size: int, *, groups: int = 1
+) -> HFTensor:
+    """Return the weight of a torch Linear whose outputs are those of several of our leaves.
+
+    Args:
+        leaves: name -> shape of its outputs; the leaf is [size, *outputs].
+        layer: index of the layer.
+        size: inputs.
+        groups: the outputs are groups of equal parts of each leaf.
+    """
+    widths = tuple(int(np.prod(outs)) // groups for outs in leaves.values())
+    return HFTensor(
+        shape=(groups * sum(widths), size),
+        layer=layer,
+        leaves=tuple(leaves),
+        grid=(groups, sum(widths), size),
+        order=(2, 0, 1),
+        widths=widths,
+        shapes=tuple((size, *outs) for outs in leaves.values()),
+    )
 
 
 def each_expert(num_experts: int, tensor: HFTensor) -> HFTensor:
