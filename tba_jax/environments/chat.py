@@ -135,11 +135,13 @@ class RendererFormat:
     def bridge(
         self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
     ) -> np.ndarray | None:
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            return None
         found = self._renderer.bridge_to_next_turn(
             prompt.tolist(),
             completion.tolist(),
-            list(map(_checked, messages[last + 1 :])),
+            list(map(_checked, messages[answers[-1] + 1 :])),
             tools=list(tools) or None,
         )
         whole = np.array([] if found is None else found.token_ids, np.int32)
@@ -232,6 +234,16 @@ def _plain(message: Mapping[str, Any]) -> dict[str, str]:
             raise ValueError("messages: only parts of type text are supported. Send text alone")
         content = "".join(part["text"] for part in content)
     return {"role": message["role"], "content": content}
+
+
+def plain_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message."""
+    return _plain(message)["content"]
+
+
+def is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether two messages have the same role, text and tool calls."""
+    return _plain(a) == _plain(b) and (a.get("tool_calls") or []) == (b.get("tool_calls") or [])
 
 
 def _checked(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.decoding.requests import Response
-from tba_jax.environments.chat import extended
+from tba_jax.environments.chat import Messages, extended, is_same, plain_text
 from tba_jax.environments.host import BASE_URL
 from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
 from tba_jax.remote.http_server import HttpServer, bind
@@ -42,9 +42,9 @@ class Agent:
         self.id = secrets.token_hex(16)
         self._pool, self._process = pool, process
         self._lock = threading.Lock()
-        # Prompt and sampled tokens of the newest turn of each path.
-        self._turns: list[tuple[np.ndarray, np.ndarray]] = []
-        self._path = 0  # of the request
+        # Prompt, sampled tokens and messages of the newest turn of each path.
+        self._turns: list[tuple[np.ndarray, np.ndarray, Messages]] = []
+        self._path, self._messages = 0, ()  # of the request
         self._generation: Generation | None = None  # requested, and not sampled
         self._is_taken = False  # the session has received `_generation`
         self._refusal = ""  # of further requests
@@ -63,7 +63,7 @@ class Agent:
             generation, self._generation, self._is_taken = self._generation, None, False
             assert generation is not None, "the session samples requested turns only"
             self._turns[self._path :] = [
-                (generation.prompt, response.tokens),
+                (generation.prompt, response.tokens, self._messages),
                 *self._turns[self._path + 1 :],
             ]
             self._process.restart_deadline()
@@ -130,7 +130,7 @@ class Agent:
     def _request(self, generation: Generation) -> Request:
         start = 0
         if self._path < len(self._turns):
-            start = sum(map(len, self._turns[self._path]))
+            start = sum(map(len, self._turns[self._path][:2]))
         strings = generation.settings.stop_strings
         return Request(
             generation.prompt[start:].tolist(),
@@ -179,8 +179,12 @@ class Agent:
         Raises:
             ApiError: the request continues no path, and the run has no forks.
         """
+        self._messages = tuple(body["messages"]) if kind == "chat" else ()
         for path in reversed(range(len(self._turns))):
-            found = self._continued(kind, body, prompt, *self._turns[path])
+            previous, completion, history = self._turns[path]
+            if history and not continues(self._messages, history):
+                continue
+            found = self._continued(kind, body, prompt, previous, completion)
             if found is not None:
                 self._path = path
                 return found
@@ -200,9 +204,13 @@ class Agent:
         """Return the prompt as a continuation of a turn; None if it is none."""
         before = np.concatenate([previous, completion])
         if kind == "chat":
-            return self._pool.served.chat.bridge(
-                previous, completion, body["messages"], body.get("tools") or []
-            )
+            chat, tools = self._pool.served.chat, body.get("tools") or []
+            # A renderer reads only what follows the answer. A chat template compares its text.
+            answer = chat.message(completion, "", previous, tools)["content"]
+            given = [plain_text(m) for m in body["messages"] if m["role"] == "assistant"]
+            if answer and answer not in given[-1:]:
+                return None
+            return chat.bridge(previous, completion, body["messages"], tools)
         if isinstance(body.get("prompt"), str):
             return extended(self._pool.served.tokenizer, before, prompt, skip_special=True)
         return prompt if np.array_equal(prompt[: len(before)], before) else None
@@ -210,6 +218,15 @@ class Agent:
     def _failed(self, text: str) -> ApiError:
         self._failure = "environment_fork", text
         return ApiError(text, status=409, code="environment_fork")
+
+
+def continues(messages: Messages, history: Messages) -> bool:
+    """Return whether messages are an earlier request, its answer, and what the agent adds."""
+    if len(messages) <= len(history):
+        return False
+    added = [message["role"] for message in messages[len(history) :]]
+    is_answered = added[0] == "assistant" and "assistant" not in added[1:]
+    return is_answered and all(map(is_same, messages, history))
 
 
 def _notify(generation: Generation, update: Update | Exception) -> None:

@@ -29,6 +29,7 @@ from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.shared import make_environments
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import sampling_settings
+from tba_jax.serving.agents import continues
 from tba_jax.serving.protocol import ApiError
 from tba_jax.serving.queue import Generation
 
@@ -217,6 +218,25 @@ def test_a_chat_continues_with_the_sampled_tokens(model):
         # Rounding of float32 in contexts that the model never saw is up to 3e-5.
         np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, atol=1e-4)
         assert "1+1=" in model.tokenizer.decode(y.tokens)
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+NEXT = {"role": "user", "content": "c"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER, ANSWER, NEXT], True),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER, NEXT], True),
+        ([NEXT, ANSWER, NEXT], False),  # another history: a renderer would not notice
+        ([USER, ANSWER, NEXT, ANSWER, NEXT], False),  # an answer that was not sampled here
+        ([USER, NEXT], False),
+        ([USER], False),
+    ],
+)
+def test_a_chat_continues_an_earlier_request_and_its_answer_only(messages, expected):
+    assert continues(messages, [USER]) is expected
 
 
 FAILURES = {
