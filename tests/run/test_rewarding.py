@@ -147,6 +147,25 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
         make_episodes(config, task, tokenizer, environments)
 
 
+def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in "abcd"))
+    config, task = of_task("custom", str(rows), num_eval_prompts=2, environment="game.py:Game")
+    served = types.SimpleNamespace(chat=types.SimpleNamespace(stop_ids=()), eos_ids=())
+    environments = types.SimpleNamespace(
+        check=lambda: None, has_reward=True, name="game", is_agent=True, served=served, schemas=()
+    )
+    make_episodes(config, task, tokenizer, environments)
+    learned = replace(config, {"objective.log_z": "learned"})
+    with pytest.raises(ValueError, match=r"objective\.log_z = learned reads the prompt"):
+        make_episodes(learned, task, tokenizer, environments)
+    environments.is_agent = False
+    make_episodes(learned, task, tokenizer, environments)
+    environments.is_agent = True
+    by_turn = {"objective.log_z": "learned", "objective.balance": "turn"}
+    make_episodes(replace(config, by_turn), task, tokenizer, environments)
+
+
 def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
     config, task = of_task("tldr", str(tmp_path))
     with pytest.raises(ValueError, match="task tldr has no reward of its own"):
