@@ -20,6 +20,16 @@ def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
     return config.sync.transport
 
 
+def allows_forks(config: Config) -> bool:
+    """Return whether an episode may have several paths.
+
+    Turns of parallel paths have no order, and minibatches would divide the paths of an episode.
+    """
+    objective = config.objective.built
+    is_ordered = getattr(objective, "balance", "") == "turn"
+    return bool(config.task.environment) and objective.minibatches == 1 and not is_ordered
+
+
 def remat_of(config: Config) -> Literal["none", "dots", "layers"]:
     """Return what the backward pass recomputes; "auto", not chosen yet, counts as whole layers."""
     return "layers" if config.model.remat == "auto" else config.model.remat
@@ -35,8 +45,8 @@ def dtypes_on(config: Config, platform: str) -> dict[str, str]:
 def ownership_of(config: Config) -> Literal["by_prompt", "any"]:
     """Return which prompts a searcher draws.
 
-    "by_prompt": searcher s of n draws the prompts whose id is s mod n. "any": every prompt, where a
-    searcher may be missing or there is one prompt.
+    "by_prompt": searcher s of n draws the prompts whose ID is s modulo n. "any": searchers draw any
+    prompt, because searchers may leave, or because the task has only one prompt.
     """
     has_one_prompt = entry_of(config.task.name).has_one_prompt
     elsewhere = MODES[config.placement].searches_elsewhere

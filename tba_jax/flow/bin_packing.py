@@ -96,6 +96,11 @@ def place(
                 bins[index:] = [fit.loads, *bins[index + 1 :]]
                 found[i] = fit._replace(rows=fit.rows + index * size)
                 break
+        else:
+            raise ValueError(
+                f"a group of {len(lengths[i])} sequences does not fit the {size} rows of a "
+                "micro-batch, which must hold whole groups"
+            )
     in_order = [found[i] for i in range(len(lengths))]
     return Places(
         np.concatenate([fit.rows for fit in in_order]),

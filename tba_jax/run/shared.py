@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import transport_of, writes_versions
+from tba_jax.config.resolved import allows_forks, transport_of, writes_versions
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
@@ -187,8 +187,7 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
     """
     if not config.task.environment:
         return None
-    search, objective = config.search, config.objective.built
-    renderer = config.task.renderer
+    search, renderer = config.search, config.task.renderer
     served = Served(
         "policy",
         tokenizer,
@@ -202,8 +201,7 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
         served,
         timeout_s=config.reward.timeout_s,
         max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
-        # Turns of parallel paths have no order; minibatches would divide the paths of an episode.
-        allows_forks=objective.minibatches == 1 and getattr(objective, "balance", "") != "turn",
+        allows_forks=allows_forks(config),
         has_schemas=bool(renderer),
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax.config.resolved import remat_of
+from tba_jax.config.resolved import allows_forks, remat_of
 from tba_jax.config.schema import Config
 from tba_jax.devices import xla
 from tba_jax.devices.precompilation import Precompiler
@@ -100,8 +100,11 @@ def micro_batch_rows(config: Config) -> int:
 
 
 def groups_stay_whole(config: Config) -> bool:
-    """Return whether micro-batches hold whole groups, so that rows are scored once."""
-    return micro_batch_rows(config) >= config.objective.group_size
+    """Return whether micro-batches hold whole groups, so that rows are scored once.
+
+    The paths of forked episodes can need more rows than a micro-batch has.
+    """
+    return micro_batch_rows(config) >= config.objective.group_size and not allows_forks(config)
 
 
 def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packing:

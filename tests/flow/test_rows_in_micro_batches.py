@@ -80,3 +80,8 @@ def test_full_groups_may_need_all_of_the_rows():
     places = place([[1] * 3] * 5, row_length=1, micro_batch_rows=8)
     assert places.num_rows == most_rows(5, 3, micro_batch_rows=8, is_whole=True) == 24
     assert most_rows(5, 3, micro_batch_rows=4, is_whole=False) == 16
+
+
+def test_a_group_that_no_micro_batch_holds_is_refused():
+    with pytest.raises(ValueError, match="a group of 5 sequences does not fit the 4 rows"):
+        place([[1] * 5, [1] * 4], row_length=1, micro_batch_rows=4)

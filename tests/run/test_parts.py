@@ -12,6 +12,7 @@ from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.run.model_parts import make_decoder
 from tba_jax.run.shared import place_run, reading_mesh
+from tba_jax.run.trainer_parts import groups_stay_whole
 from tba_jax.search.sampler import sampling_settings
 
 CONFIG = tiny_config()
@@ -74,3 +75,13 @@ def test_the_mesh_and_the_searchers_of_a_config():
 def test_a_model_is_read_on_as_many_devices_as_divide_it():
     assert reading_mesh(CONFIG, jax.devices()).shape["fsdp"] == 8
     assert reading_mesh(CONFIG, jax.devices()[:7]).shape["fsdp"] == 4
+
+
+def test_groups_whose_episodes_may_fork_are_divided_over_micro_batches():
+    """The paths of a forked episode can need more rows than a micro-batch has."""
+    fields = {"objective.group_size": 4, "search.samples_per_prompt": 4}
+    fields |= {"batch.micro_batch_rows": 4}
+    assert groups_stay_whole(make_config(fields))
+    assert not groups_stay_whole(make_config({**fields, "task.environment": "agent.py:run"}))
+    ordered = {"task.environment": "agent.py:run", "objective.balance": "turn"}
+    assert groups_stay_whole(make_config({**fields, **ordered}))
