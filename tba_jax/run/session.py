@@ -104,7 +104,13 @@ def train(
                 drive=None if schedule is None else replaying(schedule),
             )
 
-        return _attempt(config, run, lower, again)
+        # In a bucket, the logs of the first attempt cannot be cut back.
+        return _attempt(config, run, _lower_nothing if hold.companion else lower, again)
+
+
+def _lower_nothing(config: Config) -> None:
+    """Return None: a run that exceeds the device memory ends."""
+    del config
 
 
 def _attempt(
