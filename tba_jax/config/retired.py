@@ -55,8 +55,8 @@ _CONVERTED: Mapping[str, str] = {
         (f"search.explore_{name}" for name in ("share", "min_temperature", "max_temperature")),
         'Write --config.search.explore="SHARE,LOW,HIGH"',
     ),
-    "search.vine_tokens": "It is objective.vine_tokens, a setting of objective.name=vineppo",
-    "search.vine_samples": "It is objective.vine_samples, a setting of objective.name=vineppo",
+    "search.vine_tokens": "Its name is objective.vine_tokens, and it needs objective.name=vineppo",
+    "search.vine_samples": "Its name is objective.vine_samples, and it needs objective.name=vineppo",
     "xla.preset": "Set --config.xla.options=overlap",
 }
 
@@ -64,7 +64,7 @@ _HEARTBEAT = "Set --config.remote.heartbeat_s=30"
 _OF_NO_RESULT: Mapping[str, str] = {
     "pod.heartbeat_s": _HEARTBEAT,
     "fleet.silence_s": _HEARTBEAT,
-    "fleet.trainer_silence_s": f"{_HEARTBEAT}, of which it is ten times the value",
+    "fleet.trainer_silence_s": f"{_HEARTBEAT}; the trainer's timeout is ten times this value",
     "fleet.max_failures": "five failures of a process without progress end the run",
     "sync.keep": "the newest two published versions are kept",
     "log.period": "metrics.jsonl has a line for every step",
@@ -171,6 +171,8 @@ def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
         if found.get("task.name") == "redteam":
             found["reward.dtype"] = dtypes[0]
             found["reward.batch_size"] = rows
+            if dtypes[1] != dtypes[0]:
+                found["classifier.dtype"] = dtypes[1]  # one setting cannot hold both
     return found
 
 

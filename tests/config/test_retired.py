@@ -128,6 +128,15 @@ def test_a_saved_config_with_joined_settings_is_the_same_run(before, now):
     assert unflatten(upgrade(saved | before)) == make_config(now)
 
 
+def test_a_dtype_of_the_classifier_that_differs_from_the_victims_stays_and_is_seen():
+    now = make_config({"task.name": "redteam"})
+    own = {"reward.dtype", "reward.batch_size"}
+    saved = {n: v for n, v in flatten(now).items() if n not in own}
+    saved |= {"victim.dtype": "bfloat16", "classifier.dtype": "float32"}
+    read = upgrade(saved | {"classifier.batch_rows": 32})
+    assert (read["reward.dtype"], read["classifier.dtype"]) == ("bfloat16", "float32")
+
+
 def test_a_value_that_no_longer_has_a_meaning_stays_and_is_seen():
     saved = flatten(Config()) | BEFORE | {"objective.shape": "linex", "objective.linex_alpha": 2.0}
     assert upgrade(saved)["objective.linex_alpha"] == 2.0
