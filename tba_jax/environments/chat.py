@@ -181,9 +181,14 @@ class RendererFormat:
         return found
 
     def _parsed(self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages) -> Any:
-        return self._renderer.parse_response(
-            tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
-        )
+        try:
+            return self._renderer.parse_response(
+                tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
+            )
+        except Exception as error:  # of a library that reads arbitrary sampled tokens
+            raise ValueError(
+                f"the library renderers cannot read a response: {type(error).__name__}: {error}"
+            ) from error
 
 
 def extended(

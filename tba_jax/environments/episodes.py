@@ -170,7 +170,10 @@ class Episodes:
 
     @property
     def first_token_only(self) -> bool:
-        """Whether only the first token of a prompt is the prompt; the rest is an observation."""
+        """Whether the loss treats only the first token of a prompt as the prompt.
+
+        The other tokens of the prompt are then an observation.
+        """
         return self.is_agent or bool(self.schemas)
 
     def over(self, session: Session) -> "EpisodeSession":
@@ -383,9 +386,7 @@ class EpisodeSession(SingleTurnSession):
                     raise
                 failure, line = "environment_request", str(error)
         if failure:
-            self._episodes.environments.report(failure, line)
-            environment.release()
-            self._end(attempt, Verdict(None, failure))
+            self._reject(attempt, failure, line)
         elif is_full:
             self._stop(attempt, "length")
         elif len(tokens):
@@ -470,11 +471,22 @@ class EpisodeSession(SingleTurnSession):
         chat, schemas = self._episodes.chat, self._episodes.schemas
         attempt.messages.append({"role": "assistant", "content": text})
         if chat is not None and schemas:
-            attempt.calls = chat.calls(response.tokens, before, schemas)
+            try:
+                attempt.calls = chat.calls(response.tokens, before, schemas)
+            except ValueError as error:
+                self._reject(attempt, "environment_template", str(error))
+                return
             attempt.environment.call(attempt.calls)
         else:
             attempt.environment.turn(text, response)
         self._wait_for(attempt)
+
+    def _reject(self, attempt: _Attempt, failure: str, line: str) -> None:
+        """End an episode without a reward."""
+        assert attempt.environment is not None
+        self._episodes.environments.report(failure, line)
+        attempt.environment.release()
+        self._end(attempt, Verdict(None, failure))
 
     def _stop(self, attempt: _Attempt, finish: FinishReason) -> None:
         """End an episode at a limit and request its reward."""

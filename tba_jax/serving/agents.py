@@ -6,11 +6,13 @@ starts, sends requests to its base URL on this machine's loopback interface. Eac
 of one episode, sampled by the searcher's decode session; the return value is the reward.
 
 The prompt of a request begins with all tokens of an earlier turn as they were sampled, or it begins
-a new path of the episode: the episode forks. Invariant: a request outlives its episode only as an
-error.
+a new path of the episode: the episode forks. Invariant: a request that is open when its episode
+ends receives an error.
 """
 
+import contextlib
 import functools
+import json
 import secrets
 import threading
 from collections.abc import Mapping
@@ -201,14 +203,16 @@ class Agent:
         previous: np.ndarray,
         completion: np.ndarray,
     ) -> np.ndarray | None:
-        """Return the prompt as a continuation of a turn; None if it is none."""
+        """Return the prompt as a continuation of the turn, or None if it does not continue it."""
         before = np.concatenate([previous, completion])
         if kind == "chat":
             chat, tools = self._pool.served.chat, body.get("tools") or []
             # A renderer reads only what follows the answer. A chat template compares its text.
-            answer = chat.message(completion, "", previous, tools)["content"]
-            given = [plain_text(m) for m in body["messages"] if m["role"] == "assistant"]
-            if answer and answer not in given[-1:]:
+            answer = chat.message(completion, "", previous, tools)
+            given = [m for m in body["messages"] if m["role"] == "assistant"][-1:]
+            if answer["content"] and answer["content"] not in map(plain_text, given):
+                return None
+            if (calls := calls_of(answer)) and calls not in map(calls_of, given):
                 return None
             return chat.bridge(previous, completion, body["messages"], tools)
         if isinstance(body.get("prompt"), str):
@@ -218,6 +222,17 @@ class Agent:
     def _failed(self, text: str) -> ApiError:
         self._failure = "environment_fork", text
         return ApiError(text, status=409, code="environment_fork")
+
+
+def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return names and arguments of the tool calls of a message, without their IDs."""
+    found = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        with contextlib.suppress(ValueError):  # not JSON: compared as text
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        found.append((call["function"]["name"], arguments))
+    return found
 
 
 def continues(messages: Messages, history: Messages) -> bool:

@@ -29,7 +29,7 @@ from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.shared import make_environments
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import sampling_settings
-from tba_jax.serving.agents import continues
+from tba_jax.serving.agents import calls_of, continues
 from tba_jax.serving.protocol import ApiError
 from tba_jax.serving.queue import Generation
 
@@ -237,6 +237,15 @@ NEXT = {"role": "user", "content": "c"}
 )
 def test_a_chat_continues_an_earlier_request_and_its_answer_only(messages, expected):
     assert continues(messages, [USER]) is expected
+
+
+def test_tool_calls_are_compared_without_ids_and_in_any_spelling_of_json():
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": 1, "y": 2}'}}
+    same = {"id": "b", "function": {"name": "f", "arguments": {"y": 2, "x": 1}}}
+    other = {"id": "a", "function": {"name": "f", "arguments": '{"x": 2}'}}
+    assert calls_of({"tool_calls": [call]}) == calls_of({"tool_calls": [same]})
+    assert calls_of({"tool_calls": [call]}) != calls_of({"tool_calls": [other]})
+    assert calls_of({"content": "a", "tool_calls": None}) == []
 
 
 FAILURES = {
