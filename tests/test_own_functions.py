@@ -51,7 +51,7 @@ try:
     tba_jax.run_training(config, "a", callbacks=[lambda values: None])
     raise SystemExit("the signature is wrong")
 except ConfigError as error:
-    assert "it is called with (step, values)" in str(error), error
+    assert "the run calls it with (step, values)" in str(error), error
 report = tba_jax.run_training(
     config, "a", reward=brevity, in_process=True, objective=MyLoss(strength=0.5),
     callbacks=[double, fails],

@@ -62,7 +62,7 @@ PARTS = (
     Part("parity", "Do programs give the same results as on CPU?", 120, (*_PROBE, "parity")),
     Part(
         "memory",
-        "Is the memory on the device the planned memory?",
+        "Does the device use as much memory as planned?",
         120,
         (*_PROBE, "memory"),
     ),

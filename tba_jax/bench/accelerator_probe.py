@@ -175,7 +175,7 @@ def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any)
 
 
 def memory(is_dry: bool) -> dict[str, Any]:
-    """Return the memory of a decode chunk and of a train step, by the compiler and by the device.
+    """Return the memory of a decode chunk and a train step: compiler's estimate and measured peak.
 
     The device reports a peak since the process began, so the smaller program runs first.
     """

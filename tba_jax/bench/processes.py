@@ -56,7 +56,7 @@ def run_side(
 
 
 def run_job(path: str, measure: Callable[[dict[str, Any]], Any]) -> int:
-    """Measure the job in a file of `run_side`, and write the result where the job names it."""
+    """Measure the job of a JSON file from `run_side`; write the result to the path in the job."""
     job = json.loads(Path(path).read_text())
     Path(job["result"]).write_text(json.dumps(measure(job)))
     return 0

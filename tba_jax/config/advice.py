@@ -16,7 +16,13 @@ _MAX_WAIT_SHARE = 0.3
 
 
 class Times(NamedTuple):
-    """Seconds since the run began: all, and those in which a side waited; searchers: their mean."""
+    """Seconds since the run began, and seconds of waiting.
+
+    Attributes:
+        elapsed: seconds since the run began.
+        trainer: seconds in which the trainer waited.
+        searchers: seconds in which a searcher waited, mean over the searchers.
+    """
 
     elapsed: float
     trainer: float
@@ -66,7 +72,7 @@ class Advice:
         return (
             f"{share:.0%} of responses are cut by search.max_new_tokens={limit}. Set --config."
             f"search.max_new_tokens={2 * limit} if the model's context allows it, or ask for "
-            "shorter responses"
+            "shorter responses in the prompt"
         )
 
     def _about_equal(self, config: Config, step: int) -> str:
@@ -74,9 +80,10 @@ class Advice:
         if share <= _MAX_EQUAL_SHARE or step > _EARLY_STEPS:
             return ""
         return (
-            f"all responses have the same reward in {share:.0%} of the groups, which says nothing "
-            "about what is better. Use prompts that are solved sometimes, a reward with more "
-            f"values, or more responses: --config.search.samples_per_prompt={2 * size}"
+            f"all responses have the same reward in {share:.0%} of the groups, so these groups "
+            "do not show which response is better. Use prompts that are solved sometimes, a "
+            "reward with more values, or more responses: "
+            f"--config.search.samples_per_prompt={2 * size}"
         )
 
 

@@ -389,14 +389,14 @@ def _environment(config: Config) -> None:
     """Refuse settings that do not work with episodes of several turns."""
     if not config.task.environment:
         renderer = config.task.renderer
-        rule = "it is the format of tool calls, and there is no task.environment"
+        rule = "no task.environment is set, and only environments use a renderer"
         need(not renderer, "task.renderer", renderer, rule, "Leave it empty.")
         return
     need(
         not config.objective.built.vine_tokens,
         "objective.name",
         config.objective.name,
-        "with task.environment no values of states are estimated",
+        "task.environment does not support the state values that VinePPO estimates",
         "Set --config.objective.name=tb.",
     )
     for name, value, reason in (

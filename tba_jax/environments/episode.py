@@ -31,13 +31,13 @@ class Episode(NamedTuple):
         finish: reason of the end.
         version_min, version_max: span of the weight versions that read its prompt or drew a token.
         temperature: sampling temperature.
-        verdict: of its environment: the reward, or the reason for none; None: reward functions
-            compute it.
+        verdict: result of the environment: a reward, or the reason why there is none; None: reward
+            functions compute the reward.
         environment_s: seconds that it waited for its environment; None without one.
         path_lengths: as in `Trajectory`.
         num_failed_calls: tool calls that could not be read or executed, or whose tool failed.
-        token_versions: int32 [t], the version that drew each token; at observations that of the
-            turn before. None: version_max for all.
+        token_versions: int32 [t], the version that drew each token; an observation has the version
+            of the turn before it. None: `version_max` drew every token.
     """
 
     request: int

@@ -3,9 +3,9 @@
 
 The process may read Python's own files, and compute. Landlock refuses all other files. A seccomp
 filter allows a list of system calls, which has none for sockets, processes, programs and signals.
-Resource limits bound processor time and memory; the parent bounds output and elapsed time. As
-nothing can be written or started, killing the process leaves nothing behind. docs/security.md names
-what does not hold.
+Resource limits bound processor time and memory; the parent bounds output and elapsed time. The
+process cannot write files or start processes, so killing it leaves nothing behind. docs/security.md
+lists what the sandbox does not prevent.
 
 Invariant: the code runs only after every restriction is in force.
 """
@@ -183,7 +183,8 @@ def _deny_calls() -> None:
     for name in _ALLOWED:
         rule(allow, name)
     rule(allow, "prlimit64", _Condition(2, equal, 0))  # reads limits, and changes none
-    # Duplicates, flags. Others send signals of any number to any process (F_SETOWN, F_SETSIG).
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC. Other commands (F_SETOWN,
+    # F_SETSIG) can send any signal to any process.
     for command in (0, 1, 2, 3, 4, 1030):
         rule(allow, "fcntl", _Condition(1, equal, command))
     thread = 0x10000  # CLONE_THREAD

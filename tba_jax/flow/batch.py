@@ -49,10 +49,10 @@ class Batch(NamedTuple):
             as far as devices divide them; None unless a learned log Z reads them.
         token_advantages: float32 [n c t], as in `Trajectory`, 0 at padding; None unless the
             objective reads them.
-        path_lengths: int32 [n c], tokens in a row of an episode's path; None: no episode forks, so
-            they are `response_lengths`. The paths of an episode have one slot.
-        places: int32 [n c t], index of each token within its episode; 0 at padding; None as
-            `path_lengths`.
+        path_lengths: int32 [n c], number of the path's tokens in each row; None: no episode forks,
+            so `response_lengths` holds. The paths of an episode share one batch slot.
+        places: int32 [n c t], index of each token within its episode; 0 at padding; None: no
+            episode forks.
         soft_values: float32 [p k], of the prompt, nan where none is known; None unless a cached
             log Z reads them.
     """
@@ -90,8 +90,8 @@ class PackedBatch(NamedTuple):
             in `Batch`.
         is_sampled: bool [n s], False at prompts and padding; None: every response token is sampled.
         token_advantages: float32 [n s], 0 at prompts and padding; None as in `Batch`.
-        paths: int32 [n s], index of the path of its episode; at a prompt, that of the response that
-            follows it; None: no episode forks.
+        paths: int32 [n s], index of each token's path within its episode. A prompt has the index of
+            the response that follows it. None: no episode forks.
         places: int32 [n s], as in `Batch`; 0 at prompts and padding.
         prompts, soft_values: as in `Batch`.
         contexts: int32 [n s], which prompt of its row each position belongs or responds to, from 1,

@@ -44,7 +44,7 @@ class Trajectory:
 
     Attributes:
         prompt_id: ID of the prompt.
-        response_tokens: int32 [t], unpadded, the with the end-of-sequence token if one was drawn.
+        response_tokens: int32 [t], unpadded, with the end-of-sequence token if one was drawn.
         reward: raw reward r(x, y), not divided by beta.
         reward_parts: values of several rewards by name, before weights; nan for a reward that does
             not apply; empty if there is only one reward.
@@ -86,7 +86,10 @@ class Trajectory:
 
     @property
     def token_versions(self) -> np.ndarray:
-        """Return the version that drew each token, int32 [t]; at observations that before them."""
+        """Return the policy version of each token, int32 [t].
+
+        An observation has the version of the token before it.
+        """
         spans = self.version_spans or ((self.version_max, len(self.response_tokens)),)
         versions, sizes = zip(*spans, strict=True)
         return np.repeat(np.array(versions, np.int32), sizes)

@@ -268,8 +268,8 @@ def _product(x: Array, y: Array) -> Array:
 def _unit_lower_inverse(lower: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
     """Return the inverse of 1 + `lower`, which is strictly lower triangular; c is a power of two.
 
-    By halves: as exact as substitution, which has no products of matrices. Powers of `lower` would
-    need fewer steps, but they grow like binomials if keys are alike.
+    The matrix is divided into halves. This is as exact as substitution, and uses matrix products.
+    A series in powers of `lower` has fewer steps, but the powers get large if keys are similar.
     """
     if lower.shape[-1] == 1:
         return jnp.ones_like(lower)

@@ -205,15 +205,15 @@ def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:
 
 
 def _stabilised(config: Config) -> Config:
-    """Return the config with bounded ratios to the sampler where weights arrive steps late.
+    """Return the config, with bounded importance ratios if weights reach searchers late.
 
-    Exact Trajectory Balance alone learns unsteadily from such data (docs/results/fleet.md). A value
-    of the config stays, and so does a config whose other settings exclude ratios.
+    Exact Trajectory Balance learns unsteadily from late weights (docs/results/fleet.md). The config
+    is unchanged if it sets objective.importance, or if its other settings do not support ratios.
     """
     is_open = _leaves_ratios_open(config) and getattr(config.objective.built, "is_exact", False)
     if not is_open or not writes_versions(config):
         return config
-    about = "weights reach other processes some steps late"
+    about = "weights reach other processes several steps late"
     bounded = _chosen(config, {_IMPORTANCE: "token_clip"}, about)
     try:
         validate(bounded)

@@ -225,9 +225,9 @@ def confirm(
 ) -> dict[str, Any]:
     """Return a chosen placement with sizes for which the compiled programs fit.
 
-    The sizes come from an estimate by shapes. If the compiler needs more memory, whole layers are
-    recomputed, then the largest smaller size that fits replaces the estimate; if none fits, the
-    estimate stays.
+    The sizes are estimated from shapes. If a compiled program needs more memory than the device
+    has, two changes are tried in turn: `model.remat=layers` (for rows only), then the largest
+    smaller size that fits. If no size fits, the estimate stays.
 
     Args:
         planner: compiles the programs.

@@ -80,7 +80,7 @@ def with_divisible_prompts(
 ) -> tuple[Config, list[str]]:
     """Return a config for which a mesh of one of these sizes exists, and a note on the change.
 
-    If none exists, the number of prompts is the next larger one for which a mesh does.
+    If no such mesh exists, batch.num_prompts is raised to the next number for which one exists.
 
     Raises:
         PlacementError: the model itself does not divide over them.
@@ -93,8 +93,8 @@ def with_divisible_prompts(
         trial = replace(config, {"batch.num_prompts": prompts})
         if any(mesh_exists(n, trial, model_config, hosts) for n in sizes):
             return trial, [
-                f"batch.num_prompts is {prompts} instead of {given}, which no mesh of {named} "
-                "devices divides; a run with another batch size is another experiment"
+                f"batch.num_prompts is {prompts} instead of {given}: no mesh of {named} devices "
+                "divides the given number. Results can differ from those of the given batch size"
             ]
     raise PlacementError(
         f"no mesh of {named} devices divides a model of hidden size "
@@ -189,9 +189,9 @@ def sizes(
 ) -> dict[str, Any]:
     """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
 
-    The number of decode slots is that of a round, halved until the slots fit the memory, on shared
-    devices together with a small micro-batch. A micro-batch has as many rows as fit. `model.remat`
-    is `dots` if whole groups then fit each device. For rows in the config see `micro_batch_rows`.
+    Decode slots: the responses of a round, halved until they fit the memory. On shared devices, a
+    small micro-batch must fit beside them. Rows of a micro-batch: as many as fit. `model.remat`:
+    `dots` if whole groups then fit each device. `micro_batch_rows` describes rows set by the user.
 
     Args:
         config: of the run; its placement is decided.

@@ -14,11 +14,12 @@ _HELD_OUT_SHARE = 5  # at most one in five rows is held out
 
 
 def with_lengths(config: Config) -> tuple[Config, str]:
-    """Return a config with lengths, and what they were chosen for.
+    """Return a config with lengths, and the facts from which they were chosen.
 
-    Where `task.max_prompt_tokens` is 0, the limit of a prompt is the longest of the data, responses
-    are at most as long as the model's context then allows, and at most a fifth of the rows are held
-    out. The choice depends on data, model and config alone, so that a resumed run chooses the same.
+    If `task.max_prompt_tokens` is 0, the function sets three limits: prompts are at most as long as
+    the longest prompt of the data, responses fit the rest of the model's context, and at most a
+    fifth of the rows is held out. The choice depends only on data, model and config, so a resumed
+    run makes the same choice.
 
     Args:
         config: validated.

@@ -20,9 +20,9 @@ class RemoteSettings(Section):
     )
     heartbeat_s: int = field(
         30,
-        "heartbeat timeout in seconds: if a process of a pod sends none for this long, all end; if "
-        "a searcher of a fleet sends none, others get its tickets; a trainer of a fleet is "
-        "restarted after ten times as long",
+        "heartbeat timeout in seconds: a pod ends if one of its processes sends no heartbeat for "
+        "this long; a fleet gives the tickets of such a searcher to others, and restarts its "
+        "trainer after ten times this long",
         at_least=2,
         on_resume=True,
     )

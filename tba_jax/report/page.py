@@ -341,8 +341,8 @@ def _settings(run: Run) -> str:
     body = ""
     if chosen:
         body = (
-            "<h3>Chosen by the run</h3><p>These settings asked for a choice. A value of your own "
-            "replaces it, such as <code>--config."
+            "<h3>Chosen by the run</h3><p>The run chose these values, because the config left "
+            "them open. To use another value, set it, for example <code>--config."
             f"{chosen[0][0]}={chosen[0][1]}</code>.</p>"
             + table(("setting", "value", "reason"), chosen, "choices")
         )

@@ -36,7 +36,7 @@ class UserFunctions:
                 inspect.signature(function).bind(*arguments)
             except TypeError as error:
                 raise ConfigError(
-                    f"{field}={name}: it is called with ({', '.join(arguments)}), and {error}. "
+                    f"{field}={name}: the run calls it with ({', '.join(arguments)}): {error}. "
                     f"Write def {name.rpartition(':')[2]}({', '.join(arguments)})"
                 ) from error
             except ValueError:
@@ -54,8 +54,8 @@ class UserFunctions:
                 del self._functions[name]
                 where = "".join(traceback.format_exception(error)).rstrip()
                 self._note(
-                    f"{self._field}={name} raised {type(error).__name__}: {error}. The run goes "
-                    f"on without it\n{where}"
+                    f"{self._field}={name} raised {type(error).__name__}: {error}. The run "
+                    f"continues without this function\n{where}"
                 )
         return numbers_found
 

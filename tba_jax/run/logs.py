@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of a run, and the responses that are written beside them.
 
-Invariant: a log that is shorter than its checkpoint says is named, on the display and in the log
-itself.
+Invariant: if a log is shorter than its checkpoint recorded, the display and the schedule log name
+it.
 """
 
 import itertools

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of sampled groups to groups of trajectories: reference, grades, provenance.
 
-Each function takes any number of groups: a single finished one, or a whole round. Invariant: every
-episode is a trajectory of its prompt's group, or counted there as rejected by its reason.
+Each function takes any number of groups: a single finished one, or a whole round. Invariant: each
+episode becomes a trajectory of its prompt's group, or is counted in that group as rejected, with
+the reason.
 """
 
 import itertools

@@ -28,7 +28,8 @@ from tba_jax.weights.transport import Published
 
 # First fold of the root key: separates searcher draws from other uses of the seed.
 SEARCHER_ROLE = 1
-# Folded into the key of a round or ticket, beyond any number of its samples.
+# Folded into the key of a round or ticket to get the key of continuations. It is larger than any
+# sample's index.
 _CONTINUED = 2**31 - 1
 
 

@@ -61,8 +61,8 @@ class VersionWriter:
     Args:
         workdir: the run's directory.
         program: copy and cast of the params.
-        session: identifier of this start of the run, whose versions alone count; "": versions of
-            earlier starts stay.
+        session: ID of this start of the run. Readers use only versions with this ID. "": versions
+            of earlier starts stay.
         members: the training processes.
         timeout_s: a version that takes longer has failed.
         kept: returns further versions to keep.

@@ -79,8 +79,8 @@ class Versions:
         """List a written version; delete old versions and remains of killed processes.
 
         Args:
-            version: all of its files are written, and no other version is being written. Versions
-                after this one are of steps that will be repeated.
+            version: version whose files are all written; no other version may be in progress. Later
+                versions belong to steps that the run will repeat, so they are deleted.
             wanted: older versions to keep, too.
 
         Raises:

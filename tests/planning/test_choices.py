@@ -119,7 +119,9 @@ def test_a_fleet_bounds_the_ratios_of_exact_trajectory_balance():
     config = choices.choose(make_config(FLEET), {})
     assert config.objective.built.importance == "token_clip"
     (line,) = choices.lines(config)
-    assert "objective.importance=token_clip (weights reach other processes some steps late)" in line
+    assert (
+        "objective.importance=token_clip (weights reach other processes several steps late)" in line
+    )
 
 
 @pytest.mark.parametrize(

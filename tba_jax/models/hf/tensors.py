@@ -30,8 +30,9 @@ class HFTensor:
             leaf in our order.
         num_experts: number of such tensors, one for each expert, along the first axis of our
             leaves; their names have the expert's number in place of `*`. 0: one tensor.
-        widths: sizes of the leaves' parts along the second axis of the grid, whose first axis are
-            groups of such parts; empty: leaves of equal shape. `order` then is of a part's axes.
+        widths: sizes of the leaves' parts along the second axis of the grid; the first axis counts
+            groups of such parts. Empty: all leaves have one shape. If set, `order` permutes the
+            axes of one part.
         shapes: with widths, the shapes of the leaves.
         is_mxfp4: the files have four-bit blocks and their scales in place of the tensor.
     """

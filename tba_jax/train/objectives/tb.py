@@ -107,8 +107,8 @@ class TrajectoryBalance(Objective):
             "weight by the ratio to the sampler, without gradient. Per token: token_clip: 0 above "
             "the cap; truncated: at most the cap; masked: 0 outside floor and cap. Per response: "
             "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean. "
-            "Without a value, exact Trajectory Balance takes token_clip where weights reach the "
-            "searchers as files (fleet, whole_hosts)",
+            "If this setting is not given, exact Trajectory Balance uses token_clip where weights "
+            "reach the searchers as files (fleet, whole_hosts)",
         )
     )
     importance_cap: float = field(8.0, "largest ratio to the sampler", above=0)
