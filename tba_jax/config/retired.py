@@ -55,8 +55,8 @@ _CONVERTED: Mapping[str, str] = {
         (f"search.explore_{name}" for name in ("share", "min_temperature", "max_temperature")),
         'Write --config.search.explore="SHARE,LOW,HIGH"',
     ),
-    "search.vine_tokens": "Its name is objective.vine_tokens, and it needs objective.name=vineppo",
-    "search.vine_samples": "Its name is objective.vine_samples, and it needs objective.name=vineppo",
+    "search.vine_tokens": "Its name is objective.vine_tokens; it needs objective.name=vineppo",
+    "search.vine_samples": "Its name is objective.vine_samples; it needs objective.name=vineppo",
     "xla.preset": "Set --config.xla.options=overlap",
 }
 
