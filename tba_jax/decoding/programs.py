@@ -298,7 +298,9 @@ def _run_layers(
 
     def mix(x: delta.Inputs, layer: int) -> tuple[Array, LayerCache]:
         columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
-        out, state = delta.mix(x._replace(**columns), is_new, recent[layer])
+        before = recent[layer]
+        assert isinstance(before, delta.State), "DeltaNet layers have states, not keys and values"
+        out, state = delta.mix(x._replace(**columns), is_new, before)
         return out[:, 0], state
 
     def with_caches(

@@ -444,16 +444,16 @@ QWEN3_5_MOE = dataclasses.replace(
     QWEN3_5,
     name="qwen3_5_moe_text",
     classes=("Qwen3_5MoeForCausalLM",),
-    keys=QWEN3_5.keys
-    | _EXPERT_KEYS
-    | {
+    keys={
+        **QWEN3_5.keys,
+        **_EXPERT_KEYS,
         "mlp_size": "moe_intermediate_size",
         "num_experts": "num_experts",
         "shared_size": "shared_expert_intermediate_size",
     },
     other_settings={"num_local_experts": "num_experts"},
-    defaults=QWEN3_5.defaults
-    | {
+    defaults={
+        **QWEN3_5.defaults,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,
