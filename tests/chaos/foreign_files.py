@@ -97,7 +97,7 @@ def write_as_a_run_does(workdir: Path) -> None:
         versions.begin(version)
         versions.path(version).mkdir()
         (versions.path(version) / "array").write_text("ours")
-        versions.add(version, keep=2)
+        versions.add(version)
 
 
 def train(workdir: Path, config, real: bool) -> str:

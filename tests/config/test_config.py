@@ -264,8 +264,11 @@ def test_no_field_is_dead():
             "config.search.cache_dtype = 'int8': the decode kernel of model.attention=tpu_kernel",
         ),
         ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
-        ({"lora.modules": ("q", "embed")}, "must be some of q, k, v, o, gate, up, down, each once"),
-        ({"lora.modules": ()}, "must be some of q, k, v, o, gate, up, down, each once"),
+        (
+            {"lora.modules": ("q", "embed")},
+            "must be some of q, q_gate, k, v, o, gate, up, down, delta_q, ",
+        ),
+        ({"lora.modules": ()}, "must be some of q, q_gate, k, v, o, gate, up, down, delta_q, "),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of auto, in_flight"),
         (
             {"search.swap": "in_flight", "objective.name": "rloo"},
