@@ -92,7 +92,7 @@ def test_a_notebook_gives_reward_objective_callbacks_metric_and_figure(tmp_path)
     assert lines[-1] == "all is well"
     told = "\n".join(lines)
     assert "notebook.py:double returned nan as 'own/nothing', which is left out" in told
-    assert "log.callbacks=notebook.py:fails raised KeyError: 'train/los'. The run goes on" in told
+    assert "log.callbacks=notebook.py:fails raised KeyError: 'train/los'. The run continues" in told
     assert told.count("raised KeyError") == 1 and ", in fails" in told
     assert "eval.metrics=mine.py:own_length returned nan as 'bad'" in told
     page = (tmp_path / "a" / "report.html").read_text()
