@@ -23,7 +23,7 @@ from tba_jax.config.retired import upgrade
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, unflatten
 from tba_jax.devices.placement import MODES
-from tba_jax.devices.platform import ignore_absent_tpu, take_gpu_memory
+from tba_jax.devices.platform import prepare_process
 from tba_jax.report import files
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.settings import ConfigError, given_names, importable_name
@@ -107,13 +107,11 @@ def run_training(
     from tba_jax.run.workdir import begun_config
 
     workdir = local_folder(workdir, "workdir")
+    prepare_process()
     config = choose(config, begun_config(workdir))
     validate(config)
     for line in lines(config):
         print(line)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
-    take_gpu_memory()
-    ignore_absent_tpu()
     interruption = None
     # Python handles signals only in the main thread; in another thread a run ends by itself.
     if threading.current_thread() is threading.main_thread():

@@ -235,11 +235,6 @@ def _run_pod(config: Config, workdir: Path) -> int:
 
 def cli(argv: Sequence[str] | None = None) -> int:
     """Run the command; a user error becomes one line on standard error."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
-    from tba_jax.devices.platform import ignore_absent_tpu, take_gpu_memory
-
-    take_gpu_memory()
-    ignore_absent_tpu()
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
         return run_command(_help)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba_jax.devices.platform import prepare_process
+
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of `python -m tba_jax.bench.NAME`."""
@@ -65,6 +67,7 @@ def run_command(
     argv = sys.argv[1:] if argv is None else argv
     parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
     args = parser.parse_args(argv)
+    prepare_process()
     try:
         result = measure(args)
     except ValueError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from absl import logging as absl_logging
 
+from tba_jax.devices.platform import prepare_process
 from tba_jax.run.errors import tell
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -27,6 +28,7 @@ def run_command(main: Callable[[], int]) -> int:
     A command whose output pipe is closed, as in `COMMAND | head`, prints nothing and returns the
     exit code of SIGPIPE.
     """
+    prepare_process()
     # Orbax warns about folders that it only reads, and logs one failure with several tracebacks.
     absl_logging.set_verbosity(absl_logging.FATAL)
     try:

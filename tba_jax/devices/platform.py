@@ -8,6 +8,7 @@ a process without a GPU can plan for one.
 import glob
 import importlib.util
 import os
+import sys
 from typing import Any, Literal
 
 Platform = Literal["any", "cpu", "cuda", "rocm", "tpu"]
@@ -22,19 +23,27 @@ per group of devices, so 0.3 GiB; a run has at most three such groups).
 """
 
 
+def prepare_process() -> None:
+    """Set JAX's environment for a command; call before a device is used.
+
+    Unset variables only: the share of GPU memory that JAX preallocates, and silence of XLA and of
+    libtpu. Where libtpu is installed for plans and no accelerator is attached, JAX would load it,
+    and libtpu would print that it finds no TPU.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    take_gpu_memory()
+    accelerators = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd")
+    if not importlib.util.find_spec("libtpu") or any(map(glob.glob, accelerators)):
+        return
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax = sys.modules.get("jax")  # JAX reads the variable when it is imported
+    if jax is not None and not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
 def take_gpu_memory() -> None:
     """Set the share of GPU memory that JAX preallocates, if unset; call before using a device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
-
-
-def ignore_absent_tpu() -> None:
-    """Keep libtpu silent on a machine without accelerators; call before using a device.
-
-    If libtpu is installed for plans, JAX would load it, and it would print that it finds no TPU.
-    """
-    accelerators = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd")
-    if importlib.util.find_spec("libtpu") and not any(map(glob.glob, accelerators)):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def platform_of(device: Any) -> Platform:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from absl import logging as absl_logging
 
-from tba_jax.commands import export, report
+from tba_jax.commands import entry_point, export, report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.saved import load_run_config
 from tba_jax.config.retired import RETIRED
@@ -73,6 +73,14 @@ def test_what_storage_refuses_is_one_line_with_the_file_and_no_traceback(number,
     code, (line,) = told(error, capsys)
     assert code == 1 and "bug report" not in line
     assert line.startswith(f"error: /runs/a/plots/loss.png cannot be used: {message}")
+
+
+def test_every_command_prepares_its_process(monkeypatch):
+    """First of all: JAX reads the environment once."""
+    calls = []
+    monkeypatch.setattr(entry_point, "prepare_process", lambda: calls.append("prepared"))
+    assert run_command(lambda: calls.append("run") or 0) == 0
+    assert calls == ["prepared", "run"]
 
 
 def test_a_full_standard_output_is_one_line():

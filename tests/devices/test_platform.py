@@ -4,6 +4,7 @@
 import glob
 import importlib.util
 import os
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tba_jax.devices.platform import ignore_absent_tpu, platform_of
+from tba_jax.devices.platform import platform_of, prepare_process
 from tba_jax.devices.site import ANY_DEVICE, Site, any_device
 
 
@@ -48,8 +49,12 @@ def test_a_site_has_the_platform_of_its_devices():
 
 @pytest.mark.parametrize(("has_files", "expected"), [(False, "cpu"), (True, None)])
 def test_libtpu_is_not_loaded_without_an_accelerator(has_files, expected, monkeypatch):
+    """Also in a process that has imported JAX before the command begins."""
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu")
     monkeypatch.setattr(glob, "glob", lambda pattern: [pattern] if has_files else [])
-    ignore_absent_tpu()
+    config = SimpleNamespace(jax_platforms=None, update=lambda name, x: setattr(config, name, x))
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))
+    prepare_process()
     assert os.environ.get("JAX_PLATFORMS") == expected
+    assert config.jax_platforms == expected
