@@ -45,7 +45,7 @@ _PLACEMENT = (
 )
 _DTYPES = ("model.compute_dtype", "model.rollout_dtype")
 _ROWS = "batch.micro_batch_rows"
-_IMPORTANCE = "objective.importance"
+_RATIOS = ("objective.importance", "objective.weights")
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "task.max_prompt_tokens": (0, LENGTHS),
@@ -214,7 +214,8 @@ def _stabilised(config: Config) -> Config:
     if not is_open or not writes_versions(config):
         return config
     about = "weights reach other processes several steps late"
-    bounded = _chosen(config, {_IMPORTANCE: "token_clip"}, about)
+    # Bounded ratios need responses to count as often as they were drawn.
+    bounded = _chosen(config, dict(zip(_RATIOS, ("token_clip", "drawn"), strict=True)), about)
     try:
         validate(bounded)
     except ConfigError:  # e.g. data of no sampler: task.start_path
@@ -259,7 +260,8 @@ def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
     """
     has_open_placement = not config.num_searchers
     names = [name for name in open_settings(config) if name in saved]
-    names += [_IMPORTANCE] if _leaves_ratios_open(config) and _IMPORTANCE in saved else []
+    if _leaves_ratios_open(config) and saved.get(_RATIOS[0], "none") != "none":
+        names += [name for name in _RATIOS if name in saved]
     config = replace(config, {name: saved[name] for name in names})
     if not has_open_placement or MODES[config.placement].searches_elsewhere:
         return config

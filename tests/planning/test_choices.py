@@ -6,6 +6,7 @@ import types
 import jax
 import pytest
 
+from tba_jax.config.notes import notes
 from tba_jax.config.schema import flatten, get_field, make_config
 from tba_jax.devices.placement import MeshShape
 from tba_jax.planning import choices, fitting
@@ -116,8 +117,12 @@ FLEET = {"task.max_prompt_tokens": 12, "placement": "fleet", "num_searchers": 1}
 
 
 def test_a_fleet_bounds_the_ratios_of_exact_trajectory_balance():
-    config = choices.choose(make_config(FLEET), {})
+    given = make_config(FLEET | {"objective.weights": "equal"})
+    config = choices.choose(given, {})
     assert config.objective.built.importance == "token_clip"
+    assert config.objective.weights == "drawn" and notes(config) == []
+    assert choices.choose(given, flatten(config)).objective == config.objective
+    config = choices.choose(make_config(FLEET), {})
     (line,) = choices.lines(config)
     assert (
         "objective.importance=token_clip (weights reach other processes several steps late)" in line
