@@ -32,7 +32,7 @@ def _check_metrics(run: Run) -> None:
         )
 
 
-def _serve(given: str, folder: Path, port: int) -> int:
+def _serve(given: str, folder: Path, port: int, figures: str) -> int:
     """Serve the live page until Ctrl-C.
 
     Raises:
@@ -45,10 +45,9 @@ def _serve(given: str, folder: Path, port: int) -> int:
             f"--live {given}: an object store cannot be followed. Run the command where the run "
             "is, on its local folder, or leave --live out"
         )
-    page = LivePage(folder)
+    page = LivePage(folder, figures)
     server = LiveServer(page, port)
     page.update()
-    os.nice(10)  # lower priority from here on, so that a run on this machine is not slowed
     print(f"{server.address}\nCtrl-C ends it.", flush=True)
     try:
         server.run()
@@ -80,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.with_parent:
         end_with_parent()
     if arguments.with_parent or arguments.live is not None:
-        os.nice(10)  # Training goes first.
+        os.nice(19)  # the lowest priority, so that a run on this machine is not slowed
     try:
         folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
         check_for_report(folder)
         if arguments.live is not None:
-            return _serve(arguments.workdir, folder, arguments.live)
+            return _serve(arguments.workdir, folder, arguments.live, arguments.figures)
         run = load_run(folder)
         _check_metrics(run)
         page = write_report(run, arguments.figures)

@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 
 from tba_jax.report import plots, sample_browser
+from tba_jax.report.build import draw_own
 from tba_jax.report.document import document, escaped
 from tba_jax.report.figures import FIGURES
 from tba_jax.report.files import Run, assemble
@@ -124,6 +125,7 @@ class LivePage:
 
     Args:
         workdir: work directory of the run.
+        own: figures of the user, in the format of `report.figures`.
         clock: monotonic seconds.
         work_clock: processor seconds of this process.
         num_cores: cores of the machine.
@@ -137,6 +139,8 @@ class LivePage:
     def __init__(
         self,
         workdir: Path,
+        own: str = "",
+        *,
         clock: Callable[[], float] = time.monotonic,
         work_clock: Callable[[], float] = time.process_time,
         num_cores: int | None = None,
@@ -150,6 +154,9 @@ class LivePage:
         self._run: Run | None = None
         self._shown: Run | None = None  # the run that the pictures show
         self._pictures: dict[tuple[str, str], bytes] = {}
+        self._own = [*filter(None, map(str.strip, own.split(",")))]
+        self._errors: dict[str, str] = {}  # of the user's figures; one that failed stays undrawn
+        self._shown_errors = 0
         self._number, self._next_pictures_s = 0, 0.0
         self.version, self.title, self.body = 0, "", ""
 
@@ -165,7 +172,9 @@ class LivePage:
                 start = _newest_part(self._workdir / "schedule.jsonl")
                 self._run = assemble(self._workdir, self._log.metrics(), start)
                 self._render()
-            elif self._run is not self._shown and self._clock() >= self._next_pictures_s:
+            elif len(self._errors) > self._shown_errors or (
+                self._run is not self._shown and self._clock() >= self._next_pictures_s
+            ):
                 self._render()
             self._seen, self._fault = seen, ""
         except (ValueError, OSError) as error:
@@ -187,26 +196,44 @@ class LivePage:
             self._next_pictures_s = self._clock() + _PERIOD_S
         self.title = f"{headline(run)} · {run_name(run)}"
         names = [x.name for x in FIGURES if x.name != "timeline" or run.busy_shares]
-        addresses = {
-            name: (f"{self._number}/light/{name}", f"{self._number}/dark/{name}") for name in names
+        own = {
+            name.rpartition(":")[2]: self._errors.get(f"own{i}") or self._addresses(f"own{i}")
+            for i, name in enumerate(self._own)
         }
+        self._shown_errors = len(self._errors)
         self.body = _status(run, is_behind=self._log.is_behind) + render_body(
-            run, addresses, is_live=True
+            run, {name: self._addresses(name) for name in names}, own, is_live=True
         )
         self.version += 1
 
+    def _addresses(self, name: str) -> tuple[str, str]:
+        return f"{self._number}/light/{name}", f"{self._number}/dark/{name}"
+
     def picture(self, theme: str, name: str) -> bytes:
-        """Return the newest picture of a figure; empty where the run has nothing to draw."""
+        """Return the newest picture of a figure; empty where there is nothing to draw.
+
+        Args:
+            theme: light or dark.
+            name: name of a figure; own0, own1, ... for the user's figures.
+        """
         draw = {figure.name: figure.draw for figure in FIGURES}.get(name)
-        if draw is None or theme not in _THEMES or self._shown is None:
+        own = {f"own{i}": x for i, x in enumerate(self._own)}.get(name, "")
+        if not (draw or own) or theme not in _THEMES or self._shown is None:
             return b""
-        if (theme, name) not in self._pictures:
+        if (theme, name) not in self._pictures and name not in self._errors:
             began = self._work_clock()
-            figure = draw(self._shown, _THEMES[theme])
-            self._pictures[theme, name] = plots.to_png(figure, _DPI) if figure else b""
+            if draw:
+                figure = draw(self._shown, _THEMES[theme])
+                self._pictures[theme, name] = plots.to_png(figure, _DPI) if figure else b""
+            else:
+                [drawn] = draw_own(self._shown, own, _DPI).values()
+                if isinstance(drawn, str):
+                    self._errors[name] = drawn
+                else:
+                    self._pictures["light", name], self._pictures["dark", name] = drawn
             if not self._shown.is_finished:
                 self._next_pictures_s += self._rest * (self._work_clock() - began)
-        return self._pictures[theme, name]
+        return self._pictures.get((theme, name), b"")
 
     def _show_message(self, fault: str) -> None:
         """Show a message above the page, which stays unchanged."""

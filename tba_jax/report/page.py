@@ -180,16 +180,16 @@ def _pictures(run: Run, pictures: Addresses, section: str, *, is_lazy: bool) -> 
     return "".join(cells)
 
 
-def _own_figures(own: Mapping[str, tuple[bytes, bytes] | str]) -> str:
+def _own_figures(own: Mapping[str, tuple[str, str] | str], *, is_lazy: bool) -> str:
     cells = [
-        f"<figure><figcaption><h3>{escaped(title)}</h3></figcaption>"
+        f'<figure class="own{i}"><figcaption><h3>{escaped(title)}</h3></figcaption>'
         + (
             f"<pre>{escaped(x)}</pre>"
             if isinstance(x, str)
-            else picture(png_address(x[0]), png_address(x[1]), title)
+            else picture(*x, title, is_lazy=is_lazy)
         )
         + "</figure>"
-        for title, x in own.items()
+        for i, (title, x) in enumerate(own.items())
     ]
     return section("Your figures", f'<div class="grid">{"".join(cells)}</div>') if cells else ""
 
@@ -402,24 +402,36 @@ def render(
         pictures: figure -> PNG files of the light and the dark theme.
         own: the same for the user's figures, or the error of a figure as text.
     """
-    addresses = {
-        name: (png_address(light), png_address(dark)) for name, (light, dark) in pictures.items()
+    addresses = {name: _embedded(*drawn) for name, drawn in pictures.items()}
+    own_addresses = {
+        title: drawn if isinstance(drawn, str) else _embedded(*drawn)
+        for title, drawn in own.items()
     }
-    body = render_body(run, addresses, own=_own_figures(own))
+    body = render_body(run, addresses, own_addresses)
     return document(headline(run), run_name(run), body, sample_browser.STYLE, sample_browser.SCRIPT)
+
+
+def _embedded(light: bytes, dark: bytes) -> tuple[str, str]:
+    return png_address(light), png_address(dark)
 
 
 def run_name(run: Run) -> str:
     return str(run.report.get("name") or run.config.get("name") or run.workdir.name)
 
 
-def render_body(run: Run, pictures: Addresses, *, own: str = "", is_live: bool = False) -> str:
+def render_body(
+    run: Run,
+    pictures: Addresses,
+    own: Mapping[str, tuple[str, str] | str] = types.MappingProxyType({}),
+    *,
+    is_live: bool = False,
+) -> str:
     """Return the contents of the page as HTML text.
 
     Args:
         run: the run.
         pictures: addresses of the pictures.
-        own: section of the user's figures, as HTML.
+        own: the same for the user's figures, or the error of a figure as text.
         is_live: the page follows a running process, so it has no advice on how to continue the
             run, and loads pictures that come into view.
     """
@@ -437,7 +449,7 @@ def render_body(run: Run, pictures: Addresses, *, own: str = "", is_live: bool =
         _notice(run, is_live=is_live),
         _tiles(run),
         section(LEARNED, f'{no_evaluation}<div class="grid">{learned}</div>'),
-        own,
+        _own_figures(own, is_lazy=is_live),
         _samples(run),
         sample_browser.browser(
             run.workdir / "samples.jsonl", _LIVE_BYTES if is_live else _FILE_BYTES

@@ -76,7 +76,7 @@ def test_an_update_reads_a_bounded_part_of_the_log(tmp_path):
 def test_the_page_follows_the_run_and_rests_after_an_update(tmp_path):
     fake_workdir(tmp_path, num_steps=40, made_steps=10, report=False)
     clock, work = Clock(), Clock()
-    page = LivePage(tmp_path, clock, work)
+    page = LivePage(tmp_path, clock=clock, work_clock=work)
     page.update()
     assert page.version == 1 and "in progress: step 10 of 40" in page.body
     assert "Run the same command" not in page.body
@@ -97,7 +97,7 @@ def test_the_page_follows_the_run_and_rests_after_an_update(tmp_path):
 def test_pictures_are_drawn_on_request_and_rest_in_proportion_to_their_work(tmp_path):
     fake_workdir(tmp_path, num_steps=40, made_steps=10, report=False)
     clock, work = Clock(), Clock()
-    page = LivePage(tmp_path, clock, work, num_cores=4)
+    page = LivePage(tmp_path, clock=clock, work_clock=work, num_cores=4)
 
     def grow(made_steps):
         fake_workdir(tmp_path, num_steps=40, made_steps=made_steps, report=False)
@@ -117,10 +117,33 @@ def test_pictures_are_drawn_on_request_and_rest_in_proportion_to_their_work(tmp_
     assert grow(30) == ["2"] and page.picture("light", "reward") != first
 
 
+def test_figures_of_the_user_are_drawn_on_request_and_their_errors_shown(tmp_path):
+    fake_workdir(tmp_path, num_steps=40)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import matplotlib.figure\n"
+        "def good(run, theme): return matplotlib.figure.Figure()\n"
+        "def bad(run, theme): return run.no_such_thing\n"
+    )
+    clock = Clock()
+    page = LivePage(tmp_path, f"{file}:good,{file}:bad", clock=clock)
+    page.update()
+    assert 'src="1/light/own0"' in page.body and 'src="1/light/own1"' in page.body
+    assert page.picture("dark", "own0").startswith(b"\x89PNG")
+    assert page.picture("light", "own1") == b""
+    clock.now = 100.0
+    page.update()
+    assert page.version == 2 and "no_such_thing" in page.body
+    assert 'light/own0"' in page.body and 'light/own1"' not in page.body
+    page._next_s = 0.0
+    page.update()
+    assert page.version == 2
+
+
 def test_a_damaged_line_is_said_above_the_page(tmp_path):
     fake_workdir(tmp_path, num_steps=10)
     clock = Clock()
-    page = LivePage(tmp_path, clock)
+    page = LivePage(tmp_path, clock=clock)
     page.update()
     with open(tmp_path / "metrics.jsonl", "a") as log:
         log.write('{"step": <b>}\n')
