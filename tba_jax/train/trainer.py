@@ -32,7 +32,7 @@ from tba_jax.weights.transport import Transport
 
 
 class NonFiniteError(RuntimeError):
-    """Too many consecutive steps had a non-finite loss or gradient; has the last metrics."""
+    """Too many consecutive steps had a non-finite loss or gradient."""
 
 
 class Shown(NamedTuple):
@@ -247,10 +247,11 @@ class Trainer:
         if in_a_row >= MAX_NONFINITE_STEPS:
             raise NonFiniteError(
                 f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
-                f"{values['train/grad_norm']}: not finite in {in_a_row} consecutive steps; "
-                f"last metrics: {values}. Lower --config.optimizer.learning_rate or raise "
-                "--config.objective.beta, and start again with another --workdir: the newest "
-                "checkpoint may be damaged by the same divergence"
+                f"{values['train/grad_norm']}: not finite in {in_a_row} consecutive steps. "
+                "Lower --config.optimizer.learning_rate or raise --config.objective.beta (an "
+                "objective of your own: look for a division by zero or a logarithm of zero), and "
+                "start again with another --workdir: the newest checkpoint may be damaged by the "
+                "same divergence"
             )
         step = self.step_index
         self.step_index += 1
