@@ -190,7 +190,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
     last_words = FailureNotice(everyone)
     held = contextlib.ExitStack()
     try:
-        from tba_jax.planning.choices import choose_together, lines
+        from tba_jax.planning.choices import choose_together, lines, lowered
 
         given = len(config.chosen)
         config = choose_together(config, everyone, begun_config(workdir))
@@ -206,6 +206,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
             accept_changed=_ACCEPT_CHANGED.value,
             start_s=_PROCESS_START,
             held=held,
+            lower=lowered,
         )
         code = 0
         if outcome is not None and cluster.is_primary:

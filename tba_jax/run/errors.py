@@ -41,15 +41,27 @@ class OutOfMemory(RuntimeError):
 
     Args:
         reason: first line of the runtime's error.
+
+    Attributes:
+        smaller: smaller sizes that the run recorded for its next attempt, in words; "": none.
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"device memory ran out before the first update ({reason}). Set fewer "
-            "--config.batch.micro_batch_rows or --config.search.num_slots; python -m tba_jax.plan "
-            "shows what a device holds"
+        super().__init__(reason)  # the only argument, so that Ray can pass the error on
+        self.smaller = ""
+
+    @property
+    def reason(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        advice = (
+            "Set fewer --config.batch.micro_batch_rows or --config.search.num_slots; "
+            "python -m tba_jax.plan shows what a device holds"
         )
-        self.reason = reason
+        if self.smaller:
+            advice = f"Run the same command again: it takes {self.smaller}"
+        return f"device memory ran out before the first update ({self.reason}). {advice}"
 
 
 class WorkdirLost(RuntimeError):
@@ -125,6 +137,7 @@ def is_mendable(error: BaseException) -> bool:
         PublicationError,
         RewardFailure,
         NonFiniteError,
+        OutOfMemory,
         StarvedError,
         StorageError,
         DeviceLockError,

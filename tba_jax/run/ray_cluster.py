@@ -32,7 +32,7 @@ from tba_jax.remote.searcher_table import BoundedClock
 from tba_jax.report.relay import Display, show
 from tba_jax.run.errors import FleetError, UserError
 from tba_jax.run.lock import Hold
-from tba_jax.run.workdir import Outcome, claim, finished_before, run_id_of
+from tba_jax.run.workdir import Outcome, run_id_of
 
 _LOOK_S = 0.2  # between two checks of all actors
 _REMIND_S = 60.0  # between two lines about a missing machine
@@ -49,6 +49,7 @@ _PERIOD_S = 2.0
 def train_fleet(
     config: Config,
     workdir: Path,
+    hold: Hold,
     *,
     interrupted: Callable[[], bool],
     accept_changed: Collection[str] = (),
@@ -59,19 +60,17 @@ def train_fleet(
     Args:
         config: validated.
         workdir: work directory, visible on all machines.
+        hold: lease of it.
         interrupted: checked all the time; an interrupted run can be continued.
         accept_changed: as in `session.train`.
         display: where progress is shown.
 
     Raises:
-        UserError: as `session.train`; or Ray is not installed or not reachable.
+        UserError: Ray is not installed or not reachable.
         FleetError: processes die without progress.
     """
-    hold = claim(workdir, config)
-    if hold is None:
-        return finished_before(config, workdir)
     workdir = workdir.absolute()
-    with hold, _ray(config, display) as ray:
+    with _ray(config, display) as ray:
         fleet = _Fleet(ray, config, workdir, hold, accept_changed, display)
         try:
             return fleet.run(interrupted)

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.schema import Config, flatten
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from tba_jax.run.lock import Hold
     from tba_jax.run.schedule_replay import Schedule
 
-T = TypeVar("T")
 Lower = Callable[[Config], Config | None]
 """Returns the config with smaller choices; None where the run chose nothing that can be smaller."""
 _POLL_S = 1.0  # between two questions of an idle process whether the run has ended
@@ -69,9 +68,11 @@ def train(
         accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
         schedule: schedule to replay; the directory must not hold a run.
         start_s: `time.perf_counter` at the start of the run's time; None: now.
-        lower: as in `_attempt`; by default a run that exceeds the device memory ends.
+        lower: chooses smaller sizes for a second attempt where device memory runs out before the
+            first update; by default the run ends.
 
     Raises:
+        OutOfMemory: there is nothing to lower, or memory runs out again.
         UserError: the directory holds another run, or another process holds it; model, data or
             another kind of KINDS changed; or the reward function cannot be used.
         StorageError: the store cannot be used, or fails for too long.
@@ -80,23 +81,25 @@ def train(
     start_s = time.perf_counter() if start_s is None else start_s
     if schedule is not None and holds_run(Path(workdir), config):
         raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
-    if MODES[config.placement].searches_elsewhere:
-        return _train_fleet(config, Path(workdir), interrupted, accept_changed, schedule)
-    with _claimed(config, workdir) as (folder, hold):
-        if hold is None:
-            return finished_before(config, folder)
-        cluster = start_cluster(config)
-        from tba_jax.run.conduct import conduct, replaying
+    is_fleet = MODES[config.placement].searches_elsewhere
+    if is_fleet and schedule is not None:
+        raise UserError("a schedule is replayed in one process; give another placement")
 
-        def again(smaller: Config, line: str) -> None:
-            begin_run(folder, smaller, inspect(folder).run_id)
-            print(line, flush=True)
+    def attempt(config: Config, lower: Lower) -> Outcome:
+        with (
+            _claimed(config, workdir) as (folder, hold),
+            _recording(config, folder, lower),
+        ):
+            if hold is None:
+                return finished_before(config, folder)
+            if is_fleet:
+                return _train_fleet(config, folder, hold, interrupted, accept_changed)
+            from tba_jax.run.conduct import conduct, replaying
 
-        def run(config: Config) -> Outcome:
             return conduct(
                 config,
                 folder,
-                cluster,
+                start_cluster(config),
                 interrupted,
                 hold=hold,
                 accept_changed=accept_changed,
@@ -104,8 +107,16 @@ def train(
                 drive=None if schedule is None else replaying(schedule),
             )
 
-        # In a bucket, the logs of the first attempt cannot be cut back.
-        return _attempt(config, run, _lower_nothing if hold.companion else lower, again)
+    try:
+        return attempt(config, lower)
+    except OutOfMemory as error:
+        smaller, reason = lower(config), error.reason
+        if smaller is None:
+            raise
+    gc.collect()  # arrays of the first attempt, which frames of its error have kept
+    changes = _changes(config, smaller)
+    print(f"device memory ran out before the first update: {changes}. {reason}", flush=True)
+    return attempt(smaller, _lower_nothing)
 
 
 def _lower_nothing(config: Config) -> None:
@@ -113,34 +124,27 @@ def _lower_nothing(config: Config) -> None:
     del config
 
 
-def _attempt(
-    config: Config,
-    run: Callable[[Config], T],
-    lower: Lower,
-    again: Callable[[Config, str], None],
-) -> T:
-    """Return what a run returns; where device memory runs out, make it again with smaller choices.
+@contextlib.contextmanager
+def _recording(config: Config, workdir: Path, lower: Lower) -> Iterator[None]:
+    """Record smaller choices in config.json if device memory runs out, for the next attempt.
 
     Args:
         config: of the run.
-        run: makes the run with a config.
-        lower: chooses smaller.
-        again: prepares the second run; receives its config, and a line for the user.
-
-    Raises:
-        OutOfMemory: there is nothing to lower, or memory runs out again.
+        workdir: held by this process.
+        lower: chooses smaller sizes.
     """
     try:
-        return run(config)
+        yield
     except OutOfMemory as error:
-        smaller, reason = lower(config), error.reason
-        if smaller is None:
-            raise
-    gc.collect()  # arrays of the first run, which frames of its error have kept
+        if (smaller := lower(config)) is not None:
+            begin_run(workdir, smaller, inspect(workdir).run_id, is_lowered=True)
+            error.smaller = _changes(config, smaller)
+        raise
+
+
+def _changes(config: Config, smaller: Config) -> str:
     before, after = flatten(config), flatten(smaller)
-    changes = ", ".join(f"{n}={v} (was {before[n]})" for n, v in after.items() if v != before[n])
-    again(smaller, f"device memory ran out before the first update: {changes}. {reason}")
-    return run(smaller)
+    return ", ".join(f"{n}={v} (was {before[n]})" for n, v in after.items() if v != before[n])
 
 
 @contextlib.contextmanager
@@ -196,13 +200,11 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
 def _train_fleet(
     config: Config,
     workdir: Path,
+    hold: "Hold",
     interrupted: Callable[[], bool],
     accept_changed: Collection[str],
-    schedule: "Schedule | None",
 ) -> Outcome:
     """Train with placement=fleet: processes that Ray starts do the work."""
-    if schedule is not None:
-        raise UserError("a schedule is replayed in one process; give another placement")
     from tba_jax.run.conduct import make_display
     from tba_jax.run.ray_cluster import train_fleet
 
@@ -211,6 +213,7 @@ def _train_fleet(
         return train_fleet(
             config,
             workdir,
+            hold,
             interrupted=interrupted,
             accept_changed=accept_changed,
             display=display,
@@ -261,6 +264,7 @@ def run_job(
     accept_changed: Collection[str],
     start_s: float,
     held: contextlib.ExitStack,
+    lower: Lower,
 ) -> tuple[Cluster, Outcome | None]:
     """Do what this process of a job does, until the run ends or is interrupted.
 
@@ -272,6 +276,8 @@ def run_job(
         accept_changed: as in `conduct`.
         start_s: `time.perf_counter` when the run's time began to count.
         held: releases the work directory and the channel when it closes.
+        lower: chooses smaller sizes where device memory runs out before the first update. The next
+            start takes them; this one ends, because the other processes may wait in a collective.
 
     Returns:
         The processes that train, and the outcome; None in a process that only searches.
@@ -299,7 +305,8 @@ def run_job(
         _search(config, workdir, cluster, link, roles, interrupted)
         return cluster, None
     trainers = cluster.among(roles.train)
-    with peer_errors(trainers):
+    lowering = lower if hold is not None else _lower_nothing
+    with peer_errors(trainers), _recording(config, workdir, lowering):
         outcome = conduct(
             config,
             workdir,

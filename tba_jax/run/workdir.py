@@ -404,17 +404,22 @@ def begun_config(workdir: Path) -> dict[str, Any]:
     Raises:
         UserError: it is damaged.
     """
-    is_run = (workdir / "config.json").is_file() and _is_begun(workdir)
-    return upgrade(saved_config(workdir)) if is_run else {}
+    path = workdir / "config.json"
+    if not path.is_file():
+        return {}
+    saved = upgrade(saved_config(workdir))
+    return saved if _is_begun(workdir) or sealed.read(path).get("is_lowered") else {}
 
 
-def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
+def begin_run(workdir: Path, config: Config, run_id: str = "", *, is_lowered: bool = False) -> None:
     """Write config.json of a new run.
 
     Args:
         workdir: directory that this process holds or will hold.
         config: config of the run.
         run_id: ID of the run; "": a new one.
+        is_lowered: the next start takes the sizes of this config, because larger ones exceeded the
+            device memory.
 
     Raises:
         UserError: the directory cannot be written to.
@@ -425,6 +430,7 @@ def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
         "chosen": dict(config.chosen),
         "versions": versions(),
         "run_id": run_id or uuid.uuid4().hex[:16],
+        **({"is_lowered": True} if is_lowered else {}),
     }
     try:
         workdir.mkdir(parents=True, exist_ok=True)
