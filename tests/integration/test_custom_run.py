@@ -4,9 +4,13 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
-from commands import ROOT, lines, losses, run
+from commands import ROOT, environment, lines, losses, run
+
+from tba_jax.bench import rl_step_sides
 
 START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
 TEMPLATE = (
@@ -107,6 +111,70 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path,
     ]
     # Not quite the mean reward: format_reward's mean leaves out what it does not apply to.
     assert step["search/reward_mean"] == pytest.approx(sum(weighted), abs=0.25)
+
+
+def gsm8k_rows():
+    """Rows in the format of GSM8K."""
+    return [
+        {"question": f"Tom has {a} pens and buys {b}. How many?", "answer": f"{a}+{b} #### {a + b}"}
+        for a in range(10)
+        for b in range(5)
+    ]
+
+
+def chat_rows():
+    return [{"messages": [{"role": "user", "content": f"Add {n} and 1."}]} for n in range(50)]
+
+
+OWN_REWARDS = """
+def number(completions, answer, **kwargs):
+    return [float(a.split("#### ")[-1] in c) + len(c) / 100 for a, c in zip(answer, completions)]
+
+def brief(prompts, completions, completion_ids, **kwargs):
+    return [-abs(len(ids) - 16) / 16 for ids in completion_ids]
+
+def polite(completions, **kwargs):
+    return [len(message[0]["content"]) / 16 for message in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("reward", ["number", "brief", "polite"])
+def test_own_model_data_and_reward_are_one_command_with_three_settings(
+    reward, cache, tmp_path, chat_model
+):
+    """Questions and answers; a Qwen2 of 39M parameters with texts; a chat model with messages."""
+    (tmp_path / "rewards.py").write_text(OWN_REWARDS)
+    model, data = START_MODEL, tmp_path / "data.jsonl"
+    if reward == "number":
+        write_rows(data, gsm8k_rows())
+    elif reward == "brief":
+        load = {"folder": str(tmp_path), "shape": "39m", "seed": 0, "prompts": 8}
+        rl_step_sides.write(load | {"warm_steps": 2, "steps": 4, "prompt_tokens": 24})
+        model, data = tmp_path / "model", tmp_path / "data"
+    else:
+        write_rows(data, chat_rows())
+        model = chat_model
+    workdir = tmp_path / "run"
+    settings = {
+        "model.path": model,
+        "task.data_path": data,
+        "task.reward": f"{tmp_path}/rewards.py:{reward}",
+        "num_steps": 2,  # besides the three, for a short test
+    }
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", "--config=custom", f"--workdir={workdir}", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1400,
+        env=environment(cache),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and "chosen: task.max_prompt_tokens=" in done.stdout
+    assert sorted(losses(workdir)) == [1, 2] and (workdir / "report.html").exists()
 
 
 @pytest.mark.slow

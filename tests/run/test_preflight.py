@@ -152,8 +152,14 @@ def test_a_sound_command_has_no_problems(folder):
     assert problems(override(None, command(folder)[1:])) == []
 
 
-def test_the_command_prints_them_and_ends_before_weights_are_read(folder, tmp_path):
-    fields = {"task__reward": "{}/rewards.py:scroe", "optimizer__lr": 1e-4, "num_steps": 0}
+QUICK = "a misspelt function, a missing model"
+
+
+@pytest.mark.parametrize(
+    "name", [QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in BROKEN if n != QUICK)]
+)
+def test_the_command_prints_them_and_ends_before_weights_are_read(name, folder, tmp_path):
+    fields, expected = BROKEN[name]
     done = subprocess.run(
         [sys.executable, "-m", "tba_jax.main", *command(folder, **fields)[1:]],
         cwd=tmp_path,
@@ -163,9 +169,10 @@ def test_the_command_prints_them_and_ends_before_weights_are_read(folder, tmp_pa
     )
     assert done.returncode == 2
     first, *lines = done.stderr.rstrip().splitlines()
-    assert first == "error: 3 problems:" and len(lines) == 3
+    assert first == f"error: {len(expected)} problems:" and len(lines) == len(expected)
     assert all(line.startswith("- ") for line in lines)
-    assert not (tmp_path / "runs").exists()
+    assert all(any(text in line for line in lines) for text in expected)
+    assert "loading the model" not in done.stdout and not (tmp_path / "runs").exists()
 
 
 def test_a_misspelt_reward_ends_a_run_before_the_model_is_loaded(folder, tmp_path):
