@@ -3,19 +3,19 @@
 
     python -m tba_jax.bench.rl_step --json
     python -m tba_jax.bench.rl_step --peers=trl --peer_python=trl/bin/python --json
-    python -m tba_jax.bench.rl_step --grid --json
+    python -m tba_jax.bench.rl_step --grid=sizes --json
 
 A step samples responses to a batch of prompts, scores them under the reference, and trains on them
 once, in one thread. Our side is the main command's synchronous driver, read from its schedule log,
-with `batch.share_prompts` on (the default) and off. TRL gets the same checkpoint, prompts, reward,
-optimiser and KL coefficient, without gradient checkpointing, and its own micro-batches. Responses
-are sampled, so the sides have equal shapes and not equal texts; their mean length is reported.
-Every repeat of a side runs in a fresh process, and sides alternate; first steps (which compile) are
-excluded, and medians are over all other steps. `rest` is publication, merge and other work. Use a
-quiet machine: `step_s_of_repeats` shows disturbed repeats.
-With --grid, the settings that a run chooses are compared with twelve fixed combinations; the sides
-alternate. `over_best` is the fastest step with the chosen settings, divided by the fastest step of
-the twelve combinations.
+with its own choices unless flags say otherwise, and `batch.share_prompts` on (the default) and off.
+TRL gets the same checkpoint, prompts, reward, optimiser and KL coefficient, without gradient
+checkpointing, and its own micro-batches. Responses are sampled, so the sides have equal shapes and
+not equal texts; their mean length is reported. Every repeat of a side runs in a fresh process, and
+sides alternate; first steps (which compile) are excluded, and medians are over all other steps.
+`rest` is publication, merge and other work. Use a quiet machine: `step_s_of_repeats` shows
+disturbed repeats. With --grid, the settings that a run chooses are compared with settings by hand:
+`sizes`, twelve combinations, or `flags`, each of five settings alone. `over_best` is the fastest
+step with the chosen settings, divided by the fastest step by hand.
 """
 
 import argparse
@@ -38,16 +38,26 @@ _OURS: dict[str, dict[str, Any]] = {
     "tba_jax": {},
     "separate_prompts": {"batch.share_prompts": False},
 }
-# With --grid: the run's own choices, and settings by hand. Rows: a share of the batch.
-_GRID: dict[str, dict[str, Any]] = {
-    f"rows {share:g}, remat {remat}, chunk {steps}": {
-        "batch.micro_batch_rows": share,
-        "model.remat": remat,
-        "search.chunk_steps": steps,
-    }
-    for share in (0.25, 0.5, 1.0)
-    for remat in ("layers", "dots")
-    for steps in (4, 16)
+# Settings by hand to compare with the run's own choices. Rows: a share of the batch.
+_GRIDS: dict[str, dict[str, dict[str, Any]]] = {
+    "sizes": {
+        f"rows {share:g}, remat {remat}, chunk {steps}, xla {options or 'none'}": {
+            "batch.micro_batch_rows": share,
+            "model.remat": remat,
+            "search.chunk_steps": steps,
+            "xla.options": options,
+        }
+        for share in (0.25, 1.0)
+        for remat in ("layers", "dots")
+        for steps, options in ((4, ""), (16, ""), (16, "eigen"))
+    },
+    "flags": {
+        "share_prompts False": {"batch.share_prompts": False},
+        "xla none": {"xla.options": ""},
+        "xla eigen": {"xla.options": "eigen"},
+        "remat dots": {"model.remat": "dots"},
+        "rows 0.5": {"batch.micro_batch_rows": 0.5},
+    },
 }
 _CHOSEN = "chosen by the run"
 _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")
@@ -59,15 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--micro_batch_rows", type=int, default=16, help="rows, tba_jax")
-    parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="rows, peer")
-    parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
     parser.add_argument(
-        "--xla_preset", default="none", choices=("none", *xla.PRESETS), help="tba_jax"
+        "--micro_batch_rows", type=int, default=0, help="rows, tba_jax; 0: chosen by the run"
+    )
+    parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="rows, peer")
+    parser.add_argument("--remat", default="auto", choices=("auto", "none", "dots", "layers"))
+    parser.add_argument(
+        "--xla_preset", default="auto", choices=("none", *xla.PRESETS), help="tba_jax"
     )
     parser.add_argument("--peers", default="", help="trl")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
-    parser.add_argument("--grid", action="store_true", help="the run's choices and 12 by hand")
+    parser.add_argument(
+        "--grid", default="", choices=("", *_GRIDS), help="the run's choices and settings by hand"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="processes per side")
     parser.add_argument("--warm_steps", type=int, default=1, help="left out, per process")
     parser.add_argument("--steps", type=int, default=1, help="timed, per process")
@@ -88,14 +102,14 @@ def measure_grid(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     _check(args)
     job, written = _write(args, folder)
     rows = args.prompts * args.group
-    steps: dict[str, list[float]] = {name: [] for name in (_CHOSEN, *_GRID)}
+    grid = _GRIDS[args.grid]
+    steps: dict[str, list[float]] = {name: [] for name in (_CHOSEN, *grid)}
     chosen: dict[str, Any] = {}
     for repeat in range(args.repeats):
         for number, (side, found) in enumerate(steps.items()):
-            fields = dict(_GRID.get(side, {"batch.micro_batch_rows": 0}))
+            fields = {"batch.micro_batch_rows": 0, **grid.get(side, {})}
             fields["batch.micro_batch_rows"] = int(fields["batch.micro_batch_rows"] * rows)
             own = {"overrides": fields, "workdir": str(folder / f"{number}-{repeat}")}
-            own |= {"chooses": side == _CHOSEN}
             report = processes.run_side(
                 side.replace(" ", "_"), job | own, folder, command=_OURS_SIDE
             )
@@ -103,7 +117,7 @@ def measure_grid(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             chosen = report["chosen"] if side == _CHOSEN else chosen
             print(f"{side}: {min(found):.2f} s", file=sys.stderr)
     fastest = {side: min(found) for side, found in steps.items()}
-    by_hand = {side: fastest[side] for side in _GRID}
+    by_hand = {side: fastest[side] for side in grid}
     best = min(by_hand, key=lambda side: by_hand[side])
     return {
         "step_s": fastest[_CHOSEN],
@@ -176,17 +190,18 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "workload": {name: job[name] for name in job if hasattr(args, name)},
         "remat": args.remat,
         "xla_preset": args.xla_preset,
+        "chosen": reports["tba_jax"][0]["chosen"],
         "repeats": args.repeats,
         "hardware": processes.hardware(reports["tba_jax"][0]),
     }
 
 
 def _check(args: argparse.Namespace) -> None:
-    least = dict.fromkeys((*_SIZES, "micro_batch_rows", "repeats", "warm_steps", "steps"), 1)
-    reporting.check_least(args, least | {"group": 2, "peer_micro_batch_rows": 1})
+    least = dict.fromkeys((*_SIZES, "peer_micro_batch_rows", "repeats", "warm_steps", "steps"), 1)
+    reporting.check_least(args, least | {"group": 2, "micro_batch_rows": 0})
     rows = args.prompts * args.group
     for name in ("micro_batch_rows", "peer_micro_batch_rows"):
-        if rows % getattr(args, name):
+        if rows % (getattr(args, name) or rows):
             raise ValueError(
                 f"got --{name}={getattr(args, name)}, which does not divide the {rows} rows of a "
                 "step; give a divisor of --prompts times --group"

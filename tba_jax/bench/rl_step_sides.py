@@ -100,8 +100,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     workdir = Path(job["workdir"])
     config = run_config(job)
     validate(config)
-    if job.get("chooses"):
-        config = choose(config, {})
+    config = choose(config, {})
+    validate(config)
     train(config, workdir)
     steps = step_times(read_jsonl(workdir / "schedule.jsonl"))[job["warm_steps"] :]
     return {

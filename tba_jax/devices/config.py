@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tba_jax.settings import Section, field, need
 
-XLA_PRESETS = ("overlap", "eigen")
+XLA_PRESETS = ("auto", "overlap", "eigen")
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class XlaSettings(Section):
     """Compiler options of the train step."""
 
     options: str = field(
-        "",
+        "auto",
         "compiler options NAME=VALUE and presets for the trainer's platform, separated by commas; "
-        "later ones override earlier ones: overlap: collectives concurrent with matrix products, "
-        "on several GPUs or TPU chips (effect: results/structure.md); eigen: Eigen instead of "
-        "YNNPACK on CPU, faster for large products and slower for small ones "
-        "(results/train_step.md)",
+        "later ones override earlier ones: auto: eigen on CPU for a hidden size of at least 512, "
+        "else none; overlap: collectives concurrent with matrix products, on several GPUs or "
+        "TPU chips (effect: results/structure.md); eigen: Eigen instead of YNNPACK on CPU, faster "
+        "for large products and slower for small ones (results/train_step.md)",
         on_resume=True,
     )
 

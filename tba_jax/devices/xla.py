@@ -22,6 +22,7 @@ from tba_jax.settings import ConfigError
 _GIB = str(2**30)
 
 PRESETS: Mapping[str, Mapping[Platform, Mapping[str, str]]] = {
+    "auto": {},  # a run has replaced it before, where another preset is faster
     # Collectives concurrent with products: gathers of the next layer and scatters of the last, in
     # fewer and larger pieces. Latency hiding itself is on by default.
     "overlap": {

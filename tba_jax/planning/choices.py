@@ -45,6 +45,8 @@ _PLACEMENT = (
 )
 _DTYPES = ("model.compute_dtype", "model.rollout_dtype")
 _ROWS = "batch.micro_batch_rows"
+_OPTIONS = "xla.options"
+_WIDE = 512  # hidden size from which Eigen is faster on CPU (docs/results/train_step.md)
 _RATIOS = ("objective.importance", "objective.weights")
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -54,6 +56,7 @@ _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "search.num_slots": (0, ("search.num_slots",)),
     _ROWS: (0, (_ROWS,)),
     "model.remat": ("auto", ("model.remat",)),
+    _OPTIONS: ("auto", (_OPTIONS,)),
 }
 """Setting -> the value that requests a choice, and the settings that are then chosen."""
 
@@ -143,7 +146,7 @@ def on_devices(
         PlacementError: the placement is impossible on these devices.
     """
     platform = platform_of(devices[0])
-    config = with_dtypes(config, platform)
+    config = _with_options(with_dtypes(config, platform), model_config, platform)
     if not config.num_searchers:
         config = _placed(config, model_config, devices, memory_bytes)
     found = arrange(config.placement, devices, asked(config))
@@ -164,6 +167,14 @@ def on_devices(
 def with_dtypes(config: Config, platform: str) -> Config:
     """Return a config whose dtypes are chosen for a platform."""
     return _chosen(config, dtypes_on(config, platform), f"the faster one on {platform}")
+
+
+def _with_options(config: Config, model_config: TransformerConfig, platform: str) -> Config:
+    """Return a config with the compiler options that are faster for this model."""
+    if config.xla.options != "auto" or platform != "cpu" or model_config.hidden_size < _WIDE:
+        return config
+    about = f"faster on CPUs for a hidden size of {model_config.hidden_size}"
+    return _chosen(config, {_OPTIONS: "eigen"}, about)
 
 
 def lines(config: Config) -> list[str]:
@@ -247,7 +258,11 @@ def _placed(
 def _on_absent_devices(config: Config) -> Config:
     """Return a fleet's config, with dtypes for its resources and one searcher per process."""
     has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
-    config = with_dtypes(config, "accelerators" if has_accelerator else "cpu")
+    platform = "accelerators" if has_accelerator else "cpu"
+    config = with_dtypes(config, platform)
+    if config.xla.options == "auto" and platform == "cpu":
+        model_config = describe_model(config, with_weights=False).config
+        config = _with_options(config, model_config, platform)
     if config.num_searchers:
         return config
     return _chosen(config, {"num_searchers": 1}, "one for each searcher process")
