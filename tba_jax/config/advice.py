@@ -13,6 +13,8 @@ _MAX_EQUAL_SHARE = 0.8
 _EARLY_STEPS = 50  # a policy that has learned gives equal rewards, too
 _WAIT_FROM, _WAIT_TO = 5, 30  # steps between which waiting is measured
 _MAX_WAIT_SHARE = 0.3
+_MAX_PADDING_SHARE = 0.6
+_SHORT_ROW = 128  # tokens of a prompt and a response below which rows are not worth packing
 
 
 class Times(NamedTuple):
@@ -39,6 +41,7 @@ class Advice:
         self._said: set[str] = set()
         self._cut: collections.deque[float] = collections.deque(maxlen=_NUM_REPORTS)
         self._equal: collections.deque[float] = collections.deque(maxlen=_NUM_REPORTS)
+        self._padding: collections.deque[float] = collections.deque(maxlen=_NUM_REPORTS)
         self._begin: Times | None = None
 
     def lines(
@@ -55,7 +58,13 @@ class Advice:
         if "search/cut_share" in values:
             self._cut.append(values["search/cut_share"])
             self._equal.append(values["search/equal_rewards_share"])
-        found = {"cut": self._about_cut(config), "equal": self._about_equal(config, step)}
+        if "train/padding_share" in values:
+            self._padding.append(values["train/padding_share"])
+        found = {
+            "cut": self._about_cut(config),
+            "equal": self._about_equal(config, step),
+            "padding": self._about_padding(config),
+        }
         if step == _WAIT_FROM:
             self._begin = times
         if step == _WAIT_TO and self._begin is not None:
@@ -84,6 +93,18 @@ class Advice:
             "do not show which response is better. Use prompts that are solved sometimes, a "
             "reward with more values, or more responses: "
             f"--config.search.samples_per_prompt={2 * size}"
+        )
+
+    def _about_padding(self, config: Config) -> str:
+        share = _mean(self._padding)
+        longest = config.task.max_prompt_tokens + config.search.max_new_tokens
+        is_possible = not (config.batch.packed_length or config.search.min_new_tokens)
+        if share <= _MAX_PADDING_SHARE or not is_possible or longest < _SHORT_ROW:
+            return ""
+        length = -(-2 * longest // _SHORT_ROW) * _SHORT_ROW
+        return (
+            f"{share:.0%} of the tokens in the train step are padding. Begin a run with --config."
+            f"batch.packed_length={length}, which puts several responses into a row"
         )
 
 

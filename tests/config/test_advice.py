@@ -32,6 +32,24 @@ def test_a_policy_that_has_learned_may_give_equal_rewards():
     assert [line for line in lines if "same reward" in line] == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "share", "expected"),
+    [
+        ({}, 0.7, "70% of the tokens in the train step are padding. Begin a run with "),
+        ({}, 0.5, ""),
+        ({"batch.packed_length": 1024}, 0.7, ""),
+        ({"search.max_new_tokens": 16}, 0.7, ""),
+    ],
+)
+def test_rows_that_are_mostly_padding_should_be_packed(fields, share, expected):
+    config = make_config({"search.max_new_tokens": 256, "task.max_prompt_tokens": 100, **fields})
+    advice, lines = Advice(), []
+    for step in range(1, 6):
+        lines += advice.lines(config, step, {"train/padding_share": share}, Times(step, 0.0, 0.0))
+    assert [line[: len(expected)] for line in lines] == [expected][: bool(expected)]
+    assert not expected or "--config.batch.packed_length=768" in lines[0]
+
+
 def test_waiting_is_measured_once():
     (line,) = said([(0.0, 0.0)] * 60)
     assert line.startswith("the trainer waits 90% of the time")
