@@ -305,8 +305,8 @@ def run_job(
         _search(config, workdir, cluster, link, roles, interrupted)
         return cluster, None
     trainers = cluster.among(roles.train)
-    lowering = lower if hold is not None else _lower_nothing
-    with peer_errors(trainers), _recording(config, workdir, lowering):
+    # The process that fails first records: JAX may kill the others before they fail.
+    with peer_errors(trainers), _recording(config, workdir, lower):
         outcome = conduct(
             config,
             workdir,
