@@ -12,6 +12,7 @@ from typing import Any
 from tba_jax.config.advice import Advice
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.precompilation import Precompiler
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
@@ -155,6 +156,7 @@ class Run:
         # The save copies the state before it returns; the next step donates it.
         self.shared.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
+        return_free_memory()
 
     def confirm_hold(self) -> None:
         """Check that this process still holds the work directory.
