@@ -31,7 +31,7 @@ from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWrit
 from tba_jax.run import evaluations
 from tba_jax.run.build import build
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.drivers import drive_async, drive_sync
+from tba_jax.run.drivers import drive_async, drive_sync, follow
 from tba_jax.run.errors import (
     CheckpointError,
     OutOfMemory,
@@ -42,7 +42,6 @@ from tba_jax.run.errors import (
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.peers import Peer
-from tba_jax.run.processes import follow
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.shared import make_task

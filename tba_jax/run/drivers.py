@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two drivers of a run: each connects searchers and trainer, and calls `loop`.
+"""The drivers of a run: each connects searchers and trainer, and calls `loop`.
 
 driver=sync: searchers and trainer alternate on one thread. This driver is bit-reproducible and the
 on-policy baseline. After each publication, every searcher does the rounds that the next steps need;
@@ -11,6 +11,8 @@ driver=async: searchers sample while the trainer trains. A searcher is two threa
 (decoding and grading), or a part of another process. Trainer and searchers wait for each other only
 because of `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
 
+`follow` is the driver of a trainer process that does not own the replay buffer.
+
 Invariant: an asynchronous loop ends with a save or with the first failure, and every wait for a
 thread has a time limit (tests/integration/test_async_loop.py).
 """
@@ -18,6 +20,7 @@ thread has a time limit (tests/integration/test_async_loop.py).
 import faulthandler
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,19 +29,32 @@ from typing import Any
 from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport
+from tba_jax.remote.messages import RUN_ENDED
+from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.replay.admission import Admission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
 from tba_jax.replay.round_admission import RoundAdmission
 from tba_jax.run import evaluations
-from tba_jax.run.loop import loop, starved
-from tba_jax.run.processes import NoSearchService, SearchService, serving
+from tba_jax.run.loop import Search, loop, starved
+from tba_jax.run.peers import Follower
 from tba_jax.run.run import Run
 from tba_jax.run.search_parts import make_demand, swaps_in_flight
-from tba_jax.run.search_process import DELIVERY_S, POLL_S, STOP_S
+from tba_jax.run.search_process import (
+    DELIVERY_S,
+    POLL_S,
+    STOP_S,
+    NoSearchService,
+    PublishedWeights,
+    SearchProcess,
+    SearchService,
+    search,
+    serving,
+)
 from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
 from tba_jax.train.off_policy import low_ess_warnings
 
 _WARN_AFTER = 50  # Steps before diagnostics: compilation distorts the first measurements.
+_CHECK_S = 0.05  # Between two checks for a failure.
 _LATE_SHARE = 0.05  # Smallest share of late responses that is reported.
 # A run counts as starved after it has merged this many batches of groups without a step. The number
 # is large because a policy that repeats its responses may add few new ones for some time.
@@ -60,10 +76,9 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
         if run.search.remote:
             run.save()
             service.finish()
-            service.count()
 
 
-class SynchronousSearch:
+class SynchronousSearch(Search):
     """`loop.Search` of driver=sync: searchers sample between a publication and its merge.
 
     Args:
@@ -71,8 +86,6 @@ class SynchronousSearch:
         admission: admits the rounds of searchers in other processes.
         service: search server of the searchers in other processes.
     """
-
-    publishes_first = True
 
     def __init__(
         self, run: Run, admission: RoundAdmission, service: SearchService | NoSearchService
@@ -82,16 +95,6 @@ class SynchronousSearch:
         self._service = service
         self._rounds = rounds_per_sync(run)
         self._newest_evaluation = run.evaluated.last_eval_step
-
-    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
-        del interrupted
-        return []
-
-    def check(self) -> None:
-        """Do nothing: local searchers raise their failures in `published`."""
-
-    def may_publish(self) -> bool:
-        return True
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
         """Evaluate the new weights if an evaluation is due, then sample with them."""
@@ -159,23 +162,10 @@ class SynchronousSearch:
         has_lag = self._run.config.search.exact_lag
         return self._run.trainer.merge(self._rounds if has_lag else None)
 
-    def merged(self, step: int) -> None:
-        """Do nothing: `published` has evaluated the weights."""
-
-    def must_wait(self, step: int) -> bool:
-        return False
-
-    def wait(self) -> None:
-        raise AssertionError("nothing happens while this thread waits")
-
     def no_batch(self) -> list[RoundReport]:
         raise starved(
             self._run, "every response of the last rounds was rejected, evicted or aged out"
         )
-
-    def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
-        del values
-        return {}
 
 
 class Watchdog:
@@ -270,7 +260,7 @@ def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
     return lines
 
 
-class AsynchronousSearch:
+class AsynchronousSearch(Search):
     """`loop.Search` of driver=async: searchers sample concurrently with the trainer.
 
     Args:
@@ -355,10 +345,9 @@ class AsynchronousSearch:
         return is_delivered
 
     def _count(self) -> None:
-        """Update the counters of the run's searchers."""
+        """Update the idle seconds of the searchers of this process."""
         for i, worker in enumerate(self._decoding):
             self._run.search.local[i].idle_s = self._idle_before[i] + worker.idle_total_s
-        self._service.count()
 
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait for the first responses, and request the evaluation of the start model."""
@@ -373,9 +362,6 @@ class AsynchronousSearch:
 
     def may_publish(self) -> bool:
         return self._lag is None or self._lag.has_begun(self._run.trainer.version)
-
-    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
-        """Do nothing: searchers take the newest weights from the transport."""
 
     def merge(self) -> list[RoundReport]:
         """Merge the responses that are due, and reset the watchdog if responses arrived."""
@@ -528,3 +514,98 @@ class AsynchronousSearch:
         """Record finished evaluations, and reset the watchdog if there are any."""
         if self._run.record_evaluations():
             self._watchdog.kick()
+
+
+def follow(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Train on what the owner draws, until the last step or an interruption.
+
+    Raises:
+        WorkerError: a searcher failed, or the owner does not respond; its cause says which.
+    """
+    link = run.link
+    assert isinstance(link, Follower)
+    failed, ended = StopFlag(), StopFlag()
+    weights = PublishedWeights(run.search.transport, len(run.search.local))
+    process = SearchProcess(
+        run.shared, run.search, weights, run.evaluator, lambda: run.is_interrupted(interrupted)
+    )
+    host = f"process {run.cluster.number} on {socket.gethostname()}"
+    server = RemoteSearchServer(link.channel)
+
+    def work() -> bool:
+        """Search until the owner says that the run has ended."""
+        reason = search(process, server, host, run.logs.progress.note, ended)
+        if reason and not reason.endswith(RUN_ENDED):
+            raise PeerError(f"process {run.cluster.number} may not search: {reason}")
+        ended.set()
+        while not failed.wait(_CHECK_S):  # this worker has nothing else to do
+            pass
+        return True
+
+    def deliver() -> bool:
+        return run.search.transport.poll(DELIVERY_S)
+
+    has_searchers = bool(run.search.local)
+    role = ("search-process", work) if has_searchers else ("weight-poller", deliver)
+    worker = Worker(*role, failed)
+    link.check = failed.check
+    try:
+        worker.start()  # first: the owner publishes when all searchers have joined
+        if run.config.driver == "async":
+            run.trainer.publish()
+        loop(run, FollowingSearch(run, weights, failed), interrupted)
+        run.save()
+        evaluations.evaluate_last(run)
+        if has_searchers:
+            weights.keep()
+            while not ended.wait(_CHECK_S):  # searchers work on evaluation shards
+                failed.check()
+    finally:
+        ended.set()
+        failed.set()
+        worker.join(STOP_S)
+
+
+class FollowingSearch(Search):
+    """`loop.Search` in a process that does not own the buffer.
+
+    Args:
+        run: the connected parts.
+        weights: of the searchers of this process.
+        failed: set by a worker that fails.
+    """
+
+    def __init__(self, run: Run, weights: PublishedWeights, failed: StopFlag) -> None:
+        self._run = run
+        self._weights = weights
+        self._failed = failed
+        self.publishes_first = run.config.driver == "sync"
+        self._newest_eval = run.evaluated.last_eval_step
+
+    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+        """Keep the weights of the first evaluation, as the owner requests it."""
+        if not self.publishes_first:
+            self._keep(self._run.trainer.step_index)
+        return []
+
+    def check(self) -> None:
+        self._failed.check()
+
+    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
+        """Deliver the weights to the searchers of this process."""
+        self._run.search.transport.poll()
+        self._keep(step)
+
+    def merged(self, step: int) -> None:
+        if not self.publishes_first:
+            self._keep(step)
+
+    def wait(self) -> None:
+        time.sleep(_CHECK_S)
+
+    def _keep(self, step: int) -> None:
+        """Keep a version that will be evaluated."""
+        if evaluations.is_due(self._run, step, self._newest_eval):
+            self._newest_eval = step
+            if self._run.search.local:
+                self._weights.keep()

@@ -22,11 +22,12 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site
-from tba_jax.flow.state import PartState, Saveable
+from tba_jax.flow.state import Saveable
 from tba_jax.models import lora
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.remote.searcher_table import RemoteSearcher
 from tba_jax.replay.admission import Demand
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.model_parts import (
@@ -272,40 +273,6 @@ def make_decoders(
         for key in dict.fromkeys(site.program_site for site in sites.searchers)
     }
     return {site: programs[site.program_site] for site in sites.searchers}
-
-
-@dataclasses.dataclass
-class RemoteSearcher:
-    """Counters of a searcher in another process, kept by the owner of the buffer.
-
-    Attributes:
-        index: searcher ID.
-        outbox: responses that are not merged yet.
-        decoded_tokens, idle_s, num_chunks, num_given: as in `Searcher`.
-        num_given_rounds: number of rounds of given responses, which come first.
-    """
-
-    index: int
-    outbox: Outbox
-    decoded_tokens: int = 0
-    idle_s: float = 0.0
-    num_chunks: int = 0
-    num_given: int = 0
-    num_given_rounds: int = 0
-
-    @property
-    def num_given_rounds_left(self) -> int:
-        """Return the rounds of given responses that have not arrived."""
-        return max(0, self.num_given_rounds - self.outbox.committed[0])
-
-    def state(self) -> PartState:
-        """Return the counters, as `Searcher.state`."""
-        names = ("decoded_tokens", "idle_s", "num_chunks")
-        return PartState({}, {name: getattr(self, name) for name in names})
-
-    def restore(self, state: PartState) -> None:
-        """Restore the counters."""
-        vars(self).update(state.meta)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ from tba_jax.remote.messages import (
 )
 from tba_jax.remote.search_channel import search_handlers
 from tba_jax.remote.search_server import SearchServer
-from tba_jax.remote.searcher_table import Listeners, ServerSettings
+from tba_jax.remote.searcher_table import RemoteSearcher, ServerSettings
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.outbox import Outbox
 
@@ -75,12 +75,12 @@ class House:
 
     def __init__(self, num_searchers=2, *, max_staleness=0, outbox_bytes=2**20, prompts=4):
         self.now, self.lines = 0.0, []
-        self.outboxes = {slot: Outbox(outbox_bytes) for slot in range(num_searchers)}
+        self.searchers = [RemoteSearcher(i, Outbox(outbox_bytes)) for i in range(num_searchers)]
+        self.outboxes = {each.index: each.outbox for each in self.searchers}
         self.demand = Demand(prompts, 1.0, max_staleness, 1)
         self.epoch = 0
         self.taken, self.saved = [], None
-        self.events, self.num_chunks = [], dict.fromkeys(range(num_searchers), 0)
-        self.given = []
+        self.events = []
         self.open_server()
         self.save()
 
@@ -91,17 +91,12 @@ class House:
         self.service = EvaluationService(Figures(), lambda: self.now)
         self.server = SearchServer(
             ServerSettings(str(self.epoch), IDENTITY, S, heartbeat_timeout_s=10.0, max_tickets=4),
-            self.outboxes,
+            self.searchers,
             self.admission,
             self.service,
             clock=lambda: self.now,
             log=self.lines.append,
-            num_chunks=self.num_chunks,
-            listeners=Listeners(
-                lambda *facts: self.given.append(facts),
-                self.events.append,
-                self.num_chunks.__setitem__,
-            ),
+            log_event=self.events.append,
         )
 
     def request(self, *message):
@@ -116,14 +111,15 @@ class House:
         self.admission.update(step=0, version=0, num_merged=len(commits), num_fresh=0)
 
     def save(self):
-        states = {slot: outbox.state() for slot, outbox in self.outboxes.items()}
-        self.saved = states, list(self.taken), list(self.events), dict(self.num_chunks)
+        states = [(each.outbox.state(), each.state()) for each in self.searchers]
+        self.saved = states, list(self.taken), list(self.events)
 
     def restore(self):
         states, self.taken = self.saved[0], list(self.saved[1])
-        self.events, self.num_chunks = list(self.saved[2]), dict(self.saved[3])
-        for slot, (arrays, meta) in states.items():
-            self.outboxes[slot].restore(PartState(arrays, json.loads(json.dumps(meta))))
+        self.events = list(self.saved[2])
+        for searcher, ((arrays, meta), counters) in zip(self.searchers, states, strict=True):
+            searcher.outbox.restore(PartState(arrays, json.loads(json.dumps(meta))))
+            searcher.restore(counters)
         self.open_server()
 
     def check(self):
@@ -139,7 +135,8 @@ class House:
         assert len(set(self.taken)) == len(self.taken)
         for slot in self.outboxes:
             chunks = [event["chunk"] for event in self.events if event["searcher"] == slot]
-            assert chunks == sorted(set(chunks)) and all(n < self.num_chunks[slot] for n in chunks)
+            done = self.searchers[slot].num_chunks
+            assert chunks == sorted(set(chunks)) and all(n < done for n in chunks)
         begun = sum(
             len(slot.open_tickets) for slot in self.server._searchers.values() if slot.is_connected
         )
@@ -384,7 +381,8 @@ def test_given_responses_are_tickets_that_need_no_admission():
     """They are the first rounds of a searcher, of any size, and are never lost."""
     house = House(max_staleness=1, prompts=1)
     key = house.server.join(JoinRequest((0,), "a", IDENTITY, ((5, 3),))).starts[0].key
-    assert house.given == [(0, 5, 3)]
+    searcher = house.searchers[0]
+    assert (searcher.num_given, searcher.num_given_rounds) == (5, 3)
     assert house.request(key, 4, 0, Heartbeat(version=0)).tickets[:3] == (0, 1, 2)
     house.server.lose_host([0])
     assert house.outboxes[0].counts.lost <= S  # at most the one sampled ticket
