@@ -40,8 +40,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.devices.site import Site
     from tba_jax.evaluation.evaluator import Station
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.run.evaluations import make_evaluator, make_judging
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
+    from tba_jax.run.search_parts import make_evaluator, make_judging
     from tba_jax.run.shared import (
         make_environments,
         make_episodes,

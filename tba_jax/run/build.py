@@ -31,17 +31,18 @@ from tba_jax.flow.packing import Packing
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
 from tba_jax.models.transformer import abstract_params
+from tba_jax.remote.step_server import StepClient
 from tba_jax.report.relay import Display
 from tba_jax.run.errors import CheckpointError
-from tba_jax.run.evaluations import build_evaluator
 from tba_jax.run.host_state import HostState, RunClock, check_facts, with_searchers
 from tba_jax.run.logs import open_logs
 from tba_jax.run.model_parts import make_publication_program
-from tba_jax.run.peers import Follower, Peer
+from tba_jax.run.peers import Peer
 from tba_jax.run.preflight import all_problems, functions, try_reward
 from tba_jax.run.run import COMPILED_S, Run, forget_after
 from tba_jax.run.search_parts import (
     Search,
+    build_evaluator,
     build_searchers,
     make_references,
     make_transport,
@@ -396,8 +397,8 @@ def build(
         )
         buffer = make_buffer(config)
         batches: Batches
-        if isinstance(link, Follower):
-            batches = ReceivedBatches(link.receive)
+        if isinstance(link, StepClient):
+            batches = ReceivedBatches(link.wait)
         else:
             batches = own_batches(shared, buffer, NoPeers() if link is None else link)
         trainer = build_trainer(

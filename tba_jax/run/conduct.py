@@ -28,7 +28,6 @@ from tba_jax.report.process import ReportProcess
 from tba_jax.report.relay import Display
 from tba_jax.report.user_functions import UserFunctions
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
-from tba_jax.run import evaluations
 from tba_jax.run.build import build
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.drivers import drive_async, drive_sync, follow
@@ -212,7 +211,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
             f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
         )
         if run.evaluated.before is None:
-            evaluations.evaluate_start_model(run)
+            run.evaluate_start_model()
     # With searchers in other processes, the driver also evaluates the final policy.
     has_others = bool(run.search.remote) or run.shared.is_follower
     if begun < config.num_steps or has_others:
@@ -248,8 +247,8 @@ def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list
 def _evaluate_at_the_end(run: Run) -> None:
     """Evaluate the start model and the final policy, unless already evaluated."""
     if run.evaluated.before is None:
-        evaluations.evaluate_start_model(run)
-    evaluations.evaluate_last(run)
+        run.evaluate_start_model()
+    run.evaluate_last()
 
 
 def write_report_json(run: Run) -> dict[str, Any]:

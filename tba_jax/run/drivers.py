@@ -31,12 +31,11 @@ from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport
 from tba_jax.remote.messages import RUN_ENDED
 from tba_jax.remote.search_channel import RemoteSearchServer
+from tba_jax.remote.step_server import StepClient
 from tba_jax.replay.admission import Admission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
 from tba_jax.replay.round_admission import RoundAdmission
-from tba_jax.run import evaluations
 from tba_jax.run.loop import Search, loop, starved
-from tba_jax.run.peers import Follower
 from tba_jax.run.run import Run
 from tba_jax.run.search_parts import make_demand, swaps_in_flight
 from tba_jax.run.search_process import (
@@ -75,7 +74,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
         loop(run, SynchronousSearch(run, admission, service), interrupted)
         if run.search.remote:
             run.save()
-            service.finish()
+            run.evaluate_last()
 
 
 class SynchronousSearch(Search):
@@ -101,10 +100,10 @@ class SynchronousSearch(Search):
         run, config = self._run, self._run.config
         run.search.transport.poll()
         self._service.announce()
-        if evaluations.is_due(run, step, self._newest_evaluation):
+        if run.is_evaluation_due(step, self._newest_evaluation):
             self._newest_evaluation = step
             run.logs.progress.phase("evaluating")
-            evaluations.evaluate_now(run, step)
+            run.evaluate_now(step)
             run.logs.progress.phase("")
         if step == 0:
             self._do_given_rounds()
@@ -207,7 +206,8 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     admission = make_exact_lag(run) if run.config.search.exact_lag else make_admission(run)
     with serving(run, admission) as service:
         AsynchronousSearch(run, service, admission).drive(interrupted)
-        service.finish()
+        if run.search.remote:  # while the searchers are there
+            run.evaluate_last()
 
 
 def make_admission(run: Run) -> Admission:
@@ -327,7 +327,7 @@ class AsynchronousSearch(Search):
         run.save()
         self._join(workers)
         self._count()
-        evaluations.wind_up(run)
+        run.wind_up_evaluations()
 
     def _join(self, workers: Sequence[Worker]) -> None:
         self._stop.set()
@@ -436,7 +436,7 @@ class AsynchronousSearch(Search):
     def _request_evaluation(self, step: int) -> None:
         """Request an evaluation of the version published at `step`, if one is due."""
         run = self._run
-        if not evaluations.is_due(run, step, self._newest_eval):
+        if not run.is_evaluation_due(step, self._newest_eval):
             return
         run.search.transport.settle()  # In memory, this version becomes the newest at once.
         # On disk, wait until the weight poller has read the first version. Polling here would wait
@@ -448,7 +448,7 @@ class AsynchronousSearch(Search):
         if version <= self._newest_eval_version:
             return  # The transport is behind; a later publication is evaluated.
         self._newest_eval, self._newest_eval_version = step, version
-        evaluations.request(run, version)
+        run.request_evaluation(version)
 
     def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait, before the first step, for given responses and `search.initial_fill` more.
@@ -523,7 +523,7 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
         WorkerError: a searcher failed, or the owner does not respond; its cause says which.
     """
     link = run.link
-    assert isinstance(link, Follower)
+    assert isinstance(link, StepClient)
     failed, ended = StopFlag(), StopFlag()
     weights = PublishedWeights(run.search.transport, len(run.search.local))
     process = SearchProcess(
@@ -555,7 +555,7 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
             run.trainer.publish()
         loop(run, FollowingSearch(run, weights, failed), interrupted)
         run.save()
-        evaluations.evaluate_last(run)
+        run.evaluate_last()
         if has_searchers:
             weights.keep()
             while not ended.wait(_CHECK_S):  # searchers work on evaluation shards
@@ -605,7 +605,7 @@ class FollowingSearch(Search):
 
     def _keep(self, step: int) -> None:
         """Keep a version that will be evaluated."""
-        if evaluations.is_due(self._run, step, self._newest_eval):
+        if self._run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
             if self._run.search.local:
                 self._weights.keep()

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run: the connected parts of one run with their logs, and what all drivers do with them.
 
+The owner of the replay buffer owns the queue of evaluation shards. Searchers of the same process
+take shards from the queue; searchers of other processes lease shards from the search server.
+
 Invariant: what `host_state` saves, `restore` puts back.
 """
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,21 +18,24 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.precompilation import Precompiler
+from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.run.errors import FleetError
 from tba_jax.run.host_state import HostState, RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.logs import MOST_RESPONSES, Logs, Samples
 from tba_jax.run.peers import Owner, Peer
 from tba_jax.run.search_parts import Search
-from tba_jax.run.shared import Shared
+from tba_jax.run.shared import Shared, load_start_weights
 from tba_jax.train.trainer import Trainer
 
 # Time for a background compilation to end: the interpreter must not exit while a thread runs native
 # code.
 COMPILED_S = 30.0
+_POLL_S = 0.01  # between two checks whether an evaluation has ended
 
 
 @dataclasses.dataclass
@@ -197,6 +204,111 @@ class Run:
         self.samples.add_evaluation(step, evaluation, self.evaluator.prompts)
         texts, rewards = evaluation.texts[:shown], evaluation.rewards[:shown]
         self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
+
+    def is_evaluation_due(self, step: int, newest: int) -> bool:
+        """Return whether the version published at `step` must be evaluated.
+
+        Args:
+            step: step of the publication.
+            newest: version of the last requested evaluation; -1 before the first request.
+        """
+        if newest < 0:
+            return True
+        period = self.config.eval.period
+        return bool(period) and step // period > newest // period and step < self.config.num_steps
+
+    def request_evaluation(self, version: int) -> None:
+        """Request the evaluation of a version.
+
+        Searchers of this process that already have a newer version take no shards.
+        """
+        latest = [self.search.transport.latest(i) for i in range(len(self.search.local))]
+        found = [p.params if p is not None and p.version == version else None for p in latest]
+        self.evaluations.request(version, found or [None])
+
+    def wind_up_evaluations(self) -> None:
+        """Record finished evaluations, and drop requested evaluations that have not started.
+
+        Started evaluations are finished together with the evaluation of the final policy.
+        """
+        self.evaluations.merge()
+        self.record_evaluations()
+        self.evaluations.forget(after=self.evaluations.newest_begun)
+
+    def evaluate_start_model(self) -> None:
+        """Evaluate the start model in a run that was interrupted before this evaluation.
+
+        Does nothing without searchers in this process: `request_start_model` covers that case.
+        """
+        if self.cluster.is_primary and self.search.local:
+            weights = load_start_weights(self.shared, self.shared.sites.evaluation)
+            self.evaluate(0, weights)
+
+    def request_start_model(self) -> None:
+        """Request the evaluation of the start model from searchers of other processes."""
+        if self.trainer.step_index and self.evaluated.before is None and not self.search.local:
+            self.evaluations.request(0, [None])
+
+    def evaluate_now(self, version: int) -> None:
+        """Evaluate the newest version while no searcher samples, and record the result.
+
+        All searchers work on shards: those of this process on a thread each; with driver=sync only
+        the first one, on this thread.
+
+        Raises:
+            FleetError: this process has no searchers, and no other process takes the shards.
+        """
+        server = self.link.search_server if isinstance(self.link, Owner) else None
+        self.request_evaluation(version)
+        if server is not None:
+            server.set_version(version)
+        stop, has_local, is_sync = StopFlag(), bool(self.search.local), self.config.driver == "sync"
+        workers = [
+            Worker(f"evaluator-{i}", functools.partial(self.evaluations.step, i), stop)
+            for i in range(0 if is_sync else len(self.search.local))
+        ]
+        limit_s = self.config.remote.owner_timeout_s
+        deadline = time.monotonic() + limit_s
+        try:
+            for worker in workers:
+                worker.start()
+            while not self.evaluations.is_idle:
+                stop.check()
+                if is_sync and has_local and self.evaluations.step():
+                    continue
+                stop.wait(_POLL_S)
+                if has_local or server is None:
+                    continue
+                self.evaluations.merge()
+                server.lose_silent_searchers()
+                if server.gives_leases:
+                    deadline = time.monotonic() + limit_s
+                elif time.monotonic() > deadline:
+                    raise FleetError(
+                        "no searcher took an evaluation shard of the final policy for "
+                        f"{limit_s:.0f} s (10 x config.remote.heartbeat_s). The final policy is "
+                        "saved. Start searchers, then run the same command again to evaluate it"
+                    )
+        finally:
+            stop.set()
+            for worker in workers:
+                worker.join(_POLL_S)
+        stop.check()
+        self.evaluations.merge()
+        self.record_evaluations()
+
+    def evaluate_last(self) -> None:
+        """Publish and evaluate the final policy, once; all processes call this."""
+        step = self.trainer.step_index
+        if step < self.config.num_steps or self.evaluated.last_eval_step >= step:
+            return
+        self.logs.progress.phase("evaluating the final policy")
+        self.trainer.publish()
+        self.search.transport.poll()
+        if self.shared.is_follower:
+            self.evaluated.last_eval_step = step
+        else:
+            self.evaluate_now(step)
 
     def abort(self) -> None:
         """Release processes and threads after a failure, with a short wait for storage."""

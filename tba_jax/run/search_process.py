@@ -57,19 +57,18 @@ from tba_jax.remote.messages import (
 from tba_jax.remote.search_channel import SearchRequests
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.searcher_table import ServerSettings, TicketAdmission
-from tba_jax.run import evaluations
-from tba_jax.run.evaluations import build_evaluator, load_start_weights
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.peers import Owner
 from tba_jax.run.run import Run
 from tba_jax.run.search_parts import (
     Search,
+    build_evaluator,
     build_searchers,
     make_references,
     make_transport,
     swaps_in_flight,
 )
-from tba_jax.run.shared import Shared, Sites, open_shared
+from tba_jax.run.shared import Shared, Sites, load_start_weights, open_shared
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.search.searcher import Searcher
 from tba_jax.weights.merged_adapters import MergingTransport
@@ -633,14 +632,6 @@ class SearchService:
             found.append(Worker("evaluator", merge, stop, idle_s=POLL_S))
         return found
 
-    def finish(self) -> None:
-        """Evaluate the final policy while searchers are there.
-
-        Raises:
-            FleetError: no searcher is there.
-        """
-        evaluations.evaluate_last(self._run)
-
 
 class NoSearchService:
     """`SearchService` of a run whose searchers are all in this process."""
@@ -658,9 +649,6 @@ class NoSearchService:
         """Return none."""
         return []
 
-    def finish(self) -> None:
-        """Do nothing: the final policy is evaluated later."""
-
 
 @contextlib.contextmanager
 def serving(run: Run, admission: TicketAdmission) -> Iterator[SearchService | NoSearchService]:
@@ -673,7 +661,7 @@ def serving(run: Run, admission: TicketAdmission) -> Iterator[SearchService | No
     service = SearchService(run, owner, admission)
     try:
         service.open()
-        evaluations.request_start_model(run)
+        run.request_start_model()
         yield service
     except BaseException:
         service.close(has_failed=True)

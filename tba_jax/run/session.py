@@ -24,8 +24,9 @@ from tba_jax.devices.slices import hosts_of
 from tba_jax.remote.channel import Unreachable
 from tba_jax.remote.messages import RUN_ENDED, JoinRequest
 from tba_jax.remote.search_channel import RemoteSearchServer
+from tba_jax.remote.step_server import StepClient
 from tba_jax.run.errors import OutOfMemory, UserError
-from tba_jax.run.peers import Follower, connect, start_cluster
+from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_or_continue,
@@ -301,7 +302,7 @@ def run_job(
     if link is not None:
         held.callback(link.close)
     if not trains:
-        assert isinstance(link, Follower)
+        assert isinstance(link, StepClient)
         _search(config, workdir, cluster, link, roles, interrupted)
         return cluster, None
     trainers = cluster.among(roles.train)
@@ -324,7 +325,7 @@ def _search(
     config: Config,
     workdir: Path,
     cluster: Cluster,
-    link: Follower,
+    link: StepClient,
     roles: Roles,
     interrupted: Callable[[], bool],
 ) -> None:

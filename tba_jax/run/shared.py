@@ -36,7 +36,7 @@ from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RemoteRewards, RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.host_state import Facts, RunClock, code_name, fingerprints
-from tba_jax.run.model_parts import describe_model, end_ids, policy_config
+from tba_jax.run.model_parts import describe_model, end_ids, policy_config, start_weights
 from tba_jax.run.workdir import run_id_of
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.agents import AgentPool
@@ -461,3 +461,11 @@ def open_shared(
             confirm=confirm,
         ),
     )
+
+
+def load_start_weights(shared: Shared, site: Site) -> Any:
+    """Load the start model's weights in the layout and on the devices of a searcher."""
+    # This function uses only devices of this process, so a single process may call it.
+    source = shared.sites.reading(shared.model.config)
+    load = source.locked(start_weights)
+    return load(shared.config, shared.model.config, source.mesh, site.mesh)

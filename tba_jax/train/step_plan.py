@@ -165,16 +165,17 @@ class ReceivedBatches:
     """Receives every step from the process that owns the replay buffer.
 
     Args:
-        receive: (step, facts) -> decision; `facts` returns (wants_stop, is_publishing).
+        receive: (step, facts) -> bytes of `pack_decision`; `facts` returns (wants_stop,
+            is_publishing).
     """
 
-    receive: Callable[[int, Callable[[], tuple[bool, bool]]], Decision]
+    receive: Callable[[int, Callable[[], tuple[bool, bool]]], bytes]
 
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
     ) -> Decision:
         """See `Batches.decide`; the plan waits only if the run stops before the step."""
-        return self.receive(step, lambda: (wants_stop(), is_publishing()))
+        return unpack_decision(self.receive(step, lambda: (wants_stop(), is_publishing())))
 
 
 def pack_decision(decision: Decision) -> bytes:
