@@ -37,16 +37,17 @@ from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.run.build import first_batch
-from tba_jax.run.model_parts import START_MODEL, make_publication_program
-from tba_jax.run.search_parts import make_transport
-from tba_jax.run.search_process import DELIVERY_S
-from tba_jax.run.shared import Sites
-from tba_jax.run.trainer_parts import (
+from tba_jax.run.model_parts import (
+    START_MODEL,
     make_optimizer_from,
     make_packing,
+    make_publication_program,
     make_step_settings,
     make_step_shardings,
 )
+from tba_jax.run.search_parts import make_transport
+from tba_jax.run.search_process import DELIVERY_S
+from tba_jax.run.shared import Sites
 from tba_jax.train.state import TrainState, make_init_state
 from tba_jax.train.step import make_train_step
 

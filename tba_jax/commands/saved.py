@@ -19,9 +19,8 @@ from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, leaf_dtype
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError, UserError
-from tba_jax.run.model_parts import describe_model, policy_config
+from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
 from tba_jax.run.shared import reading_mesh
-from tba_jax.run.trainer_parts import abstract_state
 from tba_jax.run.workdir import saved_config
 from tba_jax.weights.versions import Versions
 

@@ -45,9 +45,8 @@ import numpy as np
 from tba_jax.commands.saved import load_run_config
 from tba_jax.report.lines import wrong_event, wrong_metrics
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.model_parts import describe_model
+from tba_jax.run.model_parts import abstract_state, describe_model
 from tba_jax.run.shared import reading_mesh
-from tba_jax.run.trainer_parts import abstract_state
 from tba_jax.weights.versions import Versions
 from tests.chaos import damage
 from tests.integration.commands import (

@@ -10,9 +10,8 @@ from fake_models import random_params, tiny_config
 from tba_jax.config.schema import make_config
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.run.model_parts import make_decoder
+from tba_jax.run.model_parts import groups_stay_whole, make_decoder
 from tba_jax.run.shared import place_run, reading_mesh
-from tba_jax.run.trainer_parts import groups_stay_whole
 from tba_jax.search.sampler import sampling_settings
 
 CONFIG = tiny_config()
