@@ -38,7 +38,6 @@ from tba_jax.replay.outbox import Outbox
 from tba_jax.report.relay import Display
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.host_state import HostState, RunClock, check_facts, with_searchers
-from tba_jax.run.logs import open_logs
 from tba_jax.run.model_parts import (
     abstract_state,
     make_buffer,
@@ -49,8 +48,7 @@ from tba_jax.run.model_parts import (
     make_step_shardings,
 )
 from tba_jax.run.peers import Peer
-from tba_jax.run.preflight import all_problems, functions, try_reward
-from tba_jax.run.run import COMPILED_S, Run, forget_after
+from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
 from tba_jax.run.search_parts import (
     Search,
     build_evaluator,
@@ -60,7 +58,7 @@ from tba_jax.run.search_parts import (
     make_version_writer,
     remote_searchers,
 )
-from tba_jax.run.shared import Shared, open_shared
+from tba_jax.run.shared import Shared, all_problems, functions, open_shared, try_reward
 from tba_jax.search import prompt_survey
 from tba_jax.search.prompts import load_grain
 from tba_jax.search.reference import Reference
