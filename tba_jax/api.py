@@ -171,9 +171,6 @@ class Curves:
     """Reward and headline metric of a run, shown in a notebook and drawn again while it trains.
 
     Outside a notebook it does nothing.
-
-    Args:
-        workdir: work directory of the run.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]) -> None:

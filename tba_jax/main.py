@@ -123,7 +123,6 @@ def _run(config: Config, workdir: Path, address: str) -> int:
 
     Args:
         config: validated.
-        workdir: work directory of the run.
         address: address of a work directory in an object store; "": it is a local folder.
     """
     mode = MODES[config.placement]

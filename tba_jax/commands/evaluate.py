@@ -26,7 +26,6 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
 
     Args:
         config: config of the run or of the command line.
-        model_config: the architecture.
         params: parameters on the devices of `run.shared.reading_mesh`, layers stacked.
         folder: folder of the model, for its tokenizer.
 

@@ -34,7 +34,6 @@ class Compiled:
     length and kind of sampling; neither a temperature nor a new weight version compiles one.
 
     Args:
-        config: the architecture.
         compute_dtype: dtype of activations.
         eos_ids: tokens that end a response unless a request says otherwise; may be empty.
         pad_id: token written after the end.

@@ -39,8 +39,6 @@ def weight_shardings(
     """Return shardings of weights in the decoder's layout, a tuple of layers.
 
     Args:
-        config: the architecture.
-        mesh: devices.
         quantization: of the weights; scales are sharded like their columns.
 
     Raises:
@@ -83,10 +81,8 @@ def abstract_weights(
     """Return weights in the decoder's layout as ShapeDtypeStructs with shardings.
 
     Args:
-        config: the architecture.
         dtype: dtype of the weights.
         where: a mesh, with the sharding rules of `sharding`; or one sharding for all.
-        quantization: of the weights.
     """
     shapes = _weight_shapes(config, dtype, quantization)
     if not isinstance(where, Mesh):

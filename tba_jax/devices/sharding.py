@@ -292,7 +292,6 @@ def tree_shardings(
         axes: the tree with a tuple of logical axis names for each array, as from
             `transformer.param_axes`.
         shapes: the tree with shapes.
-        mesh: devices.
         rules: the table.
 
     Raises:

@@ -207,7 +207,6 @@ def classify(
         params: from `load`.
         tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
         mask: which tokens are valid.
-        config: the architecture.
         compute_dtype: as in `encode`.
     """
     if not config.labels:
@@ -239,7 +238,6 @@ def embed_sentences(
         params: from `load`.
         tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
         mask: which tokens are valid; a row without any gives zeros.
-        config: the architecture.
         compute_dtype: as in `encode`.
     """
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
@@ -266,7 +264,6 @@ def encode(
         params: from `load`.
         tokens: token ids.
         mask: which tokens are valid.
-        config: the architecture.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms and softmax are
             float32.
 

@@ -107,7 +107,6 @@ def empty_layers(
     """Return the caches of all layers without tokens: keys and values, or states.
 
     Args:
-        config: the architecture.
         num_slots: n.
         length: c.
         dtype: of keys and values, int8 or a float; states are float32.

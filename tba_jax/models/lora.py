@@ -79,7 +79,6 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
 
     Args:
         config: the architecture, with adapters.
-        seed: seed of the run.
         shardings: tree of shardings, which do not change the values; None: the default device.
     """
     shapes, modules = abstract_adapters(config)["layers"], _adapters(config).modules

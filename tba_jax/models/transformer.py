@@ -66,7 +66,6 @@ def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.fl
     """Return random initial parameters: a nested dict, layers stacked on a leading axis.
 
     Args:
-        config: the architecture.
         key: JAX PRNG key.
         param_dtype: storage dtype, except of `config.float32_leaves`.
     """
@@ -137,7 +136,6 @@ def apply(
         positions: position of each token in its sequence (a left-padded row starts at 0 after its
             padding, each sequence of a packed row at 0).
         mask: which tokens are valid.
-        config: the architecture.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
         visible: of packed rows, from `attention.packed`; None: one sequence per row.
@@ -258,7 +256,6 @@ def run_layer(
         x: residual stream; any batch axes, the last of them may be the sequence.
         angles: from `rotary`, of the layer's kind.
         attend: defines what queries see.
-        config: the architecture.
         mesh: devices of the program, for experts; None: one device.
     """
     return nnx.merge(_block_graph(config, layer_params), layer_params)(x, angles, attend, mesh)

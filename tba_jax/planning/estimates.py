@@ -95,8 +95,6 @@ def step_bytes(
 
     Args:
         responses: responses of a micro-batch on one device; rows if rows are packed.
-        config: config of the run.
-        model_config: architecture of the policy.
         mesh: mesh of the trainer.
         platform: platform of the trainer's devices, which selects the attention kernel.
     """

@@ -302,7 +302,6 @@ def group_sizes(
     """Return the possible numbers of devices of a searcher, ascending.
 
     Args:
-        model_config: architecture of the policy.
         pool: devices of a host that search.
         per_host: devices of a host.
         devices: devices of the slice.

@@ -107,7 +107,6 @@ def curve(run: Run, name: str, axis: str) -> Curve:
     """Return a metric against an axis, as two float64 arrays of at most `POINTS` values.
 
     Args:
-        run: the run.
         name: key of metrics.jsonl; longer logs are averaged over neighbouring lines.
         axis: a key of `AXES`.
     """

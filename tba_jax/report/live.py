@@ -124,7 +124,6 @@ class LivePage:
     the page share. Updates and drawings rest in proportion to their processor time.
 
     Args:
-        workdir: work directory of the run.
         own: figures of the user, in the format of `report.figures`.
         clock: monotonic seconds.
         work_clock: processor seconds of this process.

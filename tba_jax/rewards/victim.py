@@ -137,7 +137,6 @@ class VictimReward:
         classifiers: device -> classifier, for every device of the victim.
         replicas: devices that serve calls; a device listed twice serves two at a time.
         num_samples: the victim's responses per attack.
-        seed: seed of the run.
     """
 
     def __init__(

@@ -374,7 +374,6 @@ def build_trainer(
     """Build the trainer of a process.
 
     Args:
-        shared: parts of the run.
         step: the train step.
         ahead: background compiler of the train step.
         state: the train state; the trainer donates it.
@@ -412,8 +411,6 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
     """Return the source of batches in the process that owns the buffer.
 
     Args:
-        shared: parts of the run.
-        buffer: the replay buffer.
         peers: the other trainer processes.
     """
     config = shared.config

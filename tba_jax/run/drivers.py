@@ -81,7 +81,6 @@ class SynchronousSearch(Search):
     """`loop.Search` of driver=sync: searchers sample between a publication and its merge.
 
     Args:
-        run: the connected parts.
         admission: admits the rounds of searchers in other processes.
         service: search server of the searchers in other processes.
     """
@@ -264,7 +263,6 @@ class AsynchronousSearch(Search):
     """`loop.Search` of driver=async: searchers sample concurrently with the trainer.
 
     Args:
-        run: the connected parts.
         service: search server of the searchers in other processes.
         admission: admits tickets; an `ExactLag` also fixes the staleness of every response.
     """
@@ -570,7 +568,6 @@ class FollowingSearch(Search):
     """`loop.Search` in a process that does not own the buffer.
 
     Args:
-        run: the connected parts.
         weights: of the searchers of this process.
         failed: set by a worker that fails.
     """

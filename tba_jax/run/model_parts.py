@@ -51,7 +51,6 @@ def describe_model(config: Config, *, with_weights: bool = True) -> models.Descr
     """Describe the start model of a run, with its settings.
 
     Args:
-        config: config of the run.
         with_weights: as in `models.describe`.
 
     Raises:
@@ -117,11 +116,6 @@ def searcher_shardings(
 ) -> Any:
     """Return the shardings of a searcher's weights in the decoder's layout.
 
-    Args:
-        model_config: the architecture.
-        mesh: the searcher's.
-        quantization: of the weights.
-
     Raises:
         ValueError: the mesh does not divide the model.
     """
@@ -144,7 +138,6 @@ def make_publication(
     """(layout that searchers want, shardings in which the publish program leaves its copy).
 
     Args:
-        model_config: the architecture.
         mesh: `Placement.publication_mesh`.
         quantization: of the copy, which is made once its weights are in the rollout dtype.
     """
@@ -161,8 +154,6 @@ def make_publication_program(
     the trainer's layout. The caller takes the device lock (`locked`).
 
     Args:
-        config: config of the run.
-        model_config: the architecture.
         where: `Placement.publication_mesh`.
     """
     policy, layout, shardings = policy_config(config, model_config), None, None
@@ -184,11 +175,8 @@ def decoder_weights(
     """Convert parameters to the rollout dtype and the decoder's layout on a searcher's mesh.
 
     Args:
-        config: config of the run.
-        model_config: the architecture.
         params: parameters, layers stacked.
         source: mesh of `params`, with the axes `sharding.MESH_AXES`.
-        mesh: the searcher's.
     """
     layout, published = make_publication(model_config, source)
     dtype, exact = jnp.dtype(config.model.rollout_dtype), model_config.float32_leaves
@@ -200,10 +188,8 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     """Load the start model's weights in the form of `decoder_weights`.
 
     Args:
-        config: config of the run.
         model_config: the architecture that is wanted.
         source: mesh on which the files are read.
-        mesh: the searcher's.
 
     Raises:
         ValueError: config.model.path is a model of another architecture.
@@ -268,9 +254,6 @@ def make_decoder(
     """Make the decoder of a run, for training and evaluation.
 
     Args:
-        config: config of the run.
-        model_config: the architecture.
-        tokenizer: the model's.
         site: the searcher's; one device serves weights on any one device.
 
     Raises:
@@ -325,7 +308,6 @@ def make_step_settings(
     """Return the settings of the train step.
 
     Args:
-        config: config of the run.
         eos_ids: end tokens of the tokenizer.
         mesh: mesh of the trainer; None: as `config.mesh`.
 
@@ -392,7 +374,6 @@ def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packi
     """Return how draws become the rows of a batch.
 
     Args:
-        config: config of the run.
         pad_id: padding token of the tokenizer.
         mesh: mesh of the trainer; None: as `config.mesh`.
     """
@@ -453,8 +434,6 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint.
 
     Args:
-        config: config of the run.
-        model_config: the architecture.
         mesh: any mesh with the axes `sharding.MESH_AXES`.
     """
     optimizer, _ = make_optimizer_from(config)

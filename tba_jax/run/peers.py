@@ -32,7 +32,6 @@ def start_cluster(
     """Set what must precede the first use of a device, and join the other processes of a job.
 
     Args:
-        config: config of the run.
         coordinator, num_processes, process_id: as in `resolve_address`; a placement of one process
             joins a job only if `coordinator` is given.
 
@@ -77,7 +76,6 @@ class Owner:
     """Channel server of the process that owns the buffer; `Peers` of its trainer.
 
     Args:
-        config: config of the run.
         token: bearer token of the channel.
         is_local: every process runs on this machine.
         address: a host name under which other machines reach this one, tried first; "": unknown.
@@ -155,7 +153,6 @@ def connect(
     """Connect the processes of a job with the owner of the buffer; every process calls this.
 
     Args:
-        config: config of the run.
         cluster: all processes.
         trainers: numbers of the trainer processes; the first owns the buffer.
         owner: in the owner's process, an owner that listens already; None: make it.

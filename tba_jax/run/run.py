@@ -57,7 +57,6 @@ class Logs:
 
     Args:
         metrics: all sinks of metrics, including `own` and the display.
-        progress: the display.
         schedule: log of the order of events.
         own: metrics.jsonl; None in processes other than 0.
         samples: samples.jsonl; None in processes other than 0.
@@ -149,9 +148,7 @@ def open_logs(
     """Open the logs of a process for appending.
 
     Args:
-        workdir: work directory of the run.
         cluster: processes of the run; only process 0 writes metrics.jsonl and samples.jsonl.
-        progress: the display.
         extra: more metric sinks.
         confirm: raises where this process no longer holds the work directory.
     """
@@ -172,8 +169,6 @@ class Samples:
 
     Args:
         log: samples.jsonl; None where another process writes it.
-        tokenizer: tokenizer of the policy.
-        config: config of the run.
         track: gives responses to trackers: step, "train" or "eval", and the responses.
     """
 

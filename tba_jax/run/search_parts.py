@@ -197,10 +197,8 @@ def make_transport(
     """Make the weight transport; with adapters only they are published.
 
     Args:
-        config: config of the run.
         policy: architecture that is trained.
         sites: sites of trainer and searchers.
-        workdir: work directory of the run.
         base: frozen parameters under adapters; None without adapters.
         publish: program of a publication; None in a process that only reads.
         confirm: raises where this process no longer holds the work directory.
@@ -239,7 +237,6 @@ def make_version_writer(
     """Make the writer of published weights; all trainer processes call this.
 
     Args:
-        shared: parts of the run.
         publish: copy and cast of the weights.
         kept: versions that stay on disk beyond the newest.
     """
@@ -364,7 +361,6 @@ def build_searchers(
     """Build the searchers of this process with streams, outboxes and decoders.
 
     Args:
-        shared: parts of the run.
         transport: delivers weights to these searchers.
         references: reference of each site; empty where the trainer scores.
         wants_given: whether start data is read, before the first step.
@@ -474,8 +470,6 @@ def make_judging(
     """Make the measures and metrics that the config names, besides those of the task.
 
     Args:
-        config: the config.
-        tokenizer: tokenizer of the policy.
         model_config: architecture of policy and reference.
         gold: reward source that judges the win rate; None: no win rate.
         reference_params: function that returns the start model's weights on a site's devices.
@@ -556,7 +550,6 @@ def build_evaluator(
     """Make the evaluator of a run, with a station for each searcher of this process.
 
     Args:
-        shared: parts of the run.
         decoders: decoder of each site.
         graders: grader of each searcher.
         references: reference scorer of each site; metrics use its weights as the start model.

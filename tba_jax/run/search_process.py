@@ -528,7 +528,6 @@ class SearchService:
     """The searchers of other processes, as a driver sees them.
 
     Args:
-        run: the connected parts.
         owner: where the server listens.
         admission: decides how many tickets may be open.
 

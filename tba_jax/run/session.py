@@ -239,7 +239,6 @@ def roles_of(config: Config, devices: Sequence[Any]) -> Roles:
     """Return what every process of a job does.
 
     Args:
-        config: config of the run.
         devices: devices of all processes.
 
     Raises:

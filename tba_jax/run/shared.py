@@ -288,8 +288,6 @@ def make_rewards(
     """Make the source of rewards for training and evaluation; the caller closes it.
 
     Args:
-        config: the config.
-        task: its task.
         policy_tokenizer: of the responses.
         sites: of the searchers, for models that rewards need; a reward model is divided over the
             first (`RewardSource.on` gives those of the others), a victim has a copy on a device of
@@ -336,8 +334,6 @@ def make_gold(
     """Make the judge of the win rate, or return None; the caller closes it.
 
     Args:
-        config: the config.
-        task: its task.
         policy_tokenizer: of the responses.
         site: site of the searcher that evaluates; a model is divided over it.
 

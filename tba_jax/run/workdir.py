@@ -416,7 +416,6 @@ def begin_run(workdir: Path, config: Config, run_id: str = "", *, is_lowered: bo
 
     Args:
         workdir: directory that this process holds or will hold.
-        config: config of the run.
         run_id: ID of the run; "": a new one.
         is_lowered: the next start takes the sizes of this config, because larger ones exceeded the
             device memory.
@@ -446,7 +445,6 @@ def begin_or_continue(workdir: Path, config: Config) -> bool:
 
     Args:
         workdir: held by this process.
-        config: config of the run.
 
     Raises:
         UserError: as `holds_run` and `begin_run`.
@@ -507,8 +505,6 @@ def claim_together(
 
     Args:
         cluster: the processes; all of them call this function.
-        config: config of the run.
-        workdir: work directory of the run.
         held: releases the directory when it closes.
         owner: number of the process that owns the replay buffer.
 

@@ -67,7 +67,6 @@ def make_reference_program(
     """Return jitted summed log-probs, float32 [b c], with `Reference`'s arguments after params.
 
     Args:
-        config: the architecture.
         scoring: as for the policy in the trainer.
         site: devices that divide the parameters.
     """

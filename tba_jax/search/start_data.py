@@ -195,7 +195,6 @@ def make_start_program(
     """Return jitted (params, tokens, prompt_lengths, response_lengths) -> float32 [p S t].
 
     Args:
-        config: the architecture.
         scoring: the run's, with the dtype of the weights.
         max_new_tokens: t.
         site: devices of the parameters.

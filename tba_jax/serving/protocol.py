@@ -304,7 +304,6 @@ def parse(
     Args:
         kind: of the route.
         body: the JSON object.
-        served: the model.
         seed: root of the random numbers of a request without `seed`.
         extend: returns the tokens of a prompt whose text or messages continue sampled tokens.
 

@@ -77,7 +77,6 @@ class Application:
 
     Args:
         scopes: returns the scope of a path prefix and the rest of the path.
-        served: the model.
         queue: paused and resumed by /pause and /resume; None: there are no such routes.
         token: bearer token of every request; "": none is needed.
         max_requests: maximum number of concurrent requests; others are refused with status 429.

@@ -110,7 +110,6 @@ class OwnBatches:
     """Draws from the replay buffer of this process and decides for all trainer processes.
 
     Args:
-        buffer: the replay buffer.
         packing: layout of draws in a batch.
         num_steps: steps of the run.
         sync_period: steps between publications.

@@ -94,7 +94,6 @@ def tensors(config: TransformerConfig, found: Collection[str] = ()) -> dict[str,
     """Return every tensor of a checkpoint of this architecture, by its usual name.
 
     Args:
-        config: the architecture.
         found: names of tensors in files, which select one of the layouts of the family; empty: the
             layout that is written.
     """
