@@ -4,7 +4,7 @@
 Finished tickets wait in the searcher's own outbox. `SearcherClient.step` sends them until the
 search server acknowledges them, and requests as many tickets as the searcher has room for.
 Invariant: a finished ticket is dropped only after its acknowledgement
-(tests/remote/test_search_server.py).
+(tests/remote/test_client.py).
 """
 
 import threading

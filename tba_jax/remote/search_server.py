@@ -10,7 +10,7 @@ what the checkpoint does not hold. A searcher that exceeds the heartbeat timeout
 tickets count as lost until the searcher sends another message.
 
 Invariant: after every message the outbox of a searcher counts each response once, as committed or
-as lost, and admission counts the open tickets (tests/remote/test_search_server.py).
+as lost, and admission counts the open tickets (tests/remote/test_client.py).
 """
 
 import collections
