@@ -81,7 +81,7 @@ def run_training(
     `if __name__ == "__main__":`, because reward processes import it.
 
     Args:
-        config: from `load_config`.
+        config: return value of `load_config`.
         workdir: folder to create, or with a run of exactly this config.
 
     Returns:

@@ -39,7 +39,7 @@ def weight_shardings(
     """Return shardings of weights in the decoder's layout, a tuple of layers.
 
     Args:
-        quantization: of the weights; scales are sharded like their columns.
+        quantization: quantization of the weights; scales are sharded like their columns.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -108,7 +108,7 @@ def lower_all(
 
     Args:
         decoder: decoder of the programs; each lowering counts as one of its traces.
-        weights: from `abstract_weights`, on the devices to compile for.
+        weights: return value of `abstract_weights`, on the devices to compile for.
         num_slots: n.
         cache_length: columns of the cache.
         prompt_length: prompt bucket.

@@ -236,7 +236,7 @@ class Host:
     """Request handler of an environment process.
 
     Args:
-        name: as of `load`.
+        name: as in `load`.
     """
 
     def __init__(self, name: str) -> None:

@@ -182,7 +182,7 @@ class EnvironmentPool:
     """Thread-safe pool of environment processes.
 
     Args:
-        name: as of `host.load`.
+        name: as in `host.load`.
         timeout_s: deadline of a call in seconds.
         max_memory_bytes: memory limit of each process; 0: none.
         has_schemas: the policy reads JSON schemas of the tools.
@@ -190,7 +190,7 @@ class EnvironmentPool:
     Attributes:
         groups: finds processes that environments started and did not end.
         has_reward, has_tools, is_agent: properties of the environment, set by `check`.
-        schemas: of its tools, set by `check` if they are wanted.
+        schemas: JSON schemas of its tools; set by `check` if `has_schemas`.
     """
 
     def __init__(

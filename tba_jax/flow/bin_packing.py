@@ -67,7 +67,7 @@ def place(
     """Return positions of all sequences, group by group, in rows of `row_length`.
 
     Args:
-        lengths: of the sequences of each group; none above `row_length`.
+        lengths: lengths of the sequences of each group, at most `row_length`.
         row_length: capacity of a row.
         micro_batch_rows: rows of a micro-batch that must hold whole groups; 0: no such limit.
             `num_rows` is as small as first fit finds; with several micro-batches a multiple of

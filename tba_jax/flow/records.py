@@ -129,8 +129,8 @@ def unpack(
 
     Args:
         rows: fields in the order of ROW_FIELDS (further ones are ignored), as Python numbers.
-        tokens: from `pack_tokens`.
-        extras: from `pack_extras`.
+        tokens: return value of `pack_tokens`.
+        extras: return value of `pack_extras`.
         table: the table the rows were packed with.
     """
     # Two arrays for all: a pair of arrays per trajectory would take a third of the time.

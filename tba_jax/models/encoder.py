@@ -204,7 +204,7 @@ def classify(
     padding is a padding token.
 
     Args:
-        params: from `load`.
+        params: return value of `load`.
         tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
         mask: which tokens are valid.
         compute_dtype: as in `encode`.
@@ -235,7 +235,7 @@ def embed_sentences(
     The pooling of all-MiniLM-L6-v2; the dot product of two rows is their cosine similarity.
 
     Args:
-        params: from `load`.
+        params: return value of `load`.
         tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
         mask: which tokens are valid; a row without any gives zeros.
         compute_dtype: as in `encode`.
@@ -261,7 +261,7 @@ def encode(
     nan, because the embedding of another token would give a plausible but wrong result.
 
     Args:
-        params: from `load`.
+        params: return value of `load`.
         tokens: token ids.
         mask: which tokens are valid.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms and softmax are

@@ -66,7 +66,7 @@ def keep(keys: Float[Array, "n g c e"], values: Float[Array, "n g c e"], dtype: 
     """Return a cache of these keys and values.
 
     Args:
-        keys, values: after rotation.
+        keys, values: keys after rotation, and values.
         dtype: int8, or a float.
     """
     if jnp.dtype(dtype) == jnp.int8:
@@ -109,7 +109,7 @@ def empty_layers(
     Args:
         num_slots: n.
         length: c.
-        dtype: of keys and values, int8 or a float; states are float32.
+        dtype: dtype of keys and values, int8 or a float; states are float32.
     """
     shape = (num_slots, config.num_kv_heads, length, config.head_dim)
 

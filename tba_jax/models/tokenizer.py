@@ -446,7 +446,7 @@ def _declared_eos_ids(path: Path, content: Mapping[str, Any]) -> list[int]:
 
     Args:
         path: path of the file, for messages.
-        content: of the file.
+        content: content of the file.
 
     Raises:
         ValueError: eos_token_id is neither a whole number nor a list of whole numbers.

@@ -194,10 +194,10 @@ def sizes(
     `dots` if whole groups then fit each device. `micro_batch_rows` describes rows set by the user.
 
     Args:
-        config: of the run; its placement is decided.
-        model_config: of the policy.
-        mesh: of the trainer.
-        devices: of the run.
+        config: config of the run, with its final placement.
+        model_config: architecture of the policy.
+        mesh: mesh of the trainer.
+        devices: devices of the run.
         hbm_bytes: memory of each.
         of_searcher: memory of a searcher's device under a config.
         shares_devices: trainer and searchers share devices.

@@ -41,7 +41,7 @@ class HttpServer:
 
     Args:
         application: handles each request.
-        name: of the thread.
+        name: name of the thread.
         bound: socket of `bind`, which the server closes.
     """
 

@@ -67,7 +67,7 @@ class JoinResponse(NamedTuple):
     """Response to a join request.
 
     Attributes:
-        starts: one for each searcher; empty when the process is refused.
+        starts: start state of each searcher; empty when the process is refused.
         version: newest complete policy version, -1 for none.
         refusal: reason why the process may not search, "" when it may. `RUN_ENDED` is no error.
         run_s: seconds of running time of the run.

@@ -73,7 +73,7 @@ class RemoteSearchServer:
     """A search server in another process.
 
     Args:
-        channel: to that process.
+        channel: channel to that process.
     """
 
     def __init__(self, channel: Channel) -> None:

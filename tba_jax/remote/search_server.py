@@ -185,7 +185,7 @@ class SearchServer:
         Args:
             key: sender.
             commits: finished tickets.
-            trace: what the searcher did before.
+            trace: actions of the searcher before these tickets.
             num_bytes: size of the message, for the metrics.
         """
         with self._lock:
@@ -294,7 +294,7 @@ class SearchServer:
         """Count these searchers as lost at once: their process is known to have ended.
 
         Args:
-            searchers: their searcher IDs.
+            searchers: IDs of the lost searchers.
             reason: logged; "": the caller reports the end of the process.
         """
         with self._lock:

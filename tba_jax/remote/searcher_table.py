@@ -71,7 +71,7 @@ class OpenTicket(NamedTuple):
     Attributes:
         admitted_s: time of admission.
         version: policy version that the searcher had at that time.
-        is_given: its responses are given, so nothing had to be admitted.
+        is_given: whether its responses are start data, which need no admission.
     """
 
     admitted_s: float

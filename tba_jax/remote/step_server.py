@@ -143,12 +143,12 @@ class StepClient:
     first step, because processes that only search use nothing but the channel.
 
     Args:
-        channel: to the owner.
+        channel: channel to the owner.
         process: number of this process in the job.
-        timeout_s: without any response for this long the owner counts as gone.
+        timeout_s: seconds without a response after which the owner counts as gone.
 
     Attributes:
-        channel: to the owner.
+        channel: channel to the owner.
         check: raises a failure of this process; called while it waits for a step.
     """
 

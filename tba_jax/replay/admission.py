@@ -41,7 +41,7 @@ class Latency(NamedTuple):
     """Measured latency of groups.
 
     Attributes:
-        mean_steps, p95_steps: from admission to commit, in steps without waiting.
+        mean_steps, p95_steps: latency from admission to commit, in steps without waiting.
         step_s: duration of such a step.
         behind_steps: median publication latency: steps by which the weights at a prompt's start
             are older than the newest published ones.

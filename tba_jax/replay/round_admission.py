@@ -22,7 +22,7 @@ class RoundAdmission:
         """Let searchers start more rounds.
 
         Args:
-            rounds: how many, by searcher ID.
+            rounds: searcher ID -> number of rounds.
             version: version of the weights that all of them sample with.
         """
         with self._lock:

@@ -157,7 +157,7 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
     """Return why one of the functions cannot be used; None if all can be used.
 
     Args:
-        functions: their names.
+        functions: names of the functions.
         columns: names of the data's columns; None: unknown, so arguments of functions are not
             checked.
     """

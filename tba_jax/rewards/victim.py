@@ -39,7 +39,7 @@ class Victim:
     Args:
         path: model folder or hub id.
         settings: prompt and sampling; their own path is not used.
-        dtype: of weights, activations and cache.
+        dtype: dtype of weights, activations and cache.
         devices: devices with a copy of the weights each.
 
     Raises:

@@ -568,7 +568,7 @@ class FollowingSearch(Search):
     """`loop.Search` in a process that does not own the buffer.
 
     Args:
-        weights: of the searchers of this process.
+        weights: weights of the searchers of this process.
         failed: set by a worker that fails.
     """
 

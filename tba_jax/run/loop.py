@@ -80,7 +80,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
 
     Args:
         run: the connected parts; restored.
-        search: how searchers work.
+        search: search of the driver.
         interrupted: checked between steps.
 
     Raises:
@@ -128,7 +128,7 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
     """Log a step, and save if a checkpoint is due.
 
     Args:
-        run: after a step.
+        run: the run, after a step.
         values: metrics of the step.
         extra: metrics of no single step.
     """

@@ -139,7 +139,7 @@ def make_publication(
 
     Args:
         mesh: `Placement.publication_mesh`.
-        quantization: of the copy, which is made once its weights are in the rollout dtype.
+        quantization: quantization of the copy, applied to weights in the rollout dtype.
     """
     layout = functools.partial(unstack_layers, config=model_config)
     return layout, lowering.weight_shardings(model_config, mesh, quantization)

@@ -94,7 +94,7 @@ class StoredWeights:
 
     Args:
         shared: parts that every process of the run opens.
-        transport: from which the searchers take weights.
+        transport: transport from which the searchers take weights.
         reader: reads published versions for it.
     """
 
@@ -144,8 +144,8 @@ class PublishedWeights:
     were published.
 
     Args:
-        transport: from which the searchers take weights.
-        num_searchers: of this process.
+        transport: transport from which the searchers take weights.
+        num_searchers: number of searchers of this process.
     """
 
     def __init__(self, transport: Transport, num_searchers: int) -> None:
@@ -528,7 +528,7 @@ class SearchService:
     """The searchers of other processes, as a driver sees them.
 
     Args:
-        owner: where the server listens.
+        owner: channel server of this process.
         admission: decides how many tickets may be open.
 
     Attributes:

@@ -66,7 +66,7 @@ def train(
         workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER or
             s3://BUCKET/FOLDER, for a run in one process without a schedule.
         interrupted: checked between steps; an interrupted run can be continued.
-        accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
+        accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         schedule: schedule to replay; the directory must not hold a run.
         start_s: `time.perf_counter` at the start of the run's time; None: now.
         lower: chooses smaller sizes for a second attempt where device memory runs out before the

@@ -88,11 +88,11 @@ class Sites(NamedTuple):
     """Meshes and device locks of the parts of a run, as one process sees them.
 
     Attributes:
-        trainer: its mesh has the axes MESH_AXES.
+        trainer: site of the trainer; its mesh has the axes MESH_AXES.
         publication: the trainer's devices as the publish program leaves the weights on them.
-        searchers: one for each searcher of this process; those that share devices are equal.
-        first_searcher: index of the first of them in the run.
-        num_searchers: of the run.
+        searchers: site of each searcher of this process; equal for searchers that share devices.
+        first_searcher: ID of the first searcher of this process.
+        num_searchers: number of searchers of the run.
         trains: this process has devices of the trainer.
 
     On a host that only searches `trainer` and `publication` are devices of its first searcher:
@@ -288,7 +288,7 @@ def make_rewards(
     """Make the source of rewards for training and evaluation; the caller closes it.
 
     Args:
-        policy_tokenizer: of the responses.
+        policy_tokenizer: tokenizer of the responses.
         sites: of the searchers, for models that rewards need; a reward model is divided over the
             first (`RewardSource.on` gives those of the others), a victim has a copy on a device of
             each.
@@ -334,7 +334,7 @@ def make_gold(
     """Make the judge of the win rate, or return None; the caller closes it.
 
     Args:
-        policy_tokenizer: of the responses.
+        policy_tokenizer: tokenizer of the responses.
         site: site of the searcher that evaluates; a model is divided over it.
 
     Raises:
@@ -439,7 +439,7 @@ def open_shared(
         cluster: the processes of the run; all of them call this function.
         clock: clock that started with the process.
         note: receives one line about the task.
-        sites: of a process that only searches and takes part in no job; None: as the config says.
+        sites: sites of a searcher process of a fleet; None: sites as the config says.
         confirm: raises where this process no longer holds the work directory.
 
     Raises:

@@ -115,8 +115,8 @@ def check_bucket(address: object, names: Collection[str], config: bytes | None) 
     A checkpoint of a run without config.json is accepted here; `inspect` looks at its copy.
 
     Args:
-        address: for the message.
-        names: of all objects.
+        address: address of the store, for messages.
+        names: names of all objects.
         config: content of config.json; None without one.
 
     Raises:

@@ -56,7 +56,7 @@ class Finished(NamedTuple):
     Attributes:
         version: version of the weights it began with.
         start_s: time of its admission.
-        decode_s: its share of the session's time.
+        decode_s: the ticket's share of the session's time.
     """
 
     ticket: Ticket
@@ -82,7 +82,7 @@ class ContinuousSearch:
     """Search concurrent with a trainer: one thread calls `step` to decode, one `grade` to commit.
 
     Args:
-        searcher: its parts and counters; its given rounds come first.
+        searcher: parts and counters of the searcher; its given rounds come first.
         admission: decides when another prompt may begin.
         swaps_in_flight: take newer weights between chunks; otherwise when the session is empty.
         log_event: schedule log.

@@ -213,7 +213,7 @@ def assemble_groups(
 
     Args:
         groups: p sampled groups.
-        grades: of all their responses.
+        grades: grades of all responses of the groups.
         reference_logprob: float32 [S] of each; None: the trainer scores the reference.
         searcher: searcher ID.
         numbers: round or ticket number of each.

@@ -24,7 +24,7 @@ class Reference:
     """The reference on one searcher's devices.
 
     Args:
-        program: from `make_reference_program` for these devices.
+        program: return value of `make_reference_program` for these devices.
         params: reference parameters on them.
     """
 

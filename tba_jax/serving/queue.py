@@ -45,7 +45,7 @@ class Generation:
     Attributes:
         prompt: int32 [s].
         keys: uint32 [n 2], threefry key data of each sample.
-        settings: how to sample.
+        settings: settings of the sampling.
         is_streamed: whether updates before the end are wanted.
         notify: receives updates, or the error of a refused prompt; called on the session's thread.
     """

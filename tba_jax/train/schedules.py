@@ -12,7 +12,7 @@ def value_at(schedule: Schedule, step: ArrayLike) -> Float[Array, ""]:
     """Return the schedule's value at an optimiser step, float32.
 
     Args:
-        schedule: with STEPS filled in, see `Schedule.over`.
+        schedule: schedule with STEPS filled in (`Schedule.over`).
         step: counted from 0.
 
     References:

@@ -64,7 +64,7 @@ def make_train_step(
         config: the architecture; with adapters, only they have gradients.
         optimizer, schedule: optimiser of the parameters and its learning rate.
         settings: objective, target, micro-batches, dtypes.
-        shardings: from `step_shardings`; None: everything on one device.
+        shardings: return value of `step_shardings`; None: everything on one device.
 
     Returns:
         (state, batch) -> (state, metrics), with adapters (state, batch, base). Metrics are float32

@@ -103,7 +103,7 @@ def make_publish_program(
         dtype: rollout dtype.
         layout: rearranges the tree for the searchers; None: no change.
         out_shardings: tree of shardings of the result; None: XLA's choice.
-        quantization: of the copy; other than "none" only with the decoder's layout.
+        quantization: quantization of the copy; needs the decoder's layout unless it is "none".
         float32_leaves: `TransformerConfig.float32_leaves`, which stay float32.
     """
 
@@ -223,7 +223,7 @@ class Mailbox:
 
         Args:
             version: trainer step of the publication.
-            params: in the searchers' dtype and layout.
+            params: weights in the searchers' dtype and layout.
 
         Raises:
             ValueError: the tree differs from the version before.
