@@ -284,12 +284,14 @@ class SavedRun:
         """Return the steps at which a metric was written, and its values there.
 
         Raises:
-            ValueError: no line has it; the message has the nearest names.
+            ValueError: no line of metrics.jsonl has the metric; the message has similar names.
         """
         known = self._files.metrics.names
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-            raise ValueError(f"no metric {name!r} in {self.workdir}; near: {', '.join(near)}")
+            raise ValueError(
+                f"no metric {name!r} in {self.workdir}; similar names: {', '.join(near)}"
+            )
         return self._files.metrics.column("step", name)
 
     @property

@@ -140,7 +140,9 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
     if mode.spans_hosts:
         if schedule is not None:
-            raise UserError("a schedule is replayed in one process; give another placement")
+            raise UserError(
+                "--replay_schedule replays in one process. Set --config.placement=shared or split"
+            )
         return _run_pod(config, workdir)
     from tba_jax.planning.choices import lowered
 

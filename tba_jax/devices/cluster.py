@@ -150,7 +150,7 @@ class Cluster:
         """Return every member's values, in order of process IDs.
 
         Args:
-            values: int32, as many in every process.
+            values: int32 values, the same number in every process.
         """
         row = np.asarray(values, np.int32)[None]
         if self.num_processes == 1:

@@ -99,7 +99,8 @@ def place(
         else:
             raise ValueError(
                 f"a group of {len(lengths[i])} sequences does not fit the {size} rows of a "
-                "micro-batch, which must hold whole groups"
+                "micro-batch, which must hold whole groups. Set a larger "
+                "--config.batch.micro_batch_rows"
             )
     in_order = [found[i] for i in range(len(lengths))]
     return Places(

@@ -48,7 +48,7 @@ class KVCache(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that later tokens of a delta layer need of the tokens before them.
+    """State of a delta layer after some tokens, from which later tokens continue.
 
     Attributes:
         memory: float32 [n h r k f], the matrix of each of r value heads of h key heads.

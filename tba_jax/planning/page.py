@@ -47,8 +47,8 @@ def write(path: Path, configs: Sequence[str], topologies: Sequence[str], plan: P
     """Plan each config on each slice and write the page; return 1 if a run does not fit, else 0.
 
     Args:
-        path: of the page; rows that it has already stay, unless they are planned again.
-        configs, topologies: as --config and --topology of a plan.
+        path: file of the page; its present rows stay, unless they are planned again.
+        configs, topologies: values of --config and --topology of a plan.
         plan: makes one plan from the arguments of its command and prints it.
     """
     from tba_jax.config.command_line import versions

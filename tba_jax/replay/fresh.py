@@ -234,7 +234,7 @@ class FreshGroups:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], *, keeps_older: bool) -> "FreshGroups":
-        """Return the groups of a saved `state`, in the same orders."""
+        """Return the groups of a saved `state`, in the order in which they were saved."""
         groups = cls(keeps_older=keeps_older)
         groups._newest = max(state["merges"], default=None)
         for group in state["fresh"]:

@@ -22,7 +22,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class RunGroup:
-    """Runs that repeat each other.
+    """Runs with equal values of some settings; by default only their seeds differ.
 
     Attributes:
         name: settings that distinguish the group, as text.

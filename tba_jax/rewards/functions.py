@@ -60,7 +60,7 @@ class LoadError(NamedTuple):
 
 
 class _Function(NamedTuple):
-    """A loaded function; `accepted` is None where it takes every keyword."""
+    """A loaded function and the keywords that it accepts; None: it accepts every keyword."""
 
     call: Callable[..., Any]
     accepted: frozenset[str] | None

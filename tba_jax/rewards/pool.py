@@ -116,7 +116,7 @@ class Call:
 
     @classmethod
     def on_row(cls, functions: Sequence[str], prompt: str, columns: Mapping[str, Any]) -> "Call":
-        """Return a call with one row of the data and its reference answer as the completion."""
+        """Return a trial call: one row of the data, with its reference answer as the response."""
         answer = columns.get("answer", columns.get("reference_answer"))
         completion = answer if isinstance(answer, str) else ""
         listed = {name: [value] for name, value in columns.items()}

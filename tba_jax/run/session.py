@@ -84,7 +84,9 @@ def train(
         raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
     is_fleet = MODES[config.placement].searches_elsewhere
     if is_fleet and schedule is not None:
-        raise UserError("a schedule is replayed in one process; give another placement")
+        raise UserError(
+            "--replay_schedule replays in one process. Set --config.placement=shared or split"
+        )
 
     def attempt(config: Config, lower: Lower) -> Outcome:
         with (

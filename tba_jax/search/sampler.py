@@ -156,7 +156,7 @@ class Sampler:
     def requests(
         self, num_prompts: int, number: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, SamplingSettings]:
-        """Return what the episodes of a round or ticket are sampled with.
+        """Return random keys, temperatures and settings for the episodes of a round or ticket.
 
         Returns:
             Key data of each sample, uint32 [p S 2]; temperatures, float64 [p S]; the key data for
