@@ -174,7 +174,7 @@ class ReplayBuffer:
         return self._plan
 
     def _fresh_fill(self, num_prompts: int, group_size: int) -> int:
-        """Return the unused responses that fill a fresh slot; 0: a prompt fills at most one slot."""
+        """Return the unused responses that fill a fresh slot; 0: one prompt, one slot."""
         return group_size if len(self._contents.store) < num_prompts else 0
 
     def _suffices(self, num_prompts: int, group_size: int) -> bool:
