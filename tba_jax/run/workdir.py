@@ -378,16 +378,7 @@ def saved_config(workdir: Path) -> dict[str, Any]:
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
-    try:
-        config = sealed.read(path)["config"]
-        if not isinstance(config, dict):
-            raise TypeError(f"config is a {type(config).__name__}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not readable as the config of a run ({error}). Restore the file, or "
-            "give another --workdir"
-        ) from error
-    return config
+    return _run_of(path)[1]
 
 
 def run_id_of(workdir: str | os.PathLike[str]) -> str:
