@@ -32,9 +32,8 @@ from tba_jax.flow.rounds import RoundReport
 from tba_jax.remote.messages import RUN_ENDED
 from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.remote.step_server import StepClient
-from tba_jax.replay.admission import Admission
+from tba_jax.replay.admission import Admission, RoundAdmission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
-from tba_jax.replay.round_admission import RoundAdmission
 from tba_jax.run.loop import Search, loop, starved
 from tba_jax.run.run import Run
 from tba_jax.run.search_parts import make_demand, swaps_in_flight
