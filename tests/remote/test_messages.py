@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from fake_search_server import ticket
+from fake_search_server import part_of, ticket
 
 from tba_jax.flow.evaluation_shard import Lease
 from tba_jax.remote.messages import (
@@ -48,6 +48,7 @@ def test_commits_come_back_exactly():
         Response("ok", (1, 2), 3, 0.5, "why", Lease(4, 1), (4, 6)),
         Response("ended"),
         Heartbeat(1.0, (0.1, 0.2), (3, 4), True, 7, True),
+        part_of(1, "second"),
     ],
 )
 def test_messages_come_back_as_they_were(message):
