@@ -32,7 +32,7 @@ from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.config import presets
 from tba_jax.config.schema import Config, make_config, replace
 from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import model as models
 from tba_jax.models import transformer
@@ -46,10 +46,9 @@ from tba_jax.run.model_parts import (
     make_step_shardings,
 )
 from tba_jax.run.search_parts import make_transport
-from tba_jax.run.search_process import DELIVERY_S
-from tba_jax.run.shared import Sites
 from tba_jax.train.state import TrainState, make_init_state
 from tba_jax.train.step import make_train_step
+from tba_jax.weights.transport import DELIVERY_S
 
 MODELS = ("embedded", "large")
 TRANSPORTS = ("memory", "checkpoint")

@@ -17,11 +17,8 @@ Invariant: an asynchronous loop ends with a save or with the first failure, and 
 thread has a time limit (tests/integration/test_async_loop.py).
 """
 
-import faulthandler
 import math
-import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,15 +31,14 @@ from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.remote.step_server import StepClient
 from tba_jax.replay.admission import Admission, RoundAdmission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
+from tba_jax.run.errors import Watchdog
 from tba_jax.run.loop import Search, loop, starved
 from tba_jax.run.run import Run
 from tba_jax.run.search_parts import make_demand, swaps_in_flight
 from tba_jax.run.search_process import (
-    DELIVERY_S,
     POLL_S,
     STOP_S,
     NoSearchService,
-    PublishedWeights,
     SearchProcess,
     SearchService,
     search,
@@ -50,6 +46,7 @@ from tba_jax.run.search_process import (
 )
 from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
 from tba_jax.train.off_policy import low_ess_warnings
+from tba_jax.weights.transport import DELIVERY_S, PublishedWeights
 
 _WARN_AFTER = 50  # Steps before diagnostics: compilation distorts the first measurements.
 _CHECK_S = 0.05  # Between two checks for a failure.
@@ -163,33 +160,6 @@ class SynchronousSearch(Search):
         raise starved(
             self._run, "every response of the last rounds was rejected, evicted or aged out"
         )
-
-
-class Watchdog:
-    """Ends the process with a message if no step, round or evaluation ends within `limit_s`."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._last = time.monotonic()
-
-    def kick(self) -> None:
-        """Record that the run makes progress."""
-        self._last = time.monotonic()
-
-    def step(self) -> bool:
-        """End the process if the limit has passed; a worker calls this repeatedly."""
-        if time.monotonic() - self._last > self._limit_s:
-            print(
-                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
-                "(config.log.watchdog_s); the "
-                "stacks of all threads follow. The newest checkpoint is intact: run the same "
-                "command again to continue from it",
-                file=sys.stderr,
-                flush=True,
-            )
-            faulthandler.dump_traceback(file=sys.stderr)
-            os._exit(3)  # A thread that hangs in native code cannot be stopped in another way.
-        return False
 
 
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from tba_jax.config.resolved import ownership_of, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.sharding import hand_over
-from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.devices.site import ANY_DEVICE, Site, Sites
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, Station
@@ -48,7 +48,7 @@ from tba_jax.run.model_parts import (
     reference_shardings,
     searcher_shardings,
 )
-from tba_jax.run.shared import Shared, Sites, load_start_weights, make_episodes, make_grader
+from tba_jax.run.shared import Shared, load_start_weights, make_episodes, make_grader
 from tba_jax.search.prompts import PromptStream, eval_prompts
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import Sampler, StateValues

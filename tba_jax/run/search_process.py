@@ -14,7 +14,6 @@ joins before the run is restored, nor after the run has ended (tests/integration
 import collections
 import contextlib
 import dataclasses
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from tba_jax.devices.cluster import Cluster, PeerError
 from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MODES, PlacementError
 from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.evaluation_shard import EvaluationShard
@@ -68,24 +67,20 @@ from tba_jax.run.search_parts import (
     make_transport,
     swaps_in_flight,
 )
-from tba_jax.run.shared import Shared, Sites, load_start_weights, open_shared
-from tba_jax.search.continuous import ContinuousSearch
-from tba_jax.search.searcher import Searcher
+from tba_jax.run.shared import Shared, load_start_weights, open_shared
+from tba_jax.search.continuous import ContinuousSearch, RoundSearch
 from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.transport import Transport
+from tba_jax.weights.transport import DELIVERY_S, PublishedWeights, Transport
 from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.versions import PublicationError
 
 POLL_S = 0.002
 """Sleep of a searcher's thread that has nothing to do."""
-DELIVERY_S = 0.1
-"""Longest wait of a thread for a publication, after which it checks whether to stop."""
 STOP_S = 10.0
 """Time that threads get to end their current step."""
 _CHECK_S = 0.1  # between two checks whether a worker has failed
 _JOIN_RETRY_S = 0.5  # between two join requests to a trainer that does not respond
 _WAIT_S = 0.02  # between two checks whether searchers have joined
-_UNUSED_S = 60.0  # after which a version without evaluation is dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,103 +130,6 @@ class StoredWeights:
         if isinstance(self.transport, MergingTransport):
             found = self.transport.merged(found)
         return found[i]
-
-
-class PublishedWeights:
-    """Weights that a trainer process publishes in memory to its own searchers.
-
-    The methods are those of `StoredWeights`. A version that is evaluated is kept after newer ones
-    were published.
-
-    Args:
-        transport: transport from which the searchers take weights.
-        num_searchers: number of searchers of this process.
-    """
-
-    def __init__(self, transport: Transport, num_searchers: int) -> None:
-        self._transport = transport
-        self._num_searchers = num_searchers
-        self._lock = threading.Lock()
-        self._kept: dict[int, list[Any]] = {}
-        self._used_s: dict[int, float] = {}  # when a kept version was last known to be needed
-
-    def keep(self) -> None:
-        """Keep the newest version for its evaluation; called after its publication."""
-        self._transport.settle()
-        latest = [self._transport.latest(i) for i in range(self._num_searchers)]
-        found = [each for each in latest if each is not None]
-        if found:
-            with self._lock:
-                self._kept[found[0].version] = [each.params for each in found]
-                self._used_s[found[0].version] = time.monotonic()
-
-    def reset(self, version: int) -> None:
-        """Do nothing: trainer and searchers of a process end together."""
-
-    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
-        now = time.monotonic()
-        with self._lock:
-            for kept in list(self._kept):
-                if kept in evaluated:
-                    self._used_s[kept] = now
-                elif evaluated or now - self._used_s[kept] > _UNUSED_S:
-                    if evaluated and kept > max(evaluated):
-                        continue  # its evaluation was not requested yet
-                    del self._kept[kept], self._used_s[kept]
-
-    def poll(self) -> bool:
-        return self._transport.poll(DELIVERY_S)
-
-    def newest(self, i: int) -> int:
-        published = self._transport.latest(i)
-        return -1 if published is None else published.version
-
-    def at(self, version: int, i: int) -> Any:
-        with self._lock:
-            if version in self._kept:
-                return self._kept[version][i]
-        latest = self._transport.latest(i)
-        return latest.params if latest is not None and latest.version == version else None
-
-
-class RoundSearch:
-    """A searcher whose tickets are whole rounds, for driver=sync; as `ContinuousSearch`.
-
-    Args:
-        searcher: samples, grades and commits a round at a time.
-        quota: admitted rounds.
-    """
-
-    def __init__(self, searcher: Searcher, quota: TicketQuota) -> None:
-        self._searcher = searcher
-        self._quota = quota
-        self._is_busy = False
-
-    def step(self) -> bool:
-        """Do the next round, if one is admitted."""
-        if not len(self._quota):
-            return False
-        self._is_busy = True
-        try:
-            done = self._searcher.step()
-            if done:
-                self._quota.admit(self._searcher.index, -1)
-            return done
-        finally:
-            self._is_busy = False
-
-    def grade(self) -> bool:
-        """Return False: rounds are graded where they are sampled."""
-        return False
-
-    @property
-    def room(self) -> int:
-        """Rounds that could start now."""
-        return 0 if self._is_busy else 1
-
-    def slot_use(self) -> tuple[int, int]:
-        """Return zeros: slots are used for whole rounds."""
-        return 0, 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.command_line import usable_part
@@ -29,7 +28,7 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import Site, Sites
 from tba_jax.environments.chat import make_chat_format
 from tba_jax.environments.episodes import Episodes
 from tba_jax.models import model as models
@@ -76,45 +75,6 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
         PlacementError: the devices cannot be divided as config.placement requests.
     """
     return place(config.placement, devices, asked(config), process_index)
-
-
-def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:
-    """Return a mesh of the most devices that divide the model evenly, for reading a model."""
-    num = max(n for n in range(1, len(devices) + 1) if model_config.hidden_size % n == 0)
-    return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
-
-
-class Sites(NamedTuple):
-    """Meshes and device locks of the parts of a run, as one process sees them.
-
-    Attributes:
-        trainer: site of the trainer; its mesh has the axes MESH_AXES.
-        publication: the trainer's devices as the publish program leaves the weights on them.
-        searchers: site of each searcher of this process; equal for searchers that share devices.
-        first_searcher: ID of the first searcher of this process.
-        num_searchers: number of searchers of the run.
-        trains: this process has devices of the trainer.
-
-    On a host that only searches `trainer` and `publication` are devices of its first searcher:
-    those on which it reads weights.
-    """
-
-    trainer: Site
-    publication: Site
-    searchers: tuple[Site, ...]
-    first_searcher: int = 0
-    num_searchers: int = 1
-    trains: bool = True
-
-    @property
-    def evaluation(self) -> Site:
-        """Return the site of searcher 0, for the judge and for the start model of a resumed run."""
-        return self.searchers[0]
-
-    def reading(self, model_config: TransformerConfig) -> Site:
-        """Return a site for loading a model, with devices of this process only."""
-        devices = self.trainer.mesh.local_devices
-        return Site(reading_mesh(model_config, devices), self.trainer.lock)
 
 
 def open_sites(config: Config, placement: Placement) -> Sites:
@@ -481,7 +441,7 @@ def open_shared(
 def load_start_weights(shared: Shared, site: Site) -> Any:
     """Load the start model's weights in the layout and on the devices of a searcher."""
     # This function uses only devices of this process, so a single process may call it.
-    source = shared.sites.reading(shared.model.config)
+    source = shared.sites.reading(shared.model.config.hidden_size)
     load = source.locked(start_weights)
     return load(shared.config, shared.model.config, source.mesh, site.mesh)
 
