@@ -47,7 +47,7 @@ def test_resources():
 def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"needs Ray.*pip install 'tba_jax\[fleet\]'"):
-        train_fleet(make_config(FLEET), tmp_path, interrupted=lambda: False, display=None)
+        train_fleet(make_config(FLEET), tmp_path, None, interrupted=lambda: False, display=None)
     assert is_mendable(FleetError("died"))
 
 
