@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapter folders for inference servers: the same model after writing and reading."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.models import lora
+from tba_jax.models import model as models
+from tba_jax.models.hf import adapter_files, hf_weights, safetensors_file
+from tba_jax.run.model_parts import START_MODEL
+
+MODULES = ("q", "k", "o", "gate", "down")
+
+
+@pytest.fixture(scope="module")
+def start():
+    """The start model, and adapters of it that change it."""
+    config, params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
+    config = lora.with_adapters(config, 4, 8.0, MODULES)
+    fresh = lora.init_adapters(config, 0)
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    adapters = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), fresh)
+    return config, params, adapters
+
+
+def test_adapters_are_the_same_bits_after_writing_and_reading(start, tmp_path):
+    config, _, adapters = start
+    adapter_files.write(tmp_path / "a", config, adapters, "base")
+    found, read = adapter_files.read(tmp_path / "a", dataclasses.replace(config, adapters=None))
+    assert set(found.adapters.modules) == set(MODULES) and found.adapters.scale == 2.0
+    jax.tree.map(np.testing.assert_array_equal, read, adapters)
+
+
+def test_a_file_adds_what_peft_adds_to_each_tensor_of_a_checkpoint(start, tmp_path):
+    """W + alpha / r B A for each Linear, with the names of the checkpoint, is the merged model."""
+    config, params, adapters = start
+    plain = dataclasses.replace(config, adapters=None)
+    adapter_files.write(tmp_path / "a", config, adapters, "base")
+    settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
+    for name, tree in {
+        "base": params,
+        "merged": lora.merge(params, adapters, config=config),
+    }.items():
+        hf_weights.save(tmp_path / name, plain, tree, {})
+
+    def tensors(path):
+        mapped = safetensors_file.map_file(path)
+        entries = safetensors_file.entries(path)
+        return {name: safetensors_file.view(mapped, entry) for name, entry in entries.items()}
+
+    base = tensors(tmp_path / "base" / "model.safetensors")
+    added = tensors(tmp_path / "a" / "adapter_model.safetensors")
+    num_changed = 0
+    for name, wanted in tensors(tmp_path / "merged" / "model.safetensors").items():
+        start_of = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        found = base[name]
+        if f"{start_of}A.weight" in added:
+            num_changed += 1
+            found = found + 2.0 * added[f"{start_of}B.weight"] @ added[f"{start_of}A.weight"]
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert num_changed == len(MODULES) * config.num_layers and len(added) == 2 * num_changed
+
+
+def test_matrices_that_share_a_tensor_are_refused(start):
+    config = dataclasses.replace(start[0], family="gpt_neox", norm="layer")
+    with pytest.raises(ValueError, match="lora.modules has q, k, .* hold in one tensor"):
+        adapter_files.check(config)
+
+
+def test_adapters_of_another_model_are_refused(start, tmp_path):
+    config, _, adapters = start
+    adapter_files.write(tmp_path / "a", config, adapters, "base")
+    deeper = dataclasses.replace(config, adapters=None, num_layers=config.num_layers + 1)
+    with pytest.raises(ValueError, match="do not fit this model"):
+        adapter_files.read(tmp_path / "a", deeper)
+    with pytest.raises(ValueError, match="Give a folder of both"):
+        adapter_files.read(tmp_path, deeper)
