@@ -11,19 +11,18 @@ Invariant: a failure is a named reason, never a reward, and does not affect othe
 import json
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.decoding.requests import Response
+from tba_jax.environments.failures import FailureLines
 from tba_jax.environments.host import serve
 from tba_jax.rewards import containment, output
 
 START_TIMEOUT_S = 60.0
 """Starting a process and importing the environment's module, in seconds."""
-_REPORT_S = 30.0  # interval of lines about failures with the same name
 _MOST_BYTES = 2**22  # maximum size of an answer
 
 
@@ -182,7 +181,7 @@ class EnvironmentPool:
     """Thread-safe pool of environment processes.
 
     Args:
-        name: as in `host.load`.
+        name: as of `host.load`.
         timeout_s: deadline of a call in seconds.
         max_memory_bytes: memory limit of each process; 0: none.
         has_schemas: the policy reads JSON schemas of the tools.
@@ -190,7 +189,7 @@ class EnvironmentPool:
     Attributes:
         groups: finds processes that environments started and did not end.
         has_reward, has_tools, is_agent: properties of the environment, set by `check`.
-        schemas: JSON schemas of its tools; set by `check` if `has_schemas`.
+        schemas: of its tools, set by `check` if they are wanted.
     """
 
     def __init__(
@@ -205,8 +204,7 @@ class EnvironmentPool:
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         self._is_closed = False
-        self._failures: dict[str, int] = {}  # not reported yet
-        self._reported_s: dict[str, float] = {}
+        self._failures = FailureLines(f"environment {name}")
         self._is_checked = False
         self.has_reward = self.has_tools = self.is_agent = False
         self.schemas: list[dict[str, Any]] = []
@@ -267,17 +265,7 @@ class EnvironmentPool:
 
     def report(self, name: str, text: str, what: str = "episode(s) rejected as") -> None:
         """Print a line about a failure; repeated failures of one name are printed at intervals."""
-        with self._lock:
-            self._failures[name] = self._failures.get(name, 0) + 1
-            now = time.monotonic()
-            if now - self._reported_s.get(name, -_REPORT_S) < _REPORT_S:
-                return
-            self._reported_s[name] = now
-            num = self._failures.pop(name)
-        text = " ".join(text.split())
-        line = f"environment {self.name}: {text}; {num} {what} {name}\n"
-        sys.stderr.write(line)
-        sys.stderr.flush()
+        self._failures.report(name, text, what)
 
     def close(self) -> None:
         """Kill all processes."""

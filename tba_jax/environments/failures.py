@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines on standard error about failures that do not end a run, and their counts by name."""
+
+import collections
+import sys
+import threading
+import time
+
+_REPORT_S = 30.0  # interval of lines about failures with the same name
+
+
+class FailureLines:
+    """Failures of one subject; thread-safe.
+
+    Args:
+        subject: begins each line.
+    """
+
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+        self._lock = threading.Lock()
+        self._unreported: collections.Counter[str] = collections.Counter()
+        self._untaken: collections.Counter[str] = collections.Counter()
+        self._reported_s: dict[str, float] = {}
+
+    def report(self, name: str, text: str, what: str) -> None:
+        """Count a failure and print a line; failures of one name are printed at intervals.
+
+        Args:
+            name: name of the failure.
+            text: what happened.
+            what: noun of the counted failures and a verb, before the name.
+        """
+        with self._lock:
+            self._unreported[name] += 1
+            self._untaken[name] += 1
+            now = time.monotonic()
+            if now - self._reported_s.get(name, -_REPORT_S) < _REPORT_S:
+                return
+            self._reported_s[name] = now
+            num = self._unreported.pop(name)
+        text = " ".join(text.split())
+        sys.stderr.write(f"{self._subject}: {text}; {num} {what} {name}\n")
+        sys.stderr.flush()
+
+    def take(self) -> dict[str, int]:
+        """Return the number of failures by name since the last call."""
+        with self._lock:
+            taken, self._untaken = self._untaken, collections.Counter()
+            return dict(taken)
