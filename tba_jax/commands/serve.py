@@ -9,11 +9,13 @@ The server listens on the loopback interface. With --host it listens on another 
 """
 
 import argparse
+import functools
 import ipaddress
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -39,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--max_requests", type=int, default=256, help="concurrent requests; more are refused"
+    )
+    parser.add_argument(
+        "--max_adapters",
+        type=int,
+        default=0,
+        help="LoRA adapters that clients may load from this machine's folders; each has a copy of "
+        "the weights; 0: none",
     )
     args = parser.parse_args(argv)
     try:
@@ -69,14 +78,18 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from tba_jax.decoding.engine import Decoder
+    from tba_jax.decoding.session import Session
     from tba_jax.devices.platform import platform_of
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.devices.site import any_device
     from tba_jax.devices.worker import StopFlag, Worker
     from tba_jax.environments.chat import make_chat_format
     from tba_jax.flow.padding import length_buckets
+    from tba_jax.models import lora
+    from tba_jax.models.hf import adapter_files
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.remote.http_server import HttpServer
+    from tba_jax.serving.adapters import AdapterScope
     from tba_jax.serving.protocol import MAX_STOP_IDS, Served
     from tba_jax.serving.queue import RequestQueue
     from tba_jax.serving.server import Application, PlainScope
@@ -99,29 +112,36 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     served = Served(
         name, tokenizer, make_chat_format(tokenizer, args.renderer), tokenizer.eos_ids, longest
     )
-    session = decoder.session(
-        params,
+    open_slots = functools.partial(
+        decoder.session,
         num_slots=args.num_slots,
         prefill_prompts=args.num_slots,
         num_stop_ids=MAX_STOP_IDS,
         version=version,
         is_fed=True,
     )
+    session = open_slots(params)
     queue = RequestQueue()
-    scope = PlainScope(served, queue)
+
+    def open_session(path: Path) -> Session:
+        adapted, adapters = adapter_files.read(path, config)
+        return open_slots(lora.merge(params, adapters, config=adapted))
+
+    scope = AdapterScope(PlainScope(served, queue), session, open_session, args.max_adapters)
     application = Application(
         lambda path: (scope, path),
         served,
-        queue=queue,
+        queue=scope,
         token=args.token,
         max_requests=args.max_requests,
         info=lambda: {"model": name, "weight_version": version, "num_slots": args.num_slots},
+        adapters=scope if args.max_adapters else None,
     )
     server = HttpServer(application, "http-server", bound)
     stop = StopFlag()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    decoding = Worker("decoder", lambda: queue.step(session), stop, idle_s=0.002).start()
+    decoding = Worker("decoder", scope.step, stop, idle_s=0.002).start()
     server.start()
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"serving {name} at http://{host}:{server.port}/v1", flush=True)
@@ -140,8 +160,10 @@ def _check(args: argparse.Namespace) -> None:
     """
     if bool(args.model) == bool(args.workdir):
         raise ValueError("give --model=FOLDER or --workdir=RUN, and not both")
-    if args.num_slots < 1 or args.max_requests < 1 or args.max_length < 0:
-        raise ValueError("--num_slots and --max_requests start at 1, --max_length at 0")
+    if args.num_slots < 1 or args.max_requests < 1 or min(args.max_length, args.max_adapters) < 0:
+        raise ValueError(
+            "--num_slots and --max_requests start at 1, --max_length and --max_adapters at 0"
+        )
     if not args.token and args.host != "localhost":
         try:
             is_loopback = ipaddress.ip_address(args.host).is_loopback

@@ -45,9 +45,10 @@ class Generation:
     Attributes:
         prompt: int32 [s].
         keys: uint32 [n 2], threefry key data of each sample.
-        settings: settings of the sampling.
+        settings: how to sample.
         is_streamed: whether updates before the end are wanted.
         notify: receives updates, or the error of a refused prompt; called on the session's thread.
+        model: name of the model.
     """
 
     prompt: np.ndarray
@@ -55,6 +56,7 @@ class Generation:
     settings: SamplingSettings
     is_streamed: bool
     notify: Callable[[Update | Exception], None]
+    model: str = ""
 
 
 class RequestQueue:
@@ -93,6 +95,12 @@ class RequestQueue:
     def is_paused(self) -> bool:
         """Whether decoding is paused."""
         return self._is_paused
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every submitted generation has ended."""
+        with self._lock:
+            return not (self._new or self._live)
 
     def step(self, session: Session) -> bool:
         """Take in requests and decode one chunk; return False if there is nothing to decode."""

@@ -5,6 +5,7 @@
     POST /v1/completions          text or token IDs
     POST /v1/chat/completions     messages, tools
     GET  /v1/models, /health, /server_info;  POST /pause, /resume
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter
 
 Invariant: a request is refused before its body is read if it has no token or too many are under
 way, and a client that disconnects frees its slots.
@@ -14,7 +15,7 @@ import asyncio
 import hmac
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tba_jax
@@ -30,6 +31,7 @@ _ROUTES: dict[str, Kind] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
 }
+_ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class Scope(Protocol):
@@ -68,6 +70,36 @@ class PlainScope(NamedTuple):
         self.queue.cancel(generation)
 
 
+class Pausable(Protocol):
+    """Interface of decoding that /pause and /resume control."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether decoding is paused."""
+        ...
+
+    def pause(self, is_paused: bool) -> None:
+        """Stop decoding, or resume it."""
+        ...
+
+
+class Adapters(Protocol):
+    """Interface of the adapters of a server."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the loaded adapters."""
+        ...
+
+    def load(self, name: str, path: str) -> None:
+        """Load the adapter of a folder under a new name."""
+        ...
+
+    def unload(self, name: str) -> None:
+        """Accept no further requests for an adapter."""
+        ...
+
+
 class Disconnected(Exception):
     """The client is gone."""
 
@@ -77,10 +109,12 @@ class Application:
 
     Args:
         scopes: returns the scope of a path prefix and the rest of the path.
+        served: the model.
         queue: paused and resumed by /pause and /resume; None: there are no such routes.
         token: bearer token of every request; "": none is needed.
         max_requests: maximum number of concurrent requests; others are refused with status 429.
         info: fields of /server_info.
+        adapters: loaded and unloaded by requests; None: there are no such routes.
     """
 
     def __init__(
@@ -88,15 +122,16 @@ class Application:
         scopes: Callable[[str], tuple[Scope, str]],
         served: Served,
         *,
-        queue: RequestQueue | None = None,
+        queue: Pausable | None = None,
         token: str = "",
         max_requests: int = 256,
         info: Callable[[], Mapping[str, Any]] = dict,
+        adapters: Adapters | None = None,
     ) -> None:
         self._scopes, self._served, self._queue = scopes, served, queue
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._max_requests, self._num_requests = max_requests, 0
-        self._info = info
+        self._info, self._adapters = info, adapters
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request."""
@@ -150,20 +185,42 @@ class Application:
         if path == "/server_info":
             return {"version": tba_jax.__version__, **self._info()}
         _, rest = self._scopes(path)
-        card = {
-            "id": self._served.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "tba_jax",
-            "max_model_len": self._served.max_length,
-        }
+        base = self._served.model
+        names = [base, *(() if self._adapters is None else self._adapters.names)]
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "tba_jax",
+                "max_model_len": self._served.max_length,
+                "parent": None if name == base else base,
+            }
+            for name in names
+        ]
         if rest == "/v1/models":
-            return {"object": "list", "data": [card]}
-        if rest == f"/v1/models/{self._served.model}":
-            return card
+            return {"object": "list", "data": cards}
+        for name, card in zip(names, cards, strict=True):
+            if rest == f"/v1/models/{name}":
+                return card
         raise _no_route("GET", path)
 
+    async def _change_adapters(self, path: str, body: Mapping[str, Any], send: Any) -> None:
+        """Load or unload an adapter; reading it stops no other request."""
+        assert self._adapters is not None
+        change, names = self._adapters.unload, ("lora_name",)
+        if path == _ADAPTER_ROUTES[0]:
+            change, names = self._adapters.load, ("lora_name", "lora_path")
+        for name in names:
+            if not isinstance(body.get(name), str) or not body[name]:
+                raise ApiError(f"{name}: wanted a text", param=name)
+        await asyncio.to_thread(change, *(body[name] for name in names))
+        await _send(send, 200, {"status": "ok"})
+
     async def _post(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
+        if self._adapters is not None and path in _ADAPTER_ROUTES:
+            await self._change_adapters(path, body, send)
+            return
         scope, rest = self._scopes(path)
         kind = _ROUTES.get(rest)
         if kind is None:
@@ -194,7 +251,8 @@ class Application:
             loop.call_soon_threadsafe(updates.put_nowait, (i, update))
 
         settings, keys = call.settings[i], call.keys(i)
-        return Generation(call.prompts[i], keys, settings, call.is_streamed, notify)
+        model = call.served.model
+        return Generation(call.prompts[i], keys, settings, call.is_streamed, notify, model)
 
 
 def _no_route(method: str, path: str) -> ApiError:

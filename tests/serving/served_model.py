@@ -13,10 +13,13 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.environments.chat import make_chat_format
 from tba_jax.flow.padding import length_buckets
+from tba_jax.models import lora
 from tba_jax.models import model as models
+from tba_jax.models.hf import adapter_files
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
+from tba_jax.serving.adapters import AdapterScope
 from tba_jax.serving.protocol import MAX_STOP_IDS, Served
 from tba_jax.serving.queue import RequestQueue
 from tba_jax.serving.server import Application, PlainScope
@@ -31,9 +34,9 @@ TEMPLATE = (
 class ServedModel:
     """Decoder, session, queue and server."""
 
-    def __init__(self, folder, *, token="", max_requests=64, renderer=""):
+    def __init__(self, folder, *, token="", max_requests=64, renderer="", max_adapters=0, port=0):
         config, params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
-        self.params = params
+        self.config, self.params = config, params
         self.tokenizer = Tokenizer.load(folder)
         self.decoder = Decoder(
             config,
@@ -43,31 +46,44 @@ class ServedModel:
             prompt_buckets=length_buckets(MAX_LENGTH, 4),
             max_length=MAX_LENGTH,
         )
-        self.session = self.decoder.session(
+        self.session = self._session(params)
+        chat = make_chat_format(self.tokenizer, renderer)
+        self.served = Served("start", self.tokenizer, chat, self.tokenizer.eos_ids, MAX_LENGTH)
+        self.queue = RequestQueue()
+        self.scope = scope = PlainScope(self.served, self.queue)
+        self.adapters = None
+        if max_adapters:
+            self.adapters = AdapterScope(scope, self.session, self._with_adapters, max_adapters)
+        application = Application(
+            lambda path: (self.adapters or scope, path),
+            self.served,
+            queue=self.queue,
+            token=token,
+            max_requests=max_requests,
+            adapters=self.adapters,
+        )
+        self.application = application
+        self.server = HttpServer(application, "http-server", bind("127.0.0.1", port))
+        self.stop = StopFlag()
+
+    def _session(self, params):
+        return self.decoder.session(
             params,
             num_slots=NUM_SLOTS,
             prefill_prompts=NUM_SLOTS,
             num_stop_ids=MAX_STOP_IDS,
             is_fed=True,
         )
-        chat = make_chat_format(self.tokenizer, renderer)
-        self.served = Served("start", self.tokenizer, chat, self.tokenizer.eos_ids, MAX_LENGTH)
-        self.queue = RequestQueue()
-        self.scope = scope = PlainScope(self.served, self.queue)
-        application = Application(
-            lambda path: (scope, path),
-            self.served,
-            queue=self.queue,
-            token=token,
-            max_requests=max_requests,
-        )
-        self.application = application
-        self.server = HttpServer(application, "http-server", bind("127.0.0.1", 0))
-        self.stop = StopFlag()
+
+    def _with_adapters(self, path):
+        config, adapters = adapter_files.read(path, self.config)
+        return self._session(lora.merge(self.params, adapters, config=config))
 
     @contextlib.contextmanager
     def running(self):
         def step():
+            if self.adapters is not None:
+                return self.adapters.step()
             return self.queue.step(self.session)
 
         worker = Worker("decoder", step, self.stop, idle_s=0.002).start()
