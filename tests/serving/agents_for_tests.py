@@ -75,6 +75,16 @@ def with_openai(base_url, row):
     return float(done.stdout)
 
 
+def with_verifiers(base_url, row):
+    """A taskset of verifiers whose harness drops its history, in another interpreter."""
+    script = Path(__file__).with_name("verifiers_tasksets.py")
+    command = [os.environ["AGENT_PYTHON"], str(script), base_url, os.environ["AGENT_MODEL"]]
+    done = subprocess.run([*command, "compacted"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (trace,) = json.loads(done.stdout)["compacted"]
+    return trace["reward"] + len(row["prompt"]) / 100
+
+
 def misbehave(base_url, row):
     """Fail in the way that the row names."""
     prompt = row["prompt"]

@@ -80,6 +80,10 @@ def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, tmp_pa
         command = [python, str(SCRIPT.with_name(f"{name}_client.py")), url, str(tmp_path)]
         rows = json.loads(run_client(command))
     assert len(rows) == {"trl": 8, "verifiers": 6, "openenv": 2}[name]
+    assert_log_probs_are_those_of_the_scorer(rows, model)
+
+
+def assert_log_probs_are_those_of_the_scorer(rows, model):
     config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     program = make_reference_program(config, Scoring(eos_ids=model.tokenizer.eos_ids))
     for row in rows:
@@ -93,6 +97,69 @@ def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, tmp_pa
         scored = Reference(program, params)(*padded, is_sampled.astype(bool))
         wanted = np.array(row["logprobs"])[mask].sum()
         np.testing.assert_allclose(float(np.asarray(scored)[0, 0]), wanted, atol=1e-4)
+
+
+def verifiers_python():
+    python = os.environ.get("TBA_JAX_VERIFIERS")
+    if not python:
+        pytest.skip("TBA_JAX_VERIFIERS names no interpreter")
+    return python
+
+
+def test_tasksets_of_verifiers_run_through_its_training_client(tmp_path):
+    python, script = verifiers_python(), SCRIPT.with_name("verifiers_tasksets.py")
+    model = ServedModel(folder_with_template(tmp_path))
+    with model.running():
+        command = [python, str(script), f"{model.url}/v1", str(tmp_path)]
+        found = json.loads(run_client(command))
+    rows = [row for traces in found.values() for x in traces for row in x["branches"]]
+    assert_log_probs_are_those_of_the_scorer(rows, model)
+    # Every turn was sampled once over all branches.
+    turns = {name: [num_turns(x["branches"]) for x in traces] for name, traces in found.items()}
+    assert turns == {"single": [1, 1], "turns": [3, 3], "compacted": [2, 2]}
+    assert [len(x["branches"]) for x in found["compacted"]] == [2, 2]
+
+
+def num_turns(branches):
+    """Number of different sampled turns; a turn is known by the tokens up to its end."""
+    ends = {
+        tuple(row["ids"][: i + 1])
+        for row in branches
+        for i in np.flatnonzero(np.diff([*row["is_sampled"], 0]) == -1)
+    }
+    return len(ends)
+
+
+@pytest.mark.timeout(900)
+def test_tasksets_of_verifiers_are_environments_of_a_training_run(tmp_path, monkeypatch):
+    """Episodes of two paths: the harness drops its history after a turn."""
+    monkeypatch.setenv("AGENT_PYTHON", verifiers_python())
+    monkeypatch.setenv("AGENT_MODEL", str(folder_with_template(tmp_path / "model")))
+    workdir = tmp_path / "run"
+    agent = SCRIPT.with_name("agents_for_tests.py")
+    small = ("samples_per_prompt=2", "prompts_per_round=2", "max_new_tokens=60", "max_episodes=2")
+    done = commands.run(
+        workdir,
+        f"task.environment={agent}:with_verifiers",
+        "task.num_eval_prompts=1",
+        "eval.period=0",
+        "eval.max_new_tokens=60",
+        "num_steps=2",
+        "batch.num_prompts=2",
+        "objective.group_size=2",
+        "reward.timeout_s=100",
+        *(f"search.{each}" for each in small),
+        cache=tmp_path / "cache",
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr
+    ledger = json.loads((workdir / "report.json").read_text())["ledger"]
+    assert ledger["rejected"] == {} and ledger["generated"] >= 2 * 2 * 2
+    records = [r for r in commands.lines(workdir / "metrics.jsonl") if "train/loss" in r]
+    assert [r["step"] for r in records] == [1, 2]
+    assert all(r["search/episode_paths"] == 2 for r in records if "search/episode_paths" in r)
+    # Forked episodes: as of agents whose paths are scored (test_agents).
+    assert all(r["train/sampler_gap"] < 1e-4 for r in records if r["train/sampler_gap"] is not None)
 
 
 class ScriptedSession:
@@ -142,6 +209,7 @@ def test_a_client_calls_tools(python, tmp_path):
     assert bridged[: len(ids)].tolist() == ids and len(second) > len(ids)
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_agents_with_a_client_are_environments_of_a_training_run(python, tmp_path, monkeypatch):
     monkeypatch.setenv("AGENT_PYTHON", python)
