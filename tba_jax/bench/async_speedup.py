@@ -104,6 +104,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all figures by name.
 
     Args:
+        args: arguments of the command line.
         folder: empty folder for the runs.
 
     Raises:
@@ -153,6 +154,7 @@ def read(workdir: Path, skip: int) -> Figures:
     """Return the figures of a finished run.
 
     Args:
+        workdir: work directory of the run.
         skip: number of first steps that are ignored.
 
     Raises:

@@ -409,6 +409,32 @@ def _environment(config: Config) -> None:
         need(value == default, name, value, rule, f"Set --config.{name}={default!r}.")
 
 
+def _engine(config: Config) -> None:
+    """Refuse settings under which a server's log-probs are not those of the policy."""
+    search = config.search
+    if search.engine == "devices":
+        return
+    need(
+        search.server.startswith(("http://", "https://")),
+        "search.server",
+        search.server,
+        "must be a URL",
+        "For example --config.search.server=http://127.0.0.1:8000/v1.",
+    )
+    need(
+        config.lora.rank > 0,
+        "search.engine",
+        search.engine,
+        "the server receives the weights as adapters, and lora.rank is 0",
+        "Set --config.lora.rank=16, for example.",
+    )
+    why = "with search.engine=openai it has no effect on the log-probs that servers return"
+    for name in ("sampling_temperature", "top_p", "min_new_tokens", "explore"):
+        value, default = getattr(search, name), SETTINGS[f"search.{name}"].default
+        remedy = f"Set --config.search.{name}={default!r}."
+        need(value == default, f"search.{name}", value, why, remedy)
+
+
 _RULES: tuple[Callable[[Config], None], ...] = (
     _sections,
     _compilation_cache,
@@ -428,4 +454,5 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _reward_weights,
     _reward,
     _environment,
+    _engine,
 )

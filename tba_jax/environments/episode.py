@@ -8,12 +8,11 @@ was drawn from.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
-from tba_jax.decoding.session import Session
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.source import Verdict
@@ -76,10 +75,72 @@ class Episode(NamedTuple):
         return len(self.tokens) if self.is_sampled is None else int(self.is_sampled.sum())
 
 
+class TurnSession(Protocol):
+    """Interface of a decode session; `decoding.session.Session` documents it.
+
+    Attributes:
+        num_slots: responses sampled at a time.
+        version: version of the weights.
+        statistics: counts of the session.
+    """
+
+    num_slots: int
+    version: int
+    statistics: Statistics
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or unfinished."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Free slots minus queued responses."""
+        ...
+
+    def swap(self, params: Any, version: int) -> None:
+        """Continue with other weights."""
+        ...
+
+    def submit(
+        self,
+        prompt: np.ndarray,
+        keys: np.ndarray,
+        settings: SamplingSettings,
+        temperatures: np.ndarray | None = None,
+    ) -> int:
+        """Queue one prompt; return its number, counted from 0."""
+        ...
+
+    def step(self) -> list[Response]:
+        """Return responses that have ended."""
+        ...
+
+    def run(self) -> Iterator[Response]:
+        """Yield responses until the session is idle."""
+        ...
+
+
+class Sessions(Protocol):
+    """Interface of what opens decode sessions: the decode engine, or a client of a server."""
+
+    def session(
+        self,
+        params: Any,
+        *,
+        num_slots: int,
+        prefill_prompts: int = 1,
+        version: int = 0,
+        is_fed: bool = False,
+    ) -> TurnSession:
+        """Return an empty session; arguments as of `Decoder.session`."""
+        ...
+
+
 class SingleTurnSession:
     """Episodes of one turn in the slots of a decode session; one thread drives it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TurnSession) -> None:
         self._session = session
 
     @property

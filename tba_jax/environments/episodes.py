@@ -20,13 +20,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import Response, SamplingSettings
-from tba_jax.decoding.session import Session
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.environments.chat import ChatFormat, Messages
-from tba_jax.environments.episode import Episode, SingleTurnSession
+from tba_jax.environments.episode import Episode, Sessions, SingleTurnSession, TurnSession
 from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
 from tba_jax.flow.trajectory import FinishReason, Prompt
 from tba_jax.models.transformer import Params
@@ -55,7 +53,7 @@ class TakenAnswer(NamedTuple):
     """A processed response of an environment, for the schedule log.
 
     Attributes:
-        request, sample: numbers that identify the episode, as in `Episode`.
+        request, sample: of the episode, as in `Episode`.
         answer: the response.
     """
 
@@ -176,7 +174,7 @@ class Episodes:
         """
         return self.is_agent or bool(self.schemas)
 
-    def over(self, session: Session) -> "EpisodeSession":
+    def over(self, session: TurnSession) -> "EpisodeSession":
         """Return an episode session over a decode session."""
         most = self.most or min(2 * session.num_slots, MOST_PROCESSES)
         return EpisodeSession(session, self, most)
@@ -204,7 +202,7 @@ class Episodes:
 class EpisodeSession(SingleTurnSession):
     """Episodes of several turns in the slots of a decode session; one thread drives it."""
 
-    def __init__(self, session: Session, episodes: Episodes, most: int) -> None:
+    def __init__(self, session: TurnSession, episodes: Episodes, most: int) -> None:
         super().__init__(session)
         self._episodes, self._most = episodes, most
         self._queued: collections.deque[_Attempt] = collections.deque()
@@ -534,7 +532,7 @@ class EpisodeSession(SingleTurnSession):
 
 
 def open_session(
-    decoder: Decoder,
+    decoder: Sessions,
     params: Params,
     episodes: Episodes | None,
     *,
@@ -546,9 +544,9 @@ def open_session(
     """Return an empty session of episodes.
 
     Args:
-        decoder: the engine.
+        decoder: opens decode sessions.
         params: weights, on the devices to run on.
-        episodes: settings of a task with an environment; None: episodes of one turn.
+        episodes: of a task with an environment; None: episodes of one turn.
         num_slots: turns sampled at a time.
         num_samples: samples of a prompt, for the number of prompts in a prefill call.
         version: version of the weights.

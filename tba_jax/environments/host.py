@@ -93,8 +93,7 @@ class Tools:
         self._tools = {tool.__name__: tool for tool in found}
         self.failed: list[str] = []
         if len(self._tools) < len(found):
-            names = ", ".join(tool.__name__ for tool in found)
-            raise TypeError(f"two of the tools {names} have one name. Rename one of them")
+            raise TypeError(f"two tools have one name: {', '.join(t.__name__ for t in found)}")
         for name, tool in self._tools.items():
             parameters = inspect.signature(tool).parameters.values()
             if not tool.__doc__ or any(p.annotation is p.empty for p in parameters):
@@ -237,7 +236,7 @@ class Host:
     """Request handler of an environment process.
 
     Args:
-        name: as in `load`.
+        name: as of `load`.
     """
 
     def __init__(self, name: str) -> None:

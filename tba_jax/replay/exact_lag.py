@@ -24,9 +24,9 @@ class ExactLag:
 
     Args:
         lag: D, in publications.
-        sync_period: steps between two publications.
+        sync_period: steps between two of them.
         quota: groups of a searcher per publication.
-        outboxes: searcher ID -> outbox; tickets in outboxes count as started.
+        outboxes: by searcher ID; their contents have begun.
     """
 
     def __init__(

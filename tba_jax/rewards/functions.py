@@ -60,7 +60,7 @@ class LoadError(NamedTuple):
 
 
 class _Function(NamedTuple):
-    """A loaded function and the keywords that it accepts; None: it accepts every keyword."""
+    """A loaded function; `accepted` is None where it takes every keyword."""
 
     call: Callable[..., Any]
     accepted: frozenset[str] | None
@@ -157,7 +157,7 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
     """Return why one of the functions cannot be used; None if all can be used.
 
     Args:
-        functions: names of the functions.
+        functions: their names.
         columns: names of the data's columns; None: unknown, so arguments of functions are not
             checked.
     """

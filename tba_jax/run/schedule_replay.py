@@ -164,6 +164,10 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
             "a run with task.environment and driver=sync cannot be replayed: its schedule does not "
             "hold the responses of the environment. Replay a run with driver=async"
         )
+    if run.search.server is not None:
+        raise ReplayError(
+            "a run with search.engine=openai cannot be replayed: a server sampled its responses"
+        )
     trainer = run.trainer
     weights = _Weights(run, schedule)
     searches = searches_of(run, Admitted())
@@ -191,10 +195,7 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
         elif event["event"] == "step":
             values = trainer.step()
             if values is None:
-                raise ReplayError(
-                    f"step {event['step']}: the buffer has too few responses for a batch; use the "
-                    "config of the logged run"
-                )
+                raise ReplayError(f"step {event['step']}: the buffer holds too little to draw from")
             _compare(trainer.last_event, event, ("step", "trajectory_ids", "weights", "bucket"))
             after_step(run, values, summarise_rounds(reports))
             reports = []

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searchers of a process: references, decoders, start data, transport, and the evaluator.
+"""The searchers of a process, with their references, decoders, start data and transport.
 
-All are built from the shared parts, without the trainer.
+Searchers are built from the shared parts and the start data, without the trainer.
 """
 
 import dataclasses
 import functools
 import sys
-import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,22 +21,15 @@ from tba_jax.config.resolved import ownership_of, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.sharding import hand_over
-from tba_jax.devices.site import ANY_DEVICE, Site, Sites
-from tba_jax.evaluation.attacks import make_attack_metrics
-from tba_jax.evaluation.config import EvalSettings
-from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, Station
-from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
-from tba_jax.flow.state import Saveable
+from tba_jax.devices.site import Site
+from tba_jax.environments.episode import Sessions
+from tba_jax.flow.state import PartState, Saveable
 from tba_jax.models import lora
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.remote.searcher_table import RemoteSearcher
 from tba_jax.replay.admission import Demand
 from tba_jax.replay.outbox import Outbox
-from tba_jax.report.user_functions import UserFunctions
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import RewardSource
 from tba_jax.run.model_parts import (
     adapter_shardings,
     make_decoder,
@@ -48,13 +40,15 @@ from tba_jax.run.model_parts import (
     reference_shardings,
     searcher_shardings,
 )
-from tba_jax.run.shared import Shared, load_start_weights, make_episodes, make_grader
-from tba_jax.search.prompts import PromptStream, eval_prompts
+from tba_jax.run.shared import Shared, Sites, make_episodes, make_grader
+from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
-from tba_jax.tasks.registry import Task, entry_of
+from tba_jax.serving.inference_server import InferenceServer
+from tba_jax.serving.server_session import ServerDecoder
+from tba_jax.tasks.registry import Task
 from tba_jax.weights.merged_adapters import MergingTransport
 from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
 from tba_jax.weights.version_reader import VersionReader
@@ -197,8 +191,10 @@ def make_transport(
     """Make the weight transport; with adapters only they are published.
 
     Args:
+        config: config of the run.
         policy: architecture that is trained.
         sites: sites of trainer and searchers.
+        workdir: work directory of the run.
         base: frozen parameters under adapters; None without adapters.
         publish: program of a publication; None in a process that only reads.
         confirm: raises where this process no longer holds the work directory.
@@ -237,6 +233,7 @@ def make_version_writer(
     """Make the writer of published weights; all trainer processes call this.
 
     Args:
+        shared: parts of the run.
         publish: copy and cast of the weights.
         kept: versions that stay on disk beyond the newest.
     """
@@ -280,6 +277,40 @@ def make_decoders(
     return {site: programs[site.program_site] for site in sites.searchers}
 
 
+@dataclasses.dataclass
+class RemoteSearcher:
+    """Counters of a searcher in another process, kept by the owner of the buffer.
+
+    Attributes:
+        index: searcher ID.
+        outbox: responses that are not merged yet.
+        decoded_tokens, idle_s, num_chunks, num_given: as in `Searcher`.
+        num_given_rounds: number of rounds of given responses, which come first.
+    """
+
+    index: int
+    outbox: Outbox
+    decoded_tokens: int = 0
+    idle_s: float = 0.0
+    num_chunks: int = 0
+    num_given: int = 0
+    num_given_rounds: int = 0
+
+    @property
+    def num_given_rounds_left(self) -> int:
+        """Return the rounds of given responses that have not arrived."""
+        return max(0, self.num_given_rounds - self.outbox.committed[0])
+
+    def state(self) -> PartState:
+        """Return the counters, as `Searcher.state`."""
+        names = ("decoded_tokens", "idle_s", "num_chunks")
+        return PartState({}, {name: getattr(self, name) for name in names})
+
+    def restore(self, state: PartState) -> None:
+        """Restore the counters."""
+        vars(self).update(state.meta)
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Searchers of a process, with their weights and prompts.
@@ -290,6 +321,7 @@ class Search:
         streams: prompt stream of each local searcher.
         decoders: decoder of each site.
         remote: counters of searchers in other processes, in the owner of the buffer.
+        server: samples for the local searchers; None: their devices do.
     """
 
     transport: Transport
@@ -297,6 +329,7 @@ class Search:
     streams: tuple[PromptStream, ...] = ()
     decoders: Mapping[Site, Decoder] = dataclasses.field(default_factory=dict)
     remote: tuple[RemoteSearcher, ...] = ()
+    server: InferenceServer | None = None
 
     @property
     def searchers(self) -> tuple[Searcher | RemoteSearcher, ...]:
@@ -319,6 +352,10 @@ class Search:
     def num_compiled(self) -> int:
         """Return the number of decode programs compiled for the first searcher."""
         return next((decoder.compile_count for decoder in self.decoders.values()), 0)
+
+    def take_failures(self) -> dict[str, int]:
+        """Return the failed requests of local searchers to their server since the last call."""
+        return {} if self.server is None else self.server.failures.take()
 
     @property
     def num_drawn(self) -> int:
@@ -361,6 +398,7 @@ def build_searchers(
     """Build the searchers of this process with streams, outboxes and decoders.
 
     Args:
+        shared: parts of the run.
         transport: delivers weights to these searchers.
         references: reference of each site; empty where the trainer scores.
         wants_given: whether start data is read, before the first step.
@@ -381,9 +419,19 @@ def build_searchers(
     objective = config.objective.built
     states = StateValues(objective.vine_tokens, objective.vine_samples)
     first = shared.sites.first_searcher
+    weights = [functools.partial(transport.latest, i) for i in range(len(sites.searchers))]
+    engines: list[Sessions] = [decoders[site] for site in sites.searchers]
+    if (server := shared.rewards.server) is not None:
+        # The server receives adapters. Weights are merged for evaluations only.
+        assert isinstance(transport, MergingTransport), "config.rules wants adapters"
+        weights = [functools.partial(transport.source.latest, i) for i in range(len(weights))]
+        engines = [
+            ServerDecoder(server, decoders[site].eos_ids, decoders[site].stop_strings)
+            for site in sites.searchers
+        ]
     samplers = [
-        Sampler(decoders[site], config.search, key, first + i, episodes, states)
-        for i, site in enumerate(sites.searchers)
+        Sampler(engine, config.search, key, first + i, episodes, states)
+        for i, engine in enumerate(engines)
     ]
     graders = [
         make_grader(task, shared.tokenizer, shared.rewards.source.on(site))
@@ -394,7 +442,7 @@ def build_searchers(
             SearchParts(
                 index=shared.sites.first_searcher + i,
                 stream=streams[i],
-                weights=functools.partial(transport.latest, i),
+                weights=weights[i],
                 sampler=samplers[i],
                 grader=graders[i],
                 reference=references.get(site),
@@ -407,7 +455,7 @@ def build_searchers(
         )
         for i, site in enumerate(sites.searchers)
     )
-    return Search(transport, searchers, streams, decoders)
+    return Search(transport, searchers, streams, decoders, server=shared.rewards.server)
 
 
 def _stream(shared: Shared, i: int, first_token_only: bool) -> PromptStream:
@@ -444,145 +492,3 @@ def swaps_in_flight(config: Config) -> bool:
     needs_behavior = config.objective.built.needs_behavior
     swap = config.search.swap
     return swap == "in_flight" or (swap == "auto" and not needs_behavior)
-
-
-class Judging(NamedTuple):
-    """Evaluation metrics beyond rewards.
-
-    Attributes:
-        measures: functions that measure responses, for each searcher.
-        metrics: functions that summarise all measurements.
-    """
-
-    measures: list[tuple[Measure, ...]]
-    metrics: tuple[MetricFunction, ...]
-
-
-def make_judging(
-    config: Config,
-    tokenizer: Tokenizer,
-    model_config: TransformerConfig,
-    gold: RewardSource | None,
-    reference_params: Callable[[Site], Any],
-    sites: Sequence[Site] = (ANY_DEVICE,),
-    note: Callable[[str], None] = print,
-) -> Judging:
-    """Make the measures and metrics that the config names, besides those of the task.
-
-    Args:
-        model_config: architecture of policy and reference.
-        gold: reward source that judges the win rate; None: no win rate.
-        reference_params: function that returns the start model's weights on a site's devices.
-        sites: site of each searcher that evaluates; searchers may share a site.
-        note: function that prints errors of user-defined metrics.
-
-    Raises:
-        ConfigError: a user-defined metric cannot be used.
-    """
-    measures: dict[Site, list[Measure]] = {site: [] for site in sites}
-    metrics: list[MetricFunction] = []
-    if gold is not None:
-        win_rate = WinRate(gold, tokenizer)
-        metrics.append(win_rate)
-        for own in measures.values():
-            own.append(win_rate.measure)
-    if config.eval.reference_metrics:
-        metrics.append(reference_distance)
-        for site, own in measures.items():
-            distance = ReferenceDistance(
-                model_config,
-                functools.partial(reference_params, site),
-                scoring=make_rollout_scoring(config, tokenizer.eos_ids),
-                padding=make_padding(config, tokenizer.pad_id, config.eval.max_new_tokens),
-                site=site,
-            )
-            own.append(distance.measure)
-    if config.eval.metrics:
-        own_metrics = UserFunctions("eval.metrics", config.eval.metrics, ("responses",), note)
-        metrics.append(own_metrics)
-    return Judging([tuple(measures[site]) for site in sites], tuple(metrics))
-
-
-TASK_METRICS: dict[str, Callable[[EvalSettings], MetricFunction]] = {
-    "attacks": make_attack_metrics,
-}
-"""Factory of the metric function for each name in a task's entry."""
-
-
-def make_evaluator(
-    config: Config,
-    task: Task,
-    tokenizer: Tokenizer,
-    stations: Sequence[Station],
-    metrics: Sequence[MetricFunction] = (),
-) -> Evaluator:
-    """Make the evaluator of a config; `metrics` are added to those of the task.
-
-    Raises:
-        ValueError: a model that the task's metrics need is not usable.
-    """
-    own = entry_of(config.task.name).metrics
-    prompts, num_skipped = eval_prompts(
-        task,
-        tokenizer,
-        config.task.num_eval_prompts,
-        config.task.max_prompt_tokens,
-        config.task.long_prompts,
-    )
-    return Evaluator(
-        prompts=prompts,
-        num_skipped=num_skipped,
-        stations=stations,
-        settings=config.eval,
-        metric=task.metric,
-        min_new_tokens=config.search.min_new_tokens,
-        metrics=(*(TASK_METRICS[name](config.eval) for name in own), *metrics),
-    )
-
-
-def build_evaluator(
-    shared: Shared,
-    decoders: Mapping[Site, Decoder],
-    graders: Sequence[Grader],
-    references: Mapping[Site, Reference],
-    note: Callable[[str], None],
-) -> Evaluator:
-    """Make the evaluator of a run, with a station for each searcher of this process.
-
-    Args:
-        decoders: decoder of each site.
-        graders: grader of each searcher.
-        references: reference scorer of each site; metrics use its weights as the start model.
-        note: function that prints the number of skipped prompts.
-    """
-    config, sites = shared.config, shared.sites.searchers
-    start_params = functools.cache(functools.partial(load_start_weights, shared))
-    lock = threading.Lock()  # Searchers that share devices load only one copy.
-
-    def reference_params(site: Site) -> Any:
-        if site in references:
-            return references[site].params
-        with lock:
-            return start_params(site)
-
-    judging = make_judging(
-        config,
-        shared.tokenizer,
-        shared.model.config,
-        shared.rewards.gold,
-        reference_params,
-        sites,
-        note,
-    )
-    episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
-    stations = [
-        Station(decoders[site], grader, measures, episodes)
-        for site, grader, measures in zip(sites, graders, judging.measures, strict=True)
-    ]
-    evaluator = make_evaluator(config, shared.task, shared.tokenizer, stations, judging.metrics)
-    if evaluator.num_skipped:
-        note(
-            f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and "
-            "are skipped"
-        )
-    return evaluator

@@ -11,6 +11,18 @@ from tba_jax.settings import Section, field, need
 class SearchSettings(Section):
     """Sampling and decoding of searchers."""
 
+    engine: Literal["devices", "openai"] = field(
+        "devices",
+        "devices: searchers decode on their devices; openai: a server samples, which takes LoRA "
+        "adapters as vLLM does; tried with python -m tba_jax.serve, not run with vLLM by us",
+        on_resume=True,
+    )
+    server: str = field(
+        "http://127.0.0.1:8000/v1",
+        "with search.engine=openai: URL of the server; its key is the environment variable "
+        "OPENAI_API_KEY",
+        on_resume=True,
+    )
     samples_per_prompt: int = field(
         16, "S >= K = objective.group_size: responses drawn per prompt", at_least=1
     )

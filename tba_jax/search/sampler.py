@@ -16,10 +16,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.engine import row_keys
 from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.episode import Episode, SingleTurnSession
+from tba_jax.environments.episode import Episode, Sessions, SingleTurnSession
 from tba_jax.environments.episodes import Episodes, ReplayedEnvironment, open_session
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
@@ -38,7 +38,7 @@ class SampledGroup(NamedTuple):
 
     Attributes:
         prompt: the prompt.
-        episodes: episodes in the order of the samples.
+        episodes: in the order of the samples.
         continuations: whole responses that continue a state, by the tokens of the state.
     """
 
@@ -85,11 +85,11 @@ class Sampler:
     """Sampling of one searcher.
 
     Args:
-        decoder: the engine; programs compile for the devices of the weights.
+        decoder: opens decode sessions.
         settings: settings of searchers.
         key: root key of the run.
         searcher: index of the searcher.
-        episodes: settings of episodes, for a task with an environment.
+        episodes: of a task with an environment.
         states: which state values are estimated.
     """
 
@@ -97,7 +97,7 @@ class Sampler:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Sessions,
         settings: SearchSettings,
         key: jax.Array,
         searcher: int,
@@ -156,7 +156,7 @@ class Sampler:
     def requests(
         self, num_prompts: int, number: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, SamplingSettings]:
-        """Return random keys, temperatures and settings for the episodes of a round or ticket.
+        """Return what the episodes of a round or ticket are sampled with.
 
         Returns:
             Key data of each sample, uint32 [p S 2]; temperatures, float64 [p S]; the key data for
@@ -200,7 +200,7 @@ class GroupSession:
 
         Args:
             prompts: p prompts.
-            number: number of the round or ticket; it selects the random numbers.
+            number: of the round or ticket; no two use the same random numbers.
         """
         keys, temperatures, continued, settings = self._sampler.requests(len(prompts), number)
         groups = []

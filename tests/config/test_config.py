@@ -28,9 +28,9 @@ from tba_jax.config.schema import (
     get_field,
     make_config,
 )
-from tba_jax.run.model_parts import make_optimizer_from, make_step_settings
+from tba_jax.run.trainer_parts import make_optimizer_from, make_step_settings
 from tba_jax.settings import Schedule
-from tba_jax.train.target import value_at
+from tba_jax.train.schedules import value_at
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted(
@@ -267,6 +267,20 @@ def test_no_field_is_dead():
         (
             {"lora.modules": ("q", "embed")},
             "must be some of q, q_gate, k, v, o, gate, up, down, delta_q, ",
+        ),
+        ({"search.engine": "openai"}, "config.search.engine = 'openai': the server receives the"),
+        (
+            {"search.engine": "openai", "lora.rank": 4, "search.server": "localhost:8000"},
+            "config.search.server = 'localhost:8000': must be a URL",
+        ),
+        *(
+            ({"search.engine": "openai", "lora.rank": 4, name: value}, f"config.{name} = .*openai")
+            for name, value in (
+                ("search.sampling_temperature", 0.7),
+                ("search.top_p", 0.9),
+                ("search.min_new_tokens", 2),
+                ("search.explore", (0.5, 0.7, 2.0)),
+            )
         ),
         ({"lora.modules": ()}, "must be some of q, q_gate, k, v, o, gate, up, down, delta_q, "),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of auto, in_flight"),

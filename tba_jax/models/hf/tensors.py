@@ -33,7 +33,7 @@ class HFTensor:
         widths: sizes of the leaves' parts along the second axis of the grid; the first axis counts
             groups of such parts. Empty: all leaves have one shape. If set, `order` permutes the
             axes of one part.
-        shapes: shapes of the leaves, if `widths` are given.
+        shapes: with widths, the shapes of the leaves.
         is_mxfp4: the files have four-bit blocks and their scales in place of the tensor.
     """
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A served model whose responses a test spoils, one way a response."""
+
+import asyncio
+import json
+
+from tests.serving.served_model import ServedModel
+
+
+class FaultyServer(ServedModel):
+    """Takes the first of `faults` for each completion, and `always` for every one."""
+
+    def __init__(self, folder, **options):
+        self.faults, self.always = [], ""
+        super().__init__(folder, max_adapters=4, **options)
+        self._plain, self.server._server.config.app = self.application, self._spoiled
+
+    async def _spoiled(self, scope, receive, send):
+        fault = self.always
+        if scope["path"] == "/v1/completions" and self.faults:
+            fault = self.faults.pop(0)
+        if scope["path"] != "/v1/completions" or not fault:
+            await self._plain(scope, receive, send)
+        elif isinstance(fault, int):
+            await reply(send, fault, {"error": {"message": "spoiled"}})
+        elif fault == "late":
+            await asyncio.sleep(2.0)
+            await self._plain(scope, receive, send)
+        else:
+            if fault == "forgotten":
+                for name in self.adapters.names:
+                    self.adapters.unload(name)
+            found = []
+
+            async def keep(message):
+                found.append(message)
+
+            await self._plain(scope, receive, keep)
+            status = found[0]["status"]
+            body = json.loads(b"".join(x.get("body", b"") for x in found))
+            if status == 200:
+                body = spoil(fault, body)
+            await reply(send, status, body)
+
+
+def spoil(fault, body):
+    """A response with one thing wrong."""
+    choice = body["choices"][0]
+    values = choice["logprobs"]["token_logprobs"]
+    match fault:
+        case "no token ids":
+            del choice["token_ids"]
+        case "no log-probs":
+            choice["logprobs"] = None
+        case "not finite":
+            values[0] = 1e999
+        case "one log-prob less":
+            values.pop()
+        case "another version":
+            body["model"] = "start"
+        case "another prompt":
+            choice["prompt_token_ids"].insert(0, 1)
+        case "early end":
+            choice["token_ids"], choice["logprobs"]["token_logprobs"] = [20], values[:1]
+        case "no JSON object":
+            return [body]
+        case "shifted":
+            choice["logprobs"]["token_logprobs"] = [x + 0.05 for x in values]
+    return body
+
+
+async def reply(send, status, body):
+    data = json.dumps(body).replace("Infinity", "1e999").encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that a server samples: tokens, log-probs, versions, and each failure of a server."""
+
+import concurrent.futures
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+from faulty_server import FaultyServer
+from served_model import NUM_SLOTS, ServedModel
+
+from tba_jax.decoding.keys import fold_in
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.models import lora
+from tba_jax.models.hf import adapter_files
+from tba_jax.run.model_parts import START_MODEL
+from tba_jax.serving.inference_server import InferenceServer, ServerError
+from tba_jax.serving.server_session import ServerDecoder
+
+PROMPT = np.array([1, 28, 16, 26, 18, 24, 34], np.int32)
+SETTINGS = SamplingSettings(9)
+
+
+@pytest.fixture(scope="module")
+def model():
+    found = FaultyServer(START_MODEL)
+    found.policy = lora.with_adapters(found.config, 4, 8.0, ("q", "v", "down"))
+    with found.running():
+        yield found
+
+
+@pytest.fixture
+def client(model, tmp_path):
+    made = []
+
+    def make(**options):
+        options = {"longest": 64, "probe_id": 2, "timeout_s": 60.0, **options}
+        url = options.pop("url", f"{model.url}/v1")
+        made.append(InferenceServer(url, model.policy, "start", tmp_path / "adapters", **options))
+        return made[-1]
+
+    yield make
+    model.faults, model.always = [], ""
+    for server in made:
+        server.close()
+    assert not list((tmp_path / "adapters").glob("*")) and model.adapters.names == []
+
+
+def adapters_of(model, version):
+    keys = iter(jax.random.split(jax.random.key(version), 99))
+    fresh = lora.init_adapters(model.policy, version)
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), fresh)
+
+
+def session_of(model, server, version=3, stop_strings=None):
+    decoder = ServerDecoder(server, model.tokenizer.eos_ids, stop_strings)
+    return decoder.session(adapters_of(model, version), num_slots=4, version=version)
+
+
+def wanted(model, version, keys, settings=SETTINGS):
+    """What our decoder samples with the merged weights, for the seeds that are sent."""
+    seeds = [(int(k[0]) << 32 | int(k[1])) >> 1 for k in keys]
+    own = [fold_in(np.array([s >> 32, s & 0xFFFFFFFF], np.uint32), 0) for s in seeds]
+    return model.decoder.decode(
+        lora.merge(model.params, adapters_of(model, version), config=model.policy),
+        [PROMPT],
+        num_samples=len(keys),
+        key=np.array(own)[None],
+        settings=settings,
+        num_slots=NUM_SLOTS,
+        min_slots=NUM_SLOTS,
+    )
+
+
+def assert_equal(found, version, expected):
+    for y in found:
+        n = expected.lengths[0, y.sample]
+        np.testing.assert_array_equal(y.tokens, expected.tokens[0, y.sample, :n])
+        # Other programs run with another number of live slots.
+        logprobs = expected.token_logprobs[0, y.sample, :n]
+        np.testing.assert_allclose(y.token_logprobs, logprobs, atol=1e-5)
+        assert y.has_eos == expected.has_eos[0, y.sample]
+        assert {y.version_min, y.version_max, *y.token_versions.tolist()} == {version}
+
+
+def keys_of(number, num=5):
+    return np.random.default_rng(number).integers(0, 2**32, (num, 2), np.uint32)
+
+
+def test_tokens_and_log_probs_are_those_of_the_engine_with_the_weights_of_each_version(
+    model, client
+):
+    server = client()
+    server.check()
+    session = session_of(model, server)
+    before, after = keys_of(0), keys_of(1)
+    session.submit(PROMPT, before, SETTINGS)
+    assert session.room == -1 and not session.is_idle
+    assert_equal(found := list(session.run()), 3, wanted(model, 3, before))
+    assert len(found) == 5 and session.statistics.tokens == sum(len(y.tokens) for y in found)
+    session.swap(adapters_of(model, 4), 4)
+    # The adapter without users is gone from server and disk.
+    assert [name.rsplit("-")[-1] for name in model.adapters.names] == ["4"]
+    session.submit(PROMPT, after, SETTINGS)
+    assert_equal(session.run(), 4, wanted(model, 4, after))
+    assert server.failures.take() == {}
+
+
+def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, client):
+    server, settings = client(), SamplingSettings(60, stop_ids=())
+    session = session_of(model, server)
+    model.adapters.pause(True)
+    keys = keys_of(2, 4)
+    session.submit(PROMPT, keys, settings)
+    while sum(len(x.scope.queue._live) for x in model.adapters._entries.values()) < 4:
+        time.sleep(0.01)
+    session.swap(adapters_of(model, 4), 4)
+    assert len(model.adapters.names) == 2
+    model.adapters.pause(False)
+    expected = wanted(model, 3, keys, SamplingSettings(60, stop_ids=()))
+    assert_equal(session.run(), 3, expected)
+
+
+def test_stop_strings_end_a_response_as_in_the_engine(model, client):
+    decode = model.tokenizer.decode
+    stops = StopStrings(("1", "7"), lambda ids: decode(ids, skip_special=False))
+    session = session_of(model, client(), stop_strings=stops)
+    keys = keys_of(3, 8)
+    session.submit(PROMPT, keys, SamplingSettings(30))
+    expected = wanted(model, 3, keys, SamplingSettings(30, stop_strings=stops))
+    assert expected.has_eos.any()
+    assert_equal(session.run(), 3, expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (429, "server_rate_limit"),
+        (500, "server_error"),
+        (503, "server_error"),
+        ("late", "server_timeout"),
+        ("forgotten", "server_no_model"),
+        ("another version", "server_wrong_version"),
+        ("no token ids", "server_no_token_ids"),
+        ("no log-probs", "server_no_logprobs"),
+        ("not finite", "server_no_logprobs"),
+        ("one log-prob less", "server_no_logprobs"),
+        ("another prompt", "server_nonsense"),
+        ("early end", "server_nonsense"),
+        ("no JSON object", "server_nonsense"),
+    ],
+)
+def test_a_failed_request_is_counted_by_name_and_sent_again(model, client, capfd, fault, name):
+    server = client(timeout_s=1.0)
+    session = session_of(model, server)
+    keys = keys_of(4)
+    model.faults = [fault]
+    session.submit(PROMPT, keys, SETTINGS)
+    assert_equal(found := list(session.run()), 3, wanted(model, 3, keys))
+    assert len(found) == 5
+    counts = server.failures.take()
+    # Several requests may find that their adapter is gone.
+    assert set(counts) == {name} and (counts[name] == 1 or fault == "forgotten")
+    (line,) = [x for x in capfd.readouterr().err.splitlines() if "search.server" in x]
+    assert line.endswith(f"; 1 request(s) failed as {name}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (400, "HTTP 400 from /completions: .*server_refused; 1 attempts"),
+        (500, "server_error; . attempts in 1 s.*run the same command again to continue"),
+        ("no token ids", "cannot return token IDs .server_no_token_ids; . attempts"),
+    ],
+)
+def test_a_failure_that_stays_ends_the_run_in_time(model, client, fault, message):
+    session = session_of(model, client(timeout_s=0.5))
+    model.always = fault
+    session.submit(PROMPT, keys_of(5), SETTINGS)
+    start_s = time.monotonic()
+    with pytest.raises(ServerError, match=message):
+        list(session.run())
+    assert time.monotonic() - start_s < 15.0
+
+
+def test_a_server_that_is_restarted_loses_no_request(model, tmp_path, capfd):
+    """The port is closed at first: nothing listens there until the server is back."""
+    first = FaultyServer(START_MODEL)
+    port = first.server.port
+    server = InferenceServer(
+        f"http://127.0.0.1:{port}/v1",
+        model.policy,
+        "start",
+        tmp_path / "adapters",
+        longest=64,
+        probe_id=2,
+        timeout_s=30.0,
+    )
+    first.server.close()
+    keys = keys_of(6)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(session_of, model, server)
+        while "server_down" not in capfd.readouterr().err:
+            assert not opened.done()
+            time.sleep(0.05)
+        with ServedModel(START_MODEL, max_adapters=2, port=port).running():
+            session = opened.result()
+            session.submit(PROMPT, keys, SETTINGS)
+            assert_equal(session.run(), 3, wanted(model, 3, keys))
+            assert set(server.failures.take()) == {"server_down"}
+            server.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "message"),
+    [
+        ("", {"url": "http://127.0.0.1:9/v1"}, "not reachable .*server_down.*--max_adapters=4"),
+        ("", {"longest": 257}, "max_model_len = 256, and prompt and response may have 257"),
+        ("no token ids", {}, "server_no_token_ids"),
+        ("no log-probs", {}, "server_no_logprobs"),
+        (401, {}, "HTTP 401 from /completions"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_before_training(
+    model, client, fault, options, message
+):
+    model.always = fault
+    with pytest.raises(ValueError, match=message) as error:
+        client(**options).check()
+    assert "\n" not in str(error.value) and str(error.value).startswith("config.search.server")
+
+
+def test_a_server_without_routes_for_adapters_names_the_remedy(model, client):
+    plain = ServedModel(START_MODEL)
+    with plain.running():
+        server = client(url=f"{plain.url}/v1")
+        server.check()
+        with pytest.raises(ServerError, match="no route POST /v1/load_.*VLLM_ALLOW_RUNTIME_LORA"):
+            session_of(model, server)
+
+
+def test_adapters_are_loaded_listed_requested_and_unloaded_by_name(model, tmp_path):
+    adapter_files.write(tmp_path / "a", model.policy, adapters_of(model, 7), "start")
+    load = {"lora_name": "mine", "lora_path": str(tmp_path / "a")}
+    assert model.post("/v1/load_lora_adapter", load)[0] == 200
+    assert model.post("/v1/load_lora_adapter", load)[0] == 400
+    cards = model.get("/v1/models")[1]["data"]
+    assert [(x["id"], x["parent"]) for x in cards] == [("start", None), ("mine", "start")]
+    ask = {"prompt": PROMPT.tolist(), "max_tokens": 9, "seed": 1, "return_token_ids": True}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        names = ["start", "mine"] * 4
+        found = list(
+            pool.map(lambda x: model.post("/v1/completions", {**ask, "model": x})[1], names)
+        )
+    assert [x["model"] for x in found] == names
+    texts = {json.dumps([x["model"], x["choices"][0]["token_ids"]]) for x in found}
+    assert len(texts) == 2 and len({json.loads(x)[1][0] for x in texts}) >= 1
+    assert model.post("/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 200
+    for path, body, status in (
+        ("/v1/unload_lora_adapter", {"lora_name": "mine"}, 404),
+        ("/v1/unload_lora_adapter", {"lora_name": "start"}, 404),
+        ("/v1/load_lora_adapter", {"lora_name": "b", "lora_path": str(tmp_path)}, 400),
+        ("/v1/load_lora_adapter", {"lora_name": "b"}, 400),
+        ("/v1/completions", {**ask, "model": "mine"}, 404),
+    ):
+        found, answer = model.post(path, body)
+        assert found == status and answer["error"]["message"]
+
+
+def test_more_adapters_than_allowed_are_refused_until_one_is_unloaded(model, tmp_path):
+    adapter_files.write(tmp_path / "a", model.policy, adapters_of(model, 7), "start")
+    path = str(tmp_path / "a")
+    for i in range(4):
+        model.adapters.load(f"a{i}", path)
+    load = {"lora_name": "one more", "lora_path": path}
+    assert model.post("/v1/load_lora_adapter", load)[0] == 429
+    model.adapters.unload("a0")
+    while model.post("/v1/load_lora_adapter", load)[0] == 429:
+        time.sleep(0.01)
+    for name in model.adapters.names:
+        model.adapters.unload(name)
