@@ -256,7 +256,10 @@ def _parsed(argv: Sequence[str]) -> list[str]:
     """
     try:
         _GIVEN[:] = written_out(argv)
-        return parse_flags(_GIVEN, flags.FLAGS)
+        rest = parse_flags(_GIVEN, flags.FLAGS)
+        if _CONFIG.value is not None:
+            freeze(_CONFIG.value)  # reads the schedules
+        return rest
     except ConfigError as error:
         from tba_jax.run.preflight import command_problems
 

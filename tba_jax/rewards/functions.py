@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tba_jax import settings
 from tba_jax.settings import GIVEN, import_file
 
 # Arguments of every function, besides the columns.
@@ -314,10 +315,11 @@ def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException |
             for name, module in _NEEDED.items():
                 sys.modules.setdefault(name, module)
     except BaseException as error:  # a boundary: user code, even sys.exit(); carried, not swallowed
-        # Without the frames of this module and of the import system: the user's are the news.
+        # Without the frames of this package and of the import system: the user's are the news.
         report = traceback.TracebackException.from_exception(error)
+        ours = (__file__, settings.__file__)
         users = [
-            f for f in report.stack if f.filename != __file__ and "importlib" not in f.filename
+            f for f in report.stack if f.filename not in ours and "importlib" not in f.filename
         ]
         report.stack = traceback.StackSummary.from_list(users)
         lines = report.format() if users else report.format_exception_only()
