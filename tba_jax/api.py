@@ -81,7 +81,7 @@ def run_training(
     `if __name__ == "__main__":`, because reward processes import it.
 
     Args:
-        config: from `load_config`.
+        config: return value of `load_config`.
         workdir: folder to create, or with a run of exactly this config.
 
     Returns:
@@ -171,9 +171,6 @@ class Curves:
     """Reward and headline metric of a run, shown in a notebook and drawn again while it trains.
 
     Outside a notebook it does nothing.
-
-    Args:
-        workdir: work directory of the run.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]) -> None:
@@ -287,12 +284,14 @@ class SavedRun:
         """Return the steps at which a metric was written, and its values there.
 
         Raises:
-            ValueError: no line has it; the message has the nearest names.
+            ValueError: no line of metrics.jsonl has the metric; the message has similar names.
         """
         known = self._files.metrics.names
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-            raise ValueError(f"no metric {name!r} in {self.workdir}; near: {', '.join(near)}")
+            raise ValueError(
+                f"no metric {name!r} in {self.workdir}; similar names: {', '.join(near)}"
+            )
         return self._files.metrics.column("step", name)
 
     @property

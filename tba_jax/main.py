@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     address = given if is_address(given) else ""
     workdir = Path(given) if address else local_folder(given)
     from tba_jax.planning.choices import choose, lines
-    from tba_jax.run.preflight import all_problems
+    from tba_jax.run.shared import all_problems
 
     try:
         with all_problems(config):
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         _print_settings(given, config)
         for line in notes(config):
             print(f"note: {line}", file=sys.stderr)
-        from tba_jax.run.preflight import problems
+        from tba_jax.run.shared import problems
 
         if found := problems(config):
             raise UserError(listed(found))
@@ -123,7 +123,6 @@ def _run(config: Config, workdir: Path, address: str) -> int:
 
     Args:
         config: validated.
-        workdir: work directory of the run.
         address: address of a work directory in an object store; "": it is a local folder.
     """
     mode = MODES[config.placement]
@@ -141,7 +140,9 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
     if mode.spans_hosts:
         if schedule is not None:
-            raise UserError("a schedule is replayed in one process; give another placement")
+            raise UserError(
+                "--replay_schedule replays in one process. Set --config.placement=shared or split"
+            )
         return _run_pod(config, workdir)
     from tba_jax.planning.choices import lowered
 
@@ -261,7 +262,7 @@ def _parsed(argv: Sequence[str]) -> list[str]:
             freeze(_CONFIG.value)  # reads the schedules
         return rest
     except ConfigError as error:
-        from tba_jax.run.preflight import command_problems
+        from tba_jax.run.shared import command_problems
 
         raise UserError(listed(command_problems(argv) or error.args)) from error
 
@@ -271,7 +272,7 @@ def _check(config: Config) -> None:
     try:
         validate(config)
     except ConfigError as error:
-        from tba_jax.run.preflight import problems
+        from tba_jax.run.shared import problems
 
         raise UserError(listed(problems(config))) from error
 

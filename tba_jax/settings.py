@@ -131,7 +131,7 @@ class Schedule:
     Attributes:
         start: START.
         final: FINAL; a constant does not read it.
-        steps: STEPS; None: to the last step of the run.
+        steps: STEPS; None: until the last step of the run.
         shape: the kind.
         warmup, hold: W and H.
         jump: J; None: no jump.
@@ -183,7 +183,7 @@ def parse_schedule(name: str, value: Any) -> Schedule:
     """Return the schedule that a number or a text describes.
 
     Args:
-        name: of the setting, for errors.
+        name: name of the setting, for errors.
         value: a number, a text such as "linear(0.01, 0.001, 500)", or a schedule.
 
     Raises:

@@ -152,7 +152,7 @@ def fake_workdir(
     config |= {"task.name": "arithmetic", "objective.beta": 0.05, "replay.recency_prob": 0.5}
     config |= dict(changes)
     versions = {"python": "3.12.1", "jax": "0.12.0"}
-    sealed.write(path / "config.json", {"config": config, "versions": versions})
+    sealed.write(path / "config.json", {"config": config, "versions": versions, "run_id": "a"})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     if schedule:
         (path / "schedule.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))

@@ -104,7 +104,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all figures by name.
 
     Args:
-        args: arguments of the command line.
         folder: empty folder for the runs.
 
     Raises:
@@ -154,7 +153,6 @@ def read(workdir: Path, skip: int) -> Figures:
     """Return the figures of a finished run.
 
     Args:
-        workdir: work directory of the run.
         skip: number of first steps that are ignored.
 
     Raises:

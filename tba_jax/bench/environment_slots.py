@@ -92,7 +92,7 @@ class SlowEnvironments:
 
     Args:
         clock: simulated time.
-        seed: of the durations.
+        seed: seed of the durations.
         is_instant: environments respond at once.
     """
 
@@ -133,7 +133,7 @@ def simulate(
     Args:
         num_episodes: completed episodes.
         under_way: episodes under way at a time.
-        seed: of lengths and durations.
+        seed: seed of lengths and durations.
         is_instant: environments respond at once.
     """
     clock = Clock()

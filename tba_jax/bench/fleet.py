@@ -38,7 +38,7 @@ from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
 from tba_jax.remote.messages import Heartbeat, JoinRequest, SearcherKey, Trace, pack_json
 from tba_jax.remote.search_channel import RemoteSearchServer, search_handlers
 from tba_jax.remote.search_server import SearchServer
-from tba_jax.remote.searcher_table import ServerSettings
+from tba_jax.remote.searcher_table import RemoteSearcher, ServerSettings
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
@@ -79,11 +79,11 @@ class Trainer:
         if core >= 0:
             os.sched_setaffinity(0, {core})
         searchers = range(max(1, num_searchers))
-        self._outboxes = {i: Outbox(64 * 2**20) for i in searchers}
+        self._searchers = [RemoteSearcher(i, Outbox(64 * 2**20)) for i in searchers]
         self._buffer = ReplayBuffer(ReplaySettings(max_bytes=2**28), 0)
         self.server = SearchServer(
             ServerSettings("bench", {}, SAMPLES, heartbeat_timeout_s=1e6, max_tickets=1024),
-            self._outboxes,
+            self._searchers,
             Admission(Demand(PROMPTS, 1.0, 0, 1), list(searchers)),
             NoEvaluations(),
             clock=time.monotonic,
@@ -106,7 +106,7 @@ class Trainer:
         step = 0
         while not self._stop.is_set():
             start = time.perf_counter()
-            commits = [c for outbox in self._outboxes.values() for c in outbox.take()]
+            commits = [c for searcher in self._searchers for c in searcher.outbox.take()]
             if commits:
                 self._buffer.merge(commits, step)
             if self._buffer.num_trajectories:

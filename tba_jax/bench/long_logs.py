@@ -117,7 +117,7 @@ def _resume(workdir: Path) -> None:
     from tba_jax.flow.state import PartState
     from tba_jax.report.writers import ProgressDisplay
     from tba_jax.run.conduct import resume_display
-    from tba_jax.run.logs import open_logs
+    from tba_jax.run.run import open_logs
 
     saved = json.loads((workdir / "saved.json").read_text())
     progress = ProgressDisplay(saved["step"], title="long")

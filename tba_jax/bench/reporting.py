@@ -60,7 +60,7 @@ def run_command(
     Args:
         parser: its `prog` is the command as a user types it. It gets the flag --json: the result
             as a JSON object, the last line of output.
-        argv: arguments; None: those of this process.
+        argv: command-line arguments; None: those of this process.
         measure: returns figures by name; a ValueError is printed as one line.
         table: formats the result, with `command` and `date`, as lines of text.
     """

@@ -145,7 +145,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all figures by name.
 
     Args:
-        args: arguments of the command line.
         folder: empty folder for the checkpoint, the runs and files between processes.
 
     Raises:

@@ -82,7 +82,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all figures by name.
 
     Args:
-        args: arguments of the command line.
         folder: empty folder for the runs.
 
     Raises:

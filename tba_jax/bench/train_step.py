@@ -53,7 +53,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all figures by name.
 
     Args:
-        args: arguments of the command line.
         folder: empty folder for the checkpoint and messages between processes.
 
     Raises:

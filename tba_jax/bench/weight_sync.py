@@ -32,23 +32,23 @@ from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.config import presets
 from tba_jax.config.schema import Config, make_config, replace
 from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.run.build import first_batch
-from tba_jax.run.model_parts import START_MODEL, make_publication_program
-from tba_jax.run.search_parts import make_transport
-from tba_jax.run.search_process import DELIVERY_S
-from tba_jax.run.shared import Sites
-from tba_jax.run.trainer_parts import (
+from tba_jax.run.model_parts import (
+    START_MODEL,
     make_optimizer_from,
     make_packing,
+    make_publication_program,
     make_step_settings,
     make_step_shardings,
 )
+from tba_jax.run.search_parts import make_transport
 from tba_jax.train.state import TrainState, make_init_state
 from tba_jax.train.step import make_train_step
+from tba_jax.weights.transport import DELIVERY_S
 
 MODELS = ("embedded", "large")
 TRANSPORTS = ("memory", "checkpoint")
@@ -78,7 +78,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all figures by name.
 
     Args:
-        args: arguments of the command line.
         folder: empty folder for weights and messages between processes.
 
     Raises:

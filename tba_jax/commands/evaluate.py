@@ -26,8 +26,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
 
     Args:
         config: config of the run or of the command line.
-        model_config: the architecture.
-        params: parameters on the devices of `run.shared.reading_mesh`, layers stacked.
+        params: parameters on the devices of `devices.site.reading_mesh`, layers stacked.
         folder: folder of the model, for its tokenizer.
 
     Raises:
@@ -37,11 +36,11 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     import numpy as np
     from jax.sharding import Mesh
 
-    from tba_jax.devices.site import Site
+    from tba_jax.devices.site import Site, reading_mesh
     from tba_jax.evaluation.evaluator import Station
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.run.evaluations import make_evaluator, make_judging
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
+    from tba_jax.run.search_parts import make_evaluator, make_judging
     from tba_jax.run.shared import (
         make_environments,
         make_episodes,
@@ -49,7 +48,6 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         make_grader,
         make_rewards,
         make_task,
-        reading_mesh,
     )
 
     devices = jax.local_devices()
@@ -61,7 +59,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         )
     task = make_task(config)
     tokenizer = Tokenizer.load(folder)
-    source = reading_mesh(model_config, devices)
+    source = reading_mesh(model_config.hidden_size, devices)
     site = Site(Mesh(np.array(devices[:num]), ("model",)))
 
     @functools.cache
@@ -107,11 +105,11 @@ def _open_model(
 
     from tba_jax.devices.platform import platform_of
     from tba_jax.devices.program_cache import open_cache
+    from tba_jax.devices.site import reading_mesh
     from tba_jax.models import model as models
     from tba_jax.models.shardings import param_shardings
     from tba_jax.planning.lengths import with_lengths
     from tba_jax.run.model_parts import model_path
-    from tba_jax.run.shared import reading_mesh
 
     own = [f"--config.model.path={path}"] if path else []
     config = override(None, [f"--config={name}", *overrides, *own])
@@ -120,7 +118,7 @@ def _open_model(
     config = replace(config, dtypes_on(config, platform_of(jax.local_devices()[0])))
     open_cache(config.compilation_cache)
     found = models.describe(model_path(config))
-    mesh = reading_mesh(found.config, jax.local_devices())
+    mesh = reading_mesh(found.config.hidden_size, jax.local_devices())
     params = found.load_params(
         param_dtype=jnp.dtype(config.model.rollout_dtype),
         shardings=param_shardings(found.config, mesh),

@@ -106,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if bool(args.out) == bool(args.push_every):
             raise ValueError("wanted one of --out=DIR and --push_every=STEPS")
         if args.push_every and (args.published or is_address(args.workdir)):
-            raise ValueError("--push_every pushes checkpoints of a run in a local folder")
+            raise ValueError(
+                "--push_every pushes checkpoints of a run in a local folder. Give "
+                "--workdir=FOLDER, without --published"
+            )
         if args.push:
             check_push(args.push)
         if args.push_every:
@@ -122,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         step = _write(workdir, args.published, out, args.push or str(out))
         print(f"wrote the policy at step {step} of {args.workdir} to {out}")
         if args.push:
-            print(f"pushed it to {push(out, args.push, is_public=args.public)}")
+            print(f"pushed the policy to {push(out, args.push, is_public=args.public)}")
     except (ValueError, OSError, CheckpointError, PublicationError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

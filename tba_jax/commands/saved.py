@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.retired import RETIRED, upgrade
 from tba_jax.config.schema import Config, defaults, unflatten
+from tba_jax.devices.site import reading_mesh
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, leaf_dtype
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError, UserError
-from tba_jax.run.model_parts import describe_model, policy_config
-from tba_jax.run.shared import reading_mesh
-from tba_jax.run.trainer_parts import abstract_state
+from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
 from tba_jax.run.workdir import saved_config
 from tba_jax.weights.versions import Versions
 
@@ -68,7 +67,7 @@ def load_policy(
     config = load_run_config(workdir)
     source = describe_model(config)
     model_config = source.config
-    mesh = reading_mesh(model_config, jax.local_devices())
+    mesh = reading_mesh(model_config.hidden_size, jax.local_devices())
     policy = policy_config(config, model_config)
     state = abstract_state(config, model_config, mesh)
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)

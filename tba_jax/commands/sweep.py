@@ -167,7 +167,7 @@ def _on_ray(runs: Runs, address: str, gpus: float, resources: str) -> Iterator[t
     Args:
         runs: the work directories are on a file system of all machines.
         address: as `ray.init` takes it: "auto", "HOST:PORT", or "local" for this machine alone.
-        gpus: of each run.
+        gpus: number of GPUs of each run.
         resources: custom resources of each run, "NAME=NUMBER,...".
 
     Raises:

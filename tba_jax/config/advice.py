@@ -50,7 +50,6 @@ class Advice:
         """Return new sentences after a step.
 
         Args:
-            config: config of the run.
             step: steps made so far.
             values: metrics of the last step, and of the rounds merged before it.
             times: times at the end of the last step.

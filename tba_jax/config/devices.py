@@ -6,7 +6,7 @@ from tba_jax.devices.placement import MODES, Asked, MeshShape
 
 
 def asked(config: Config) -> Asked:
-    """Return the request for devices of a config."""
+    """Return how many devices a config requests for trainer and searchers."""
     mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model, config.mesh.expert)
     num_searchers = config.num_searchers
     if MODES[config.placement].searches_elsewhere:

@@ -34,7 +34,6 @@ class Compiled:
     length and kind of sampling; neither a temperature nor a new weight version compiles one.
 
     Args:
-        config: the architecture.
         compute_dtype: dtype of activations.
         eos_ids: tokens that end a response unless a request says otherwise; may be empty.
         pad_id: token written after the end.
@@ -43,7 +42,7 @@ class Compiled:
         cache_dtype: dtype of cached keys and values, int8 with scales; None: compute_dtype.
         chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
             average; each chunk costs one round trip to the device.
-        implementation: attention implementation; None: by the architecture.
+        implementation: attention implementation; None: the default of the architecture.
         site: devices that divide weights and caches; default: the single device of the weights.
 
     Attributes:

@@ -95,11 +95,11 @@ class Decoder(Compiled):
             num_samples: S.
             key: JAX PRNG key; sample j of prompt i draws from fold_in(key, i * S + j). Or uint32
                 [p S 2], the key data of each sample (`row_keys`).
-            settings: how to draw.
+            settings: settings of the sampling.
             num_slots: responses decoded at a time; None: all.
             min_slots: as in `session`.
             version: version of `params`.
-            temperatures: float [p S], one for each response; None: that of the settings.
+            temperatures: float [p S], one for each response; None: `settings.temperature`.
 
         Raises:
             ValueError: a prompt or a setting that cannot be decoded.

@@ -25,7 +25,7 @@ def fold_in(
 
     Args:
         key: threefry key data.
-        numbers: from 0 to 2**32 - 1.
+        numbers: integers from 0 to 2**32 - 1.
 
     References:
         Threefry-2x32 with 20 rounds, Salmon et al., 2011.

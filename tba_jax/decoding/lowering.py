@@ -39,9 +39,7 @@ def weight_shardings(
     """Return shardings of weights in the decoder's layout, a tuple of layers.
 
     Args:
-        config: the architecture.
-        mesh: devices.
-        quantization: of the weights; scales are sharded like their columns.
+        quantization: quantization of the weights; scales are sharded like their columns.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -83,10 +81,8 @@ def abstract_weights(
     """Return weights in the decoder's layout as ShapeDtypeStructs with shardings.
 
     Args:
-        config: the architecture.
         dtype: dtype of the weights.
         where: a mesh, with the sharding rules of `sharding`; or one sharding for all.
-        quantization: of the weights.
     """
     shapes = _weight_shapes(config, dtype, quantization)
     if not isinstance(where, Mesh):
@@ -112,7 +108,7 @@ def lower_all(
 
     Args:
         decoder: decoder of the programs; each lowering counts as one of its traces.
-        weights: from `abstract_weights`, on the devices to compile for.
+        weights: return value of `abstract_weights`, on the devices to compile for.
         num_slots: n.
         cache_length: columns of the cache.
         prompt_length: prompt bucket.

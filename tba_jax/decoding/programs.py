@@ -74,11 +74,11 @@ def prefill(
     token of the response, so that all tokens are drawn in one place.
 
     Args:
-        weights: in the decoder's layout (`transformer.unstack_layers`).
+        weights: weights in the decoder's layout (`transformer.unstack_layers`).
         tokens: prompts without their last token.
         lengths: valid tokens of each, possibly 0.
         implementation: attention implementation.
-        cache_sharding: of a cache on a mesh.
+        cache_sharding: sharding of the KV cache on a mesh.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     ropes = transformer.rotary(positions, config)
@@ -208,7 +208,7 @@ def run_chunk(
     0 until the end of the chunk. Every live slot needs `num_steps` free columns.
 
     Args:
-        weights: in the decoder's layout.
+        weights: weights in the decoder's layout.
         history: caches [n g c e] per layer.
         slots: state and settings.
         num_steps: m.
@@ -217,7 +217,7 @@ def run_chunk(
         is_truncated: some slot uses top-p or top-k.
         has_minimum: some slot has a minimum number of tokens.
         implementation: attention implementation.
-        cache_sharding: of a cache on a mesh.
+        cache_sharding: sharding of the KV cache on a mesh.
     """
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)

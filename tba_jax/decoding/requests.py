@@ -81,7 +81,7 @@ class Statistics:
         steps: model steps.
         slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
         prefill_s, chunk_s: wall time of prefill calls and of chunks.
-        first_token_s: from the first submission to the end of the first chunk.
+        first_token_s: seconds from the first submission to the end of the first chunk.
     """
 
     tokens: int = 0

@@ -88,7 +88,7 @@ def sample_tokens(
     Args:
         logits: unnormalised log-probabilities; -inf forbids a token, one per row must be finite.
             A NaN or +inf gives a NaN log-prob.
-        bits: from `random_bits`.
+        bits: return value of `random_bits`.
         settings: per row. top_p and top_k are read if is_truncated, temperature unless greedy.
         is_truncated: static; False if no row uses top_p or top_k.
         mode: static; "sampled" if every temperature is positive, "greedy" if all are 0, "mixed"

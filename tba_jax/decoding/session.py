@@ -144,8 +144,8 @@ class Session:
         Args:
             prompt: token ids, at least one.
             keys: uint32 [S 2], threefry key data of each sample.
-            settings: how to draw.
-            temperatures: float [S], one for each sample; None: that of the settings.
+            settings: settings of the sampling.
+            temperatures: float [S], one for each sample; None: `settings.temperature`.
 
         Raises:
             ValueError: an empty or too long prompt, or an id outside the vocabulary.

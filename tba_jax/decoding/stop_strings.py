@@ -17,7 +17,7 @@ class StopStrings:
     """The strings that end a response.
 
     Args:
-        strings: at least one, none of them empty.
+        strings: one or more texts that are not empty.
         decode: token ids -> text; further tokens do not change the text of earlier ones, except an
             unfinished character at its end.
 

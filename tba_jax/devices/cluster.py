@@ -104,7 +104,7 @@ class Cluster:
     Args:
         process_id: index of this process among them.
         num_processes: number of processes.
-        members: their numbers in `jax.distributed`; (): all, in order.
+        members: process numbers in `jax.distributed`; (): all, in order.
         is_primary: see the attribute; None: only process 0 is primary.
         coordinator: HOST:PORT of process 0 of the job; "" if the platform provides it.
 
@@ -150,7 +150,7 @@ class Cluster:
         """Return every member's values, in order of process IDs.
 
         Args:
-            values: int32, as many in every process.
+            values: int32 values, the same number in every process.
         """
         row = np.asarray(values, np.int32)[None]
         if self.num_processes == 1:
@@ -203,7 +203,7 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     """Connect to the other processes; call before the first use of a device.
 
     Args:
-        address: from `resolve_address`.
+        address: return value of `resolve_address`.
         num_cpu_devices: devices of each process's CPU backend.
         heartbeat_s: heartbeat timeout; a process without heartbeats for this long ends the run.
         shutdown_s: time from the first to the last process's disconnection.

@@ -5,6 +5,7 @@ The functions look at a given device, attached or described, never at the proces
 a process without a GPU can plan for one.
 """
 
+import ctypes
 import glob
 import importlib.util
 import os
@@ -44,6 +45,17 @@ def prepare_process() -> None:
 def take_gpu_memory() -> None:
     """Set the share of GPU memory that JAX preallocates, if unset; call before using a device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+
+
+def return_free_memory() -> None:
+    """Return freed memory to the operating system where the C library can (glibc).
+
+    Programs are compiled and weights are copied by many threads, and glibc keeps what each of them
+    freed, so the process would grow although it holds no more.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def platform_of(device: Any) -> Platform:

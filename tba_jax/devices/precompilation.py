@@ -24,7 +24,7 @@ class Precompiler:
     """Compiles programs in order on one thread; use `start`.
 
     Args:
-        jobs: by name, a function that lowers a program for the shapes of its calls.
+        jobs: job name -> function that lowers a program for the shapes of its calls.
     """
 
     def __init__(self, jobs: Mapping[Hashable, Callable[[], jax.stages.Lowered]]) -> None:

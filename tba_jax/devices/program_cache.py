@@ -100,7 +100,7 @@ def machine_key(
         processor: /proc/cpuinfo, or the name of the processor. CPU programs use the instructions
             of the processor that compiled them.
         num_cores: cores of this process, because CPU programs are divided among them.
-        jax_version, jaxlib_version: their versions.
+        jax_version, jaxlib_version: versions of JAX and jaxlib.
     """
     told = ("model name", "flags", "CPU implementer", "CPU part", "Features")
     lines = processor.splitlines()

@@ -77,7 +77,7 @@ class Placement(NamedTuple):
     """Meshes of a run in one process.
 
     Attributes:
-        trainer_mesh: with the axes MESH_AXES; devices of one process are adjacent.
+        trainer_mesh: mesh with the axes MESH_AXES; devices of one process are adjacent.
         searcher_meshes: one per searcher of this process, with the axis `model`; equal if
             searchers share devices.
         first_searcher: index of the first of them in the run.
@@ -292,7 +292,6 @@ def tree_shardings(
         axes: the tree with a tuple of logical axis names for each array, as from
             `transformer.param_axes`.
         shapes: the tree with shapes.
-        mesh: devices.
         rules: the table.
 
     Raises:

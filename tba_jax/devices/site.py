@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site: the devices of one part of a run, and the lock under which programs are launched there.
+"""Sites: the devices of each part of a run, and the lock under which programs are launched there.
 
 Equal sites have the same devices and lock, so a program made for one serves the other.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.devices.device_lock import DeviceLock, Program
 from tba_jax.devices.platform import Platform, platform_of
+from tba_jax.devices.sharding import MESH_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,3 +66,42 @@ def any_device(platform: Platform = "any") -> Site:
 
 ANY_DEVICE = any_device()
 """Any single device of any platform; its programs must run on all."""
+
+
+def reading_mesh(hidden_size: int, devices: Sequence[Any]) -> Mesh:
+    """Return a mesh of the most devices that divide a model of this size evenly, for reading it."""
+    num = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)
+    return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
+
+
+class Sites(NamedTuple):
+    """Meshes and device locks of the parts of a run, as one process sees them.
+
+    Attributes:
+        trainer: site of the trainer; its mesh has the axes MESH_AXES.
+        publication: the trainer's devices as the publish program leaves the weights on them.
+        searchers: site of each searcher of this process; equal for searchers that share devices.
+        first_searcher: ID of the first searcher of this process.
+        num_searchers: number of searchers of the run.
+        trains: this process has devices of the trainer.
+
+    On a host that only searches `trainer` and `publication` are devices of its first searcher:
+    those on which it reads weights.
+    """
+
+    trainer: Site
+    publication: Site
+    searchers: tuple[Site, ...]
+    first_searcher: int = 0
+    num_searchers: int = 1
+    trains: bool = True
+
+    @property
+    def evaluation(self) -> Site:
+        """Return the site of searcher 0, for the judge and for the start model of a resumed run."""
+        return self.searchers[0]
+
+    def reading(self, hidden_size: int) -> Site:
+        """Return a site for loading a model, with devices of this process only."""
+        devices = self.trainer.mesh.local_devices
+        return Site(reading_mesh(hidden_size, devices), self.trainer.lock)

@@ -99,7 +99,6 @@ class RendererFormat:
     """A format of the library `renderers`, with tools.
 
     Args:
-        tokenizer: tokenizer of the policy.
         name: name of the format in the library.
 
     Raises:

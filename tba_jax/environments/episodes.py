@@ -53,7 +53,7 @@ class TakenAnswer(NamedTuple):
     """A processed response of an environment, for the schedule log.
 
     Attributes:
-        request, sample: of the episode, as in `Episode`.
+        request, sample: numbers that identify the episode, as in `Episode`.
         answer: the response.
     """
 
@@ -546,7 +546,7 @@ def open_session(
     Args:
         decoder: opens decode sessions.
         params: weights, on the devices to run on.
-        episodes: of a task with an environment; None: episodes of one turn.
+        episodes: settings of a task with an environment; None: episodes of one turn.
         num_slots: turns sampled at a time.
         num_samples: samples of a prompt, for the number of prompts in a prefill call.
         version: version of the weights.

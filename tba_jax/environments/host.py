@@ -93,7 +93,8 @@ class Tools:
         self._tools = {tool.__name__: tool for tool in found}
         self.failed: list[str] = []
         if len(self._tools) < len(found):
-            raise TypeError(f"two tools have one name: {', '.join(t.__name__ for t in found)}")
+            names = ", ".join(tool.__name__ for tool in found)
+            raise TypeError(f"two of the tools {names} have one name. Rename one of them")
         for name, tool in self._tools.items():
             parameters = inspect.signature(tool).parameters.values()
             if not tool.__doc__ or any(p.annotation is p.empty for p in parameters):
@@ -236,7 +237,7 @@ class Host:
     """Request handler of an environment process.
 
     Args:
-        name: as of `load`.
+        name: as in `load`.
     """
 
     def __init__(self, name: str) -> None:

@@ -81,7 +81,7 @@ class Evaluation(NamedTuple):
         kind_share: share of the task's first response kind; 0 for tasks without kinds.
         num_trials: independent trials of a share: prompts, or the responses to a single prompt.
         texts: first response to every prompt; with a single prompt, all responses.
-        rewards: their rewards, None for failures.
+        rewards: reward of each response, None for failures.
     """
 
     metric: str

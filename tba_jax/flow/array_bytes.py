@@ -22,7 +22,7 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
     """Return a checksum, a line of JSON that describes the contents, and the arrays.
 
     Args:
-        arrays: by name.
+        arrays: name -> array.
         meta: JSON-compatible.
 
     Raises:

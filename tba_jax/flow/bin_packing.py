@@ -67,7 +67,7 @@ def place(
     """Return positions of all sequences, group by group, in rows of `row_length`.
 
     Args:
-        lengths: of the sequences of each group; none above `row_length`.
+        lengths: lengths of the sequences of each group, at most `row_length`.
         row_length: capacity of a row.
         micro_batch_rows: rows of a micro-batch that must hold whole groups; 0: no such limit.
             `num_rows` is as small as first fit finds; with several micro-batches a multiple of
@@ -99,7 +99,8 @@ def place(
         else:
             raise ValueError(
                 f"a group of {len(lengths[i])} sequences does not fit the {size} rows of a "
-                "micro-batch, which must hold whole groups"
+                "micro-batch, which must hold whole groups. Set a larger "
+                "--config.batch.micro_batch_rows"
             )
     in_order = [found[i] for i in range(len(lengths))]
     return Places(

@@ -38,7 +38,7 @@ def mean_pairwise_distance(
 
     Args:
         rows: token sequences.
-        max_pairs: with more pairs, a sample of about this size is used.
+        max_pairs: if there are more pairs, a sample of about this size is used.
         seed: seed of that sample.
 
     Returns:

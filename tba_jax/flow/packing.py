@@ -228,7 +228,7 @@ class Packing:
 
         Args:
             draws: p draws.
-            places: from `_places` for this shape.
+            places: return value of `_places` for this shape.
             shape: shape of the rows.
             padded: lengths of prompt and response in padded rows; None: rows are packed.
         """

@@ -44,13 +44,13 @@ class Settings(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Settings":
-        """Inverse of a row of `SettingsTable.to_json`."""
+        """Return the settings of one row that `SettingsTable.to_json` returned."""
         searcher, temperature, finish, names, *further = row
         return cls(searcher, temperature, finish, tuple(names), *further)
 
 
 class SettingsTable:
-    """Settings by small index; a new combination gets a new index."""
+    """Numbered combinations of settings; a new combination gets the next number."""
 
     def __init__(self, rows: Iterable[Sequence[Any]] = ()) -> None:
         self._index: dict[Settings, int] = {}
@@ -69,7 +69,7 @@ class SettingsTable:
         return self._rows[index]
 
     def to_json(self) -> list[list[Any]]:
-        """Return rows for SettingsTable(rows)."""
+        """Return all settings as rows of JSON values, from which SettingsTable can be made."""
         return [[*row[:3], list(row.part_names), *row[4:]] for row in self._rows]
 
 
@@ -129,8 +129,8 @@ def unpack(
 
     Args:
         rows: fields in the order of ROW_FIELDS (further ones are ignored), as Python numbers.
-        tokens: from `pack_tokens`.
-        extras: from `pack_extras`.
+        tokens: return value of `pack_tokens`.
+        extras: return value of `pack_extras`.
         table: the table the rows were packed with.
     """
     # Two arrays for all: a pair of arrays per trajectory would take a third of the time.

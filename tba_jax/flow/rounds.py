@@ -50,15 +50,15 @@ class RoundMetrics(NamedTuple):
     """Metrics of the responses of a round.
 
     Attributes:
-        tokens: drawn; 0 where the responses were given.
-        reward_mean: over the responses that have a reward; nan without one.
-        response_length_mean: tokens, end-of-sequence included.
+        tokens: number of sampled tokens; 0 for given responses.
+        reward_mean: mean over the responses that have a reward; nan if none has one.
+        response_length_mean: mean number of tokens of a response, end-of-sequence included.
         unique_fraction: share of different responses among those to one prompt.
         kind_share: share of the task's first response kind.
         cut_share: share of the responses that the length limit cut.
         equal_rewards_share: share of the groups whose responses all have the same reward.
-        further: other means by the name of the metric: of each of several rewards, and of the
-            seconds that an episode waited for its environment.
+        further: metric name -> mean: of each of several rewards, and of the seconds that an
+            episode waited for its environment.
     """
 
     tokens: int

@@ -27,5 +27,5 @@ class Saveable(Protocol):
         ...
 
     def restore(self, state: PartState) -> None:
-        """Replace everything by the `state` of an equally configured part."""
+        """Replace the state of this part by one that `state` returned, with the same settings."""
         ...

@@ -143,7 +143,7 @@ class Draw(NamedTuple):
     Attributes:
         prompt: the prompt.
         trajectories: n <= K responses; none where the slot stays empty.
-        weights: how often each was drawn, at least once; they sum to K, if there are any.
+        weights: times that each trajectory was drawn, at least 1; their sum is K, or 0 without any.
         is_fresh: drawn from the newest data (True) or from the whole history (False).
         trajectory_ids: buffer ids of the n responses, for the schedule log.
         num_repeats: repeats among the K draws, because fewer than K distinct responses were stored.

@@ -74,7 +74,7 @@ class TransformerConfig:
         o_bias: the attention output projection has a bias.
         mlp_bias: the matrices of the MLP have a bias.
         qk_norm: queries and keys pass an RMSNorm per head before they are rotated (Qwen3).
-        qk_norm_is_whole: that norm spans all heads (OLMo).
+        qk_norm_is_whole: whether the norm of queries and keys spans all heads (OLMo).
         activation: of the MLP; `gelu` is exact, `gelu_tanh` its usual approximation;
             `clamped_swiglu`: up + 1 times gate sigmoid(1.702 gate), both clamped at 7 (gpt-oss).
         gated_mlp: activation(gate) * up instead of activation(up).
@@ -91,7 +91,7 @@ class TransformerConfig:
         scaled_embeddings: embeddings are multiplied by sqrt(d) (Gemma).
         score_divisor: scores of attention are divided by its square root; None: head_dim.
         attention_cap: c of c tanh(score / c), applied before the mask (Gemma 2); None: none.
-        logits_cap: the same for logits over tokens.
+        logits_cap: as `attention_cap`, for logits over tokens.
         sinks: a logit per query head takes a share of the attention and adds nothing (gpt-oss).
         attention_gate: the output of attention is multiplied by the sigmoid of a projection.
         delta_key_heads, delta_value_heads: heads of delta layers; each key head serves equally many
@@ -100,7 +100,7 @@ class TransformerConfig:
         delta_taps: tokens that the convolution of delta layers spans.
         num_experts: E; an MLP is the weighted sum of each token's best experts; 0: a dense MLP.
         experts_per_token: number of these experts.
-        normalised_experts: their weights sum to 1.
+        normalised_experts: whether the weights of the chosen experts sum to 1.
         router_bias: the matrix that scores experts has a bias.
         shared_size: inner width of a dense MLP beside the experts, which every token passes; its
             output is multiplied by the sigmoid of a projection; 0: none.

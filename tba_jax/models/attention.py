@@ -57,8 +57,8 @@ class Scores(NamedTuple):
         """Return the implementation, or the einsum that replaces kernels without these scores.
 
         Args:
-            implementation: from `choose`.
-            is_step: for one token over a cache.
+            implementation: return value of `choose`.
+            is_step: whether queries are one new token over a cache.
         """
         is_masked = self.cap is None and self.sinks is None
         if is_masked and (self.window is None or (implementation == "cudnn" and not is_step)):
@@ -143,9 +143,9 @@ def attend_causal(
 
     Args:
         q, k, v: q and k rotated.
-        visible: from `causal` or `packed`.
+        visible: return value of `causal` or `packed`.
         scores: treatment of scores; kernels without it are replaced by the einsum.
-        implementation: from `choose`.
+        implementation: return value of `choose`.
         sharding: on a mesh, of keys and values as a cache [b g s e]; only for tpu_kernel.
     """
     implementation = scores.allowed(implementation)
@@ -370,13 +370,13 @@ def attend_cached(
     read-only, `recent` holds the tokens of this chunk of steps.
 
     Args:
-        q, k, v: of the new token; k rotated.
+        q, k, v: query, key and value of the new token; k rotated.
         history: keys and values of earlier chunks, in their dtype or 8-bit.
         history_length: valid positions of each slot in `history`.
         recent: keys and values of this chunk, [n g m e], not 8-bit.
         index: column of this token; columns up to it are visible.
         scores: as in `attend_causal`.
-        implementation: from `choose`.
+        implementation: return value of `choose`.
         sharding: of the caches on a mesh; only for kernels.
 
     Raises:

@@ -45,7 +45,7 @@ def attend_history(
         q: rotated and scaled.
         keys, values: caches; columns from `length` on are ignored.
         length: valid columns of each slot, possibly 0.
-        sharding: of the caches on a mesh; None: one device.
+        sharding: sharding of the caches on a mesh; None: one device.
     """
     rows, heads = cache_axes(sharding)
     cache = PartitionSpec(rows, heads, None, None)

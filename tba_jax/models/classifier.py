@@ -28,7 +28,7 @@ def classify(
     The scores of a row without valid tokens are finite but have no meaning.
 
     Args:
-        params: with the leaf `score`.
+        params: parameters with the leaf `score`.
         tokens: token ids.
         mask: which tokens are valid.
         config: the architecture; num_labels > 0.

@@ -44,14 +44,14 @@ def attend_step(
     """Return (output, `recent` with k and v at column `index`): attention over both cache parts.
 
     Args:
-        q, k, v: of the new token; q and k rotated.
+        q, k, v: query, key and value of the new token; q and k rotated.
         history: keys and values [n g c e], in their dtype or 8-bit, which are converted on
             reading; columns from `length` on are ignored.
         length: valid columns of each slot, possibly 0.
         recent: keys and values of this chunk [n g m e], not 8-bit; columns before `index` are
             used. Written in place if nothing else refers to them.
         index: column of the new token.
-        sharding: of the caches on a mesh; None: one device.
+        sharding: sharding of the caches on a mesh; None: one device.
     """
     rows, heads = cache_axes(sharding)
     cache = PartitionSpec(rows, heads)

@@ -206,7 +206,7 @@ def _delta_rule(
     own = _product(q, transposed) * pairs
 
     def from_state(continues: Array | None) -> tuple[Array, Array, Array]:
-        """Return factors of a state: in corrections, in outputs, and in later states [b n c]."""
+        """Return what a state is multiplied by in corrections, outputs and later states."""
         assert continues is not None
         factor = kept * continues[:, :, None, None, :, None]
         return _product(inverse, scaled * factor), q * factor, factor

@@ -204,10 +204,9 @@ def classify(
     padding is a padding token.
 
     Args:
-        params: from `load`.
+        params: return value of `load`.
         tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
         mask: which tokens are valid.
-        config: the architecture.
         compute_dtype: as in `encode`.
     """
     if not config.labels:
@@ -236,10 +235,9 @@ def embed_sentences(
     The pooling of all-MiniLM-L6-v2; the dot product of two rows is their cosine similarity.
 
     Args:
-        params: from `load`.
+        params: return value of `load`.
         tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
         mask: which tokens are valid; a row without any gives zeros.
-        config: the architecture.
         compute_dtype: as in `encode`.
     """
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
@@ -263,10 +261,9 @@ def encode(
     nan, because the embedding of another token would give a plausible but wrong result.
 
     Args:
-        params: from `load`.
+        params: return value of `load`.
         tokens: token ids.
         mask: which tokens are valid.
-        config: the architecture.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms and softmax are
             float32.
 

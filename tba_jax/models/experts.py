@@ -39,7 +39,7 @@ def feed_forward(
 
     Args:
         y: normalised residual stream.
-        leaves: those of LEAVES that the layer has; matrices may be 8-bit, with scales.
+        leaves: the layer's parameters, by names of LEAVES; matrices may be 8-bit, with scales.
         config: the architecture, with experts.
         mesh: the devices; None: one device.
     """

@@ -48,7 +48,7 @@ class KVCache(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that later tokens of a delta layer need of the tokens before them.
+    """State of a delta layer after some tokens, from which later tokens continue.
 
     Attributes:
         memory: float32 [n h r k f], the matrix of each of r value heads of h key heads.
@@ -66,7 +66,7 @@ def keep(keys: Float[Array, "n g c e"], values: Float[Array, "n g c e"], dtype: 
     """Return a cache of these keys and values.
 
     Args:
-        keys, values: after rotation.
+        keys, values: keys after rotation, and values.
         dtype: int8, or a float.
     """
     if jnp.dtype(dtype) == jnp.int8:
@@ -107,10 +107,9 @@ def empty_layers(
     """Return the caches of all layers without tokens: keys and values, or states.
 
     Args:
-        config: the architecture.
         num_slots: n.
         length: c.
-        dtype: of keys and values, int8 or a float; states are float32.
+        dtype: dtype of keys and values, int8 or a float; states are float32.
     """
     shape = (num_slots, config.num_kv_heads, length, config.head_dim)
 

@@ -71,7 +71,7 @@ def token_logprobs(
         scoring: temperature, minimum length, dtypes.
         remat: what the backward pass recomputes.
         sharding: use of parameters that are divided over a mesh; None: one device.
-        readout: of the states, in addition to the log-probs; None: only log-probs.
+        readout: function of the hidden states, evaluated besides the log-probs; None: no function.
 
     Raises:
         ValueError: the model is a classifier, or `fused_logprobs` refuses a size.

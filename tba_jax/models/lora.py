@@ -37,7 +37,7 @@ def with_adapters(
     """Return the architecture with adapters.
 
     Args:
-        config: without adapters.
+        config: architecture without adapters.
         rank, alpha: as in `Adapters`.
         modules: names of matrices of a layer.
 
@@ -79,7 +79,6 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
 
     Args:
         config: the architecture, with adapters.
-        seed: seed of the run.
         shardings: tree of shardings, which do not change the values; None: the default device.
     """
     shapes, modules = abstract_adapters(config)["layers"], _adapters(config).modules
@@ -137,10 +136,10 @@ def merge_into(
     """Return `merge` in the decoder's layout, quantised like the result of `quantize`.
 
     Args:
-        base: with a rest that is already quantised.
+        base: base weights; those without adapters are already quantised.
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
-        quantization: of the merged matrices.
+        quantization: quantization of the merged matrices.
     """
     merged = _merge(*_merge_arguments(base.kernels, adapters, config, quantization))
     return {**base.rest, "layers": _joined(base.rest["layers"], merged)}

@@ -33,9 +33,9 @@ class Description:
     """A model whose weights and tokenizer are not loaded yet.
 
     Attributes:
-        folder: its folder on this machine.
+        folder: folder of the model on this machine.
         hf_config: contents of its config.json.
-        config: its architecture.
+        config: architecture of the model.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class Description:
 
         Args:
             param_dtype: storage dtype; the checkpoint is converted.
-            shardings: one per leaf; None: the default device.
+            shardings: sharding of each leaf; None: the default device.
 
         Raises:
             ValueError: as `hf_weights.read`.
@@ -95,7 +95,7 @@ def load(
     Args:
         path_or_hub_id: as for `describe`.
         param_dtype: storage dtype.
-        mesh: with any of the axes of `devices.sharding`; None: the default device.
+        mesh: mesh with any of the axes of `devices.sharding`; None: the default device.
 
     Raises:
         ValueError: no such model, a damaged model, or the mesh does not divide it.

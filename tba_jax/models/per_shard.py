@@ -36,8 +36,8 @@ def per_shard(
     """Return `function` applied to each device's part; on one device the function itself.
 
     Args:
-        function: of arrays.
-        sharding: has the mesh; None: one device.
+        function: function of arrays.
+        sharding: a sharding on the mesh; None: one device.
         in_specs, out_specs: partition of arguments and results.
     """
     if sharding is None:

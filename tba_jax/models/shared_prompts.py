@@ -62,7 +62,7 @@ def apply(
     The output at a padded position is finite but has no meaning.
 
     Args:
-        params: from `init_params` or `model.load`, or these in the decoder's layout.
+        params: parameters from `init_params` or `model.load`, also in the decoder's layout.
         prompts: left-padded.
         responses: c per prompt, right-padded.
         prompt_lengths: tokens of each prompt; at least one.
@@ -150,7 +150,7 @@ def attend_after(
     Padding after a response is visible only to padding, so it needs no mask.
 
     Args:
-        q, k, v: of the responses; q and k rotated.
+        q, k, v: queries, keys and values of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
         scores: as in `attention.attend_causal`.
         implementation: xla: two parts, without repetition; tpu_kernel: one mask, without

@@ -45,7 +45,7 @@ def attend_causal(
     Args:
         q, k, v: queries and keys rotated.
         segments: which positions are valid, or the index of each one's sequence, 0 at padding.
-        sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
+        sharding: sharding of k and v as a cache [b g s e] on a mesh; None: one device.
     """
     return _of_rows(_splash_causal, sharding)(q, k, v, segments)
 
@@ -62,7 +62,7 @@ def attend_masked(
     Args:
         q, k, v: queries and keys rotated.
         seen: whether each query sees each key; a query that sees none gives finite numbers.
-        sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
+        sharding: sharding of k and v as a cache [b g s e] on a mesh; None: one device.
     """
     return _of_rows(_splash_pairs, sharding)(q, k, v, seen)
 
@@ -79,10 +79,10 @@ def attend_after(
     """Return attention of c responses to their prompt and, causally, to themselves.
 
     Args:
-        q, k, v: of the responses; q and k rotated.
-        keys, values: of the prompts, keys rotated.
+        q, k, v: queries, keys and values of the responses; q and k rotated.
+        keys, values: keys and values of the prompts; keys rotated.
         valid: valid positions of the prompts.
-        sharding: of keys and values as a cache [b g x e], on a mesh; None: one device.
+        sharding: sharding of keys and values as a cache [b g x e] on a mesh; None: one device.
     """
     rows, heads = cache_axes(sharding)
     responses, prompts = PartitionSpec(rows, None, None, heads), PartitionSpec(rows, None, heads)
@@ -162,7 +162,7 @@ class _AfterPrompt(splash_mask.Mask):
     Attributes:
         own: number of queries, and of keys at the same positions.
         prompt: number of keys after them.
-        length: of a response.
+        length: length of a response.
     """
 
     own: int

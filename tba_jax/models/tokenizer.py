@@ -9,6 +9,7 @@ and every id that it returns has an embedding in the model.
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -265,6 +266,41 @@ _PLAIN_SETTINGS = {
 }
 
 
+class TokenTexts:
+    """Texts of single tokens, kept for the next use.
+
+    Args:
+        tokenizer: tokenizer of the tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Some tokenizers drop the space before the first token, so one token goes before.
+        self._before = tokenizer.encode("a", add_bos=False)[-1:].tolist()
+        self._before_text = tokenizer.decode(self._before, skip_special=False)
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: list[int]) -> list[str]:
+        """Return a text for each token; a character of several tokens belongs to the first."""
+        texts = [self._one(i) for i in ids]
+        for is_part, run in itertools.groupby(range(len(ids)), lambda i: "\ufffd" in texts[i]):
+            places = list(run)
+            if is_part:
+                whole = [ids[i] for i in places]
+                texts[places[0]] = self._decode(whole)
+                texts[places[0] + 1 : places[-1] + 1] = [""] * (len(places) - 1)
+        return texts
+
+    def _one(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._decode([token])
+        return self._known[token]
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode([*self._before, *ids], skip_special=False)
+        return text.removeprefix(self._before_text)
+
+
 def _says_everything(folder: Path, library: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Return whether tokenizer.json suffices, so that transformers would add nothing.
 
@@ -410,7 +446,7 @@ def _declared_eos_ids(path: Path, content: Mapping[str, Any]) -> list[int]:
 
     Args:
         path: path of the file, for messages.
-        content: of the file.
+        content: content of the file.
 
     Raises:
         ValueError: eos_token_id is neither a whole number nor a list of whole numbers.

@@ -66,7 +66,6 @@ def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.fl
     """Return random initial parameters: a nested dict, layers stacked on a leading axis.
 
     Args:
-        config: the architecture.
         key: JAX PRNG key.
         param_dtype: storage dtype, except of `config.float32_leaves`.
     """
@@ -132,15 +131,14 @@ def apply(
     position is finite but has no meaning.
 
     Args:
-        params: from `init_params` or `model.load`, or these in the decoder's layout.
+        params: parameters from `init_params` or `model.load`, also in the decoder's layout.
         tokens: token ids.
         positions: position of each token in its sequence (a left-padded row starts at 0 after its
             padding, each sequence of a packed row at 0).
         mask: which tokens are valid.
-        config: the architecture.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
-        visible: of packed rows, from `attention.packed`; None: one sequence per row.
+        visible: return value of `attention.packed` for packed rows; None: one sequence per row.
         remat: what the backward pass recomputes.
         sharding: a `shardings.ComputeSharding`: on a mesh it gathers the layers, and `params`
             outside the layers are gathered already. None: any one device.
@@ -256,9 +254,8 @@ def run_layer(
     Args:
         layer_params: parameters of one layer, without the layer axis; possibly `quantized`.
         x: residual stream; any batch axes, the last of them may be the sequence.
-        angles: from `rotary`, of the layer's kind.
+        angles: return value of `rotary` for the layer's kind.
         attend: defines what queries see.
-        config: the architecture.
         mesh: devices of the program, for experts; None: one device.
     """
     return nnx.merge(_block_graph(config, layer_params), layer_params)(x, angles, attend, mesh)

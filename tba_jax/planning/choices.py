@@ -138,7 +138,6 @@ def on_devices(
 
     Args:
         config: config with known lengths.
-        model_config: architecture of the policy.
         devices: devices of the run.
         memory_bytes: memory of each device.
 

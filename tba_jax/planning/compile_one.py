@@ -34,7 +34,7 @@ from tba_jax.planning.estimates import offloaded_bytes
 from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.minimum import minima
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
-from tba_jax.run import trainer_parts
+from tba_jax.run import model_parts
 from tba_jax.run.model_parts import with_settings
 
 
@@ -109,7 +109,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
     """Return a sentence on the part of the train state in host memory, if there is one."""
     mesh = choice.placement.trainer_mesh
-    size = offloaded_bytes(trainer_parts.abstract_state(config, model_config, mesh))
+    size = offloaded_bytes(model_parts.abstract_state(config, model_config, mesh))
     if not size:
         return ()
     note = (
@@ -209,7 +209,7 @@ def _sizes(
         "prompts_per_round": sizes.round_prompts,
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
-        "micro_batch_rows": trainer_parts.micro_batch_rows(config) or rows,
+        "micro_batch_rows": model_parts.micro_batch_rows(config) or rows,
         "micro_batch_options": fitting.micro_batch_options(
             config,
             choice.placement.trainer_mesh.size // choice.placement.trainer_mesh.shape["model"],

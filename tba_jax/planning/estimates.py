@@ -95,8 +95,6 @@ def step_bytes(
 
     Args:
         responses: responses of a micro-batch on one device; rows if rows are packed.
-        config: config of the run.
-        model_config: architecture of the policy.
         mesh: mesh of the trainer.
         platform: platform of the trainer's devices, which selects the attention kernel.
     """
@@ -127,10 +125,10 @@ def step_bytes(
 
 
 def _kept_values(config: Config, model_config: TransformerConfig) -> float:
-    """Return the numbers that the backward pass keeps of a token in each layer, besides its input.
+    """Return how many values the backward pass keeps of a token in a layer, besides its input.
 
-    About: for `dots` the outputs of matrix products; for `none` four times as many, as norms,
-    rotations and activations are kept, some in float32.
+    An estimate: with remat=`dots` the outputs of matrix products; with `none` four times as many,
+    because norms, rotations and activations are kept, some in float32.
     """
     heads = model_config.num_heads + 2 * model_config.num_kv_heads
     products = (

@@ -191,15 +191,15 @@ def sizes(
 
     Decode slots: the responses of a round, halved until they fit the memory. On shared devices, a
     small micro-batch must fit beside them. Rows of a micro-batch: as many as fit. `model.remat`:
-    `dots` if whole groups then fit each device. `micro_batch_rows` describes rows set by the user.
+    `dots` if whole groups then fit each device.
 
     Args:
-        config: of the run; its placement is decided.
-        model_config: of the policy.
-        mesh: of the trainer.
-        devices: of the run.
-        hbm_bytes: memory of each.
-        of_searcher: memory of a searcher's device under a config.
+        config: config of the run, with its final placement.
+        model_config: architecture of the policy.
+        mesh: mesh of the trainer.
+        devices: devices of the run.
+        hbm_bytes: memory of each device.
+        of_searcher: returns the memory that a searcher with a config needs on each device.
         shares_devices: trainer and searchers share devices.
     """
     fields: dict[str, Any] = {}
@@ -302,7 +302,6 @@ def group_sizes(
     """Return the possible numbers of devices of a searcher, ascending.
 
     Args:
-        model_config: architecture of the policy.
         pool: devices of a host that search.
         per_host: devices of a host.
         devices: devices of the slice.

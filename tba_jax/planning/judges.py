@@ -64,7 +64,6 @@ def judge_residents(
     """Return group -> role -> bytes on the fullest device of that group.
 
     Args:
-        config: config of the run.
         models: role -> contents of config.json.
         mesh: mesh of a searcher.
 
@@ -88,7 +87,6 @@ def plan_judges(
 
     Args:
         config, models: as in `judge_residents`.
-        model_config: architecture of the policy.
         placement: placement of the run.
     """
     sizes = sizes_of(config)

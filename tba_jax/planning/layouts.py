@@ -130,8 +130,6 @@ def choose(
     gets more prompts, and `notes` says so.
 
     Args:
-        config: config of the run.
-        model_config: architecture of the policy.
         devices: all devices of the slice.
         hbm_bytes: memory of each device.
         judge_bytes: group size -> memory of models that give rewards on the first device of a

@@ -19,7 +19,7 @@ from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.planning import programs
 from tba_jax.planning.estimates import shard_bytes, state_bytes_by_kind
 from tba_jax.planning.roofline import matrix_entries, state_entries
-from tba_jax.run import model_parts, trainer_parts
+from tba_jax.run import model_parts
 
 
 class Minimum(NamedTuple):
@@ -107,7 +107,7 @@ def _of_trainer(
     flops = 3 * forward
     if config.reference.placement == "trainer":
         flops *= 4 / 3
-    state = trainer_parts.abstract_state(config, model_config, placement.trainer_mesh)
+    state = model_parts.abstract_state(config, model_config, placement.trainer_mesh)
     held = state_bytes_by_kind(state)
     published = shard_bytes(
         programs.abstract_weights(config, model_config, placement, config.search.quantization)

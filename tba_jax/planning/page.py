@@ -24,6 +24,7 @@ _HEAD = (
     "trainer, searcher, of (GiB)",
     "train step: temporaries (GiB)",
     "roofline",
+    "with the preset's rows",
     "decode chunk",
     "steps an hour",
     "verdict",
@@ -34,7 +35,8 @@ _TEXT = """# Plans of the presets by their default choices
 
 Each program is compiled for devices that are not attached; nothing ran on them. The command writes
 this page. `--config` and `--topology` restrict it to some rows, and the others stay. How to read
-the figures: [plan.md](../plan.md#how-to-read-it). {versions}
+the figures: [plan.md](../plan.md#how-to-read-it). The fourth last column has the train step with
+the rows of a micro-batch that the preset sets by hand. {versions}
 
 """
 
@@ -45,8 +47,8 @@ def write(path: Path, configs: Sequence[str], topologies: Sequence[str], plan: P
     """Plan each config on each slice and write the page; return 1 if a run does not fit, else 0.
 
     Args:
-        path: of the page; rows that it has already stay, unless they are planned again.
-        configs, topologies: as --config and --topology of a plan.
+        path: file of the page; its present rows stay, unless they are planned again.
+        configs, topologies: values of --config and --topology of a plan.
         plan: makes one plan from the arguments of its command and prints it.
     """
     from tba_jax.config.command_line import versions
@@ -64,15 +66,37 @@ def write(path: Path, configs: Sequence[str], topologies: Sequence[str], plan: P
     return code
 
 
-def _row(config: str, topology: str, plan: Plan) -> tuple[list[str], bool]:
-    """Return the cells of a plan, and whether the run fits."""
+def _facts(plan: Plan, *argv: str) -> dict[str, Any]:
+    """Return the JSON object of a plan; {} for a run that cannot be planned."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = plan([f"--config={config}", f"--topology={topology}", "--json"])
+        code = plan([*argv, "--json"])
+    return {} if code == 2 else json.loads(printed.getvalue().rstrip().splitlines()[-1])
+
+
+def _with_own_rows(config: str, topology: str, plan: Plan, chosen: int | None) -> str:
+    """Return the roofline of the train step with the preset's rows of a micro-batch.
+
+    "" where the preset leaves the rows open, or the plan has chosen the same.
+    """
+    from tba_jax.config.command_line import override
+
+    rows = override(None, [f"--config={config}"]).batch.micro_batch_rows
+    if not rows or chosen in (None, rows):
+        return ""
+    argv = (f"--config={config}", f"--topology={topology}", "--programs=train_step")
+    facts = _facts(plan, *argv, f"--config.{_SIZES[0]}={rows}")
+    step = facts.get("programs", {}).get("train_step", {})
+    verdict = "" if facts.get("fits") else ", does not fit"
+    return f"{rows}: {seconds(step.get('roofline_s', float('nan')))}{verdict}"
+
+
+def _row(config: str, topology: str, plan: Plan) -> tuple[list[str], bool]:
+    """Return the cells of a plan, and whether the run fits."""
+    facts = _facts(plan, f"--config={config}", f"--topology={topology}")
     head = [f"`{config}`", f"`{topology}`"]
-    if code == 2:
+    if not facts:
         return [*head, *[""] * (len(_HEAD) - 3), "no plan"], False
-    facts: dict[str, Any] = json.loads(printed.getvalue().rstrip().splitlines()[-1])
     placed, step = facts["placement"], facts["programs"]["train_step"]
     mesh = ", ".join(x for x in placed["trainer_mesh"].split(" x ") if not x.endswith(" 1"))
     searchers = f"{placed['searcher_groups']} x {placed['searcher_devices']}"
@@ -88,6 +112,7 @@ def _row(config: str, topology: str, plan: Plan) -> tuple[list[str], bool]:
         f"{', '.join(peaks)} of {capacity:.1f}",
         f"{step['hbm_gib'].get('temporaries', float('nan')):.1f}",
         f"{seconds(step['roofline_s'])}, {step['bound']}",
+        _with_own_rows(config, topology, plan, placed["fields"].get(_SIZES[0])),
         seconds(facts["programs"]["decode_chunk"]["roofline_s"]),
         "" if hourly is None else f"{hourly:,.0f}",
         "fits" if facts["fits"] else f"over by {over:.1f}" if over else "does not compile",

@@ -28,7 +28,7 @@ from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.estimates import num_slots, shard_bytes, state_bytes_by_kind
-from tba_jax.run import model_parts, trainer_parts
+from tba_jax.run import model_parts
 from tba_jax.search.reference import make_reference_program
 from tba_jax.train.step import make_train_step
 
@@ -138,7 +138,7 @@ def residents(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return group -> resident and transient bytes per device, by kind."""
-    state = trainer_parts.abstract_state(config, model_config, placement.trainer_mesh)
+    state = model_parts.abstract_state(config, model_config, placement.trainer_mesh)
     trainer = state_bytes_by_kind(state)
     if config.mesh.data > 1:
         # Each replica writes a part of the checkpoint; Orbax slices it on the device.
@@ -184,14 +184,14 @@ def _trainer_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.trainer_mesh
-    state = trainer_parts.abstract_state(config, model_config, mesh)
-    optimizer, schedule = trainer_parts.make_optimizer_from(config)
-    shardings = trainer_parts.make_step_shardings(config, model_config, mesh)
+    state = model_parts.abstract_state(config, model_config, mesh)
+    optimizer, schedule = model_parts.make_optimizer_from(config)
+    shardings = model_parts.make_step_shardings(config, model_config, mesh)
     train_step = make_train_step(
         model_parts.policy_config(config, model_config),
         optimizer,
         schedule,
-        trainer_parts.make_step_settings(config, Ids().eos_ids, mesh),
+        model_parts.make_step_settings(config, Ids().eos_ids, mesh),
         shardings,
     )
     batch = abstract_batch(config, placement)
@@ -206,7 +206,7 @@ def _trainer_programs(
         if batch.slots.shape[1] > 1:
             words += f" of a prompt with {batch.slots.shape[1]} of them"
         lengths = config.batch.num_length_buckets**2
-    shapes = trainer_parts.make_packing(config, 0, mesh).shapes
+    shapes = model_parts.make_packing(config, 0, mesh).shapes
     at_once = shapes[0].at_once
     return [
         Planned(
@@ -369,7 +369,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     """Return the largest batch as ShapeDtypeStructs."""
     sizes = sizes_of(config)
     p, k = sizes.prompts, sizes.group
-    packing = trainer_parts.make_packing(config, 0, placement.trainer_mesh)
+    packing = model_parts.make_packing(config, 0, placement.trainer_mesh)
     shape = packing.shapes[0]
     n, c = shape.buckets[-1], shape.responses
 
@@ -416,9 +416,7 @@ def _publication(
     """Return (publish program, shapes of the published weights)."""
     mesh = publication_mesh(config, placement)
     program = model_parts.make_publication_program(config, model_config, mesh)
-    return program, trainer_parts.abstract_state(
-        config, model_config, placement.trainer_mesh
-    ).params
+    return program, model_parts.abstract_state(config, model_config, placement.trainer_mesh).params
 
 
 def publication_mesh(config: Config, placement: Placement) -> Mesh:
@@ -454,7 +452,7 @@ def abstract_reference(
 
 def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
     """Return the base of trained adapters, the train step's last argument."""
-    base = trainer_parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
+    base = model_parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
     if base is None:
         return ()
     return (_abstract(abstract_params(model_config, config.model.param_dtype), base),)

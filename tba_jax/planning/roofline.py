@@ -63,7 +63,6 @@ def decode_work(
     Logits and activations are not counted: at most a few per cent for the measured shapes.
 
     Args:
-        config: architecture.
         itemsize: bytes per entry of weights and cache.
         num_steps: model steps in which all responses were decoded together.
         prompt_tokens: length of each prompt.
@@ -96,7 +95,6 @@ def train_flops(
     pairs only. Recomputation in the backward pass is not counted.
 
     Args:
-        config: architecture.
         num_rows: number of responses.
         prompt_tokens, response_tokens: tokens of each row.
         responses_per_prompt: responses that share the computation of their prompt.

@@ -57,9 +57,9 @@ class ChannelServer:
     """HTTP server of the process that owns the data of a run.
 
     Args:
-        handlers: by method name. They run on several threads.
+        handlers: method name -> handler. Handlers run on several threads.
         token: bearer token that every request must carry.
-        port: to listen on, 0 for any free port.
+        port: port to listen on; 0: any free port.
         is_local: listen on the loopback interface alone.
         num_threads: threads that run handlers.
 

@@ -4,7 +4,7 @@
 Finished tickets wait in the searcher's own outbox. `SearcherClient.step` sends them until the
 search server acknowledges them, and requests as many tickets as the searcher has room for.
 Invariant: a finished ticket is dropped only after its acknowledgement
-(tests/remote/test_search_server.py).
+(tests/remote/test_client.py).
 """
 
 import threading
@@ -133,14 +133,14 @@ class SearcherClient:
     """The messages of one searcher; a worker calls `step`.
 
     Args:
-        start: of the searcher, from the join response.
+        start: start state of the searcher, from the join response.
         server: search server, or a channel to it.
-        outbox: where the searcher commits finished tickets.
+        outbox: outbox to which the searcher commits finished tickets.
         quota: receives admitted tickets.
         leased: receives leases, and holds their results.
-        callbacks: of the searcher.
+        callbacks: functions of the searcher.
         clock: monotonic seconds.
-        timeout_s: without any response for this long the trainer counts as gone.
+        timeout_s: seconds without a response after which the trainer counts as gone.
     """
 
     def __init__(

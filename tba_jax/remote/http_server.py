@@ -41,7 +41,7 @@ class HttpServer:
 
     Args:
         application: handles each request.
-        name: of the thread.
+        name: name of the thread.
         bound: socket of `bind`, which the server closes.
     """
 
@@ -83,7 +83,10 @@ class HttpServer:
             if self._server.started:
                 return
             waited.wait(0.01)
-        raise TimeoutError(f"the {self._name} did not start within {_START_S:.0f} s")
+        raise TimeoutError(
+            f"the {self._name} did not start within {_START_S:.0f} s: the machine is overloaded. "
+            "Run the same command again"
+        )
 
     @property
     def port(self) -> int:

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
-from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
+from tba_jax.flow.evaluation_shard import Lease
 from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
 
 RUN_ENDED = "the run has ended"
@@ -67,7 +67,7 @@ class JoinResponse(NamedTuple):
     """Response to a join request.
 
     Attributes:
-        starts: one for each searcher; empty when the process is refused.
+        starts: start state of each searcher; empty when the process is refused.
         version: newest complete policy version, -1 for none.
         refusal: reason why the process may not search, "" when it may. `RUN_ENDED` is no error.
         run_s: seconds of running time of the run.
@@ -156,34 +156,11 @@ def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit], Trace]:
         events, num_chunks = meta["trace"]
         return SearcherKey(*meta["key"]), commits, Trace(tuple(events), num_chunks)
     except (KeyError, TypeError, ValueError) as error:
-        raise _unreadable(data, "responses", error) from error
-
-
-def pack_lease_result(key: SearcherKey, lease: Lease, shard: EvaluationShard | None) -> bytes:
-    """Return the result of a lease as JSON bytes."""
-    return json.dumps([key, lease, None if shard is None else shard._asdict()]).encode()
-
-
-def unpack_lease_result(data: bytes) -> tuple[SearcherKey, Lease, EvaluationShard | None]:
-    """Inverse of `pack_lease_result`.
-
-    Raises:
-        ValueError: the bytes are damaged, or another version of tba_jax wrote them.
-    """
-    try:
-        key, lease, shard = json.loads(data)
-        found = None if shard is None else EvaluationShard(**shard)
-        return SearcherKey(*key), Lease(*lease), found
-    except (TypeError, ValueError) as error:
-        raise _unreadable(data, "an evaluation shard", error) from error
-
-
-def _unreadable(data: bytes, what: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"{len(data):,} bytes of {what} cannot be read ({type(error).__name__}: {error}): they "
-        "were damaged in transit or sent by another version of tba_jax. Install the same version "
-        "on every machine"
-    )
+        raise ValueError(
+            f"{len(data):,} bytes of responses cannot be read ({type(error).__name__}: {error}): "
+            "they were damaged in transit or sent by another version of tba_jax. Install the same "
+            "version on every machine"
+        ) from error
 
 
 def pack_json(value: Any) -> bytes:

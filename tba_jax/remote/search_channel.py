@@ -16,14 +16,13 @@ from tba_jax.remote.messages import (
     Trace,
     from_json,
     pack_json,
-    pack_lease_result,
     pack_put,
-    unpack_lease_result,
     unpack_put,
 )
 from tba_jax.remote.search_server import SearchServer
 
 _TicketRequest = tuple[SearcherKey, int, int, Heartbeat]
+_LeaseResult = tuple[SearcherKey, Lease, EvaluationShard | None]
 
 
 def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, Handler]:
@@ -54,12 +53,7 @@ def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, H
         return pack_json(found.put(key, commits, trace, num_bytes=len(data)))
 
     def return_lease(data: bytes) -> bytes:
-        found = ready()
-        try:
-            result = unpack_lease_result(data)
-        except ValueError as error:
-            return pack_json(Response("refused", reason=str(error)))
-        return pack_json(found.return_lease(*result))
+        return pack_json(ready().return_lease(*from_json(_LeaseResult, json.loads(data))))
 
     return {
         "join": join,
@@ -73,7 +67,7 @@ class RemoteSearchServer:
     """A search server in another process.
 
     Args:
-        channel: to that process.
+        channel: channel to that process.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -97,7 +91,7 @@ class RemoteSearchServer:
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
     ) -> Response:
         """See `SearchServer.return_lease`."""
-        return self._send("return_lease", pack_lease_result(key, lease, shard))
+        return self._send("return_lease", pack_json([key, lease, shard]))
 
     def _send(self, method: str, data: bytes) -> Response:
         return from_json(Response, json.loads(self._channel.call(method, data)))

@@ -10,13 +10,12 @@ what the checkpoint does not hold. A searcher that exceeds the heartbeat timeout
 tickets count as lost until the searcher sends another message.
 
 Invariant: after every message the outbox of a searcher counts each response once, as committed or
-as lost, and admission counts the open tickets (tests/remote/test_search_server.py).
+as lost, and admission counts the open tickets (tests/remote/test_client.py).
 """
 
 import collections
 import threading
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
@@ -34,13 +33,12 @@ from tba_jax.remote.messages import (
 from tba_jax.remote.searcher_table import (
     BoundedClock,
     EvaluationQueue,
-    Listeners,
     OpenTicket,
+    RemoteSearcher,
     SearcherRecord,
     ServerSettings,
     TicketAdmission,
 )
-from tba_jax.replay.outbox import Outbox
 
 # Maximum rate of ticket requests from all searchers without work, in requests per second; a single
 # searcher waits at least _RETRY_S seconds between two requests.
@@ -48,7 +46,6 @@ _MAX_REQUESTS_PER_S = 400.0
 _RETRY_S = 0.02
 _NO_HEARTBEAT = Heartbeat()
 _NO_TRACE = Trace()
-_NO_LISTENERS = Listeners()
 _KEPT_LATENCIES = 2048
 
 
@@ -57,39 +54,35 @@ class SearchServer:
 
     Args:
         settings: settings of the server.
-        outboxes: by searcher ID; the trainer merges them.
+        searchers: counters and outboxes of the searchers; the trainer merges the outboxes.
         admission: decides how many tickets may be open.
         evaluations: evaluations whose shards searchers work on.
         clock: monotonic seconds; a jump is shortened to a quarter of the heartbeat timeout.
         run_clock: seconds of running time of the run.
         log: receives one line for each join, loss and return of a searcher.
-        num_chunks: decode chunks of each searcher so far, by searcher ID.
-        listeners: receive what searchers report.
+        log_event: receives each chunk event of the schedule log.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
-        outboxes: Mapping[int, Outbox],
+        searchers: Iterable[RemoteSearcher],
         admission: TicketAdmission,
         evaluations: EvaluationQueue,
         *,
         clock: Callable[[], float],
         log: Callable[[str], None],
         run_clock: Callable[[], float] = lambda: 0.0,
-        num_chunks: Mapping[int, int] = types.MappingProxyType({}),
-        listeners: Listeners = _NO_LISTENERS,
+        log_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         self._settings = settings
-        self._searchers = {i: SearcherRecord(outbox) for i, outbox in outboxes.items()}
+        self._searchers = {each.index: SearcherRecord(each) for each in searchers}
         self._admission = admission
         self._evaluations = evaluations
         self._gives_leases = True
         self._log = log
         self._run_clock = run_clock
-        self._listeners = listeners
-        for searcher, chunks in num_chunks.items():
-            self._searchers[searcher].num_chunks = chunks
+        self._log_event = log_event
         self._lock = threading.Lock()
         self._clock = BoundedClock(clock, max_jump_s=settings.heartbeat_timeout_s / 4)
         self._version = -1
@@ -123,16 +116,14 @@ class SearchServer:
                 record.num_joins += 1
                 record.host, record.last_message_s, record.is_lost = request.host, now, False
                 record.open_tickets = {}
-                record.earlier_idle_s += record.idle_s
                 record.idle_s = 0.0
                 position = record.outbox.position()
                 record.next_ticket = position["next_round"]
                 if request.given:
-                    num_given, rounds = request.given[request.searchers.index(searcher)]
-                    record.num_given_rounds = rounds
-                    self._listeners.given(searcher, num_given, rounds)
+                    given = request.given[request.searchers.index(searcher)]
+                    record.searcher.num_given, record.searcher.num_given_rounds = given
                 key = SearcherKey(self._settings.epoch, searcher, record.incarnation)
-                starts.append(SearcherStart(key, position, record.num_chunks))
+                starts.append(SearcherStart(key, position, record.searcher.num_chunks))
             again = max(self._searchers[i].num_joins for i in request.searchers) > 1
             verb = "joined again" if again else "joined"
             self._log(f"{_name(request.searchers)} on {request.host} {verb}")
@@ -158,6 +149,7 @@ class SearchServer:
             if (refused := self._check_sender(key)) is not None:
                 return refused
             record = self._searchers[key.searcher]
+            record.searcher.idle_s += heartbeat.idle_s - record.idle_s
             record.idle_s = heartbeat.idle_s
             self._put_s.extend(heartbeat.put_s)
             (tokens, steps), (more_tokens, more_steps) = self._slot_use, heartbeat.slot_use
@@ -168,7 +160,7 @@ class SearchServer:
             while len(tickets) < limit and record.outbox.has_room():
                 while record.outbox.is_committed(record.next_ticket):
                     record.next_ticket += 1
-                is_given = record.next_ticket < record.num_given_rounds
+                is_given = record.next_ticket < record.searcher.num_given_rounds
                 if not is_given and not self._admission.admit(key.searcher, heartbeat.version):
                     break
                 opened = OpenTicket(self._clock(), heartbeat.version, is_given)
@@ -193,7 +185,7 @@ class SearchServer:
         Args:
             key: sender.
             commits: finished tickets.
-            trace: what the searcher did before.
+            trace: actions of the searcher before these tickets.
             num_bytes: size of the message, for the metrics.
         """
         with self._lock:
@@ -206,7 +198,7 @@ class SearchServer:
                     check_commit(commit)
             except ValueError as error:
                 return Response("refused", reason=str(error))
-            self._on_trace(key.searcher, record, trace)
+            self._log_trace(record.searcher, trace)
             for commit in new:
                 record.outbox.put(commit)
                 ticket = record.open_tickets.pop(commit.round)
@@ -214,22 +206,19 @@ class SearchServer:
                     latency_s = self._clock() - ticket.admitted_s
                     self._admission.commit(key.searcher, latency_s, ticket.version)
                 record.num_groups += 1
-                record.tokens += commit.report.metrics.tokens
+                record.searcher.decoded_tokens += commit.report.metrics.tokens
                 record.staleness += self._step - commit.version
             self._num_bytes += num_bytes
             self._num_duplicates += len(commits) - len(new)
             response = self._response(record)
             return response if new else response._replace(status="duplicate")
 
-    def _on_trace(self, searcher: int, record: SearcherRecord, trace: Trace) -> None:
+    def _log_trace(self, searcher: RemoteSearcher, trace: Trace) -> None:
         """Log chunk events that did not arrive before."""
-        if trace.num_chunks <= record.num_chunks:
-            return
         for event in trace.events:
-            if event["chunk"] >= record.num_chunks:
-                self._listeners.event(event)
-        record.num_chunks = trace.num_chunks
-        self._listeners.chunks(searcher, trace.num_chunks)
+            if event["chunk"] >= searcher.num_chunks:
+                self._log_event(event)
+        searcher.num_chunks = max(searcher.num_chunks, trace.num_chunks)
 
     def return_lease(
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
@@ -305,7 +294,7 @@ class SearchServer:
         """Count these searchers as lost at once: their process is known to have ended.
 
         Args:
-            searchers: their searcher IDs.
+            searchers: IDs of the lost searchers.
             reason: logged; "": the caller reports the end of the process.
         """
         with self._lock:
@@ -361,7 +350,7 @@ class SearchServer:
                     "staleness_mean": record.staleness / record.num_groups
                     if record.num_groups
                     else None,
-                    "idle_s": record.earlier_idle_s + record.idle_s,
+                    "idle_s": record.searcher.idle_s,
                 }
                 for searcher, record in self._searchers.items()
             ]
@@ -371,12 +360,6 @@ class SearchServer:
         with self._lock:
             used, self._slot_use = self._slot_use, (0, 0)
             return used
-
-    def totals(self, searcher: int) -> tuple[float, int]:
-        """Return (idle seconds, tokens received) of a searcher, over all its incarnations."""
-        with self._lock:
-            record = self._searchers[searcher]
-            return record.earlier_idle_s + record.idle_s, record.tokens
 
     def _refusal(self, request: JoinRequest) -> str:
         if self._has_ended:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the search server records of each searcher, and its clock."""
+"""Records of the search server about each searcher, and its clock."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
+from tba_jax.flow.state import PartState
 from tba_jax.replay.outbox import Outbox
 
 
@@ -64,27 +65,13 @@ class ServerSettings(NamedTuple):
     max_tickets: int
 
 
-class Listeners(NamedTuple):
-    """Functions that receive reports about searchers, besides log lines.
-
-    Attributes:
-        given: receives (searcher, given responses, their rounds) when a searcher joins.
-        event: receives each chunk event of the schedule log.
-        chunks: receives (searcher, decode chunks in all) after a put.
-    """
-
-    given: Callable[[int, int, int], None] = lambda searcher, responses, rounds: None
-    event: Callable[[Mapping[str, Any]], None] = lambda event: None
-    chunks: Callable[[int, int], None] = lambda searcher, chunks: None
-
-
 class OpenTicket(NamedTuple):
     """A ticket that a searcher may have started.
 
     Attributes:
         admitted_s: time of admission.
         version: policy version that the searcher had at that time.
-        is_given: its responses are given, so nothing had to be admitted.
+        is_given: whether its responses are start data, which need no admission.
     """
 
     admitted_s: float
@@ -93,10 +80,47 @@ class OpenTicket(NamedTuple):
 
 
 @dataclasses.dataclass
+class RemoteSearcher:
+    """Counters of a searcher in another process, kept by the owner of the buffer.
+
+    Attributes:
+        index: searcher ID.
+        outbox: responses that are not merged yet.
+        decoded_tokens: tokens of the responses that arrived.
+        idle_s: seconds without work.
+        num_chunks: decode chunks that the searcher has done.
+        num_given: number of given responses.
+        num_given_rounds: number of rounds of given responses, which come first.
+    """
+
+    index: int
+    outbox: Outbox
+    decoded_tokens: int = 0
+    idle_s: float = 0.0
+    num_chunks: int = 0
+    num_given: int = 0
+    num_given_rounds: int = 0
+
+    @property
+    def num_given_rounds_left(self) -> int:
+        """Return the rounds of given responses that have not arrived."""
+        return max(0, self.num_given_rounds - self.outbox.committed[0])
+
+    def state(self) -> PartState:
+        """Return the counters, as `Searcher.state`."""
+        names = ("decoded_tokens", "idle_s", "num_chunks")
+        return PartState({}, {name: getattr(self, name) for name in names})
+
+    def restore(self, state: PartState) -> None:
+        """Restore the counters."""
+        vars(self).update(state.meta)
+
+
+@dataclasses.dataclass
 class SearcherRecord:
     """One searcher: the process that runs it, and its open tickets."""
 
-    outbox: Outbox
+    searcher: RemoteSearcher
     incarnation: int = 0  # 0: no process has joined yet
     host: str = ""
     last_message_s: float = 0.0
@@ -108,11 +132,11 @@ class SearcherRecord:
     num_groups: int = 0
     staleness: int = 0  # summed over the groups
     idle_s: float = 0.0  # of this incarnation
-    earlier_idle_s: float = 0.0
-    tokens: int = 0
-    num_given_rounds: int = 0
-    num_chunks: int = 0
     wants_stop: bool = False
+
+    @property
+    def outbox(self) -> Outbox:
+        return self.searcher.outbox
 
     @property
     def is_connected(self) -> bool:

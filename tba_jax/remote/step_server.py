@@ -139,16 +139,22 @@ def step_handlers(server: StepServer) -> Mapping[str, Handler]:
 class StepClient:
     """Requests steps from the process that owns the buffer.
 
-    A worker sends the requests, so that `wait` notices failures of this process.
+    A worker sends the requests, so that `wait` notices failures of this process. It starts with the
+    first step, because processes that only search use nothing but the channel.
 
     Args:
-        channel: to the owner.
+        channel: channel to the owner.
         process: number of this process in the job.
-        timeout_s: without any response for this long the owner counts as gone.
+        timeout_s: seconds without a response after which the owner counts as gone.
+
+    Attributes:
+        channel: channel to the owner.
+        check: raises a failure of this process; called while it waits for a step.
     """
 
     def __init__(self, channel: Channel, process: int, *, timeout_s: float) -> None:
-        self._channel = channel
+        self.channel = channel
+        self.check: Callable[[], None] = lambda: None
         self._process = process
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -156,22 +162,21 @@ class StepClient:
         self._decision: bytes | None = None
         self._last_response_s = time.monotonic()
         self._stop = StopFlag()
-        self._worker = Worker("step-client", self._request, self._stop)
-        self._worker.start()
+        self._worker: Worker | None = None
 
-    def wait(
-        self, step: int, facts: Callable[[], tuple[bool, bool]], check: Callable[[], None]
-    ) -> bytes:
+    def wait(self, step: int, facts: Callable[[], tuple[bool, bool]]) -> bytes:
         """Return the owner's decision on a step.
 
         Args:
             step: number of the step.
             facts: returns (wants_stop, is_publishing), asked before every request.
-            check: raises a failure of this process; called while it waits.
 
         Raises:
             WorkerError: the owner does not respond; its cause says how.
         """
+        if self._worker is None:
+            self._worker = Worker("step-client", self._request, self._stop)
+            self._worker.start()
         with self._changed:
             self._wanted, self._decision = (step, facts), None
             self._last_response_s = time.monotonic()
@@ -179,7 +184,7 @@ class StepClient:
             while self._decision is None:
                 self._changed.wait(_CHECK_S)
                 self._stop.check()
-                check()
+                self.check()
             return self._decision
 
     def _request(self) -> bool:
@@ -190,7 +195,7 @@ class StepClient:
             step, facts = self._wanted
         body = json.dumps(StepRequest(self._process, step, *facts())).encode()
         try:
-            decision = self._channel.call("step", body)
+            decision = self.channel.call("step", body)
         except Unreachable as error:
             silent_s = time.monotonic() - self._last_response_s
             if silent_s > self._timeout_s:
@@ -210,4 +215,5 @@ class StepClient:
     def close(self) -> None:
         """Stop the worker."""
         self._stop.set()
-        self._worker.join(2 * _CHECK_S)
+        if self._worker is not None:
+            self._worker.join(2 * _CHECK_S)

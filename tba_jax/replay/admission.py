@@ -10,7 +10,7 @@ at its limit. With a strict bound, no group begins that the trainer could not us
 import collections
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _KEPT = 512  # number of latencies for the statistics
@@ -41,7 +41,7 @@ class Latency(NamedTuple):
     """Measured latency of groups.
 
     Attributes:
-        mean_steps, p95_steps: from admission to commit, in steps without waiting.
+        mean_steps, p95_steps: latency from admission to commit, in steps without waiting.
         step_s: duration of such a step.
         behind_steps: median publication latency: steps by which the weights at a prompt's start
             are older than the newest published ones.
@@ -225,3 +225,50 @@ class Admission:
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
     return ascending[min(len(ascending) - 1, math.ceil(share * len(ascending)) - 1)]
+
+
+class RoundAdmission:
+    """Admits rounds of searchers in other processes with driver=sync, each with one version.
+
+    Args:
+        searchers: IDs of the searchers.
+    """
+
+    def __init__(self, searchers: Sequence[int]) -> None:
+        self._lock = threading.Lock()
+        self._left = dict.fromkeys(searchers, 0)
+        self._open = dict.fromkeys(searchers, 0)
+        self._version = -1
+
+    def allow(self, rounds: Mapping[int, int], version: int) -> None:
+        """Let searchers start more rounds.
+
+        Args:
+            rounds: searcher ID -> number of rounds.
+            version: version of the weights that all of them sample with.
+        """
+        with self._lock:
+            self._version = version
+            for searcher, count in rounds.items():
+                self._left[searcher] += count
+
+    def admit(self, searcher: int, version: int) -> bool:
+        """Return whether this searcher may start a round with weights of this version."""
+        with self._lock:
+            if version != self._version or not self._left[searcher]:
+                return False
+            self._left[searcher] -= 1
+            self._open[searcher] += 1
+            return True
+
+    def commit(self, searcher: int, latency_s: float, version: int) -> None:
+        """Count a round as finished."""
+        del latency_s, version
+        with self._lock:
+            self._open[searcher] -= 1
+
+    def set_open(self, searcher: int, versions: Sequence[int]) -> None:
+        """Set the open rounds of a searcher; its other started rounds may start again."""
+        with self._lock:
+            self._left[searcher] += self._open[searcher] - len(versions)
+            self._open[searcher] = len(versions)

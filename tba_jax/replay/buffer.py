@@ -174,7 +174,10 @@ class ReplayBuffer:
         return self._plan
 
     def _fresh_fill(self, num_prompts: int, group_size: int) -> int:
-        """Unused responses that fill a fresh slot; 0: each prompt fills at most one slot."""
+        """Return how many unused responses fill a fresh slot; 0: any number does.
+
+        Each prompt then fills at most one slot.
+        """
         return group_size if len(self._contents.store) < num_prompts else 0
 
     def _suffices(self, num_prompts: int, group_size: int) -> bool:

@@ -10,6 +10,9 @@ from tba_jax.settings import Section, field, need, share
 # Memory of one response besides its tokens and log-probs, so that max_bytes is close to the
 # process's memory: a table row and two bytes objects, measured with 10**6 responses.
 RESPONSE_OVERHEAD_BYTES = 220
+# The same for one prompt, besides its tokens and text: its objects, with one column of a short text
+# (measured with 20,000 prompts).
+PROMPT_OVERHEAD_BYTES = 670
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def choose(
 
     Args:
         rng: random generator.
-        log_weights: of each copy of a row.
+        log_weights: log weight of each copy of a row.
         copies: copies of each row; 0 excludes the row.
         size: total number of draws. With fewer copies, all are taken, and the rest are repeats
             drawn with replacement.

@@ -24,9 +24,9 @@ class ExactLag:
 
     Args:
         lag: D, in publications.
-        sync_period: steps between two of them.
+        sync_period: steps between two publications.
         quota: groups of a searcher per publication.
-        outboxes: by searcher ID; their contents have begun.
+        outboxes: searcher ID -> outbox; tickets in outboxes count as started.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class _Group:
 
     Attributes:
         merged: trainer step of its merge.
-        prompt_id: its prompt.
+        prompt_id: ID of the group's prompt.
         unused: number of its responses that were never drawn.
         version: oldest policy version of those.
         is_used: whether another of its responses was drawn.
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
     Attributes:
         merged: trainer step of its merge.
-        prompt_id: its prompt.
+        prompt_id: ID of the group's prompt.
         is_first: whether none of its responses was drawn before.
     """
 
@@ -106,7 +106,7 @@ class FreshGroups:
 
         Args:
             merged: trainer step of its merge.
-            prompt_id: its prompt.
+            prompt_id: ID of the group's prompt.
             unused: number of unused responses; 0 removes the group.
             version: oldest policy version of those.
         """
@@ -234,7 +234,7 @@ class FreshGroups:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], *, keeps_older: bool) -> "FreshGroups":
-        """Return the groups of a saved `state`, in the same orders."""
+        """Return the groups of a saved `state`, in the order in which they were saved."""
         groups = cls(keeps_older=keeps_older)
         groups._newest = max(state["merges"], default=None)
         for group in state["fresh"]:

@@ -26,7 +26,7 @@ class SoftValues:
 
     Args:
         temperature: t, in units of the reward.
-        sampling_temperature: of the policy; responses drawn at another temperature do not count.
+        sampling_temperature: policy temperature; responses of other temperatures do not count.
     """
 
     def __init__(self, temperature: float, sampling_temperature: float) -> None:

@@ -30,7 +30,7 @@ from tba_jax.flow.records import (
     unpack_prompts,
 )
 from tba_jax.flow.trajectory import Prompt, Trajectory
-from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
+from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 
 # Scalars of the trajectory; then its ID, the number of equal responses, their draws in all, and the
 # trainer step of their merge.
@@ -63,7 +63,7 @@ class _Responses:
         self.prompt = prompt
         self.slots = array("i")
         self.num_responses = 0
-        self.num_bytes = prompt.tokens.nbytes + len(prompt.text)
+        self.num_bytes = prompt.tokens.nbytes + len(prompt.text) + PROMPT_OVERHEAD_BYTES
 
 
 class TrajectoryStore:

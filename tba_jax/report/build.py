@@ -20,7 +20,6 @@ def build_report(workdir: str | os.PathLike[str], own: str = "") -> Path:
     """Write plots/*.png and report.html of a work directory; return the path of the page.
 
     Args:
-        workdir: work directory of the run.
         own: figures of the user, in the format of `report.figures`.
 
     Raises:

@@ -108,7 +108,7 @@ class SampledLog:
 
 
 def _newest_part(path: Path, num_bytes: int = _SCHEDULE_BYTES) -> int:
-    """Return the byte at which a line begins, about that many bytes before the end of a log."""
+    """Return the first byte of a line that is about `num_bytes` before the end of a log."""
     if not path.exists() or path.stat().st_size <= num_bytes:
         return 0
     with open(path, "rb") as file:
@@ -124,7 +124,6 @@ class LivePage:
     the page share. Updates and drawings rest in proportion to their processor time.
 
     Args:
-        workdir: work directory of the run.
         own: figures of the user, in the format of `report.figures`.
         clock: monotonic seconds.
         work_clock: processor seconds of this process.

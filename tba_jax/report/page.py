@@ -398,7 +398,6 @@ def render(
     """Return the page as HTML text.
 
     Args:
-        run: the run.
         pictures: figure -> PNG files of the light and the dark theme.
         own: the same for the user's figures, or the error of a figure as text.
     """
@@ -429,7 +428,6 @@ def render_body(
     """Return the contents of the page as HTML text.
 
     Args:
-        run: the run.
         pictures: addresses of the pictures.
         own: the same for the user's figures, or the error of a figure as text.
         is_live: the page follows a running process, so it has no advice on how to continue the

@@ -22,8 +22,7 @@ class ReportProcess:
     """Starts `python -m tba_jax.report` from time to time.
 
     Args:
-        workdir: work directory of the run.
-        settings: how often, and whether a page is served.
+        settings: how often the page is written, and whether it is served.
         note: prints the address of the page.
         clock: seconds that never go backwards.
     """

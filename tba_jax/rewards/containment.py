@@ -138,7 +138,7 @@ class Groups:
         """Kill remains of processes that have ended, at most once a second; return their number.
 
         Args:
-            now: also if the last sweep was less than a second ago.
+            now: sweep even if the last sweep was less than a second ago.
         """
         if not now and time.monotonic() - self._swept_s < _SWEEP_S:
             return 0

@@ -61,7 +61,7 @@ class LoadError(NamedTuple):
 
 
 class _Function(NamedTuple):
-    """A loaded function; `accepted` is None where it takes every keyword."""
+    """A loaded function and the keywords that it accepts; None: it accepts every keyword."""
 
     call: Callable[..., Any]
     accepted: frozenset[str] | None
@@ -158,7 +158,7 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
     """Return why one of the functions cannot be used; None if all can be used.
 
     Args:
-        functions: their names.
+        functions: names of the functions.
         columns: names of the data's columns; None: unknown, so arguments of functions are not
             checked.
     """

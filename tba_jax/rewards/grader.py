@@ -19,7 +19,7 @@ class Grades(NamedTuple):
     """Texts, rewards and kinds of n responses.
 
     Attributes:
-        texts: without special tokens.
+        texts: responses as text, without special tokens.
         rewards: a finite number, or None if there is a reason.
         reasons: name of the failure, or None if there is a reward.
         parts: name -> n values of one of several rewards; nan for none.

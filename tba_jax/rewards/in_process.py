@@ -19,7 +19,7 @@ class InProcessRewards:
     """Scores responses in the calling thread.
 
     Args:
-        names: of the functions, with commas between them.
+        names: names of the functions, separated by commas.
         max_failure_rate, weights, row, is_part: as `RewardPool`.
     """
 

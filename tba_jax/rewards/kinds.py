@@ -72,7 +72,7 @@ class Use(NamedTuple):
     Attributes:
         functions: names of text functions, as in `task.reward`, or the name of another kind of
             reward.
-        weights: one for each function, and for a reward model in addition; empty: 1 for each.
+        weights: weight of each function, then of the reward model if there is one; empty: 1 each.
         row: prompt text and columns of one row of the data, for a trial of the functions.
         tokenizer: tokenizer of the responses.
         sites: sites of the searchers, for models.

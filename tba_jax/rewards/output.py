@@ -74,7 +74,7 @@ class Output:
     """The pipes of a pool's processes and the thread that copies from them, in the parent.
 
     Args:
-        folder: for the named pipes.
+        folder: folder for the named pipes.
     """
 
     def __init__(self, folder: str) -> None:

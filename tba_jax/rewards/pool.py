@@ -116,7 +116,7 @@ class Call:
 
     @classmethod
     def on_row(cls, functions: Sequence[str], prompt: str, columns: Mapping[str, Any]) -> "Call":
-        """Return a call with one row of the data and its reference answer as the completion."""
+        """Return a trial call: one row of the data, with its reference answer as the response."""
         answer = columns.get("answer", columns.get("reference_answer"))
         completion = answer if isinstance(answer, str) else ""
         listed = {name: [value] for name, value in columns.items()}
@@ -201,14 +201,14 @@ class RewardPool:
             between them, whose weighted sum is the reward. A module may lie in the working
             directory.
         num_workers: processes; each can run every function.
-        weights: one per function; empty: 1 for each.
+        weights: weight of each function; empty: 1 each.
         row: prompt text and columns of one row of the data, on which `check` tries the functions
             with the row's answer as the completion; None: there is none.
         timeout_s: seconds an item may take. The deadline is looked at every 0.1 s, and a process
             stuck in C code needs another 3 s to be killed. A process that ends itself with status
             0 in the middle of an item looks like one that hangs.
         max_failure_rate: share of one call's items that may fail before `score` raises.
-        max_memory_bytes: of each process; 0: any.
+        max_memory_bytes: memory limit of each process; 0: no limit.
         is_part: its reward is one of several: items that no function applies to are no failures.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process does first that runs user code: a reward function or an environment."""
+"""Start of a process that runs user code: a reward function or an environment."""
 
 import multiprocessing
 import multiprocessing.util

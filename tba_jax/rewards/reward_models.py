@@ -41,13 +41,13 @@ class RewardModel:
         model: the architecture with one label, and its weights on the scoring devices.
         policy_tokenizer: tokenizer of the responses.
         batch_size: responses per call of the program.
-        missing_eos: reward of a response that the length limit cut; None: its score.
+        missing_eos: reward of a response that the length limit cut; None: the model's score.
         offset: subtracted from every score, e.g. the mean score of reference responses, which
             gives `missing_eos` a fixed relation to the scores.
         compute_dtype: dtype of matmul inputs.
         site: devices that divide the weights.
         where: name of the model in error messages.
-        program: from `make_score_program` for these devices; None: made here.
+        program: return value of `make_score_program` for these devices; None: made here.
 
     Raises:
         ValueError: not a classifier with one label, or token ids outside its embedding.

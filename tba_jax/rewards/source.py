@@ -24,7 +24,7 @@ class ScoreResult(NamedTuple):
     Attributes:
         rewards: a finite number, or None if there is a reason.
         reasons: name of the failure, or None if there is a reward.
-        first_traceback: of the first failure; empty without one.
+        first_traceback: traceback of the first failure; empty without a failure.
         parts: by name, the values of each of several rewards before weights, one per item; nan
             for no reward. Empty if there is only one.
     """

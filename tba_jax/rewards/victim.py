@@ -39,7 +39,7 @@ class Victim:
     Args:
         path: model folder or hub id.
         settings: prompt and sampling; their own path is not used.
-        dtype: of weights, activations and cache.
+        dtype: dtype of weights, activations and cache.
         devices: devices with a copy of the weights each.
 
     Raises:
@@ -137,7 +137,6 @@ class VictimReward:
         classifiers: device -> classifier, for every device of the victim.
         replicas: devices that serve calls; a device listed twice serves two at a time.
         num_samples: the victim's responses per attack.
-        seed: seed of the run.
     """
 
     def __init__(

@@ -14,11 +14,12 @@ import json
 import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
@@ -31,43 +32,43 @@ from tba_jax.flow.packing import Packing
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
 from tba_jax.models.transformer import abstract_params
+from tba_jax.remote.step_server import StepClient
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.outbox import Outbox
 from tba_jax.report.relay import Display
 from tba_jax.run.errors import CheckpointError
-from tba_jax.run.evaluations import build_evaluator
 from tba_jax.run.host_state import HostState, RunClock, check_facts, with_searchers
-from tba_jax.run.logs import open_logs
-from tba_jax.run.model_parts import make_publication_program
-from tba_jax.run.peers import Follower, Peer
-from tba_jax.run.preflight import all_problems, functions, try_reward
-from tba_jax.run.run import COMPILED_S, Run, forget_after
+from tba_jax.run.model_parts import (
+    abstract_state,
+    make_buffer,
+    make_optimizer_from,
+    make_packing,
+    make_publication_program,
+    make_step_settings,
+    make_step_shardings,
+)
+from tba_jax.run.peers import Peer
+from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
 from tba_jax.run.search_parts import (
     Search,
+    build_evaluator,
     build_searchers,
     make_references,
     make_transport,
     make_version_writer,
     remote_searchers,
 )
-from tba_jax.run.shared import Shared, open_shared
-from tba_jax.run.trainer_parts import (
-    StepProgram,
-    abstract_state,
-    build_trainer,
-    make_buffer,
-    make_optimizer_from,
-    make_packing,
-    make_step_program,
-    make_step_shardings,
-    own_batches,
-    step_job,
-)
+from tba_jax.run.shared import Shared, all_problems, functions, open_shared, try_reward
 from tba_jax.search import prompt_survey
 from tba_jax.search.prompts import load_grain
 from tba_jax.search.reference import Reference
 from tba_jax.storage import sealed
 from tba_jax.tasks.registry import entry_of
-from tba_jax.train.state import TrainState, make_init_state
-from tba_jax.train.step_plan import Batches, NoPeers, ReceivedBatches
+from tba_jax.train.state import StepShardings, TrainState, make_init_state
+from tba_jax.train.step import make_train_step
+from tba_jax.train.step_plan import Batches, NoPeers, OwnBatches, Peers, ReceivedBatches
+from tba_jax.train.trainer import Trainer
+from tba_jax.weights.transport import Transport
 
 SHORT_TOKENS = 64
 """Largest response length, in tokens, at which most responses to a prompt repeat each other."""
@@ -126,6 +127,23 @@ def check_rewards(shared: Shared) -> None:
     if shared.cluster.is_primary and not shared.sites.searchers:
         for function in functions(shared.config):
             try_reward(shared.config, function, shared.task)
+
+
+class StepProgram(NamedTuple):
+    """The jitted train step of a run with the shardings of its arguments."""
+
+    program: Any
+    shardings: StepShardings
+
+
+def make_step_program(shared: Shared) -> StepProgram:
+    """Return the jitted train step; compilation happens later."""
+    config = shared.config
+    shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
+    optimizer, schedule = make_optimizer_from(config)
+    settings = make_step_settings(config, shared.tokenizer.eos_ids, shared.sites.trainer.mesh)
+    program = make_train_step(shared.policy, optimizer, schedule, settings, shardings)
+    return StepProgram(program, shardings)
 
 
 def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompiler:
@@ -340,6 +358,83 @@ def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
         checkpoints.look_again()
 
 
+def build_trainer(
+    shared: Shared,
+    *,
+    step: StepProgram,
+    ahead: Precompiler,
+    state: TrainState,
+    base: Any,
+    buffer: ReplayBuffer,
+    batches: Batches,
+    outboxes: Sequence[Outbox],
+    transport: Transport,
+    log_event: Callable[[Mapping[str, Any]], None],
+) -> Trainer:
+    """Build the trainer of a process.
+
+    Args:
+        step: the train step.
+        ahead: background compiler of the train step.
+        state: the train state; the trainer donates it.
+        base: frozen parameters under adapters; None without adapters.
+        buffer, batches, outboxes, transport, log_event: as in `Trainer`.
+    """
+    program = shared.sites.trainer.locked(step.program)
+    is_alone = shared.cluster.num_processes == 1
+    frozen = () if base is None else (base,)
+
+    def train_step(
+        state: TrainState, batch: Batch | PackedBatch
+    ) -> tuple[TrainState, dict[str, Array]]:
+        ahead.wait(step_job(batch))
+        shardings = step.shardings.of_batch(batch)
+        if is_alone:
+            placed = jax.device_put(batch, shardings)
+        else:  # Every process has all rows; each device copies its own.
+            placed = jax.tree.map(_from_whole, batch, shardings)
+        return program(state, placed, *frozen)
+
+    return Trainer(
+        state=state,
+        train_step=train_step,
+        buffer=buffer,
+        outboxes=outboxes,
+        transport=transport,
+        batches=batches,
+        log_event=log_event,
+        clock=shared.clock,
+    )
+
+
+def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatches:
+    """Return the source of batches in the process that owns the buffer.
+
+    Args:
+        peers: the other trainer processes.
+    """
+    config = shared.config
+    return OwnBatches(
+        buffer,
+        make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh),
+        num_steps=config.num_steps,
+        sync_period=config.sync_period,
+        checkpoint_period=config.checkpoint.period,
+        # Without newer weights a strict bound would admit no tickets, and no step would follow.
+        needs_versions=config.replay.late == "wait",
+        peers=peers,
+    )
+
+
+def step_job(batch: Batch | PackedBatch) -> tuple[str, tuple[int, ...]]:
+    """Return the name of the job that compiles the train step for this batch."""
+    return "train_step", (*batch.tokens.shape, *batch.slots.shape)
+
+
+def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def build(
     config: Config,
     workdir: str | os.PathLike[str],
@@ -396,8 +491,8 @@ def build(
         )
         buffer = make_buffer(config)
         batches: Batches
-        if isinstance(link, Follower):
-            batches = ReceivedBatches(link.receive)
+        if isinstance(link, StepClient):
+            batches = ReceivedBatches(link.wait)
         else:
             batches = own_batches(shared, buffer, NoPeers() if link is None else link)
         trainer = build_trainer(

@@ -28,10 +28,9 @@ from tba_jax.report.process import ReportProcess
 from tba_jax.report.relay import Display
 from tba_jax.report.user_functions import UserFunctions
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
-from tba_jax.run import evaluations
 from tba_jax.run.build import build
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.drivers import drive_async, drive_sync
+from tba_jax.run.drivers import drive_async, drive_sync, follow
 from tba_jax.run.errors import (
     CheckpointError,
     OutOfMemory,
@@ -42,7 +41,6 @@ from tba_jax.run.errors import (
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.peers import Peer
-from tba_jax.run.processes import follow
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.shared import make_task
@@ -213,7 +211,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
             f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
         )
         if run.evaluated.before is None:
-            evaluations.evaluate_start_model(run)
+            run.evaluate_start_model()
     # With searchers in other processes, the driver also evaluates the final policy.
     has_others = bool(run.search.remote) or run.shared.is_follower
     if begun < config.num_steps or has_others:
@@ -249,8 +247,8 @@ def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list
 def _evaluate_at_the_end(run: Run) -> None:
     """Evaluate the start model and the final policy, unless already evaluated."""
     if run.evaluated.before is None:
-        evaluations.evaluate_start_model(run)
-    evaluations.evaluate_last(run)
+        run.evaluate_start_model()
+    run.evaluate_last()
 
 
 def write_report_json(run: Run) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two drivers of a run: each connects searchers and trainer, and calls `loop`.
+"""The drivers of a run: each connects searchers and trainer, and calls `loop`.
 
 driver=sync: searchers and trainer alternate on one thread. This driver is bit-reproducible and the
 on-policy baseline. After each publication, every searcher does the rounds that the next steps need;
@@ -11,14 +11,14 @@ driver=async: searchers sample while the trainer trains. A searcher is two threa
 (decoding and grading), or a part of another process. Trainer and searchers wait for each other only
 because of `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
 
+`follow` is the driver of a trainer process that does not own the replay buffer.
+
 Invariant: an asynchronous loop ends with a save or with the first failure, and every wait for a
 thread has a time limit (tests/integration/test_async_loop.py).
 """
 
-import faulthandler
 import math
-import os
-import sys
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,19 +26,30 @@ from typing import Any
 from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport
-from tba_jax.replay.admission import Admission
+from tba_jax.remote.messages import RUN_ENDED
+from tba_jax.remote.search_channel import RemoteSearchServer
+from tba_jax.remote.step_server import StepClient
+from tba_jax.replay.admission import Admission, RoundAdmission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
-from tba_jax.replay.round_admission import RoundAdmission
-from tba_jax.run import evaluations
-from tba_jax.run.loop import loop, starved
-from tba_jax.run.processes import NoSearchService, SearchService, serving
+from tba_jax.run.errors import Watchdog
+from tba_jax.run.loop import Search, loop, starved
+from tba_jax.run.model_parts import make_demand, swaps_in_flight
 from tba_jax.run.run import Run
-from tba_jax.run.search_parts import make_demand, swaps_in_flight
-from tba_jax.run.search_process import DELIVERY_S, POLL_S, STOP_S
+from tba_jax.run.search_process import (
+    POLL_S,
+    STOP_S,
+    NoSearchService,
+    SearchProcess,
+    SearchService,
+    search,
+    serving,
+)
 from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
 from tba_jax.train.off_policy import low_ess_warnings
+from tba_jax.weights.transport import DELIVERY_S, PublishedWeights
 
 _WARN_AFTER = 50  # Steps before diagnostics: compilation distorts the first measurements.
+_CHECK_S = 0.05  # Between two checks for a failure.
 _LATE_SHARE = 0.05  # Smallest share of late responses that is reported.
 # A run counts as starved after it has merged this many batches of groups without a step. The number
 # is large because a policy that repeats its responses may add few new ones for some time.
@@ -59,20 +70,16 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
         loop(run, SynchronousSearch(run, admission, service), interrupted)
         if run.search.remote:
             run.save()
-            service.finish()
-            service.count()
+            run.evaluate_last()
 
 
-class SynchronousSearch:
+class SynchronousSearch(Search):
     """`loop.Search` of driver=sync: searchers sample between a publication and its merge.
 
     Args:
-        run: the connected parts.
         admission: admits the rounds of searchers in other processes.
         service: search server of the searchers in other processes.
     """
-
-    publishes_first = True
 
     def __init__(
         self, run: Run, admission: RoundAdmission, service: SearchService | NoSearchService
@@ -83,25 +90,15 @@ class SynchronousSearch:
         self._rounds = rounds_per_sync(run)
         self._newest_evaluation = run.evaluated.last_eval_step
 
-    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
-        del interrupted
-        return []
-
-    def check(self) -> None:
-        """Do nothing: local searchers raise their failures in `published`."""
-
-    def may_publish(self) -> bool:
-        return True
-
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
         """Evaluate the new weights if an evaluation is due, then sample with them."""
         run, config = self._run, self._run.config
         run.search.transport.poll()
         self._service.announce()
-        if evaluations.is_due(run, step, self._newest_evaluation):
+        if run.is_evaluation_due(step, self._newest_evaluation):
             self._newest_evaluation = step
             run.logs.progress.phase("evaluating")
-            evaluations.evaluate_now(run, step)
+            run.evaluate_now(step)
             run.logs.progress.phase("")
         if step == 0:
             self._do_given_rounds()
@@ -159,15 +156,6 @@ class SynchronousSearch:
         has_lag = self._run.config.search.exact_lag
         return self._run.trainer.merge(self._rounds if has_lag else None)
 
-    def merged(self, step: int) -> None:
-        """Do nothing: `published` has evaluated the weights."""
-
-    def must_wait(self, step: int) -> bool:
-        return False
-
-    def wait(self) -> None:
-        raise AssertionError("nothing happens while this thread waits")
-
     def no_batch(self) -> list[RoundReport]:
         raise starved(
             self._run, "every response of the last rounds was rejected, evicted or aged out"
@@ -176,33 +164,6 @@ class SynchronousSearch:
     def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
         del values
         return failed_requests(self._run)
-
-
-class Watchdog:
-    """Ends the process with a message if no step, round or evaluation ends within `limit_s`."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._last = time.monotonic()
-
-    def kick(self) -> None:
-        """Record that the run makes progress."""
-        self._last = time.monotonic()
-
-    def step(self) -> bool:
-        """End the process if the limit has passed; a worker calls this repeatedly."""
-        if time.monotonic() - self._last > self._limit_s:
-            print(
-                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
-                "(config.log.watchdog_s); the "
-                "stacks of all threads follow. The newest checkpoint is intact: run the same "
-                "command again to continue from it",
-                file=sys.stderr,
-                flush=True,
-            )
-            faulthandler.dump_traceback(file=sys.stderr)
-            os._exit(3)  # A thread that hangs in native code cannot be stopped in another way.
-        return False
 
 
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
@@ -217,7 +178,8 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     admission = make_exact_lag(run) if run.config.search.exact_lag else make_admission(run)
     with serving(run, admission) as service:
         AsynchronousSearch(run, service, admission).drive(interrupted)
-        service.finish()
+        if run.search.remote:  # while the searchers are there
+            run.evaluate_last()
 
 
 def make_admission(run: Run) -> Admission:
@@ -275,11 +237,10 @@ def failed_requests(run: Run) -> dict[str, int]:
     return {f"search/{name}": number for name, number in run.search.take_failures().items()}
 
 
-class AsynchronousSearch:
+class AsynchronousSearch(Search):
     """`loop.Search` of driver=async: searchers sample concurrently with the trainer.
 
     Args:
-        run: the connected parts.
         service: search server of the searchers in other processes.
         admission: admits tickets; an `ExactLag` also fixes the staleness of every response.
     """
@@ -342,7 +303,7 @@ class AsynchronousSearch:
         run.save()
         self._join(workers)
         self._count()
-        evaluations.wind_up(run)
+        run.wind_up_evaluations()
 
     def _join(self, workers: Sequence[Worker]) -> None:
         self._stop.set()
@@ -360,10 +321,9 @@ class AsynchronousSearch:
         return is_delivered
 
     def _count(self) -> None:
-        """Update the counters of the run's searchers."""
+        """Update the idle seconds of the searchers of this process."""
         for i, worker in enumerate(self._decoding):
             self._run.search.local[i].idle_s = self._idle_before[i] + worker.idle_total_s
-        self._service.count()
 
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait for the first responses, and request the evaluation of the start model."""
@@ -378,9 +338,6 @@ class AsynchronousSearch:
 
     def may_publish(self) -> bool:
         return self._lag is None or self._lag.has_begun(self._run.trainer.version)
-
-    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
-        """Do nothing: searchers take the newest weights from the transport."""
 
     def merge(self) -> list[RoundReport]:
         """Merge the responses that are due, and reset the watchdog if responses arrived."""
@@ -456,7 +413,7 @@ class AsynchronousSearch:
     def _request_evaluation(self, step: int) -> None:
         """Request an evaluation of the version published at `step`, if one is due."""
         run = self._run
-        if not evaluations.is_due(run, step, self._newest_eval):
+        if not run.is_evaluation_due(step, self._newest_eval):
             return
         run.search.transport.settle()  # In memory, this version becomes the newest at once.
         # On disk, wait until the weight poller has read the first version. Polling here would wait
@@ -468,7 +425,7 @@ class AsynchronousSearch:
         if version <= self._newest_eval_version:
             return  # The transport is behind; a later publication is evaluated.
         self._newest_eval, self._newest_eval_version = step, version
-        evaluations.request(run, version)
+        run.request_evaluation(version)
 
     def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait, before the first step, for given responses and `search.initial_fill` more.
@@ -534,3 +491,97 @@ class AsynchronousSearch:
         """Record finished evaluations, and reset the watchdog if there are any."""
         if self._run.record_evaluations():
             self._watchdog.kick()
+
+
+def follow(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Train on what the owner draws, until the last step or an interruption.
+
+    Raises:
+        WorkerError: a searcher failed, or the owner does not respond; its cause says which.
+    """
+    link = run.link
+    assert isinstance(link, StepClient)
+    failed, ended = StopFlag(), StopFlag()
+    weights = PublishedWeights(run.search.transport, len(run.search.local))
+    process = SearchProcess(
+        run.shared, run.search, weights, run.evaluator, lambda: run.is_interrupted(interrupted)
+    )
+    host = f"process {run.cluster.number} on {socket.gethostname()}"
+    server = RemoteSearchServer(link.channel)
+
+    def work() -> bool:
+        """Search until the owner says that the run has ended."""
+        reason = search(process, server, host, run.logs.progress.note, ended)
+        if reason and not reason.endswith(RUN_ENDED):
+            raise PeerError(f"process {run.cluster.number} may not search: {reason}")
+        ended.set()
+        while not failed.wait(_CHECK_S):  # this worker has nothing else to do
+            pass
+        return True
+
+    def deliver() -> bool:
+        return run.search.transport.poll(DELIVERY_S)
+
+    has_searchers = bool(run.search.local)
+    role = ("search-process", work) if has_searchers else ("weight-poller", deliver)
+    worker = Worker(*role, failed)
+    link.check = failed.check
+    try:
+        worker.start()  # first: the owner publishes when all searchers have joined
+        if run.config.driver == "async":
+            run.trainer.publish()
+        loop(run, FollowingSearch(run, weights, failed), interrupted)
+        run.save()
+        run.evaluate_last()
+        if has_searchers:
+            weights.keep()
+            while not ended.wait(_CHECK_S):  # searchers work on evaluation shards
+                failed.check()
+    finally:
+        ended.set()
+        failed.set()
+        worker.join(STOP_S)
+
+
+class FollowingSearch(Search):
+    """`loop.Search` in a process that does not own the buffer.
+
+    Args:
+        weights: weights of the searchers of this process.
+        failed: set by a worker that fails.
+    """
+
+    def __init__(self, run: Run, weights: PublishedWeights, failed: StopFlag) -> None:
+        self._run = run
+        self._weights = weights
+        self._failed = failed
+        self.publishes_first = run.config.driver == "sync"
+        self._newest_eval = run.evaluated.last_eval_step
+
+    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+        """Keep the weights of the first evaluation, as the owner requests it."""
+        if not self.publishes_first:
+            self._keep(self._run.trainer.step_index)
+        return []
+
+    def check(self) -> None:
+        self._failed.check()
+
+    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
+        """Deliver the weights to the searchers of this process."""
+        self._run.search.transport.poll()
+        self._keep(step)
+
+    def merged(self, step: int) -> None:
+        if not self.publishes_first:
+            self._keep(step)
+
+    def wait(self) -> None:
+        time.sleep(_CHECK_S)
+
+    def _keep(self, step: int) -> None:
+        """Keep a version that will be evaluated."""
+        if self._run.is_evaluation_due(step, self._newest_eval):
+            self._newest_eval = step
+            if self._run.search.local:
+                self._weights.keep()

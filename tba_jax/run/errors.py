@@ -5,9 +5,11 @@ Invariant: a command that fails prints one line. A file has the traceback of an 
 """
 
 import errno
+import faulthandler
 import os
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -161,3 +163,30 @@ def out_of_memory(error: BaseException | None) -> str:
             return str(error).strip().splitlines()[0]
         error = error.__cause__ or error.__context__
     return ""
+
+
+class Watchdog:
+    """Ends the process with a message if no step, round or evaluation ends within `limit_s`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._last = time.monotonic()
+
+    def kick(self) -> None:
+        """Record that the run makes progress."""
+        self._last = time.monotonic()
+
+    def step(self) -> bool:
+        """End the process if the limit has passed; a worker calls this repeatedly."""
+        if time.monotonic() - self._last > self._limit_s:
+            print(
+                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
+                "(config.log.watchdog_s); the "
+                "stacks of all threads follow. The newest checkpoint is intact: run the same "
+                "command again to continue from it",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(file=sys.stderr)
+            os._exit(3)  # A thread that hangs in native code cannot be stopped in another way.
+        return False

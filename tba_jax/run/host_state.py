@@ -261,8 +261,6 @@ def fingerprints(config: Config, task: "Task", model_folder: Path) -> dict[str, 
     """Return a digest for each of KINDS, from the files of this machine.
 
     Args:
-        config: config of the run.
-        task: its task.
         model_folder: folder of the start model and its tokenizer.
 
     Raises:

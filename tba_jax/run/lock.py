@@ -305,8 +305,8 @@ class Mirroring:
     """Uploads new files of a run's local folder to the bucket, on a worker thread.
 
     Args:
-        mirror: of the run.
-        hold: of the bucket.
+        mirror: copies files between the run's folder and the bucket.
+        hold: lease of the bucket.
         patience_s: errors of the store that last longer end the run.
         period_s: seconds between two uploads.
         clock: monotonic clock in seconds.

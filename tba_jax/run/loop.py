@@ -18,7 +18,7 @@ Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and a
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from tba_jax.config.advice import Times
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
@@ -26,51 +26,53 @@ from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
 
 
-class Search(Protocol):
-    """Search during the training loop, as each driver implements it."""
+class Search:
+    """Search during the training loop; each driver overrides what differs.
 
-    publishes_first: bool
-    """Whether the loop begins with a publication: else `begin` has published."""
+    Attributes:
+        publishes_first: whether the loop begins with a publication: else `begin` has published.
+    """
+
+    publishes_first = True
 
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Prepare the first step; return the reports of responses that were merged."""
-        ...
+        del interrupted
+        return []
 
     def check(self) -> None:
         """Raise the failure of a searcher."""
-        ...
 
     def may_publish(self) -> bool:
-        """Whether the newest weights may be followed by newer ones."""
-        ...
+        """Return whether the newest weights may be followed by newer ones."""
+        return True
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
         """Process a publication, before the merge."""
-        ...
 
     def merge(self) -> list[RoundReport]:
         """Move finished responses into the buffer; return their reports."""
-        ...
+        return []
 
     def merged(self, step: int) -> None:
         """React to the merge of a publication."""
-        ...
 
     def must_wait(self, step: int) -> bool:
-        """Whether this step waits for responses."""
-        ...
+        """Return whether this step waits for responses."""
+        del step
+        return False
 
     def wait(self) -> None:
         """Sleep a moment, and record evaluations that are done."""
-        ...
 
     def no_batch(self) -> list[RoundReport]:
         """React to a buffer that cannot fill a batch: wait and merge, or raise StarvedError."""
-        ...
+        return []
 
     def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
         """React to a step with these metrics; return metrics of the searchers."""
-        ...
+        del values
+        return {}
 
 
 def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
@@ -78,7 +80,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
 
     Args:
         run: the connected parts; restored.
-        search: how searchers work.
+        search: search of the driver.
         interrupted: checked between steps.
 
     Raises:
@@ -126,7 +128,7 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
     """Log a step, and save if a checkpoint is due.
 
     Args:
-        run: after a step.
+        run: the run, after a step.
         values: metrics of the step.
         extra: metrics of no single step.
     """

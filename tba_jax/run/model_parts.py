@@ -1,31 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that a config describes: its model, its shardings, its decoder."""
+"""Parts that config and model alone decide: policy, shardings, decoder, train step, batches."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.config.resolved import transport_of
+from tba_jax.config.resolved import allows_forks, remat_of, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.devices.sharding import hand_over
+from tba_jax.devices import xla
+from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.environments.host import TOOL_END
+from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
-from tba_jax.models.transformer import TransformerConfig, unstack_layers
+from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
+from tba_jax.replay.admission import Demand
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.soft_values import SoftValues
+from tba_jax.serving.inference_server import InferenceServer
+from tba_jax.settings import need
+from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
+from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
+from tba_jax.train.step_settings import StepSettings
+from tba_jax.train.target import Target
 from tba_jax.weights.transport import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"
@@ -40,7 +53,6 @@ def describe_model(config: Config, *, with_weights: bool = True) -> models.Descr
     """Describe the start model of a run, with its settings.
 
     Args:
-        config: config of the run.
         with_weights: as in `models.describe`.
 
     Raises:
@@ -106,11 +118,6 @@ def searcher_shardings(
 ) -> Any:
     """Return the shardings of a searcher's weights in the decoder's layout.
 
-    Args:
-        model_config: the architecture.
-        mesh: the searcher's.
-        quantization: of the weights.
-
     Raises:
         ValueError: the mesh does not divide the model.
     """
@@ -133,9 +140,8 @@ def make_publication(
     """(layout that searchers want, shardings in which the publish program leaves its copy).
 
     Args:
-        model_config: the architecture.
         mesh: `Placement.publication_mesh`.
-        quantization: of the copy, which is made once its weights are in the rollout dtype.
+        quantization: quantization of the copy, applied to weights in the rollout dtype.
     """
     layout = functools.partial(unstack_layers, config=model_config)
     return layout, lowering.weight_shardings(model_config, mesh, quantization)
@@ -150,8 +156,6 @@ def make_publication_program(
     the trainer's layout. The caller takes the device lock (`locked`).
 
     Args:
-        config: config of the run.
-        model_config: the architecture.
         where: `Placement.publication_mesh`.
     """
     policy, layout, shardings = policy_config(config, model_config), None, None
@@ -173,11 +177,8 @@ def decoder_weights(
     """Convert parameters to the rollout dtype and the decoder's layout on a searcher's mesh.
 
     Args:
-        config: config of the run.
-        model_config: the architecture.
         params: parameters, layers stacked.
         source: mesh of `params`, with the axes `sharding.MESH_AXES`.
-        mesh: the searcher's.
     """
     layout, published = make_publication(model_config, source)
     dtype, exact = jnp.dtype(config.model.rollout_dtype), model_config.float32_leaves
@@ -189,10 +190,8 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     """Load the start model's weights in the form of `decoder_weights`.
 
     Args:
-        config: config of the run.
         model_config: the architecture that is wanted.
         source: mesh on which the files are read.
-        mesh: the searcher's.
 
     Raises:
         ValueError: config.model.path is a model of another architecture.
@@ -257,9 +256,6 @@ def make_decoder(
     """Make the decoder of a run, for training and evaluation.
 
     Args:
-        config: config of the run.
-        model_config: the architecture.
-        tokenizer: the model's.
         site: the searcher's; one device serves weights on any one device.
 
     Raises:
@@ -306,3 +302,228 @@ def _conversation_lengths(config: Config, longest: int) -> tuple[int, ...]:
     least = config.task.max_prompt_tokens
     lengths = length_buckets(longest, max(2, config.batch.num_length_buckets))
     return tuple(n for n in lengths if n > least)
+
+
+def make_step_settings(
+    config: Config, eos_ids: tuple[int, ...], mesh: Mesh | None = None
+) -> StepSettings:
+    """Return the settings of the train step.
+
+    Args:
+        eos_ids: end tokens of the tokenizer.
+        mesh: mesh of the trainer; None: as `config.mesh`.
+
+    Raises:
+        ConfigError: the objective needs token log-probs of the reference, but searchers store sums.
+    """
+    o, objective = config.objective, config.objective.built
+    need(
+        not objective.needs_token_reference or config.reference.placement == "trainer",
+        "reference.placement",
+        config.reference.placement,
+        f"objective.name={o.name} reads the reference token by token, and searchers keep sums",
+        "Set --config.reference.placement=trainer.",
+    )
+    return StepSettings(
+        objective=objective,
+        target=Target(
+            o.beta.over(config.num_steps),
+            o.reference_temperature.over(config.num_steps),
+            o.reward_temperature.over(config.num_steps),
+        ),
+        scoring=make_scoring(config, eos_ids),
+        log_z_rate=objective.log_z_rate,
+        reference_reset_period=config.reference.reset_period,
+        reference_ema_decay=config.reference.ema_decay,
+        optimizer_reset_period=config.optimizer.reset_period,
+        micro_batch_rows=micro_batch_rows(config),
+        row_multiple=_row_parts(config, mesh) * objective.minibatches,
+        is_whole=groups_stay_whole(config),
+        remat=remat_of(config),
+        epochs=objective.epochs,
+        minibatches=objective.minibatches,
+        shows_tokens=True,
+        rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
+    )
+
+
+def make_optimizer_from(config: Config) -> tuple[Any, Any]:
+    """Return (optax transformation, learning-rate schedule) of a config.
+
+    The schedule counts steps; all updates of a step have the rate of the step.
+    """
+    schedule = learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
+    num_updates = config.objective.built.num_updates
+    of_update = schedule if num_updates == 1 else lambda count: schedule(count // num_updates)
+    return make_optimizer(config.optimizer, of_update), schedule
+
+
+def micro_batch_rows(config: Config) -> int:
+    """Return the responses of a micro-batch; 0 (all at once) where a batch is not larger."""
+    wanted = config.batch.micro_batch_rows
+    return wanted if wanted < config.batch.num_prompts * config.objective.group_size else 0
+
+
+def groups_stay_whole(config: Config) -> bool:
+    """Return whether micro-batches hold whole groups, so that rows are scored once.
+
+    The paths of forked episodes can need more rows than a micro-batch has.
+    """
+    return micro_batch_rows(config) >= config.objective.group_size and not allows_forks(config)
+
+
+def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packing:
+    """Return how draws become the rows of a batch.
+
+    Args:
+        pad_id: padding token of the tokenizer.
+        mesh: mesh of the trainer; None: as `config.mesh`.
+    """
+    objective = config.objective.built
+    return Packing(
+        num_prompts=config.batch.num_prompts,
+        group_size=config.objective.group_size,
+        padding=make_padding(config, pad_id),
+        policy_temperature=config.search.sampling_temperature,
+        row_length=config.batch.packed_length,
+        shares_prompts=config.batch.share_prompts,
+        row_multiple=_row_parts(config, mesh) * objective.minibatches,
+        micro_batch_rows=micro_batch_rows(config),
+        is_whole=groups_stay_whole(config),
+        has_prompts="log_z" in objective.heads,
+        has_soft_values=objective.needs_soft_value,
+        has_advantages=objective.needs_advantages,
+        has_equal_weights=config.objective.weights == "equal" and not objective.needs_behavior,
+    )
+
+
+def _row_parts(config: Config, mesh: Mesh | None) -> int:
+    """Return the number of devices that share the rows of a batch."""
+    if mesh is None:
+        return config.mesh.data * config.mesh.fsdp * config.mesh.expert
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+
+
+def make_step_shardings(
+    config: Config, model_config: TransformerConfig, mesh: Mesh
+) -> StepShardings:
+    """Return the shardings of train state and batches, and the compiler options of the step.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+        ConfigError: the compiler does not have an option of `config.xla`.
+    """
+    optimizer, _ = make_optimizer_from(config)
+    options = xla.compiler_options(config.xla, list(mesh.devices.flat))
+    return step_shardings(
+        policy_config(config, model_config),
+        optimizer,
+        mesh,
+        keep_reference=config.reference.placement == "trainer",
+        log_z_layers=_log_z_layers(config),
+        offload=config.optimizer.offload,
+        num_prompts=config.batch.num_prompts,
+    )._replace(compiler_options=options)
+
+
+def _log_z_layers(config: Config) -> int:
+    """Return the layers of the head of log Z or of values; 0 without a head."""
+    objective = config.objective.built
+    return objective.log_z_layers if objective.heads else 0
+
+
+def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
+    """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint.
+
+    Args:
+        mesh: any mesh with the axes `sharding.MESH_AXES`.
+    """
+    optimizer, _ = make_optimizer_from(config)
+    keep_reference = config.reference.placement == "trainer"
+    log_z_layers = _log_z_layers(config)
+    policy = policy_config(config, model_config)
+    if policy.adapters is None:
+        params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
+    else:
+        params = lora.abstract_adapters(policy)
+    shapes = jax.eval_shape(
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=keep_reference,
+            log_z_size=model_config.hidden_size if log_z_layers else 0,
+            log_z_layers=log_z_layers,
+        ),
+        params,
+    )
+    return placed_shapes(shapes, make_step_shardings(config, model_config, mesh).state)
+
+
+def make_buffer(config: Config) -> ReplayBuffer:
+    """Return an empty replay buffer with the settings of a run."""
+    settings = dataclasses.replace(config.replay, pace=_pace(config))
+    return ReplayBuffer(settings, config.seed, make_soft_values(config))
+
+
+def make_soft_values(config: Config) -> SoftValues | None:
+    """Return the cache of soft values; None for objectives without it."""
+    objective = config.objective.built
+    if not objective.needs_soft_value:
+        return None
+    temperature = objective.value_temperature or config.objective.beta.start
+    return SoftValues(temperature, config.search.sampling_temperature)
+
+
+def _pace(config: Config) -> Literal["off", "trainer"]:
+    """Return replay.pace, or "off" where waiting for fresh responses could never end.
+
+    With driver=sync the trainer would wait for its own thread. With an exact lag all responses that
+    this step may use are already merged.
+    """
+    waits = config.driver == "async" and not config.search.exact_lag
+    return config.replay.pace if waits else "off"
+
+
+def make_demand(config: Config) -> Demand:
+    """Return the trainer's demand for responses."""
+    return Demand(
+        prompts=config.batch.num_prompts,
+        share=config.replay.recency_prob,
+        max_staleness=config.replay.max_staleness,
+        sync_period=config.sync_period,
+        initial=-(-config.search.initial_fill // config.search.samples_per_prompt),
+        is_strict=config.replay.late == "wait",
+    )
+
+
+def swaps_in_flight(config: Config) -> bool:
+    """Return whether searchers take newer weights between chunks; never with an exact lag."""
+    if config.search.exact_lag:
+        return False
+    needs_behavior = config.objective.built.needs_behavior
+    swap = config.search.swap
+    return swap == "in_flight" or (swap == "auto" and not needs_behavior)
+
+
+def make_server(
+    config: Config, policy: TransformerConfig, tokenizer: SpecialIds, workdir: Path
+) -> InferenceServer | None:
+    """Return the server that samples responses, if the config names one.
+
+    Args:
+        config: validated.
+        policy: architecture with adapters.
+        tokenizer: tokenizer of the policy.
+        workdir: folder to which adapters are written; the server reads them there.
+    """
+    if config.search.engine == "devices":
+        return None
+    return InferenceServer(
+        config.search.server,
+        policy,
+        model_path(config),
+        workdir / "adapters",
+        longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
+        probe_id=tokenizer.eos_ids[0],
+        timeout_s=config.log.watchdog_s / 4,
+    )

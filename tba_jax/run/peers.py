@@ -9,7 +9,7 @@ request tickets. The address and the token are exchanged once, when the processe
 import ipaddress
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tba_jax.config.schema import Config
 from tba_jax.devices import cluster as clusters
@@ -20,7 +20,7 @@ from tba_jax.remote.search_channel import search_handlers
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.step_server import StepClient, StepServer, step_handlers
 from tba_jax.run.errors import UserError
-from tba_jax.train.step_plan import Decision, pack_decision, unpack_decision
+from tba_jax.train.step_plan import Decision, pack_decision
 
 
 def start_cluster(
@@ -32,7 +32,6 @@ def start_cluster(
     """Set what must precede the first use of a device, and join the other processes of a job.
 
     Args:
-        config: config of the run.
         coordinator, num_processes, process_id: as in `resolve_address`; a placement of one process
             joins a job only if `coordinator` is given.
 
@@ -74,10 +73,9 @@ def _divide_cpu(num_devices: int) -> None:
 
 
 class Owner:
-    """The owner's side; `Peers` of its trainer.
+    """Channel server of the process that owns the buffer; `Peers` of its trainer.
 
     Args:
-        config: config of the run.
         token: bearer token of the channel.
         is_local: every process runs on this machine.
         address: a host name under which other machines reach this one, tried first; "": unknown.
@@ -145,42 +143,8 @@ class Owner:
         self._channel.close()
 
 
-class Follower:
-    """The side of a process that does not own the buffer.
-
-    Args:
-        config: config of the run.
-        endpoint: of the owner.
-        number: of this process in the job.
-
-    Attributes:
-        channel: to the owner.
-        check: raises a failure of this process; called while it waits for a step.
-    """
-
-    def __init__(self, config: Config, endpoint: Endpoint, number: int) -> None:
-        timeout_s = config.log.watchdog_s
-        self.channel = Channel(
-            lambda: endpoint, timeout_s=min(timeout_s, config.remote.heartbeat_s)
-        )
-        self.check: Callable[[], None] = lambda: None
-        self._number = number
-        self._timeout_s = timeout_s
-        self._steps: StepClient | None = None
-
-    def receive(self, step: int, facts: Callable[[], tuple[bool, bool]]) -> Decision:
-        """Return the owner's decision on a step; arguments as `StepClient.wait`."""
-        if self._steps is None:
-            self._steps = StepClient(self.channel, self._number, timeout_s=self._timeout_s)
-        return unpack_decision(self._steps.wait(step, facts, lambda: self.check()))
-
-    def close(self) -> None:
-        """End the requests."""
-        if self._steps is not None:
-            self._steps.close()
-
-
-Peer = Owner | Follower
+Peer = Owner | StepClient
+"""Connection of a process to the others: of the owner of the buffer, or to the owner."""
 
 
 def connect(
@@ -189,13 +153,12 @@ def connect(
     """Connect the processes of a job with the owner of the buffer; every process calls this.
 
     Args:
-        config: config of the run.
         cluster: all processes.
         trainers: numbers of the trainer processes; the first owns the buffer.
         owner: in the owner's process, an owner that listens already; None: make it.
 
     Returns:
-        This process's side; None where there is only one process.
+        This process's connection; None where there is only one process.
 
     Raises:
         ChannelError: the owner's port cannot be used.
@@ -215,7 +178,9 @@ def connect(
     (found,) = [each for each in cluster.gather_json(mine) if each is not None]
     if owner is not None:
         return owner
-    return Follower(config, Endpoint(tuple(found[0]), found[1]), cluster.number)
+    endpoint, timeout_s = Endpoint(tuple(found[0]), found[1]), config.log.watchdog_s
+    channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, config.remote.heartbeat_s))
+    return StepClient(channel, cluster.number, timeout_s=timeout_s)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,33 +1,264 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run: the connected parts of one run with their logs, and what all drivers do with them.
 
-Invariant: what `host_state` saves, `restore` puts back.
+The owner of the replay buffer owns the queue of evaluation shards. Searchers of the same process
+take shards from the queue; searchers of other processes lease shards from the search server.
+
+Invariants: what `host_state` saves, `restore` puts back. If a log is shorter than its checkpoint
+recorded, the display and the schedule log name it (tests/run/test_logs.py).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tba_jax.config.advice import Advice
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.precompilation import Precompiler
-from tba_jax.evaluation.evaluator import Evaluator
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.evaluation.evaluator import Evaluation, Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.tokenizer import Tokenizer, TokenTexts
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.report.jsonl import JsonlWriter
+from tba_jax.report.relay import Display
+from tba_jax.report.writers import MultiWriter
+from tba_jax.run.errors import FleetError
 from tba_jax.run.host_state import HostState, RunClock
 from tba_jax.run.lock import Hold
-from tba_jax.run.logs import MOST_RESPONSES, Logs, Samples
 from tba_jax.run.peers import Owner, Peer
-from tba_jax.run.search_parts import Search
+from tba_jax.run.search_parts import Search, load_start_weights
 from tba_jax.run.shared import Shared
-from tba_jax.train.trainer import Trainer
+from tba_jax.train.trainer import Shown, Trainer
 
 # Time for a background compilation to end: the interpreter must not exit while a thread runs native
 # code.
 COMPILED_S = 30.0
+_POLL_S = 0.01  # between two checks whether an evaluation has ended
+Wanted = Callable[[dict[str, Any]], bool]
+
+MOST_STEPS = 200  # training steps of which responses are written, and as many evaluations
+MOST_RESPONSES = 8
+_HEAD, _TAIL = 768, 256  # tokens of a long response that are kept
+
+
+class Logs:
+    """The log files of a process and its display.
+
+    Args:
+        metrics: all sinks of metrics, including `own` and the display.
+        schedule: log of the order of events.
+        own: metrics.jsonl; None in processes other than 0.
+        samples: samples.jsonl; None in processes other than 0.
+    """
+
+    def __init__(
+        self,
+        metrics: MultiWriter,
+        progress: Display,
+        schedule: JsonlWriter,
+        own: JsonlWriter | None,
+        samples: JsonlWriter | None,
+    ) -> None:
+        self.metrics = metrics
+        self.progress = progress
+        self.schedule = schedule
+        self.samples = samples
+        self._own = own
+        self._saved: dict[str, int] = {}
+
+    def state(self) -> PartState:
+        """Return the lengths of the files, which contain all earlier events."""
+        return PartState({}, {file.path.name: file.num_bytes() for file in self._files()})
+
+    def restore(self, state: PartState) -> None:
+        """Remember the saved lengths for `cut_back`."""
+        self._saved = dict(state.meta)
+
+    def cut_back(self, step: int, is_kept_metric: Wanted, is_kept_event: Wanted) -> None:
+        """Drop lines of work that will be repeated, and report files that lost lines.
+
+        Args:
+            step: step of the restored checkpoint, 0 without one.
+            is_kept_metric: whether a line of metrics.jsonl or samples.jsonl stays.
+            is_kept_event: whether a line of the schedule log stays.
+        """
+        lost = [found for file in self._files() if (found := self._lost(file)) is not None]
+        for file in self._files():
+            start = self._saved.get(file.path.name, 0)
+            if any(one.path == file.path for one in lost):
+                start = 0  # check every line: the file was replaced or cut
+            file.keep(is_kept_event if file is self.schedule else is_kept_metric, start)
+        for path, then, now in lost:
+            self.progress.note(
+                f"{path} is not whole: it had {then:,} bytes when checkpoint {step} was written, "
+                f"and has {now:,} now. The report lacks the lost lines. --replay_schedule needs "
+                "a whole schedule log"
+            )
+            facts = {"log": path.name, "num_bytes": then, "found_bytes": now}
+            self.schedule.append({"event": "lost", "step": step, **facts})
+
+    def _lost(self, file: JsonlWriter) -> "_Lost | None":
+        then = self._saved.get(file.path.name)
+        if then is None or file.has_line_end(then):
+            return None
+        return _Lost(file.path, then, file.num_bytes())
+
+    def replaced(self) -> list[str]:
+        """Return the names of logs that another process has replaced."""
+        return [file.path.name for file in self._files() if file.is_replaced()]
+
+    def _files(self) -> list[JsonlWriter]:
+        return [file for file in (self.schedule, self._own, self.samples) if file is not None]
+
+    def close(self) -> None:
+        """Close all files."""
+        self.progress.close()
+        self.metrics.close()
+        self.schedule.close()
+        if self.samples is not None:
+            self.samples.close()
+
+
+class _Lost(NamedTuple):
+    """A log file that is shorter than its checkpoint says."""
+
+    path: Path
+    then: int
+    now: int
+
+
+def open_logs(
+    workdir: Path,
+    cluster: Cluster,
+    progress: Display,
+    extra: list[Any],
+    confirm: Callable[[], None] = lambda: None,
+) -> Logs:
+    """Open the logs of a process for appending.
+
+    Args:
+        cluster: processes of the run; only process 0 writes metrics.jsonl and samples.jsonl.
+        extra: more metric sinks.
+        confirm: raises where this process no longer holds the work directory.
+    """
+    own = JsonlWriter(workdir / "metrics.jsonl", confirm) if cluster.is_primary else None
+    samples = JsonlWriter(workdir / "samples.jsonl", confirm) if cluster.is_primary else None
+    sinks = [*([own] if own else []), progress, *extra]
+    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id), confirm)
+    return Logs(MultiWriter(sinks), progress, schedule, own, samples)
+
+
+def schedule_name(process_id: int) -> str:
+    """Return the file name of a process's schedule log."""
+    return "schedule.jsonl" if process_id == 0 else f"schedule.{process_id}.jsonl"
+
+
+class Samples:
+    """Writes responses at even distances over the run.
+
+    Args:
+        log: samples.jsonl; None where another process writes it.
+        track: gives responses to trackers: step, "train" or "eval", and the responses.
+    """
+
+    def __init__(
+        self,
+        log: JsonlWriter | None,
+        tokenizer: Tokenizer,
+        config: Config,
+        track: Callable[[int, str, list[dict[str, Any]]], None] = lambda step, of, samples: None,
+    ) -> None:
+        self._track = track
+        self._log, self._texts = log, TokenTexts(tokenizer)
+        self._step_period = -(-config.num_steps // MOST_STEPS)
+        self._num_steps, self._newest_eval = config.num_steps, -1
+
+    def add_step(self, step: int, shown: Shown | None) -> None:
+        """Write the responses to one prompt of a batch, if it is time.
+
+        Args:
+            step: number of the update, from 1.
+            shown: one prompt of the batch; None where this process has no batch.
+        """
+        if self._log is None or shown is None or (step - 1) % self._step_period:
+            return
+        draw, records = shown.draw, []
+        for k, y in enumerate(draw.trajectories[:MOST_RESPONSES]):
+            n = len(y.response_tokens)
+            kept = np.arange(n) if n <= _HEAD + _TAIL else np.r_[0:_HEAD, n - _TAIL : n]
+            tokens = self._texts(y.response_tokens[kept].tolist())
+            if len(kept) < n:
+                tokens[_HEAD] = f"\n[… {n - len(kept):,} tokens …]\n{tokens[_HEAD]}"
+            policy = shown.policy[k, :n]
+            record = {
+                "reward": y.reward,
+                "parts": y.reward_parts,
+                "version": y.version_min,
+                "staleness": step - 1 - y.version_min if y.version_min >= 0 else None,
+                "searcher": y.searcher,
+                "finish": y.finish_reason,
+                "is_fresh": draw.is_fresh,
+                "length": n,
+                "tokens": tokens,
+                "behavior": _hundredths(policy - y.behavior_token_logprobs, kept),
+            }
+            total = y.reference_logprob
+            if shown.reference is not None:
+                total = float(shown.reference[k, :n].sum())
+                record["reference"] = _hundredths(policy - shown.reference[k, :n], kept)
+            record["reference_sum"] = float(policy.sum()) - total
+            if y.is_sampled is not None:
+                record["is_sampled"] = y.is_sampled[kept].astype(int).tolist()
+            if y.version_spans:
+                record["version_spans"] = list(y.version_spans)
+            if y.path_lengths:
+                record["path_lengths"] = list(y.path_lengths)
+            records.append((draw.prompt, record))
+        self._write(step, "train", records)
+
+    def add_evaluation(self, step: int, evaluation: Evaluation, prompts: list[Prompt]) -> None:
+        """Write the responses to the first held-out prompts, if it is time."""
+        period, newest = self._step_period, self._newest_eval
+        is_due = step // period != newest // period or step == self._num_steps
+        if self._log is None or not is_due:
+            return
+        self._newest_eval = step
+        if len(prompts) == 1:  # several of its responses are shown
+            prompts = prompts * len(evaluation.texts)
+        shown = zip(prompts, evaluation.texts, evaluation.rewards, strict=False)
+        first = itertools.islice(shown, MOST_RESPONSES)
+        records = [(p, {"reward": r, "version": step, "tokens": [text]}) for p, text, r in first]
+        self._write(step, "eval", records)
+
+    def _write(
+        self, step: int, of: str, records: Sequence[tuple[Prompt, Mapping[str, Any]]]
+    ) -> None:
+        assert self._log is not None
+        lines = []
+        for prompt, record in records:
+            facts = {"step": step, "of": of, "prompt_id": prompt.prompt_id}
+            text = prompt.text if len(prompt.text) < 4000 else f"[…] {prompt.text[-4000:]}"
+            answer = str(prompt.columns.get("answer", ""))[-500:]
+            lines.append({**facts, "prompt": text, "answer": answer, **record})
+            self._log.append(lines[-1])
+        if lines:
+            self._track(step, of, lines)
+
+
+def _hundredths(values: np.ndarray, kept: np.ndarray) -> list[int]:
+    """Log ratios as whole hundredths, which take little room."""
+    return np.rint(100 * np.clip(np.nan_to_num(values[kept]), -99, 99)).astype(int).tolist()
 
 
 @dataclasses.dataclass
@@ -155,6 +386,7 @@ class Run:
         # The save copies the state before it returns; the next step donates it.
         self.shared.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
+        return_free_memory()
 
     def confirm_hold(self) -> None:
         """Check that this process still holds the work directory.
@@ -195,6 +427,111 @@ class Run:
         self.samples.add_evaluation(step, evaluation, self.evaluator.prompts)
         texts, rewards = evaluation.texts[:shown], evaluation.rewards[:shown]
         self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
+
+    def is_evaluation_due(self, step: int, newest: int) -> bool:
+        """Return whether the version published at `step` must be evaluated.
+
+        Args:
+            step: step of the publication.
+            newest: version of the last requested evaluation; -1 before the first request.
+        """
+        if newest < 0:
+            return True
+        period = self.config.eval.period
+        return bool(period) and step // period > newest // period and step < self.config.num_steps
+
+    def request_evaluation(self, version: int) -> None:
+        """Request the evaluation of a version.
+
+        Searchers of this process that already have a newer version take no shards.
+        """
+        latest = [self.search.transport.latest(i) for i in range(len(self.search.local))]
+        found = [p.params if p is not None and p.version == version else None for p in latest]
+        self.evaluations.request(version, found or [None])
+
+    def wind_up_evaluations(self) -> None:
+        """Record finished evaluations, and drop requested evaluations that have not started.
+
+        Started evaluations are finished together with the evaluation of the final policy.
+        """
+        self.evaluations.merge()
+        self.record_evaluations()
+        self.evaluations.forget(after=self.evaluations.newest_begun)
+
+    def evaluate_start_model(self) -> None:
+        """Evaluate the start model in a run that was interrupted before this evaluation.
+
+        Does nothing without searchers in this process: `request_start_model` covers that case.
+        """
+        if self.cluster.is_primary and self.search.local:
+            weights = load_start_weights(self.shared, self.shared.sites.evaluation)
+            self.evaluate(0, weights)
+
+    def request_start_model(self) -> None:
+        """Request the evaluation of the start model from searchers of other processes."""
+        if self.trainer.step_index and self.evaluated.before is None and not self.search.local:
+            self.evaluations.request(0, [None])
+
+    def evaluate_now(self, version: int) -> None:
+        """Evaluate the newest version while no searcher samples, and record the result.
+
+        All searchers work on shards: those of this process on a thread each; with driver=sync only
+        the first one, on this thread.
+
+        Raises:
+            FleetError: this process has no searchers, and no other process takes the shards.
+        """
+        server = self.link.search_server if isinstance(self.link, Owner) else None
+        self.request_evaluation(version)
+        if server is not None:
+            server.set_version(version)
+        stop, has_local, is_sync = StopFlag(), bool(self.search.local), self.config.driver == "sync"
+        workers = [
+            Worker(f"evaluator-{i}", functools.partial(self.evaluations.step, i), stop)
+            for i in range(0 if is_sync else len(self.search.local))
+        ]
+        limit_s = self.config.remote.owner_timeout_s
+        deadline = time.monotonic() + limit_s
+        try:
+            for worker in workers:
+                worker.start()
+            while not self.evaluations.is_idle:
+                stop.check()
+                if is_sync and has_local and self.evaluations.step():
+                    continue
+                stop.wait(_POLL_S)
+                if has_local or server is None:
+                    continue
+                self.evaluations.merge()
+                server.lose_silent_searchers()
+                if server.gives_leases:
+                    deadline = time.monotonic() + limit_s
+                elif time.monotonic() > deadline:
+                    raise FleetError(
+                        "no searcher took an evaluation shard of the final policy for "
+                        f"{limit_s:.0f} s (10 x config.remote.heartbeat_s). The final policy is "
+                        "saved. Start searchers, then run the same command again to evaluate it"
+                    )
+        finally:
+            stop.set()
+            for worker in workers:
+                worker.join(_POLL_S)
+        stop.check()
+        self.evaluations.merge()
+        self.record_evaluations()
+
+    def evaluate_last(self) -> None:
+        """Publish and evaluate the final policy, once; all processes call this."""
+        step = self.trainer.step_index
+        if step < self.config.num_steps or self.evaluated.last_eval_step >= step:
+            return
+        self.logs.progress.phase("evaluating the final policy")
+        self.trainer.publish()
+        self.search.transport.poll()
+        if self.shared.is_follower:
+            self.evaluated.last_eval_step = step
+        else:
+            self.evaluate_now(step)
 
     def abort(self) -> None:
         """Release processes and threads after a failure, with a short wait for storage."""

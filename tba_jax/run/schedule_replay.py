@@ -195,7 +195,10 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
         elif event["event"] == "step":
             values = trainer.step()
             if values is None:
-                raise ReplayError(f"step {event['step']}: the buffer holds too little to draw from")
+                raise ReplayError(
+                    f"step {event['step']}: the buffer has too few responses for a batch; use the "
+                    "config of the logged run"
+                )
             _compare(trainer.last_event, event, ("step", "trajectory_ids", "weights", "bucket"))
             after_step(run, values, summarise_rounds(reports))
             reports = []

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searchers of a process, with their references, decoders, start data and transport.
+"""The searchers of a process: references, decoders, start data, transport, and the evaluator.
 
-Searchers are built from the shared parts and the start data, without the trainer.
+All are built from the shared parts, without the trainer.
 """
 
 import dataclasses
 import functools
 import sys
+import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +22,22 @@ from tba_jax.config.resolved import ownership_of, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.sharding import hand_over
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import ANY_DEVICE, Site, Sites
 from tba_jax.environments.episode import Sessions
-from tba_jax.flow.state import PartState, Saveable
+from tba_jax.evaluation.attacks import make_attack_metrics
+from tba_jax.evaluation.config import EvalSettings
+from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, Station
+from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
+from tba_jax.flow.state import Saveable
 from tba_jax.models import lora
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.replay.admission import Demand
+from tba_jax.remote.searcher_table import RemoteSearcher
 from tba_jax.replay.outbox import Outbox
+from tba_jax.report.user_functions import UserFunctions
+from tba_jax.rewards.grader import Grader
+from tba_jax.rewards.source import RewardSource
 from tba_jax.run.model_parts import (
     adapter_shardings,
     make_decoder,
@@ -39,16 +47,17 @@ from tba_jax.run.model_parts import (
     make_scoring,
     reference_shardings,
     searcher_shardings,
+    start_weights,
 )
-from tba_jax.run.shared import Shared, Sites, make_episodes, make_grader
-from tba_jax.search.prompts import PromptStream
+from tba_jax.run.shared import Shared, make_episodes, make_grader
+from tba_jax.search.prompts import PromptStream, eval_prompts
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.serving.server_session import ServerDecoder
-from tba_jax.tasks.registry import Task
+from tba_jax.tasks.registry import Task, entry_of
 from tba_jax.weights.merged_adapters import MergingTransport
 from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
 from tba_jax.weights.version_reader import VersionReader
@@ -191,10 +200,8 @@ def make_transport(
     """Make the weight transport; with adapters only they are published.
 
     Args:
-        config: config of the run.
         policy: architecture that is trained.
         sites: sites of trainer and searchers.
-        workdir: work directory of the run.
         base: frozen parameters under adapters; None without adapters.
         publish: program of a publication; None in a process that only reads.
         confirm: raises where this process no longer holds the work directory.
@@ -233,7 +240,6 @@ def make_version_writer(
     """Make the writer of published weights; all trainer processes call this.
 
     Args:
-        shared: parts of the run.
         publish: copy and cast of the weights.
         kept: versions that stay on disk beyond the newest.
     """
@@ -275,40 +281,6 @@ def make_decoders(
         for key in dict.fromkeys(site.program_site for site in sites.searchers)
     }
     return {site: programs[site.program_site] for site in sites.searchers}
-
-
-@dataclasses.dataclass
-class RemoteSearcher:
-    """Counters of a searcher in another process, kept by the owner of the buffer.
-
-    Attributes:
-        index: searcher ID.
-        outbox: responses that are not merged yet.
-        decoded_tokens, idle_s, num_chunks, num_given: as in `Searcher`.
-        num_given_rounds: number of rounds of given responses, which come first.
-    """
-
-    index: int
-    outbox: Outbox
-    decoded_tokens: int = 0
-    idle_s: float = 0.0
-    num_chunks: int = 0
-    num_given: int = 0
-    num_given_rounds: int = 0
-
-    @property
-    def num_given_rounds_left(self) -> int:
-        """Return the rounds of given responses that have not arrived."""
-        return max(0, self.num_given_rounds - self.outbox.committed[0])
-
-    def state(self) -> PartState:
-        """Return the counters, as `Searcher.state`."""
-        names = ("decoded_tokens", "idle_s", "num_chunks")
-        return PartState({}, {name: getattr(self, name) for name in names})
-
-    def restore(self, state: PartState) -> None:
-        """Restore the counters."""
-        vars(self).update(state.meta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +370,6 @@ def build_searchers(
     """Build the searchers of this process with streams, outboxes and decoders.
 
     Args:
-        shared: parts of the run.
         transport: delivers weights to these searchers.
         references: reference of each site; empty where the trainer scores.
         wants_given: whether start data is read, before the first step.
@@ -473,22 +444,151 @@ def _stream(shared: Shared, i: int, first_token_only: bool) -> PromptStream:
     )
 
 
-def make_demand(config: Config) -> Demand:
-    """Return the trainer's demand for responses."""
-    return Demand(
-        prompts=config.batch.num_prompts,
-        share=config.replay.recency_prob,
-        max_staleness=config.replay.max_staleness,
-        sync_period=config.sync_period,
-        initial=-(-config.search.initial_fill // config.search.samples_per_prompt),
-        is_strict=config.replay.late == "wait",
+class Judging(NamedTuple):
+    """Evaluation metrics beyond rewards.
+
+    Attributes:
+        measures: functions that measure responses, for each searcher.
+        metrics: functions that summarise all measurements.
+    """
+
+    measures: list[tuple[Measure, ...]]
+    metrics: tuple[MetricFunction, ...]
+
+
+def make_judging(
+    config: Config,
+    tokenizer: Tokenizer,
+    model_config: TransformerConfig,
+    gold: RewardSource | None,
+    reference_params: Callable[[Site], Any],
+    sites: Sequence[Site] = (ANY_DEVICE,),
+    note: Callable[[str], None] = print,
+) -> Judging:
+    """Make the measures and metrics that the config names, besides those of the task.
+
+    Args:
+        model_config: architecture of policy and reference.
+        gold: reward source that judges the win rate; None: no win rate.
+        reference_params: function that returns the start model's weights on a site's devices.
+        sites: site of each searcher that evaluates; searchers may share a site.
+        note: function that prints errors of user-defined metrics.
+
+    Raises:
+        ConfigError: a user-defined metric cannot be used.
+    """
+    measures: dict[Site, list[Measure]] = {site: [] for site in sites}
+    metrics: list[MetricFunction] = []
+    if gold is not None:
+        win_rate = WinRate(gold, tokenizer)
+        metrics.append(win_rate)
+        for own in measures.values():
+            own.append(win_rate.measure)
+    if config.eval.reference_metrics:
+        metrics.append(reference_distance)
+        for site, own in measures.items():
+            distance = ReferenceDistance(
+                model_config,
+                functools.partial(reference_params, site),
+                scoring=make_rollout_scoring(config, tokenizer.eos_ids),
+                padding=make_padding(config, tokenizer.pad_id, config.eval.max_new_tokens),
+                site=site,
+            )
+            own.append(distance.measure)
+    if config.eval.metrics:
+        own_metrics = UserFunctions("eval.metrics", config.eval.metrics, ("responses",), note)
+        metrics.append(own_metrics)
+    return Judging([tuple(measures[site]) for site in sites], tuple(metrics))
+
+
+TASK_METRICS: dict[str, Callable[[EvalSettings], MetricFunction]] = {
+    "attacks": make_attack_metrics,
+}
+"""Factory of the metric function for each name in a task's entry."""
+
+
+def make_evaluator(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    stations: Sequence[Station],
+    metrics: Sequence[MetricFunction] = (),
+) -> Evaluator:
+    """Make the evaluator of a config; `metrics` are added to those of the task.
+
+    Raises:
+        ValueError: a model that the task's metrics need is not usable.
+    """
+    own = entry_of(config.task.name).metrics
+    prompts, num_skipped = eval_prompts(
+        task,
+        tokenizer,
+        config.task.num_eval_prompts,
+        config.task.max_prompt_tokens,
+        config.task.long_prompts,
+    )
+    return Evaluator(
+        prompts=prompts,
+        num_skipped=num_skipped,
+        stations=stations,
+        settings=config.eval,
+        metric=task.metric,
+        min_new_tokens=config.search.min_new_tokens,
+        metrics=(*(TASK_METRICS[name](config.eval) for name in own), *metrics),
     )
 
 
-def swaps_in_flight(config: Config) -> bool:
-    """Return whether searchers take newer weights between chunks; never with an exact lag."""
-    if config.search.exact_lag:
-        return False
-    needs_behavior = config.objective.built.needs_behavior
-    swap = config.search.swap
-    return swap == "in_flight" or (swap == "auto" and not needs_behavior)
+def build_evaluator(
+    shared: Shared,
+    decoders: Mapping[Site, Decoder],
+    graders: Sequence[Grader],
+    references: Mapping[Site, Reference],
+    note: Callable[[str], None],
+) -> Evaluator:
+    """Make the evaluator of a run, with a station for each searcher of this process.
+
+    Args:
+        decoders: decoder of each site.
+        graders: grader of each searcher.
+        references: reference scorer of each site; metrics use its weights as the start model.
+        note: function that prints the number of skipped prompts.
+    """
+    config, sites = shared.config, shared.sites.searchers
+    start_params = functools.cache(functools.partial(load_start_weights, shared))
+    lock = threading.Lock()  # Searchers that share devices load only one copy.
+
+    def reference_params(site: Site) -> Any:
+        if site in references:
+            return references[site].params
+        with lock:
+            return start_params(site)
+
+    judging = make_judging(
+        config,
+        shared.tokenizer,
+        shared.model.config,
+        shared.rewards.gold,
+        reference_params,
+        sites,
+        note,
+    )
+    episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
+    stations = [
+        Station(decoders[site], grader, measures, episodes)
+        for site, grader, measures in zip(sites, graders, judging.measures, strict=True)
+    ]
+    evaluator = make_evaluator(config, shared.task, shared.tokenizer, stations, judging.metrics)
+    if evaluator.num_skipped:
+        note(
+            f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and "
+            "are skipped"
+        )
+    return evaluator
+
+
+def load_start_weights(shared: Shared, site: Site) -> Any:
+    """Load the start model's weights in the layout and on the devices of a searcher."""
+    # This function uses only devices of this process, so a single process may call it.
+    source = shared.sites.reading(shared.model.config.hidden_size)
+    load = source.locked(start_weights)
+    return load(shared.config, shared.model.config, source.mesh, site.mesh)

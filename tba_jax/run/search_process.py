@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that runs searchers for the owner of the replay buffer, which is another process.
+"""Searchers for a replay buffer in another process: their process, and the side of the owner.
 
-The searchers are built by the same code as those of a single process. Their tickets come from the
-search server, which also receives their responses. A process that searches only reads published
-weights from disk; a trainer process of a pod also searches, with the weights that it has in memory.
+`search` runs in the process of the searchers. `SearchService` is the search server in the process
+that owns the buffer, as a driver sees it. The searchers are built by the same code as those of a
+single process. Their tickets come from the search server, which also receives their responses. A
+process that only searches reads published weights from disk; a trainer process of a pod also
+searches, with the weights that it has in memory.
 
-Invariant: after a rewind no response and no weights of the previous trainer are used.
+Invariants: after a rewind no response and no weights of the previous trainer are used. No searcher
+joins before the run is restored, nor after the run has ended (tests/integration/test_fleet.py).
 """
 
 import collections
+import contextlib
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +26,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
-from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.cluster import Cluster, PeerError
 from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MODES, PlacementError
 from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.evaluation_shard import EvaluationShard
@@ -50,32 +54,34 @@ from tba_jax.remote.messages import (
     Trace,
 )
 from tba_jax.remote.search_channel import SearchRequests
-from tba_jax.run.evaluations import build_evaluator, load_start_weights
+from tba_jax.remote.search_server import SearchServer
+from tba_jax.remote.searcher_table import ServerSettings, TicketAdmission
 from tba_jax.run.host_state import RunClock
+from tba_jax.run.model_parts import swaps_in_flight
+from tba_jax.run.peers import Owner
+from tba_jax.run.run import Run
 from tba_jax.run.search_parts import (
     Search,
+    build_evaluator,
     build_searchers,
+    load_start_weights,
     make_references,
     make_transport,
-    swaps_in_flight,
 )
-from tba_jax.run.shared import Shared, Sites, open_shared
-from tba_jax.search.continuous import ContinuousSearch
-from tba_jax.search.searcher import Searcher
+from tba_jax.run.shared import Shared, open_shared
+from tba_jax.search.continuous import ContinuousSearch, RoundSearch
 from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.transport import Transport
+from tba_jax.weights.transport import DELIVERY_S, PublishedWeights, Transport
 from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.versions import PublicationError
 
 POLL_S = 0.002
 """Sleep of a searcher's thread that has nothing to do."""
-DELIVERY_S = 0.1
-"""Longest wait of a thread for a publication, after which it checks whether to stop."""
 STOP_S = 10.0
 """Time that threads get to end their current step."""
 _CHECK_S = 0.1  # between two checks whether a worker has failed
 _JOIN_RETRY_S = 0.5  # between two join requests to a trainer that does not respond
-_UNUSED_S = 60.0  # after which a version without evaluation is dropped
+_WAIT_S = 0.02  # between two checks whether searchers have joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,7 @@ class StoredWeights:
 
     Args:
         shared: parts that every process of the run opens.
-        transport: from which the searchers take weights.
+        transport: transport from which the searchers take weights.
         reader: reads published versions for it.
     """
 
@@ -125,103 +131,6 @@ class StoredWeights:
         if isinstance(self.transport, MergingTransport):
             found = self.transport.merged(found)
         return found[i]
-
-
-class PublishedWeights:
-    """Weights that a trainer process publishes in memory to its own searchers.
-
-    The methods are those of `StoredWeights`. A version that is evaluated is kept after newer ones
-    were published.
-
-    Args:
-        transport: from which the searchers take weights.
-        num_searchers: of this process.
-    """
-
-    def __init__(self, transport: Transport, num_searchers: int) -> None:
-        self._transport = transport
-        self._num_searchers = num_searchers
-        self._lock = threading.Lock()
-        self._kept: dict[int, list[Any]] = {}
-        self._used_s: dict[int, float] = {}  # when a kept version was last known to be needed
-
-    def keep(self) -> None:
-        """Keep the newest version for its evaluation; called after its publication."""
-        self._transport.settle()
-        latest = [self._transport.latest(i) for i in range(self._num_searchers)]
-        found = [each for each in latest if each is not None]
-        if found:
-            with self._lock:
-                self._kept[found[0].version] = [each.params for each in found]
-                self._used_s[found[0].version] = time.monotonic()
-
-    def reset(self, version: int) -> None:
-        """Do nothing: trainer and searchers of a process end together."""
-
-    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
-        now = time.monotonic()
-        with self._lock:
-            for kept in list(self._kept):
-                if kept in evaluated:
-                    self._used_s[kept] = now
-                elif evaluated or now - self._used_s[kept] > _UNUSED_S:
-                    if evaluated and kept > max(evaluated):
-                        continue  # its evaluation was not requested yet
-                    del self._kept[kept], self._used_s[kept]
-
-    def poll(self) -> bool:
-        return self._transport.poll(DELIVERY_S)
-
-    def newest(self, i: int) -> int:
-        published = self._transport.latest(i)
-        return -1 if published is None else published.version
-
-    def at(self, version: int, i: int) -> Any:
-        with self._lock:
-            if version in self._kept:
-                return self._kept[version][i]
-        latest = self._transport.latest(i)
-        return latest.params if latest is not None and latest.version == version else None
-
-
-class RoundSearch:
-    """A searcher whose tickets are whole rounds, for driver=sync; as `ContinuousSearch`.
-
-    Args:
-        searcher: samples, grades and commits a round at a time.
-        quota: admitted rounds.
-    """
-
-    def __init__(self, searcher: Searcher, quota: TicketQuota) -> None:
-        self._searcher = searcher
-        self._quota = quota
-        self._is_busy = False
-
-    def step(self) -> bool:
-        """Do the next round, if one is admitted."""
-        if not len(self._quota):
-            return False
-        self._is_busy = True
-        try:
-            done = self._searcher.step()
-            if done:
-                self._quota.admit(self._searcher.index, -1)
-            return done
-        finally:
-            self._is_busy = False
-
-    def grade(self) -> bool:
-        """Return False: rounds are graded where they are sampled."""
-        return False
-
-    @property
-    def room(self) -> int:
-        """Rounds that could start now."""
-        return 0 if self._is_busy else 1
-
-    def slot_use(self) -> tuple[int, int]:
-        """Return zeros: slots are used for whole rounds."""
-        return 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,3 +421,147 @@ def _workers(
         Worker(f"grader-{searcher.index}", worked.grade, stop, idle_s=POLL_S),
         Worker(f"client-{searcher.index}", client.step, stop, idle_s=POLL_S),
     ]
+
+
+class SearchService:
+    """The searchers of other processes, as a driver sees them.
+
+    Args:
+        owner: channel server of this process.
+        admission: decides how many tickets may be open.
+
+    Attributes:
+        server: the search server.
+    """
+
+    def __init__(self, run: Run, owner: Owner, admission: TicketAdmission) -> None:
+        self._run = run
+        self._owner = owner
+        self.server = self._make_server(admission)
+        run.sections["fleet"] = lambda: {
+            **{name.removeprefix("fleet/"): value for name, value in self.metrics().items()},
+            "by_searcher": self.server.searchers(),
+        }
+
+    def _make_server(self, admission: TicketAdmission) -> SearchServer:
+        run, config = self._run, self._run.config
+        size, is_sync = config.search.samples_per_prompt, config.driver == "sync"
+        slots = max(1, -(-config.search.num_slots // size))
+        return SearchServer(
+            ServerSettings(
+                epoch=uuid.uuid4().hex,
+                identity=run.shared.identity,
+                responses_per_ticket=size * (config.search.prompts_per_round if is_sync else 1),
+                heartbeat_timeout_s=config.remote.heartbeat_s,
+                max_tickets=slots if config.search.num_slots else config.search.prompts_per_round,
+            ),
+            run.search.remote,
+            admission,
+            run.evaluations,
+            clock=time.monotonic,
+            run_clock=run.clock,
+            log=run.logs.progress.note,
+            log_event=run.logs.schedule.append,
+        )
+
+    def open(self) -> None:
+        """Let searchers join; wait for them, unless they may come and go.
+
+        Raises:
+            PeerError: a process of the job does not join.
+        """
+        self._owner.search_server = self.server
+        if MODES[self._run.config.placement].searches_elsewhere:
+            return
+        self._run.logs.progress.phase("waiting for the processes that search")
+        limit_s = self._run.config.log.watchdog_s
+        deadline = time.monotonic() + limit_s
+        while absent := self.server.absent:
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"searchers {absent} did not join within {limit_s:.0f} s "
+                    "(config.log.watchdog_s). Look at the output of their processes; the same "
+                    "command on every host resumes the run"
+                )
+            time.sleep(_WAIT_S)
+
+    def close(self, *, has_failed: bool) -> None:
+        """Notify searchers of the end of the run.
+
+        After a failure searchers are not notified: the run may continue in another process.
+        """
+        if has_failed:
+            self._owner.search_server = None
+        else:
+            self.server.close()
+        self.server.stop_leases()
+
+    def announce(self) -> None:
+        """Announce the newest delivered version."""
+        transport = self._run.search.transport
+        if isinstance(transport, MergingTransport):
+            transport = transport.source  # its weights are merged where a searcher takes them
+        published = transport.latest(0)
+        if published is not None:
+            self.server.set_version(published.version)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the figures of the searchers, by metric name."""
+        self.server.set_step(self._run.trainer.step_index)
+        restarts = float(self._owner.num_restarts)
+        return {**self.server.metrics(), "fleet/trainer_restarts": restarts}
+
+    def workers(self, stop: StopFlag) -> list[Worker]:
+        """Return the workers that find lost searchers, and compute metrics of evaluations."""
+
+        def merge() -> bool:
+            self._run.evaluations.merge()
+            return False
+
+        found = [
+            Worker(
+                "heartbeat-check",
+                self.server.lose_silent_searchers,
+                stop,
+                idle_s=self._run.config.remote.heartbeat_s / 8,
+            )
+        ]
+        if not self._run.search.local:  # else a searcher of this process does it
+            found.append(Worker("evaluator", merge, stop, idle_s=POLL_S))
+        return found
+
+
+class NoSearchService:
+    """`SearchService` of a run whose searchers are all in this process."""
+
+    server = None
+
+    def announce(self) -> None:
+        """Do nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return none."""
+        return {}
+
+    def workers(self, stop: StopFlag) -> list[Worker]:
+        """Return none."""
+        return []
+
+
+@contextlib.contextmanager
+def serving(run: Run, admission: TicketAdmission) -> Iterator[SearchService | NoSearchService]:
+    """Let searchers of other processes join; at the end tell them that the run has ended."""
+    owner = run.link
+    if not run.search.remote:
+        yield NoSearchService()
+        return
+    assert isinstance(owner, Owner), "searchers of other processes join the owner of the buffer"
+    service = SearchService(run, owner, admission)
+    try:
+        service.open()
+        run.request_start_model()
+        yield service
+    except BaseException:
+        service.close(has_failed=True)
+        raise
+    service.close(has_failed=False)

@@ -24,8 +24,9 @@ from tba_jax.devices.slices import hosts_of
 from tba_jax.remote.channel import Unreachable
 from tba_jax.remote.messages import RUN_ENDED, JoinRequest
 from tba_jax.remote.search_channel import RemoteSearchServer
+from tba_jax.remote.step_server import StepClient
 from tba_jax.run.errors import OutOfMemory, UserError
-from tba_jax.run.peers import Follower, connect, start_cluster
+from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_or_continue,
@@ -65,7 +66,7 @@ def train(
         workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER or
             s3://BUCKET/FOLDER, for a run in one process without a schedule.
         interrupted: checked between steps; an interrupted run can be continued.
-        accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
+        accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         schedule: schedule to replay; the directory must not hold a run.
         start_s: `time.perf_counter` at the start of the run's time; None: now.
         lower: chooses smaller sizes for a second attempt where device memory runs out before the
@@ -83,7 +84,9 @@ def train(
         raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
     is_fleet = MODES[config.placement].searches_elsewhere
     if is_fleet and schedule is not None:
-        raise UserError("a schedule is replayed in one process; give another placement")
+        raise UserError(
+            "--replay_schedule replays in one process. Set --config.placement=shared or split"
+        )
 
     def attempt(config: Config, lower: Lower) -> Outcome:
         with (
@@ -238,7 +241,6 @@ def roles_of(config: Config, devices: Sequence[Any]) -> Roles:
     """Return what every process of a job does.
 
     Args:
-        config: config of the run.
         devices: devices of all processes.
 
     Raises:
@@ -301,7 +303,7 @@ def run_job(
     if link is not None:
         held.callback(link.close)
     if not trains:
-        assert isinstance(link, Follower)
+        assert isinstance(link, StepClient)
         _search(config, workdir, cluster, link, roles, interrupted)
         return cluster, None
     trainers = cluster.among(roles.train)
@@ -324,7 +326,7 @@ def _search(
     config: Config,
     workdir: Path,
     cluster: Cluster,
-    link: Follower,
+    link: StepClient,
     roles: Roles,
     interrupted: Callable[[], bool],
 ) -> None:

@@ -3,47 +3,65 @@
 
 Processes that only search or only evaluate open the same parts. This module makes no searcher and
 no trainer, and reads only the weights of rewards. Invariant: a config whose devices, rewards or
-judge cannot be used is refused here, before anything is decoded.
+judge cannot be used is refused here, before anything is decoded. `problems` lists all problems.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
+from tba_jax.config.command_line import usable_part
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.resolved import allows_forks, transport_of, writes_versions
-from tba_jax.config.schema import Config, flatten
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
+from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import Site, Sites
 from tba_jax.environments.chat import make_chat_format
 from tba_jax.environments.episodes import Episodes
 from tba_jax.models import model as models
+from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.kinds import FUNCTIONS, Use, kind_of
+from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of
+from tba_jax.rewards.pool import RewardFailure, RewardPool
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RemoteRewards, RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
+from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import Facts, RunClock, code_name, fingerprints
-from tba_jax.run.model_parts import describe_model, end_ids, model_path, policy_config
+from tba_jax.run.model_parts import (
+    describe_model,
+    end_ids,
+    longest_sequence,
+    make_server,
+    policy_config,
+)
+from tba_jax.run.peers import start_cluster
 from tba_jax.run.workdir import run_id_of
+from tba_jax.search.prompts import text_of
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.agents import AgentPool
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.serving.protocol import Served
+from tba_jax.settings import ConfigError, listed
 from tba_jax.tasks.mixture import Mixture
-from tba_jax.tasks.registry import Task, get_task
+from tba_jax.tasks.registry import Task, entry_of, get_task
+
+T = TypeVar("T")
 
 
 def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
@@ -58,45 +76,6 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
         PlacementError: the devices cannot be divided as config.placement requests.
     """
     return place(config.placement, devices, asked(config), process_index)
-
-
-def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:
-    """Return a mesh of the most devices that divide the model evenly, for reading a model."""
-    num = max(n for n in range(1, len(devices) + 1) if model_config.hidden_size % n == 0)
-    return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
-
-
-class Sites(NamedTuple):
-    """Meshes and device locks of the parts of a run, as one process sees them.
-
-    Attributes:
-        trainer: its mesh has the axes MESH_AXES.
-        publication: the trainer's devices as the publish program leaves the weights on them.
-        searchers: one for each searcher of this process; those that share devices are equal.
-        first_searcher: index of the first of them in the run.
-        num_searchers: of the run.
-        trains: this process has devices of the trainer.
-
-    On a host that only searches `trainer` and `publication` are devices of its first searcher:
-    those on which it reads weights.
-    """
-
-    trainer: Site
-    publication: Site
-    searchers: tuple[Site, ...]
-    first_searcher: int = 0
-    num_searchers: int = 1
-    trains: bool = True
-
-    @property
-    def evaluation(self) -> Site:
-        """Return the site of searcher 0, for the judge and for the start model of a resumed run."""
-        return self.searchers[0]
-
-    def reading(self, model_config: TransformerConfig) -> Site:
-        """Return a site for loading a model, with devices of this process only."""
-        devices = self.trainer.mesh.local_devices
-        return Site(reading_mesh(model_config, devices), self.trainer.lock)
 
 
 def open_sites(config: Config, placement: Placement) -> Sites:
@@ -179,30 +158,6 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
         make_rewards(config, task, tokenizer, sites.searchers),
         make_gold(config, task, tokenizer, sites.evaluation),
         make_environments(config, tokenizer),
-    )
-
-
-def make_server(
-    config: Config, policy: TransformerConfig, tokenizer: Tokenizer, workdir: Path
-) -> InferenceServer | None:
-    """Return the server that samples responses, if the config names one.
-
-    Args:
-        config: validated.
-        policy: architecture with adapters.
-        tokenizer: of the policy.
-        workdir: where adapters are written; the server reads them there.
-    """
-    if config.search.engine == "devices":
-        return None
-    return InferenceServer(
-        config.search.server,
-        policy,
-        model_path(config),
-        workdir / "adapters",
-        longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
-        probe_id=tokenizer.eos_ids[0],
-        timeout_s=config.log.watchdog_s / 4,
     )
 
 
@@ -296,9 +251,7 @@ def make_rewards(
     """Make the source of rewards for training and evaluation; the caller closes it.
 
     Args:
-        config: the config.
-        task: its task.
-        policy_tokenizer: of the responses.
+        policy_tokenizer: tokenizer of the responses.
         sites: of the searchers, for models that rewards need; a reward model is divided over the
             first (`RewardSource.on` gives those of the others), a victim has a copy on a device of
             each.
@@ -344,9 +297,7 @@ def make_gold(
     """Make the judge of the win rate, or return None; the caller closes it.
 
     Args:
-        config: the config.
-        task: its task.
-        policy_tokenizer: of the responses.
+        policy_tokenizer: tokenizer of the responses.
         site: site of the searcher that evaluates; a model is divided over it.
 
     Raises:
@@ -451,7 +402,7 @@ def open_shared(
         cluster: the processes of the run; all of them call this function.
         clock: clock that started with the process.
         note: receives one line about the task.
-        sites: of a process that only searches and takes part in no job; None: as the config says.
+        sites: sites of a searcher process of a fleet; None: sites as the config says.
         confirm: raises where this process no longer holds the work directory.
 
     Raises:
@@ -492,3 +443,157 @@ def open_shared(
             confirm=confirm,
         ),
     )
+
+
+@contextlib.contextmanager
+def all_problems(config: Config) -> Iterator[None]:
+    """If the block fails because of user input, raise all problems of the input together.
+
+    Raises:
+        UserError: all problems, if `problems` finds any. Else the failure itself.
+    """
+    try:
+        yield
+    except (ValueError, RewardFailure, UserError) as error:
+        if found := problems(config):
+            raise UserError(listed(found)) from error
+        raise
+
+
+def command_problems(argv: Sequence[str]) -> list[str]:
+    """Return the errors in a command's settings, and in the files and models that they name.
+
+    Args:
+        argv: program name and arguments.
+    """
+    config, found = usable_part(argv)
+    return found if config is None else [*found, *problems(config)]
+
+
+def problems(config: Config) -> list[str]:
+    """Return what is wrong with config, data, model, reward, devices and packages, one line each.
+
+    Weights are not read. Reward functions are tried on one row, each in a process of its own.
+
+    Args:
+        config: not necessarily valid.
+    """
+    found = _Found()
+    found.attempt(lambda: validate(config))
+    task = None
+    if not found.mentions("task.name", "task.data_path", "task.columns", "task.num_eval_prompts"):
+        task = found.attempt(lambda: _open_task(config))
+    tokenizer = found.attempt(lambda: _open_model(config))
+    if task is not None and tokenizer is not None:
+        found.attempt(lambda: text_of(task, tokenizer, "train", 0))
+    if not found.mentions("task.name", "task.reward"):
+        for function in functions(config):
+            found.attempt(lambda function=function: try_reward(config, function, task))
+        found.attempt(lambda: _find_reward_models(config))
+    if not found.mentions("mesh", "num_searchers", "search.num_devices", "placement"):
+        found.attempt(lambda: _check_devices(config))
+    found.attempt(lambda: _check_packages(config))
+    return list(found.lines)
+
+
+class _Found:
+    """Problems, in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, None] = {}
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """Return the result of a check; if it fails, record its error and return None."""
+        try:
+            return step()
+        except ConfigError as error:
+            self.lines.update(dict.fromkeys(map(str, error.args)))
+        except (ValueError, RewardFailure, OSError, UserError) as error:
+            self.lines[str(error)] = None
+        return None
+
+    def mentions(self, *names: str) -> bool:
+        """Return whether one of these settings is a problem already."""
+        return any(line.startswith(f"config.{name} ") for line in self.lines for name in names)
+
+
+def _open_task(config: Config) -> Task:
+    if not config.task.max_prompt_tokens:  # then the number of held-out rows is chosen, too
+        config = replace(config, {"task.num_eval_prompts": 1})
+    task = make_task(config)
+    task.train_size()
+    first_row(task)
+    return task
+
+
+def _open_model(config: Config) -> Tokenizer:
+    model = describe_model(config, with_weights=False)
+    policy = policy_config(config, model.config)
+    if config.task.max_prompt_tokens:
+        longest_sequence(config, model.config)
+    tokenizer = model.load_tokenizer()
+    if policy.adapters is not None:
+        server = make_server(config, policy, tokenizer, Path())
+        if server is not None:
+            server.check()
+    return tokenizer
+
+
+def functions(config: Config) -> list[str]:
+    """Return the reward functions, each by its name."""
+    own = "" if config.reward.model_path else entry_of(config.task.name).task.reward
+    named = config.task.reward or own
+    if named in KINDS:
+        return []
+    return [part.strip() for part in f"{named},{config.eval.gold_reward}".split(",") if part]
+
+
+def try_reward(config: Config, function: str, task: Task | None) -> None:
+    """Load a reward function in a separate process, and try it on a row of the task.
+
+    Raises:
+        ValueError, RewardFailure: the function cannot be used.
+    """
+    pool = RewardPool(
+        function,
+        num_workers=1,
+        timeout_s=config.reward.timeout_s,
+        max_failure_rate=1.0,
+        row=None if task is None else first_row(task),
+    )
+    try:
+        pool.check()
+    finally:
+        pool.close()
+
+
+def _find_reward_models(config: Config) -> None:
+    own = entry_of(config.task.name).task.reward
+    kind = kind_of(config, config.task.reward, own, config.task.name)
+    for path in (*kind.models(config).values(), config.eval.gold_model):
+        if path:
+            folders.load_config(folders.resolve(path, with_weights=False))
+
+
+def _check_devices(config: Config) -> None:
+    if MODES[config.placement].spans_hosts:
+        return  # the other hosts are not there to be counted
+    start_cluster(config)
+    import jax
+
+    validate_devices(config, len(jax.local_devices()))
+
+
+def _check_packages(config: Config) -> None:
+    wanted = {
+        "log.tensorboard": ("tensorboardX", "tensorboard", config.log.tensorboard),
+        "log.wandb_project": ("wandb", "wandb", bool(config.log.wandb_project)),
+        "placement=fleet": ("ray", "fleet", MODES[config.placement].searches_elsewhere),
+    }
+    missing = [
+        f"{setting} needs the package {package}: pip install 'tba_jax[{extra}]'"
+        for setting, (package, extra, is_set) in wanted.items()
+        if is_set and importlib.util.find_spec(package) is None
+    ]
+    if missing:
+        raise ConfigError(*missing)

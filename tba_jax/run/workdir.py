@@ -115,8 +115,8 @@ def check_bucket(address: object, names: Collection[str], config: bytes | None) 
     A checkpoint of a run without config.json is accepted here; `inspect` looks at its copy.
 
     Args:
-        address: for the message.
-        names: of all objects.
+        address: address of the store, for messages.
+        names: names of all objects.
         config: content of config.json; None without one.
 
     Raises:
@@ -378,16 +378,7 @@ def saved_config(workdir: Path) -> dict[str, Any]:
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
-    try:
-        config = sealed.read(path)["config"]
-        if not isinstance(config, dict):
-            raise TypeError(f"config is a {type(config).__name__}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not readable as the config of a run ({error}). Restore the file, or "
-            "give another --workdir"
-        ) from error
-    return config
+    return _run_of(path)[1]
 
 
 def run_id_of(workdir: str | os.PathLike[str]) -> str:
@@ -416,7 +407,6 @@ def begin_run(workdir: Path, config: Config, run_id: str = "", *, is_lowered: bo
 
     Args:
         workdir: directory that this process holds or will hold.
-        config: config of the run.
         run_id: ID of the run; "": a new one.
         is_lowered: the next start takes the sizes of this config, because larger ones exceeded the
             device memory.
@@ -446,7 +436,6 @@ def begin_or_continue(workdir: Path, config: Config) -> bool:
 
     Args:
         workdir: held by this process.
-        config: config of the run.
 
     Raises:
         UserError: as `holds_run` and `begin_run`.
@@ -507,8 +496,6 @@ def claim_together(
 
     Args:
         cluster: the processes; all of them call this function.
-        config: config of the run.
-        workdir: work directory of the run.
         held: releases the directory when it closes.
         owner: number of the process that owns the replay buffer.
 

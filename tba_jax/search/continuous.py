@@ -56,7 +56,7 @@ class Finished(NamedTuple):
     Attributes:
         version: version of the weights it began with.
         start_s: time of its admission.
-        decode_s: its share of the session's time.
+        decode_s: the ticket's share of the session's time.
     """
 
     ticket: Ticket
@@ -82,7 +82,7 @@ class ContinuousSearch:
     """Search concurrent with a trainer: one thread calls `step` to decode, one `grade` to commit.
 
     Args:
-        searcher: its parts and counters; its given rounds come first.
+        searcher: parts and counters of the searcher; its given rounds come first.
         admission: decides when another prompt may begin.
         swaps_in_flight: take newer weights between chunks; otherwise when the session is empty.
         log_event: schedule log.
@@ -288,3 +288,49 @@ class ContinuousSearch:
             )
             self.searcher.decoded_tokens += num_tokens
             self._admission.commit(self.searcher.index, end_s - f.start_s, f.version)
+
+
+class RoundQuota(SearcherAdmission, Protocol):
+    """An admission that knows how many rounds are admitted."""
+
+    def __len__(self) -> int: ...
+
+
+class RoundSearch:
+    """A searcher whose tickets are whole rounds, for driver=sync; as `ContinuousSearch`.
+
+    Args:
+        searcher: samples, grades and commits a round at a time.
+        quota: admitted rounds.
+    """
+
+    def __init__(self, searcher: Searcher, quota: RoundQuota) -> None:
+        self._searcher = searcher
+        self._quota = quota
+        self._is_busy = False
+
+    def step(self) -> bool:
+        """Do the next round, if one is admitted."""
+        if not len(self._quota):
+            return False
+        self._is_busy = True
+        try:
+            done = self._searcher.step()
+            if done:
+                self._quota.admit(self._searcher.index, -1)
+            return done
+        finally:
+            self._is_busy = False
+
+    def grade(self) -> bool:
+        """Return False: rounds are graded where they are sampled."""
+        return False
+
+    @property
+    def room(self) -> int:
+        """Rounds that could start now."""
+        return 0 if self._is_busy else 1
+
+    def slot_use(self) -> tuple[int, int]:
+        """Return zeros: slots are used for whole rounds."""
+        return 0, 0

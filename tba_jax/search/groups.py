@@ -33,7 +33,11 @@ class ReferenceScorer(Protocol):
         response_bucket: int,
         is_sampled: np.ndarray | None = None,
     ) -> jax.Array:
-        """Return [b c] from ([b s], [b], [b c], t, [b c t]); dispatched without waiting."""
+        """Return the log-prob of each response, without waiting for the device.
+
+        Shapes: tokens [b s], prompt_lengths [b], response_lengths [b c], is_sampled [b c t] with
+        t = response_bucket; result [b c].
+        """
         ...
 
 
@@ -213,7 +217,7 @@ def assemble_groups(
 
     Args:
         groups: p sampled groups.
-        grades: of all their responses.
+        grades: grades of all responses of the groups.
         reference_logprob: float32 [S] of each; None: the trainer scores the reference.
         searcher: searcher ID.
         numbers: round or ticket number of each.

@@ -146,7 +146,6 @@ class PromptStream:
         num_searchers: streams of the run.
         ownership: "by_prompt": searcher s of n draws the prompts whose id is s mod n; "any": every
             searcher draws all prompts, each in its own order.
-        seed: seed of the run.
         max_prompt_tokens: longer prompts are refused or skipped.
         long_prompts: refuse or skip.
         first_token_only: prompts have the first of their tokens, because agents write the others.

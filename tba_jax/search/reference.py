@@ -24,7 +24,7 @@ class Reference:
     """The reference on one searcher's devices.
 
     Args:
-        program: from `make_reference_program` for these devices.
+        program: return value of `make_reference_program` for these devices.
         params: reference parameters on them.
     """
 
@@ -67,7 +67,6 @@ def make_reference_program(
     """Return jitted summed log-probs, float32 [b c], with `Reference`'s arguments after params.
 
     Args:
-        config: the architecture.
         scoring: as for the policy in the trainer.
         site: devices that divide the parameters.
     """

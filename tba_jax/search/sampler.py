@@ -38,7 +38,7 @@ class SampledGroup(NamedTuple):
 
     Attributes:
         prompt: the prompt.
-        episodes: in the order of the samples.
+        episodes: episodes in the order of the samples.
         continuations: whole responses that continue a state, by the tokens of the state.
     """
 
@@ -89,7 +89,7 @@ class Sampler:
         settings: settings of searchers.
         key: root key of the run.
         searcher: index of the searcher.
-        episodes: of a task with an environment.
+        episodes: settings of episodes, for a task with an environment.
         states: which state values are estimated.
     """
 
@@ -156,7 +156,7 @@ class Sampler:
     def requests(
         self, num_prompts: int, number: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, SamplingSettings]:
-        """Return what the episodes of a round or ticket are sampled with.
+        """Return random keys, temperatures and settings for the episodes of a round or ticket.
 
         Returns:
             Key data of each sample, uint32 [p S 2]; temperatures, float64 [p S]; the key data for
@@ -200,7 +200,7 @@ class GroupSession:
 
         Args:
             prompts: p prompts.
-            number: of the round or ticket; no two use the same random numbers.
+            number: number of the round or ticket; it selects the random numbers.
         """
         keys, temperatures, continued, settings = self._sampler.requests(len(prompts), number)
         groups = []

@@ -70,7 +70,7 @@ class SearchParts:
 
     Attributes:
         index: searcher ID.
-        stream: its prompts.
+        stream: prompts of the searcher.
         weights: returns the newest weights on its devices, None before the first publication.
         sampler: draws responses; has the settings of searchers.
         grader: texts and rewards.
@@ -147,7 +147,7 @@ class Searcher:
     """One searcher. `step()` does one round.
 
     Args:
-        parts: its parts.
+        parts: parts of the searcher.
         given: responses of the first rounds, if any are given.
 
     Attributes:

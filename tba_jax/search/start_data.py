@@ -123,12 +123,12 @@ class StartData:
     """Given responses as rounds of p prompts with up to S responses each.
 
     Args:
-        groups: from `load_start_groups`.
-        logprobs: from `make_start_program`.
+        groups: return value of `load_start_groups`.
+        logprobs: return value of `make_start_program`.
         prompts_per_round: p.
         samples_per_prompt: S.
         temperature: sampling temperature of the start policy.
-        padding: its largest shape is that of every round.
+        padding: padded lengths; every round has the largest.
 
     Attributes:
         num_rounds: number of rounds for all responses.
@@ -195,7 +195,6 @@ def make_start_program(
     """Return jitted (params, tokens, prompt_lengths, response_lengths) -> float32 [p S t].
 
     Args:
-        config: the architecture.
         scoring: the run's, with the dtype of the weights.
         max_new_tokens: t.
         site: devices of the parameters.

@@ -255,7 +255,7 @@ class AgentPool(EnvironmentPool):
     """Pool of environment processes; if they run agents, with a server of their requests.
 
     Args:
-        name: as of `EnvironmentPool`.
+        name: as in `EnvironmentPool`.
         served: the policy, with the sampling settings of the run.
         timeout_s: deadline in seconds: of a call, or of an agent between two turns.
         max_memory_bytes: memory limit of each process; 0: none.

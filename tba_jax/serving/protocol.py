@@ -56,8 +56,8 @@ class ApiError(Exception):
     """A refused request.
 
     Args:
-        message: what is wrong and what to do.
-        status: of HTTP.
+        message: text that says what is wrong and what to do.
+        status: HTTP status code.
         param: the parameter at fault.
         code: short name that clients compare with.
     """
@@ -107,18 +107,18 @@ class Call:
     """A parsed request.
 
     Attributes:
-        kind: of the route.
+        kind: kind of the route.
         served: the model.
         prompts: int32 [s] each.
-        num_samples: of each prompt.
-        settings: of each prompt; their length limits differ.
+        num_samples: number of samples of each prompt.
+        settings: sampling settings of each prompt; their length limits differ.
         key: uint32 [2], threefry key data; sample j of prompt i draws from fold_in(key, i n + j).
         stop: texts that end a response and are cut from its text.
-        tools: of a chat.
+        tools: tools of a chat.
         is_streamed, has_usage: whether a stream is wanted, and usage at its end.
         has_token_ids, has_logprobs: whether responses have them.
         names_ids: tokens of log-probs are written "token_id:ID".
-        id: of the response.
+        id: ID of the response.
         created: time of the request, in seconds.
     """
 
@@ -302,9 +302,8 @@ def parse(
     """Return the call of a request's JSON object.
 
     Args:
-        kind: of the route.
+        kind: kind of the route.
         body: the JSON object.
-        served: the model.
         seed: root of the random numbers of a request without `seed`.
         extend: returns the tokens of a prompt whose text or messages continue sampled tokens.
 

@@ -61,7 +61,7 @@ def _group_data(
     """Return a batch as a function of the trained parameters.
 
     Args:
-        drawn: its groups.
+        drawn: groups of the batch.
         reference: [p 256 t], or [1 256 t] of a problem with one prompt.
         problem: the rewards.
         settings: settings of the study.

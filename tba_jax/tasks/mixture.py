@@ -59,10 +59,10 @@ class Mixture:
     """The task `custom` with several data sets.
 
     Args:
-        sets: at least two.
+        sets: two or more data sets.
         num_held_out: rows to hold out of all together, by the weights, where a set has no test
             split.
-        chat, columns: as of `Custom`.
+        chat, columns: as in `Custom`.
 
     Raises:
         ValueError: as `Custom`; or two sets have one name.
@@ -170,7 +170,7 @@ def custom_task(
 
     Args:
         data_path: as `data_sets` reads it.
-        num_held_out, chat, columns: as of `Custom`.
+        num_held_out, chat, columns: as in `Custom`.
 
     Raises:
         ValueError: as `data_sets`, `Custom` and `Mixture`.

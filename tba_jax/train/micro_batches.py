@@ -30,7 +30,7 @@ class Cut:
 
     Attributes:
         num: number of micro-batches, static.
-        is_whole: each group lies in a single micro-batch.
+        is_whole: whether each group is in a single micro-batch.
         used: number of micro-batches before the first that is all padding; the rest are skipped.
     """
 
@@ -60,7 +60,7 @@ def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
     Args:
         rows: the batch.
         size: rows per micro-batch.
-        is_whole: each group lies in a single micro-batch.
+        is_whole: whether each group is in a single micro-batch.
 
     Raises:
         ValueError: `size` does not divide the number of rows.

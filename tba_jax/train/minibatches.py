@@ -39,7 +39,7 @@ class Updates(NamedTuple):
     """Result of all updates of a step.
 
     Attributes:
-        trained, opt_state: after the last update.
+        trained, opt_state: parameters and optimizer state after the last update.
         made: number of finite updates; the others changed nothing.
         loss, grad_norm: means over the updates.
         metrics: means of the loss's metrics over the updates, without those of whole groups.
@@ -101,7 +101,7 @@ def update_by_parts(
 
     Args:
         rows: the batch; its tokens include the values that stay fixed over the epochs.
-        trained, opt_state: before the first update.
+        trained, opt_state: parameters and optimizer state before the first update.
         loss_of: mean loss over some rows.
         score: `rows.score` or `rows.score_values`.
         cut: division of all rows into micro-batches; a minibatch has as many, with fewer rows.

@@ -58,7 +58,7 @@ class Measured(NamedTuple):
         tokens: number of counted tokens.
         far_tokens: counted tokens whose ratio to the sampler is outside 0.8 to 1.2.
         residual: residual of Trajectory Balance minus its group's mean; nan at beta = 0.
-        staleness: in steps.
+        staleness: staleness in steps.
         weight: number of draws of the response.
     """
 

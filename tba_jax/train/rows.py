@@ -206,7 +206,7 @@ def make_rows(
     """Return a batch as rows.
 
     Args:
-        batch: on the device.
+        batch: batch on the device.
         step: version in training.
         config, scoring, remat, sharding: as in `token_logprobs`.
         base: frozen parameters that the adapters extend; None: `score` takes all parameters.

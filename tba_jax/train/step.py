@@ -34,11 +34,10 @@ from tba_jax.train.objectives.base import Loss, Objective, Totals
 from tba_jax.train.objectives.registry import call_objective
 from tba_jax.train.off_policy import STRATA_KEY, stratified
 from tba_jax.train.rows import Rows, Tokens, all_params, make_rows
-from tba_jax.train.schedules import value_at
 from tba_jax.train.state import StepShardings, TrainState, trainable
 from tba_jax.train.step_metrics import SHOWN_KEY, batch_metrics, measured, padding_share
 from tba_jax.train.step_settings import StepSettings
-from tba_jax.train.target import tempered_target
+from tba_jax.train.target import tempered_target, value_at
 from tba_jax.train.updates import UpdateResult, next_state, schedule_step, update
 
 _SKIPPED = ("skipped_steps", "skipped_in_a_row")
@@ -64,7 +63,7 @@ def make_train_step(
         config: the architecture; with adapters, only they have gradients.
         optimizer, schedule: optimiser of the parameters and its learning rate.
         settings: objective, target, micro-batches, dtypes.
-        shardings: from `step_shardings`; None: everything on one device.
+        shardings: return value of `step_shardings`; None: everything on one device.
 
     Returns:
         (state, batch) -> (state, metrics), with adapters (state, batch, base). Metrics are float32

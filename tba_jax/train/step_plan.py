@@ -110,7 +110,6 @@ class OwnBatches:
     """Draws from the replay buffer of this process and decides for all trainer processes.
 
     Args:
-        buffer: the replay buffer.
         packing: layout of draws in a batch.
         num_steps: steps of the run.
         sync_period: steps between publications.
@@ -165,16 +164,17 @@ class ReceivedBatches:
     """Receives every step from the process that owns the replay buffer.
 
     Args:
-        receive: (step, facts) -> decision; `facts` returns (wants_stop, is_publishing).
+        receive: (step, facts) -> bytes of `pack_decision`; `facts` returns (wants_stop,
+            is_publishing).
     """
 
-    receive: Callable[[int, Callable[[], tuple[bool, bool]]], Decision]
+    receive: Callable[[int, Callable[[], tuple[bool, bool]]], bytes]
 
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
     ) -> Decision:
         """See `Batches.decide`; the plan waits only if the run stops before the step."""
-        return self.receive(step, lambda: (wants_stop(), is_publishing()))
+        return unpack_decision(self.receive(step, lambda: (wants_stop(), is_publishing())))
 
 
 def pack_decision(decision: Decision) -> bytes:

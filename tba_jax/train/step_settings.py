@@ -16,14 +16,14 @@ class StepSettings:
     Attributes:
         objective: objective to minimise.
         target: target distribution of training.
-        scoring: how log-probs of policy and reference are computed.
+        scoring: settings of the log-probs of policy and reference.
         log_z_rate: learning rate of a learned log Z, relative to the policy's.
         reference_reset_period: steps between reference := policy; 0: never.
         reference_ema_decay: decay per step of a moving-average reference; 0: no average.
         optimizer_reset_period: steps between resets of the moments; 0: never.
         micro_batch_rows: rows per micro-batch; 0: all.
         row_multiple: divisor of the rows of a micro-batch (number of devices that share them).
-        is_whole: each group lies in one micro-batch.
+        is_whole: whether each group is in a single micro-batch.
         remat: as in `transformer.apply`.
         epochs: passes over a batch.
         minibatches: optimiser updates per pass.

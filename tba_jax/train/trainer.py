@@ -93,9 +93,9 @@ class Trainer:
 
     Args:
         state: initial or restored train state.
-        train_step: from `make_train_step`, for a batch on the host.
+        train_step: return value of `make_train_step`, for a batch on the host.
         buffer: the replay buffer; this object is its only writer.
-        outboxes: one per searcher.
+        outboxes: outbox of each searcher.
         transport: destination of published weights.
         batches: source of plans and batches.
         log_event: schedule log.

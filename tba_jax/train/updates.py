@@ -26,7 +26,7 @@ class UpdateResult(NamedTuple):
     Attributes:
         policy: log-prob of every token under the policy at the start of the step.
         loss: loss and its metrics.
-        trained, opt_state: after the updates.
+        trained, opt_state: parameters and optimizer state after the updates.
         made: int32, number of finite updates.
         grad_norm: norm of the gradient, or mean over several updates.
     """

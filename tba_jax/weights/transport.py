@@ -21,6 +21,10 @@ from tba_jax.models.quantized import Quantization, quantize
 from tba_jax.models.trees import check_same_tree
 from tba_jax.weights.versions import PublicationError
 
+DELIVERY_S = 0.1
+"""Longest wait of a thread for a publication, after which it checks whether to stop."""
+_UNUSED_S = 60.0  # after which a version without evaluation is dropped
+
 
 class Published(NamedTuple):
     """Weights that searchers receive: the trainer step of the publication, and the params."""
@@ -103,7 +107,7 @@ def make_publish_program(
         dtype: rollout dtype.
         layout: rearranges the tree for the searchers; None: no change.
         out_shardings: tree of shardings of the result; None: XLA's choice.
-        quantization: of the copy; other than "none" only with the decoder's layout.
+        quantization: quantization of the copy; needs the decoder's layout unless it is "none".
         float32_leaves: `TransformerConfig.float32_leaves`, which stay float32.
     """
 
@@ -223,7 +227,7 @@ class Mailbox:
 
         Args:
             version: trainer step of the publication.
-            params: in the searchers' dtype and layout.
+            params: weights in the searchers' dtype and layout.
 
         Raises:
             ValueError: the tree differs from the version before.
@@ -313,3 +317,60 @@ class MemoryTransport(DeliveringTransport):
 
     def close(self) -> None:
         """Do nothing: there is no background work."""
+
+
+class PublishedWeights:
+    """Weights that a trainer process publishes in memory to its own searchers.
+
+    A version that is evaluated is kept after newer ones
+    were published.
+
+    Args:
+        transport: transport from which the searchers take weights.
+        num_searchers: number of searchers of this process.
+    """
+
+    def __init__(self, transport: Transport, num_searchers: int) -> None:
+        self._transport = transport
+        self._num_searchers = num_searchers
+        self._lock = threading.Lock()
+        self._kept: dict[int, list[Any]] = {}
+        self._used_s: dict[int, float] = {}  # when a kept version was last known to be needed
+
+    def keep(self) -> None:
+        """Keep the newest version for its evaluation; called after its publication."""
+        self._transport.settle()
+        latest = [self._transport.latest(i) for i in range(self._num_searchers)]
+        found = [each for each in latest if each is not None]
+        if found:
+            with self._lock:
+                self._kept[found[0].version] = [each.params for each in found]
+                self._used_s[found[0].version] = time.monotonic()
+
+    def reset(self, version: int) -> None:
+        """Do nothing: trainer and searchers of a process end together."""
+
+    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for kept in list(self._kept):
+                if kept in evaluated:
+                    self._used_s[kept] = now
+                elif evaluated or now - self._used_s[kept] > _UNUSED_S:
+                    if evaluated and kept > max(evaluated):
+                        continue  # its evaluation was not requested yet
+                    del self._kept[kept], self._used_s[kept]
+
+    def poll(self) -> bool:
+        return self._transport.poll(DELIVERY_S)
+
+    def newest(self, i: int) -> int:
+        published = self._transport.latest(i)
+        return -1 if published is None else published.version
+
+    def at(self, version: int, i: int) -> Any:
+        with self._lock:
+            if version in self._kept:
+                return self._kept[version][i]
+        latest = self._transport.latest(i)
+        return latest.params if latest is not None and latest.version == version else None

@@ -24,7 +24,7 @@ class VersionReader:
         abstract: tree of jax.ShapeDtypeStruct as in the files, with shardings of this process.
         shardings: as in `MemoryTransport`.
         timeout_s: a listed version that cannot be read for this long is damaged.
-        layout: converts restored params to the searchers' layout; None: they have it.
+        layout: function that converts restored weights to the searchers' layout; None: none needed.
         clock: monotonic seconds.
 
     Attributes:

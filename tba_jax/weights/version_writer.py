@@ -176,7 +176,7 @@ class CheckpointTransport(DeliveringTransport):
         workdir, confirm: as in `VersionWriter`.
         program: copy and cast of the params under the trainer's device lock; files have the
             trainer's layout.
-        layout: converts restored params to the searchers' layout; None: they have it.
+        layout: function that converts restored weights to the searchers' layout; None: none needed.
         shardings, timeout_s: as in DeliveringTransport.
     """
 

@@ -37,8 +37,7 @@ from tba_jax.run.conduct import resume_display
 from tba_jax.run.errors import is_mendable
 from tba_jax.run.host_state import check_facts
 from tba_jax.run.lock import Hold, LockFolder
-from tba_jax.run.logs import open_logs
-from tba_jax.run.run import forget_after
+from tba_jax.run.run import forget_after, open_logs
 from tba_jax.run.schedule_replay import read_schedule
 from tba_jax.run.workdir import (
     begin_run,

@@ -43,11 +43,10 @@ import jax
 import numpy as np
 
 from tba_jax.commands.saved import load_run_config
+from tba_jax.devices.site import reading_mesh
 from tba_jax.report.lines import wrong_event, wrong_metrics
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.model_parts import describe_model
-from tba_jax.run.shared import reading_mesh
-from tba_jax.run.trainer_parts import abstract_state
+from tba_jax.run.model_parts import abstract_state, describe_model
 from tba_jax.weights.versions import Versions
 from tests.chaos import damage
 from tests.integration.commands import (
@@ -153,7 +152,7 @@ class Killer:
             assert life.code == 0, life.err
         config = load_run_config(str(folder))
         model = describe_model(config).config
-        mesh = reading_mesh(model, jax.local_devices())
+        mesh = reading_mesh(model.hidden_size, jax.local_devices())
         template = damage.Template(folder, config, abstract_state(config, model, mesh))
         with tempfile.TemporaryDirectory(dir=self.out) as scratch:
             before = damage.baselines(template, Path(scratch))

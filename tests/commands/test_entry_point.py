@@ -121,7 +121,9 @@ DAMAGED = (b"\xff\xfe", b"[]", b'{"config": [1]}', b"{", b"{}")
 def test_a_damaged_config_is_one_line_from_every_command(content, tmp_path, capsys):
     (tmp_path / "config.json").write_bytes(content)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"config.json is not readable as the config of a run \("):
+    with pytest.raises(
+        UserError, match=r"config.json is not readable as the config of a run of tba_jax \("
+    ):
         saved_config(tmp_path)
     assert export.main([f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -132,7 +134,9 @@ def test_a_damaged_config_is_one_line_from_every_command(content, tmp_path, caps
 
 
 def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
-    sealed.write(tmp_path / "config.json", {"config": {"seed": 1, "search.speed": 2}})
+    sealed.write(
+        tmp_path / "config.json", {"config": {"seed": 1, "search.speed": 2}, "run_id": "a"}
+    )
     assert export.main([f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "is of another version of tba_jax: this version does not know search.speed" in line

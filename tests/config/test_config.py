@@ -28,9 +28,9 @@ from tba_jax.config.schema import (
     get_field,
     make_config,
 )
-from tba_jax.run.trainer_parts import make_optimizer_from, make_step_settings
+from tba_jax.run.model_parts import make_optimizer_from, make_step_settings
 from tba_jax.settings import Schedule
-from tba_jax.train.schedules import value_at
+from tba_jax.train.target import value_at
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted(

@@ -12,7 +12,7 @@ from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, ConfigError, make_config
 from tba_jax.run.build import first_batch
-from tba_jax.run.trainer_parts import make_packing
+from tba_jax.run.model_parts import make_packing
 from tba_jax.train.objectives.tb import TrajectoryBalance
 
 # ml_collections loads config files through a deprecated function of importlib.

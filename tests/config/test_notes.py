@@ -8,7 +8,7 @@ from tba_jax.config.notes import notes
 from tba_jax.config.presets import names
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, make_config
-from tba_jax.run.trainer_parts import make_packing
+from tba_jax.run.model_parts import make_packing
 
 # ml_collections loads config files through a deprecated function of importlib.
 

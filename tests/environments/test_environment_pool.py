@@ -116,7 +116,7 @@ def test_typed_functions_are_tools_without_a_state_or_a_reward():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("lookup,lookup", "two tools have one name: lookup, lookup"),
+        ("lookup,lookup", "two of the tools lookup, lookup have one name"),
         ("Untyped", "tool undescribed needs a docstring"),
         ("Slow", "OSError: no such server"),
         ("Absent", "has no attribute 'Absent'"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration import commands
 
-FILE = Path(__file__).with_name("misbehaving.py")
+FILE = Path(__file__).with_name("environments_for_tests.py")
 NAMES = {f"environment_{x}" for x in ("timeout", "crash", "error", "type", "flood", "nan")}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.models.hf import config_json
 from tba_jax.planning import chips, estimates, fitting, layouts, programs
 from tba_jax.planning.model_shapes import PUBLISHED
-from tba_jax.run import trainer_parts
+from tba_jax.run import model_parts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = runpy.run_path(str(CONFIGS / "math.py"))
@@ -173,7 +173,7 @@ def test_an_offloaded_optimizer_state_is_the_hosts():
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), MESH_AXES)
     config = freeze(PRESETS["get_config"]("gsm8k"))
     here, away = (
-        trainer_parts.abstract_state(replace(config, {"optimizer.offload": x}), shape, mesh)
+        model_parts.abstract_state(replace(config, {"optimizer.offload": x}), shape, mesh)
         for x in (False, True)
     )
     kept, given = (estimates.state_bytes_by_kind(state) for state in (here, away))

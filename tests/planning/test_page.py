@@ -25,6 +25,10 @@ def plan_of(rows, fits):
 
     def plan(argv):
         assert "--json" in argv
+        if "--programs=train_step" in argv:  # with the preset's rows
+            assert argv[-2] in {f"--config.batch.micro_batch_rows={n}" for n in (8, 64)}
+            print(json.dumps(facts | {"programs": {"train_step": step | {"roofline_s": 2.0}}}))
+            return 0
         print("heading")
         print(json.dumps(facts))
         return 0 if fits else 1
@@ -40,7 +44,9 @@ def test_rows_are_written_and_kept(tmp_path):
     assert len(lines) == 2
     assert "rows=16" in lines[0] and lines[0].endswith("| fits |")
     assert "split, fsdp 4, 4 x 1 | `batch.micro_batch_rows=8` | 20.0 of 16.0 | 3.0" in lines[1]
-    assert lines[1].endswith("| 500 ms, compute | 10 ms | 1,200 | over by 4.0 |")
+    own = "64: 2 s, does not fit"
+    assert lines[1].endswith(f"| 500 ms, compute | {own} | 10 ms | 1,200 | over by 4.0 |")
+    assert "| 8: 2 s |" in lines[0]
 
 
 def test_a_run_that_cannot_be_planned_has_a_row(tmp_path):

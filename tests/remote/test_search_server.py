@@ -3,149 +3,21 @@
 
 import json
 import re
-from collections import Counter
 
-import numpy as np
 import pytest
 from fake_rounds import make_commit
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fake_search_server import IDENTITY, House, S, part_of, ticket
 
-from tba_jax.evaluation.service import EvaluationService
-from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
-from tba_jax.flow.state import PartState
-from tba_jax.remote.channel import NotReady, Unreachable
-from tba_jax.remote.client import (
-    Callbacks,
-    Dismissed,
-    LeasedShard,
-    Rewind,
-    SearcherClient,
-    TicketQuota,
-)
+from tba_jax.flow.evaluation_shard import Lease
+from tba_jax.remote.channel import NotReady
 from tba_jax.remote.messages import (
     Heartbeat,
     JoinRequest,
     JoinResponse,
-    Response,
-    SearcherKey,
-    SearcherStart,
-    Trace,
     from_json,
     pack_json,
-    pack_lease_result,
-    pack_put,
-    unpack_lease_result,
-    unpack_put,
 )
 from tba_jax.remote.search_channel import search_handlers
-from tba_jax.remote.search_server import SearchServer
-from tba_jax.remote.searcher_table import Listeners, ServerSettings
-from tba_jax.replay.admission import Admission, Demand
-from tba_jax.replay.outbox import Outbox
-
-IDENTITY = {"code": "1", "model": "m"}
-S = 2  # responses of a ticket
-
-
-def ticket(slot, number, version=0):
-    return make_commit(
-        {number: [[5, number + 1], [6]]}, round=number, searcher=slot, version=version
-    )
-
-
-class Figures:
-    """An evaluator of five parts, whose figures are their numbers and who did them."""
-
-    num_shards = 5
-
-    def shard(self, params, number, station=0):
-        return part_of(number, params)
-
-    def merge(self, parts):
-        return sorted((part.first, part.texts[0][0]) for part in parts)
-
-
-def part_of(number, who):
-    return EvaluationShard(number, [[[1]]], [[True]], [[who]], [[1.0]], {}, [[False]], {})
-
-
-class House:
-    """A trainer's side with a clock of its own; `restore` makes the next one from a checkpoint."""
-
-    def __init__(self, num_searchers=2, *, max_staleness=0, outbox_bytes=2**20, prompts=4):
-        self.now, self.lines = 0.0, []
-        self.outboxes = {slot: Outbox(outbox_bytes) for slot in range(num_searchers)}
-        self.demand = Demand(prompts, 1.0, max_staleness, 1)
-        self.epoch = 0
-        self.taken, self.saved = [], None
-        self.events, self.num_chunks = [], dict.fromkeys(range(num_searchers), 0)
-        self.given = []
-        self.open_server()
-        self.save()
-
-    def open_server(self):
-        self.epoch += 1
-        unmerged = sum(outbox.num_groups for outbox in self.outboxes.values())
-        self.admission = Admission(self.demand, list(self.outboxes), unmerged)
-        self.service = EvaluationService(Figures(), lambda: self.now)
-        self.server = SearchServer(
-            ServerSettings(str(self.epoch), IDENTITY, S, heartbeat_timeout_s=10.0, max_tickets=4),
-            self.outboxes,
-            self.admission,
-            self.service,
-            clock=lambda: self.now,
-            log=self.lines.append,
-            num_chunks=self.num_chunks,
-            listeners=Listeners(
-                lambda *facts: self.given.append(facts),
-                self.events.append,
-                self.num_chunks.__setitem__,
-            ),
-        )
-
-    def request(self, *message):
-        return self.server.request_tickets(*message)
-
-    def join(self, *slots, identity=IDENTITY):
-        return self.server.join(JoinRequest(slots or (0,), "a", identity))
-
-    def merge(self):
-        commits = [c for outbox in self.outboxes.values() for c in outbox.take()]
-        self.taken += [(c.searcher, c.round) for c in commits]
-        self.admission.update(step=0, version=0, num_merged=len(commits), num_fresh=0)
-
-    def save(self):
-        states = {slot: outbox.state() for slot, outbox in self.outboxes.items()}
-        self.saved = states, list(self.taken), list(self.events), dict(self.num_chunks)
-
-    def restore(self):
-        states, self.taken = self.saved[0], list(self.saved[1])
-        self.events, self.num_chunks = list(self.saved[2]), dict(self.saved[3])
-        for slot, (arrays, meta) in states.items():
-            self.outboxes[slot].restore(PartState(arrays, json.loads(json.dumps(meta))))
-        self.open_server()
-
-    def check(self):
-        """Each response counts once, each ticket once, and admission counts the open tickets."""
-        pending = Counter()
-        generated = lost = 0
-        for slot, outbox in self.outboxes.items():
-            counts = outbox.counts
-            generated, lost = generated + counts.generated, lost + counts.lost
-            pending.update({slot: counts.pending})
-        assert generated == sum(pending.values()) + S * len(self.taken) + lost
-        assert lost >= 0
-        assert len(set(self.taken)) == len(self.taken)
-        for slot in self.outboxes:
-            chunks = [event["chunk"] for event in self.events if event["searcher"] == slot]
-            assert chunks == sorted(set(chunks)) and all(n < self.num_chunks[slot] for n in chunks)
-        begun = sum(
-            len(slot.open_tickets) for slot in self.server._searchers.values() if slot.is_connected
-        )
-        assert self.admission.num_under_way == begun + sum(
-            outbox.num_groups for outbox in self.outboxes.values()
-        )
 
 
 def test_a_repeated_put_is_acknowledged_as_one():
@@ -300,9 +172,7 @@ def test_searchers_lease_evaluation_shards_and_leases_of_a_lost_one_are_withdraw
     assert house.request(first, 0, 0, free).lease == Lease(3, 0)
     assert house.request(first, 0, 0, free).lease == Lease(3, 0)  # the answer was lost
     assert house.request(second, 0, 0, free).lease == Lease(3, 1)
-    data = pack_lease_result(second, Lease(3, 1), part_of(1, "second"))
-    key, lease, part = unpack_lease_result(data)
-    assert key == second and lease == Lease(3, 1)
+    part = part_of(1, "second")
     assert house.server.return_lease(second, Lease(3, 1), part).status == "ok"
     assert house.server.return_lease(second, Lease(3, 1), part).status == "duplicate"
     for _ in range(6):
@@ -321,8 +191,6 @@ def test_searchers_lease_evaluation_shards_and_leases_of_a_lost_one_are_withdraw
     (finished,) = house.service.poll()
     who = ["trainer", "second", "trainer", "trainer", "trainer"]
     assert finished.evaluation == list(enumerate(who)) and house.service.wanted == ()
-    with pytest.raises(ValueError, match="12 bytes of an evaluation shard cannot be read"):
-        unpack_lease_result(data[:12])
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
@@ -384,7 +252,8 @@ def test_given_responses_are_tickets_that_need_no_admission():
     """They are the first rounds of a searcher, of any size, and are never lost."""
     house = House(max_staleness=1, prompts=1)
     key = house.server.join(JoinRequest((0,), "a", IDENTITY, ((5, 3),))).starts[0].key
-    assert house.given == [(0, 5, 3)]
+    searcher = house.searchers[0]
+    assert (searcher.num_given, searcher.num_given_rounds) == (5, 3)
     assert house.request(key, 4, 0, Heartbeat(version=0)).tickets[:3] == (0, 1, 2)
     house.server.lose_host([0])
     assert house.outboxes[0].counts.lost <= S  # at most the one sampled ticket
@@ -410,198 +279,3 @@ def test_a_stop_request_of_one_searcher_stops_the_run():
     assert not house.server.wants_stop
     house.request(key, 0, 0, Heartbeat(wants_stop=True))
     assert house.server.wants_stop
-
-
-def test_commits_come_back_exactly():
-    sent = [ticket(0, 3), ticket(0, 4)]
-    key = SearcherKey("1", 0, 1)
-    trace = Trace(({"event": "chunk", "chunk": 4},), 7)
-    found, (first, second), back = unpack_put(pack_put(key, sent, trace))
-    assert back == trace
-    assert found == key and (first.round, second.round) == (3, 4)
-    for before, after in zip(
-        sent[0].groups[0].trajectories, first.groups[0].trajectories, strict=True
-    ):
-        np.testing.assert_array_equal(before.response_tokens, after.response_tokens)
-        assert before.version_max == after.version_max
-    assert pack_put(*unpack_put(pack_put(key, sent, trace))) == pack_put(key, sent, trace)
-    with pytest.raises(ValueError, match="damaged in transit or sent by another version"):
-        unpack_put(pack_put(key, sent, trace)[:-40])
-
-
-class Wire:
-    """Requests to the current search server; some are lost before they arrive, some after."""
-
-    def __init__(self, house):
-        self.house, self.fate = house, "arrives"
-
-    def _said(self, say):
-        if self.fate == "lost":
-            raise Unreachable("no answer in 10 s")
-        answer = say()
-        if self.fate == "answer lost":
-            raise Unreachable("no answer in 10 s")
-        return answer
-
-    def request_tickets(self, *message):
-        return self._said(lambda: self.house.server.request_tickets(*message))
-
-    def put(self, *message):
-        return self._said(lambda: self.house.server.put(*message))
-
-    def return_lease(self, *message):
-        return self._said(lambda: self.house.server.return_lease(*message))
-
-
-class Process:
-    """A process that is a searcher: it begins what it is granted, ends it in some order."""
-
-    def __init__(self, house, slot):
-        self.house, self.slot = house, slot
-        self.wire = Wire(house)
-        self.is_dismissed = False
-        self.join()
-
-    def join(self):
-        (start,) = self.house.server.join(JoinRequest((self.slot,), "a", IDENTITY)).starts
-        self.outbox, self.quota, self.begun = Outbox(2**20), TicketQuota(), []
-        self.leased = LeasedShard()
-        self.num_chunks, self.events = start.num_chunks, []
-        self.outbox.start_from(start.position)
-        self.next = start.position["next_round"]
-        self.client = SearcherClient(
-            start,
-            self.wire,
-            self.outbox,
-            self.quota,
-            self.leased,
-            Callbacks(
-                room=lambda: 3 - len(self.begun),
-                heartbeat=lambda put_s: Heartbeat(version=0),
-                trace=self.trace,
-                versions=lambda version, evaluated: None,
-                log=self.house.lines.append,
-            ),
-            clock=lambda: self.house.now,
-            timeout_s=1e6,
-        )
-
-    def trace(self):
-        events, self.events = tuple(self.events), []
-        return Trace(events, self.num_chunks)
-
-    def work(self, fate, choice):
-        self.wire.fate = fate
-        if choice % 4:  # some chunks are worth an event
-            self.events.append({"searcher": self.slot, "chunk": self.num_chunks})
-        self.num_chunks += 1
-        while self.quota.admit(self.slot, 0):
-            while self.outbox.is_committed(self.next) or self.next in self.begun:
-                self.next += 1
-            self.begun.append(self.next)
-        if self.begun and choice % 3:
-            number = self.begun.pop(choice // 3 % len(self.begun))
-            self.outbox.put(ticket(self.slot, number))
-        if choice % 2 and (asked := self.leased.start()) is not None:
-            could = choice % 5 > 0
-            self.leased.finish(asked, part_of(asked[1], f"searcher {self.slot}") if could else None)
-        try:
-            self.client.step()
-        except Rewind:
-            self.join()
-        except Dismissed:
-            self.is_dismissed = True
-
-
-def test_an_owner_that_is_slow_for_30_s_is_one_clear_line():
-    house = House(1)
-    process = Process(house, 0)
-    process.work("arrives", 0)
-    lines = len(house.lines)
-    for _ in range(4):
-        house.now += 10.0
-        process.work("lost", 0)
-    process.work("arrives", 0)
-    process.work("arrives", 1)
-    (line,) = house.lines[lines:]
-    assert line.startswith("searcher 0 had no response from the trainer for 30 s; its finished")
-    house.check()
-
-
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["work"] * 6 + ["lost", "answer lost", "kill", "zombie", "merge", "save", "restore",
-                            "silence", "jump"]
-        ),
-        st.integers(0, 5),
-        st.integers(0, 5),
-    ),
-    max_size=60,
-)  # fmt: skip
-
-
-@settings(max_examples=50, deadline=None)
-@given(EVENTS)
-def test_each_response_counts_once_in_random_interleavings(events):
-    """Random interleavings of work, lost messages, kills, zombies, restores and silences."""
-    house = House(3, max_staleness=2, prompts=3)
-    processes = [Process(house, slot) for slot in range(3)]
-    for kind, which, choice in events:
-        house.now += 0.5
-        process = processes[which % len(processes)]
-        if kind in ("work", "lost", "answer lost") and not process.is_dismissed:
-            process.work("arrives" if kind == "work" else kind, choice)
-        elif kind == "kill":
-            processes[which % len(processes)] = Process(house, process.slot)
-        elif kind == "zombie":  # the old one goes on beside the new one
-            processes.append(Process(house, process.slot))
-        elif kind == "merge":
-            house.merge()
-        elif kind == "save":
-            house.save()
-            house.service.request(choice, ["trainer"])
-        elif kind == "restore":
-            house.restore()
-        elif kind == "silence":
-            for _ in range(5):
-                house.now += 2.4
-                house.server.lose_silent_searchers()
-        elif kind == "jump":
-            house.now += 1e5 * (choice - 2)
-        house.check()
-    # Whoever is the last of a slot ends everything up to where it is: no ticket was skipped.
-    for slot in range(3):
-        last = Process(house, slot)
-        for choice in range(30):
-            house.now += 1.0
-            last.work("arrives", choice)
-            house.merge()
-            house.check()
-        assert not last.is_dismissed
-        committed = sorted(number for owner, number in house.taken if owner == slot)
-        assert committed[:10] == list(range(10))
-    # Every evaluation that this trainer asked for is made of every part once.
-    wanted = house.service.wanted
-    house.server.stop_leases()
-    while house.service.step(0):
-        pass
-    assert house.service.is_idle
-    finished = house.service.poll()
-    assert {f.version for f in finished} >= set(wanted)
-    assert all([number for number, _ in f.evaluation] == list(range(5)) for f in finished)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        JoinRequest((0, 1), "host", {"code": "a"}, ((3, 1), (0, 0))),
-        JoinResponse((SearcherStart(SearcherKey("e", 1, 2), {"next_round": 3}, 4),), 5, "", 1.5),
-        Response("ok", (1, 2), 3, 0.5, "why", Lease(4, 1), (4, 6)),
-        Response("ended"),
-        Heartbeat(1.0, (0.1, 0.2), (3, 4), True, 7, True),
-    ],
-)
-def test_messages_come_back_as_they_were(message):
-    back = from_json(type(message), json.loads(pack_json(message)))
-    assert back == message and type(back) is type(message)

@@ -93,7 +93,7 @@ def test_a_step_may_take_longer_than_a_request(owner):
         asked.append(time.monotonic())
         return len(asked) > 1, False
 
-    assert steps.wait(0, facts, nothing) == b"decision"
+    assert steps.wait(0, facts) == b"decision"
     assert len(asked) >= 2 and server.wants_stop
     steps.close()
 
@@ -105,7 +105,7 @@ def test_an_owner_that_is_gone_is_one_clear_line(owner):
         Channel(lambda: Endpoint(("127.0.0.1:9",), "secret"), timeout_s=0.2), 1, timeout_s=0.3
     )
     with pytest.raises(WorkerError) as raised:
-        steps.wait(0, lambda: (False, False), nothing)
+        steps.wait(0, lambda: (False, False))
     assert isinstance(raised.value.__cause__, PeerError)
     assert "the first trainer process has not responded" in str(raised.value)
 
@@ -115,7 +115,7 @@ def test_a_wrong_token_is_one_clear_line(owner):
     wrong = channel.endpoint._replace(token="another run's")
     steps = StepClient(Channel(lambda: wrong, timeout_s=5.0), 1, timeout_s=5.0)
     with pytest.raises(WorkerError, match="refuses the token of this run") as raised:
-        steps.wait(0, lambda: (False, False), nothing)
+        steps.wait(0, lambda: (False, False))
     assert is_mendable(raised.value.__cause__)
 
 
@@ -126,8 +126,9 @@ def test_a_failure_of_this_process_ends_its_wait(owner):
     def check():
         raise LookupError("a searcher failed")
 
+    steps.check = check
     with pytest.raises(LookupError, match="a searcher failed"):
-        steps.wait(0, lambda: (False, False), check)
+        steps.wait(0, lambda: (False, False))
     steps.close()
 
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba_jax.replay.ledger import LedgerError
-from tba_jax.replay.store import RESPONSE_OVERHEAD_BYTES
+from tba_jax.replay.store import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 
 # --- keeping -------------------------------------------------------------------------------------
 
@@ -111,7 +111,8 @@ def test_capacity_per_prompt_evicts_the_oldest():
 def test_the_byte_bound_evicts_the_oldest_of_the_whole_buffer():
     """Against a sort of everything, over 40 merges."""
     rng = np.random.default_rng(0)
-    prompt_bytes = 5 * 3 * 4 + 5 * len("prompt 0")  # at most 3 tokens of 4 bytes each, and text
+    # At most 3 tokens of 4 bytes each, and text.
+    prompt_bytes = 5 * (3 * 4 + len("prompt 0") + PROMPT_OVERHEAD_BYTES)
     limit = 20 * (16 + RESPONSE_OVERHEAD_BYTES) + prompt_bytes
     buffer = make_buffer(max_bytes=limit)
     kept = []  # (sort key, prompt, tokens)
@@ -135,7 +136,7 @@ def test_the_byte_bound_evicts_the_oldest_of_the_whole_buffer():
 
 def _bytes_of_prompts(kept):
     prompts = {p for _, p, _ in kept}
-    return sum(4 * (2 + p % 3) + len(f"prompt {p}") for p in prompts)
+    return sum(4 * (2 + p % 3) + len(f"prompt {p}") + PROMPT_OVERHEAD_BYTES for p in prompts)
 
 
 def test_a_response_is_removed_when_it_was_used_up():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of driver=sync: as many as were allowed, with the weights they were allowed for."""
 
-from tba_jax.replay.round_admission import RoundAdmission
+from tba_jax.replay.admission import RoundAdmission
 
 
 def test_rounds_are_admitted_up_to_the_allowed_number_with_one_version():

@@ -6,7 +6,14 @@ import functools
 import numpy as np
 from fake_rounds import assert_same_trajectory, make_prompt, make_trajectory
 
-from tba_jax.replay.store import COUNT, ID, RESPONSE_OVERHEAD_BYTES, USES, TrajectoryStore
+from tba_jax.replay.store import (
+    COUNT,
+    ID,
+    PROMPT_OVERHEAD_BYTES,
+    RESPONSE_OVERHEAD_BYTES,
+    USES,
+    TrajectoryStore,
+)
 
 
 def test_many_inserts_and_removals_agree_with_a_dictionary():
@@ -59,7 +66,9 @@ def test_many_inserts_and_removals_agree_with_a_dictionary():
     assert store.sum_versions == sum(n * y.version_min for _, y, n, _ in model.values())
     assert store.sum_rewards == sum(n * y.reward for _, y, n, _ in model.values())
     assert store.sum_uses == sum(uses for *_, uses in model.values())
-    prompt_bytes = sum(make_prompt(p).tokens.nbytes + len(f"prompt {p}") for p in range(4))
+    prompt_bytes = sum(
+        make_prompt(p).tokens.nbytes + len(f"prompt {p}") + PROMPT_OVERHEAD_BYTES for p in range(4)
+    )
     assert store.num_bytes == len(model) * (8 + RESPONSE_OVERHEAD_BYTES) + prompt_bytes
     while (slot := store.oldest()) is not None:
         store.remove(slot)

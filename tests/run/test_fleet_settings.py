@@ -11,10 +11,11 @@ from tba_jax.config.resolved import writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
+from tba_jax.remote.searcher_table import RemoteSearcher
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.errors import FleetError, UserError, is_mendable
 from tba_jax.run.ray_cluster import train_fleet
-from tba_jax.run.search_parts import RemoteSearcher, Search
+from tba_jax.run.search_parts import Search
 from tba_jax.run.shared import open_sites, place_run
 
 FLEET = {"placement": "fleet", "task.name": "arithmetic"}
@@ -46,7 +47,7 @@ def test_resources():
 def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"needs Ray.*pip install 'tba_jax\[fleet\]'"):
-        train_fleet(make_config(FLEET), tmp_path, interrupted=lambda: False, display=None)
+        train_fleet(make_config(FLEET), tmp_path, None, interrupted=lambda: False, display=None)
     assert is_mendable(FleetError("died"))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tba_jax.devices.cluster import Cluster
 from tba_jax.report.jsonl import read_jsonl
-from tba_jax.run.logs import open_logs
+from tba_jax.run.run import open_logs
 
 
 class Display:

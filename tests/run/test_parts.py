@@ -8,11 +8,11 @@ import numpy as np
 from fake_models import random_params, tiny_config
 
 from tba_jax.config.schema import make_config
+from tba_jax.devices.site import reading_mesh
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.run.model_parts import make_decoder
-from tba_jax.run.shared import place_run, reading_mesh
-from tba_jax.run.trainer_parts import groups_stay_whole
+from tba_jax.run.model_parts import groups_stay_whole, make_decoder
+from tba_jax.run.shared import place_run
 from tba_jax.search.sampler import sampling_settings
 
 CONFIG = tiny_config()
@@ -73,8 +73,8 @@ def test_the_mesh_and_the_searchers_of_a_config():
 
 
 def test_a_model_is_read_on_as_many_devices_as_divide_it():
-    assert reading_mesh(CONFIG, jax.devices()).shape["fsdp"] == 8
-    assert reading_mesh(CONFIG, jax.devices()[:7]).shape["fsdp"] == 4
+    assert reading_mesh(CONFIG.hidden_size, jax.devices()).shape["fsdp"] == 8
+    assert reading_mesh(CONFIG.hidden_size, jax.devices()[:7]).shape["fsdp"] == 4
 
 
 def test_groups_whose_episodes_may_fork_are_divided_over_micro_batches():

@@ -11,8 +11,7 @@ import pytest
 from tba_jax.config.command_line import override
 from tba_jax.rewards.source import RemoteRewards
 from tba_jax.run.build import check_rewards
-from tba_jax.run.preflight import command_problems, problems
-from tba_jax.run.shared import Rewards, make_task
+from tba_jax.run.shared import Rewards, command_problems, make_task, problems
 
 REWARDS = """
 def score(completions, answer, **kwargs):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
-from tba_jax.run.trainer_parts import make_step_settings
+from tba_jax.run.model_parts import make_step_settings
 from tba_jax.settings import ConfigError
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.tb import TrajectoryBalance

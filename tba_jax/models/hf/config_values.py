@@ -72,7 +72,7 @@ def number(name: str, value: Any, *, least: float = 0.0) -> float:
     """Return a finite number above `least`.
 
     Raises:
-        ValueError: it is none; names the setting and its value.
+        ValueError: the value is not such a number; names setting and value.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= least:

@@ -27,7 +27,7 @@ class Rotary(NamedTuple):
     Attributes:
         theta: setting of the base of the frequencies.
         fraction: setting of the rotated share of a head.
-        default_fraction: that share if the setting is missing.
+        default_fraction: share of rotated dimensions if the setting is missing.
         may_be_partial: whether it may be less than 1.
         window_theta: setting of the base in window layers; None: they rotate as full layers do.
             Such families have an entry per kind of layer in `rope_parameters`.
@@ -94,7 +94,6 @@ def tensors(config: TransformerConfig, found: Collection[str] = ()) -> dict[str,
     """Return every tensor of a checkpoint of this architecture, by its usual name.
 
     Args:
-        config: the architecture.
         found: names of tensors in files, which select one of the layouts of the family; empty: the
             layout that is written.
     """

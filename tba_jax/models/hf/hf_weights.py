@@ -116,7 +116,6 @@ def save(
 
     Args:
         folder: created if missing; its weights are replaced.
-        config: the architecture.
         params: parameters in our layout, on any devices; gathered one tensor at a time.
         hf_config: contents for config.json (a source's, or `config_json.hf_config`); its dtype is
             replaced by that of the parameters.

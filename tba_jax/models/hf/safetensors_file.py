@@ -34,8 +34,8 @@ class Entry(NamedTuple):
 
     Attributes:
         path: the file.
-        dtype: its code in the file; `DTYPES` has the readable ones.
-        shape: its shape.
+        dtype: dtype code in the file; `DTYPES` has the codes that can be read.
+        shape: shape of the tensor.
         start: first byte, counted from the start of the file.
         num_bytes: length.
     """
@@ -94,7 +94,7 @@ def write(
         path: file to write, overwritten.
         header: dtype and shape by name. Dtype sizes should not grow along the file, so that
             tensors are aligned.
-        arrays: one per name, in the same order.
+        arrays: one array per name, in the same order.
 
     Raises:
         ValueError: a dtype that `DTYPES` lacks.

@@ -33,7 +33,7 @@ class HFTensor:
         widths: sizes of the leaves' parts along the second axis of the grid; the first axis counts
             groups of such parts. Empty: all leaves have one shape. If set, `order` permutes the
             axes of one part.
-        shapes: with widths, the shapes of the leaves.
+        shapes: shapes of the leaves, if `widths` are given.
         is_mxfp4: the files have four-bit blocks and their scales in place of the tensor.
     """
 

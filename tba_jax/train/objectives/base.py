@@ -113,7 +113,9 @@ class Loss(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """A frozen, hashable value. Means use `GroupData`'s methods, so that partial losses add up.
+    """An objective: its settings, and its loss on a part of a batch; frozen and hashable.
+
+    A loss takes means with the methods of `GroupData`, so that the losses of parts add up.
 
     Attributes:
         needs_behavior: the objective assumes that the sampler is the current policy, or that its
