@@ -17,11 +17,10 @@ from jaxtyping import Float, Int
 from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
-from tba_jax.replay import curriculum
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.contents import Contents
-from tba_jax.replay.draws import choose, response_log_weights
-from tba_jax.replay.economy import Economy
+from tba_jax.replay.draws import TRIES, choose, is_wanted, response_log_weights, without_level
+from tba_jax.replay.ledger import Economy
 from tba_jax.replay.soft_values import SoftValues
 from tba_jax.replay.store import ID
 
@@ -113,7 +112,7 @@ class ReplayBuffer:
         `response_log_weights`.
 
         A prompt repeats in a batch only if there are fewer prompts than slots. With fewer than
-        `group_size` responses, all are taken and the rest are repeats. A group that `curriculum`
+        `group_size` responses, all are taken and the rest are repeats. A group that `is_wanted`
         rejects is replaced by another waiting group, then by replay; or its slot stays empty.
 
         Args:
@@ -133,7 +132,7 @@ class ReplayBuffer:
             fill = self._fresh_fill(num_prompts, group_size)
             taken: set[int] = set()
             fresh: list[Draw] = []
-            tries = curriculum.TRIES * num_prompts
+            tries = TRIES * num_prompts
             while len(fresh) < sum(plan) and (draw := self._draw_fresh(taken, group_size, fill)):
                 tries -= 1
                 if tries < 0 or self._wants(draw):
@@ -149,7 +148,7 @@ class ReplayBuffer:
             economy.fresh_slots += len(fresh) + num_short
             self._plan = None
             draws = [fresh.pop() if is_fresh and fresh else replay.pop() for is_fresh in plan]
-            draws, num_skipped = curriculum.without_level(self._settings, draws)
+            draws, num_skipped = without_level(self._settings, draws)
             contents.ledger.counters["skipped"] += num_skipped
             return draws
 
@@ -225,14 +224,14 @@ class ReplayBuffer:
 
     def _wants(self, draw: Draw) -> bool:
         """Return whether to train on a draw; a rejected draw counts as a use."""
-        wanted = curriculum.is_wanted(self._settings, draw)
+        wanted = is_wanted(self._settings, draw)
         self._contents.ledger.counters["redrawn"] += not wanted
         return wanted
 
     def _draw_wanted(self, taken: set[int], group_size: int) -> Draw:
         """Return a replay slot, drawn again while it is rejected, a limited number of times."""
         draw = self._draw_replay(taken, group_size)
-        for _ in range(curriculum.TRIES - 1):
+        for _ in range(TRIES - 1):
             if self._wants(draw):
                 break
             draw = self._draw_replay(taken, group_size)

@@ -17,10 +17,9 @@ from tba_jax.flow.rounds import RoundCommit
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.replay.economy import Economy
+from tba_jax.replay.draws import PromptPool
 from tba_jax.replay.fresh import FreshGroups, RecentMerges
-from tba_jax.replay.ledger import Ledger
-from tba_jax.replay.prompt_pool import PromptPool
+from tba_jax.replay.ledger import Economy, Ledger
 from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, TrajectoryStore
 
 

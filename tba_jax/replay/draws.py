@@ -1,14 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of responses: weights, and draws without replacement.
+"""Draws of prompts and responses: epochs of prompts, weights of responses, equal rewards.
 
 A row may represent several equal responses, its copies; each copy is drawn like a separate row.
-Invariant: no copy is drawn twice while there are enough copies.
+Invariants: no copy is drawn twice while there are enough copies. Between two `recycle` calls of a
+PromptPool no prompt is drawn twice, despite additions and removals.
 """
 
 import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from tba_jax.flow.trajectory import Draw
+from tba_jax.replay.config import ReplaySettings
+
+TRIES = 8
+"""Maximum draws per slot; the last draw is trained on even if its rewards are equal."""
+
+
+class PromptPool:
+    """Prompts drawn at random without replacement, in epochs, from a changing set.
+
+    The cost of an operation is constant.
+
+    Attributes:
+        ids: all IDs; the first `num_left` remain to be drawn in this epoch.
+        num_left: number of IDs that remain.
+    """
+
+    def __init__(self, ids: Iterable[int] = (), num_left: int = 0) -> None:
+        self.ids = list(ids)
+        self.num_left = num_left
+        self._where = {prompt_id: index for index, prompt_id in enumerate(self.ids)}
+        self._aside: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add(self, prompt_id: int) -> None:
+        """Add a prompt to this epoch; a prompt that is present stays as it is."""
+        if prompt_id not in self._where:
+            self._where[prompt_id] = len(self.ids)
+            self.ids.append(prompt_id)
+            self._move_left(prompt_id)
+
+    def discard(self, prompt_id: int) -> None:
+        """Remove a prompt, if present."""
+        index = self._where.get(prompt_id)
+        if index is None:
+            return
+        if index < self.num_left:
+            self.num_left -= 1
+            self._swap(index, self.num_left)
+            index = self.num_left
+        self._swap(index, len(self.ids) - 1)
+        self.ids.pop()
+        del self._where[prompt_id]
+
+    def draw(self, rng: np.random.Generator, excluded: Collection[int]) -> int | None:
+        """Return a random remaining prompt that is not excluded; None if there is none.
+
+        Excluded prompts that are found on the way are set aside until `give_back` or `recycle`.
+        """
+        while self.num_left:
+            # A float times a count is uniform enough below 2^53, and ten times faster than
+            # rng.integers.
+            index = int(rng.random() * self.num_left)
+            self.num_left -= 1
+            self._swap(index, self.num_left)
+            prompt_id = self.ids[self.num_left]
+            if prompt_id not in excluded:
+                return prompt_id
+            self._aside.append(prompt_id)
+        return None
+
+    def give_back(self) -> None:
+        """Make set-aside prompts drawable again in this epoch."""
+        for prompt_id in self._aside:
+            if prompt_id in self._where:
+                self._move_left(prompt_id)
+        self._aside.clear()
+
+    def recycle(self) -> None:
+        """Begin a new epoch with all prompts."""
+        self.num_left = len(self.ids)
+        self._aside.clear()
+
+    def _move_left(self, prompt_id: int) -> None:
+        index = self._where[prompt_id]
+        if index >= self.num_left:
+            self._swap(index, self.num_left)
+            self.num_left += 1
+
+    def _swap(self, i: int, j: int) -> None:
+        ids = self.ids
+        ids[i], ids[j] = ids[j], ids[i]
+        self._where[ids[i]], self._where[ids[j]] = i, j
 
 
 def response_log_weights(
@@ -66,3 +155,36 @@ def choose(
     weights = copies * np.exp(log_weights - log_weights.max())
     repeats = rng.choice(len(copies), size - total, p=weights / weights.sum())
     return copies, np.bincount(repeats, minlength=len(copies))
+
+
+def is_wanted(settings: ReplaySettings, draw: Draw) -> bool:
+    """Return False for a group of equal rewards with replay.equal_rewards=redraw."""
+    return settings.equal_rewards != "redraw" or not _is_level(draw)
+
+
+def without_level(settings: ReplaySettings, draws: Sequence[Draw]) -> tuple[list[Draw], int]:
+    """Empty the slots of groups with equal rewards, for replay.equal_rewards=skip.
+
+    A batch that has only such groups stays as it is.
+
+    Returns:
+        The batch, and the number of slots that were emptied.
+    """
+    level = [settings.equal_rewards == "skip" and _is_level(draw) for draw in draws]
+    if all(level):
+        return list(draws), 0
+    nothing: dict[str, Any] = {
+        "trajectories": (),
+        "weights": (),
+        "trajectory_ids": (),
+        "num_repeats": 0,
+    }
+    kept = [
+        draw._replace(**nothing) if is_level else draw
+        for draw, is_level in zip(draws, level, strict=True)
+    ]
+    return kept, sum(level)
+
+
+def _is_level(draw: Draw) -> bool:
+    return float(np.ptp([y.reward for y in draw.trajectories])) == 0

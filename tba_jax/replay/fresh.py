@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.replay.prompt_pool import PromptPool
+from tba_jax.replay.draws import PromptPool
 
 KEPT_MERGES = 8
 """Number of merges whose prompts can be drawn again: their data are nearly new."""

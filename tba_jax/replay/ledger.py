@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ledger: accounts for every response that entered the buffer.
+"""Accounts of the buffer: the ledger of its responses, and the economy of the searchers' work.
 
-Equal responses count separately. Invariant: generated = stored + evicted_* + duplicate + rejected.
+The ledger counts the places of responses; equal responses count separately. The economy counts the
+use of generated groups, batch slots and lengths: the share that is trained on, and its bias.
+Invariants: generated = stored + evicted_* + duplicate + rejected. A merged group is trained,
+waiting or lost, and a response counts as trained once.
 """
 
+import collections
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+
+from tba_jax.replay.config import ReplaySettings
 
 _COUNTERS = (
     "generated",
@@ -23,6 +31,13 @@ _COUNTERS = (
     "redrawn",
     "skipped",
 )
+
+
+# Warnings before this many batches would describe the initial fill.
+_MIN_BATCHES = 20
+_MIN_TRAINED_SHARE = 0.9
+_MAX_RANK_OFFSET = 0.05
+_MAX_M_OFFSET = 0.05
 
 
 class LedgerError(RuntimeError):
@@ -90,3 +105,149 @@ class Ledger:
         """Restore a saved `state`."""
         self.counters = {**dict.fromkeys(_COUNTERS, 0), **state["counters"]}
         self.rejected = dict(state["rejected"])
+
+
+class Economy:
+    """Counts over a whole run.
+
+    Attributes:
+        batches, slots: numbers of drawn batches and slots.
+        fresh_slots: slots chosen to be fresh.
+        unused_slots: fresh slots filled with a waiting group.
+        recycled_slots: fresh slots filled with a group of the newest merges that was drawn before.
+        merged_groups: groups (one merge, one prompt) that waited to be drawn.
+        trained_groups: groups drawn while they waited.
+        came_in: merged responses, by their number of tokens.
+        trained: responses drawn for the first time, by their number of tokens.
+        staleness: responses in fresh slots except recycled ones, by staleness in steps.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.slots = 0
+        self.fresh_slots = 0
+        self.unused_slots = 0
+        self.recycled_slots = 0
+        self.merged_groups = 0
+        self.trained_groups = 0
+        self.came_in: collections.Counter[int] = collections.Counter()
+        self.trained: collections.Counter[int] = collections.Counter()
+        self.staleness: collections.Counter[int] = collections.Counter()
+
+    def trained_share(self, waiting: int) -> float:
+        """Return the share of trained groups among those that no longer wait; 1 without any.
+
+        Args:
+            waiting: waiting groups of which nothing was drawn yet.
+        """
+        over = self.merged_groups - waiting
+        return self.trained_groups / over if over else 1.0
+
+    def length_rank(self) -> float:
+        """Return the mean rank, in [0, 1], of trained lengths among all merged lengths.
+
+        Equal lengths share their middle rank, so 0.5 is unbiased; below it, short responses are
+        preferred. 0.5 if nothing was trained.
+        """
+        if not self.trained:
+            return 0.5
+        lengths = sorted(self.came_in)
+        came_in = np.array([self.came_in[n] for n in lengths], np.float64)
+        trained = np.array([self.trained[n] for n in lengths], np.float64)
+        rank = (np.cumsum(came_in) - came_in / 2) / came_in.sum()
+        return float((rank * trained).sum() / trained.sum())
+
+    def effective_m(self) -> float:
+        """Return the share of all slots that were filled with newest data; 0 without a slot."""
+        return (self.unused_slots + self.recycled_slots) / max(1, self.slots)
+
+    def late_share(self, max_staleness: int) -> float:
+        """Return the share of responses in fresh slots beyond the bound; 0 without a bound."""
+        if not max_staleness or not self.staleness:
+            return 0.0
+        late = sum(n for age, n in self.staleness.items() if age > max_staleness)
+        return late / self.staleness.total()
+
+    def stats(self, waiting: int, max_staleness: int) -> dict[str, float]:
+        """Return the metrics.
+
+        Args:
+            waiting: as in `trained_share`.
+            max_staleness: as in `late_share`.
+        """
+        return {
+            "buffer/trained_share": self.trained_share(waiting),
+            "buffer/length_rank": self.length_rank(),
+            "buffer/effective_m": self.effective_m(),
+            "buffer/late_share": self.late_share(max_staleness),
+        }
+
+    def warnings(self, waiting: int, settings: ReplaySettings) -> list[str]:
+        """Return one warning per waste or bias, with the setting to change.
+
+        Args:
+            waiting: as in `trained_share`.
+            settings: settings of the buffer.
+        """
+        if self.batches < _MIN_BATCHES:
+            return []
+        found = []
+        share, rank, m = self.trained_share(waiting), self.length_rank(), self.effective_m()
+        if share < _MIN_TRAINED_SHARE:
+            found.append(
+                f"only {share:.0%} of the searchers' groups were trained on while they were fresh. "
+                f"{_keep_groups(settings)}"
+            )
+        if abs(rank - 0.5) > _MAX_RANK_OFFSET:
+            kind = "short" if rank < 0.5 else "long"
+            found.append(
+                f"training prefers {kind} responses: the mean rank of their lengths is {rank:.2f}, "
+                f"unbiased is 0.50. {_keep_groups(settings)}"
+            )
+        if m < settings.recency_prob - _MAX_M_OFFSET:
+            found.append(
+                f"{m:.2f} of the slots hold newest data, replay.recency_prob is "
+                f"{settings.recency_prob:.2f}. {_fill_fresh_slots(settings)}"
+            )
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts, JSON-compatible."""
+        return {
+            name: sorted(value.items()) if isinstance(value, collections.Counter) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "Economy":
+        """Return the counts from a saved `state`."""
+        economy = cls()
+        for name, value in state.items():
+            is_counter = isinstance(getattr(economy, name), collections.Counter)
+            setattr(economy, name, collections.Counter(dict(value)) if is_counter else value)
+        return economy
+
+
+def _keep_groups(settings: ReplaySettings) -> str:
+    """Return advice that lets more groups be trained on, by settings not yet chosen."""
+    if settings.late == "drop":
+        return (
+            f"Set --config.replay.late=train, raise replay.max_staleness={settings.max_staleness}, "
+            "or use fewer searchers."
+        )
+    if settings.max_staleness:
+        return "Raise replay.max_bytes or replay.capacity_per_prompt, which evict unused groups."
+    return (
+        "Use fewer searchers, raise batch.num_prompts, or set replay.max_staleness, so that unused "
+        "groups wait."
+    )
+
+
+def _fill_fresh_slots(settings: ReplaySettings) -> str:
+    """Return advice that gives more slots the newest data, by settings not yet chosen."""
+    ways = ["Add searchers"]
+    if settings.pace == "off":
+        ways.append("set --config.replay.pace=trainer to wait for them")
+        if not settings.recycle_fresh:
+            ways.append("set --config.replay.recycle_fresh=True to draw the newest groups again")
+    return ", or ".join(ways) + "."

@@ -21,7 +21,7 @@ from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.replay.economy import Economy
+from tba_jax.replay.ledger import Economy
 from tba_jax.report.jsonl import LogError, jsonable, sample_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.process import ReportProcess

@@ -45,7 +45,7 @@ from tba_jax.run.search_process import (
     serving,
 )
 from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
-from tba_jax.train.off_policy import low_ess_warnings
+from tba_jax.train.step_metrics import low_ess_warnings
 from tba_jax.weights.transport import DELIVERY_S, PublishedWeights
 
 _WARN_AFTER = 50  # Steps before diagnostics: compilation distorts the first measurements.

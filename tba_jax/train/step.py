@@ -32,10 +32,16 @@ from tba_jax.train.micro_batches import Cut, Score, cut_rows, gradients, score_a
 from tba_jax.train.minibatches import Update, update_by_parts
 from tba_jax.train.objectives.base import Loss, Objective, Totals
 from tba_jax.train.objectives.registry import call_objective
-from tba_jax.train.off_policy import STRATA_KEY, stratified
 from tba_jax.train.rows import Rows, Tokens, all_params, make_rows
 from tba_jax.train.state import StepShardings, TrainState, trainable
-from tba_jax.train.step_metrics import SHOWN_KEY, batch_metrics, measured, padding_share
+from tba_jax.train.step_metrics import (
+    SHOWN_KEY,
+    STRATA_KEY,
+    batch_metrics,
+    measured,
+    padding_share,
+    stratified,
+)
 from tba_jax.train.step_settings import StepSettings
 from tba_jax.train.target import tempered_target, value_at
 from tba_jax.train.updates import UpdateResult, next_state, schedule_step, update

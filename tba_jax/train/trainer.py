@@ -24,9 +24,8 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
-from tba_jax.train.off_policy import STRATA_KEY, named_strata
 from tba_jax.train.state import TrainState
-from tba_jax.train.step_metrics import SHOWN_KEY
+from tba_jax.train.step_metrics import SHOWN_KEY, STRATA_KEY, named_strata
 from tba_jax.train.step_plan import Batches, StepPlan
 from tba_jax.weights.transport import Transport
 

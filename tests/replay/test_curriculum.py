@@ -4,7 +4,7 @@
 import pytest
 from fake_rounds import distinct_responses, make_buffer, make_commit, prompts_of
 
-from tba_jax.replay.curriculum import TRIES
+from tba_jax.replay.draws import TRIES
 
 # Prompts 1 to 3 always fail, 4 always succeeds, 5 to 7 do both.
 REWARDS = {**dict.fromkeys((1, 2, 3), [0.0] * 4), 4: [1.0] * 4}

@@ -10,7 +10,7 @@ import pytest
 from fake_rounds import distinct_responses, json_snapshot, make_buffer, make_commit
 
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.replay.economy import Economy
+from tba_jax.replay.ledger import Economy
 
 
 def responses_of(length, count, start=0):

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba_jax.replay.prompt_pool import PromptPool
+from tba_jax.replay.draws import PromptPool
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["add", "discard", "draw", "recycle"]), st.integers(0, 7)),

@@ -4,7 +4,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tba_jax.train.off_policy import (
+from tba_jax.train.step_metrics import (
     Measured,
     low_ess_warnings,
     named_strata,

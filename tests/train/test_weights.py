@@ -24,9 +24,9 @@ from fake_models import random_params
 
 from tba_jax.train.objectives.base import GroupData, Totals
 from tba_jax.train.objectives.registry import make_objective, objective_names
-from tba_jax.train.off_policy import STRATA_KEY
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
+from tba_jax.train.step_metrics import STRATA_KEY
 
 # Of up to four distinct responses, K = 6 drawn: with repeats, one alone, all of them.
 STALENESS = np.arange(16).reshape(4, 4)
