@@ -145,7 +145,7 @@ def on_devices(
         PlacementError: the placement is impossible on these devices.
     """
     platform = platform_of(devices[0])
-    config = _with_options(with_dtypes(config, platform), model_config, platform)
+    config = for_platform(config, model_config, platform)
     if not config.num_searchers:
         config = _placed(config, model_config, devices, memory_bytes)
     found = arrange(config.placement, devices, asked(config))
@@ -163,13 +163,9 @@ def on_devices(
     return _chosen(config, {n: x for n, x in sizes.items() if n in left}, about)
 
 
-def with_dtypes(config: Config, platform: str) -> Config:
-    """Return a config whose dtypes are chosen for a platform."""
-    return _chosen(config, dtypes_on(config, platform), f"the faster one on {platform}")
-
-
-def _with_options(config: Config, model_config: TransformerConfig, platform: str) -> Config:
-    """Return a config with the compiler options that are faster for this model."""
+def for_platform(config: Config, model_config: TransformerConfig, platform: str) -> Config:
+    """Return a config with the dtypes and the compiler options that are faster on a platform."""
+    config = _chosen(config, dtypes_on(config, platform), f"the faster one on {platform}")
     if config.xla.options != "auto" or platform != "cpu" or model_config.hidden_size < _WIDE:
         return config
     about = f"faster on CPUs for a hidden size of {model_config.hidden_size}"
@@ -257,11 +253,8 @@ def _placed(
 def _on_absent_devices(config: Config) -> Config:
     """Return a fleet's config, with dtypes for its resources and one searcher per process."""
     has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
-    platform = "accelerators" if has_accelerator else "cpu"
-    config = with_dtypes(config, platform)
-    if config.xla.options == "auto" and platform == "cpu":
-        model_config = describe_model(config, with_weights=False).config
-        config = _with_options(config, model_config, platform)
+    model_config = describe_model(config, with_weights=False).config
+    config = for_platform(config, model_config, "accelerators" if has_accelerator else "cpu")
     if config.num_searchers:
         return config
     return _chosen(config, {"num_searchers": 1}, "one for each searcher process")

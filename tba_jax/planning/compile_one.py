@@ -131,7 +131,7 @@ def _place(
     chip: chips.Chip | None,
 ) -> tuple[Config, layouts.Choice]:
     """Return the config and its placement, with the sizes that a run would choose if it may."""
-    config = choices.with_dtypes(config, platform_of(devices[0]))
+    config = choices.for_platform(config, model_config, platform_of(devices[0]))
     if request["program"]:
         return config, layouts.place(config, devices)
     assert chip is not None
