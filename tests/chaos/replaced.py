@@ -119,7 +119,7 @@ def replace_once(workdir: Path, cache: Path, rng: np.random.Generator) -> str:
     told += [line for line in (old_err + new_err).splitlines() if "Traceback" in line]
     if old.returncode != 1 or len(told) != 1 or "has taken over" not in told[0]:
         raise Wrong(f"{what}: the first process: {old.returncode} {old_out} {old_err}")
-    if new.returncode or "taken over" not in " ".join(new_out.split()):
+    if new.returncode or "has taken it over" not in " ".join(new_out.split()):
         raise Wrong(f"{what}: the second process: {new.returncode} {new_out} {new_err}")
     for problem in _problems(workdir, transport):
         raise Wrong(f"{what}: {problem} | {told[0]}")
