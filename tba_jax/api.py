@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training from Python, in a script or a notebook: the names that `tba_jax` exports.
 
-It works like the main command without flags, exit codes and signals: errors are raised, and a
-second call works. Importing it loads no jax; checking a config does, because the objective checks
-its own settings. No absl flag stays defined.
+The functions work like the main command, without its flags, exit codes and signals: errors are
+raised, and a process may call them several times. Importing this module does not load JAX; checking
+a config does, because the objective checks its own settings. No absl flag stays defined.
 """
 
 import contextlib
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.models.transformer import TransformerConfig
 
-# For a searcher in the middle of a round at the last step.
+# Time for a searcher that is in the middle of a round at the last step.
 _LAST_ROUND_S = 60.0
-_CURVES_S = 15.0  # between two drawings in a notebook
+_CURVES_S = 15.0  # time between two drawings in a notebook
 
 
 def load_config(name: str, /, **overrides: Any) -> Config:
-    """Return a preset, or a config file, with some fields changed; checked as in the command.
+    """Return the config of a preset or file with some fields changed, checked as by the command.
 
         load_config("math")
         load_config("math:gsm8k", num_steps=20, search={"top_p": 0.9})
 
     Args:
-        name: as in `--config`: math, math:gsm8k, path/to/file.py:preset.
-        overrides: fields by name; those of a section as a mapping, as in presets.
+        name: value of `--config`, such as math, math:gsm8k or path/to/file.py:preset.
+        overrides: values by field name. The fields of a section are a mapping, as in presets.
 
     Returns:
         A frozen config: `config.search.top_p`. docs/config.md describes each field.
 
     Raises:
-        ConfigError: no such preset or field (with the nearest name), or contradictory values.
+        ConfigError: a preset or field does not exist (with the nearest name), or values conflict.
     """
     arguments = [
         f"--config.{field}={tuple(value) if isinstance(value, list) else value}"
@@ -76,19 +76,19 @@ def run_training(
 ) -> dict[str, Any]:
     """Train in this process: begin a run, or continue the one in the work directory.
 
-    A finished run is not repeated. An interrupt (Ctrl-C, the stop button of a notebook) saves after
-    the current step and then raises; the same call continues. A script that calls this needs
-    `if __name__ == "__main__":`, because reward processes import it.
+    A finished run is not repeated. An interrupt (Ctrl-C, the stop button of a notebook) saves the
+    run after the current step and then raises; the same call continues the run. A script that calls
+    this function needs `if __name__ == "__main__":`, because reward processes import the script.
 
     Args:
         config: return value of `load_config`.
-        workdir: folder to create, or with a run of exactly this config.
+        workdir: folder to create, or the folder of a run with exactly this config.
 
     Returns:
-        report.json: `report["eval"]["before"]`, `["after"]`, `["samples"]`, times and counts.
+        Contents of report.json: `report["eval"]["before"]`, `["after"]`, times, counts, ...
 
     Raises:
-        ConfigError: the config cannot run here. UserError: the folder has another run.
+        ConfigError: the config cannot run on this machine. UserError: the folder has another run.
         KeyboardInterrupt: the run was interrupted, and is saved.
     """
     import signal
@@ -113,7 +113,7 @@ def run_training(
     for line in lines(config):
         print(line)
     interruption = None
-    # Python handles signals only in the main thread; in another thread a run ends by itself.
+    # Python handles signals in the main thread only; in another thread no signal stops a run.
     if threading.current_thread() is threading.main_thread():
         interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
     try:
@@ -128,8 +128,8 @@ def run_training(
                 thread.join(_LAST_ROUND_S)
     if not outcome.is_finished:
         raise KeyboardInterrupt(
-            f"stopped at step {outcome.step} of {config.num_steps}; {workdir} is saved, and the "
-            "same call continues"
+            f"stopped at step {outcome.step} of {config.num_steps}; the run is saved in {workdir}. "
+            "Call the function again to continue"
         )
     return outcome.report
 
@@ -137,19 +137,19 @@ def run_training(
 def _with_given(
     config: Config, reward: Any, objective: Any, callbacks: Sequence[Any], in_process: bool
 ) -> Config:
-    """Return the config that names the given objects.
+    """Return the config with names of the objects that the caller gave.
 
     Raises:
-        ConfigError: a reward that no other process can import, without `in_process`.
+        ConfigError: no other process can import a reward, and `in_process` is not set.
     """
     arguments = []
     if rewards := [reward] if callable(reward) else list(reward):
         names = [importable_name(function) for function in rewards]
         if not in_process and "" in names:
             raise ConfigError(
-                f"reward={rewards[names.index('')]!r:.80}: reward processes cannot import it. Put "
-                "it into a file and import it from there, or give in_process=True: then it runs in "
-                "this process, and no deadline ends a call that hangs"
+                f"reward={rewards[names.index('')]!r:.80}: reward processes cannot import it. "
+                "Define it in a file and import it from there. Or give in_process=True to run it "
+                "in this process, without a deadline for a call that hangs"
             )
         if in_process and (mode := MODES[config.placement]).searches_elsewhere:
             raise ConfigError(f"in_process=True: placement={mode.name} grades in other processes")
@@ -168,9 +168,9 @@ def _with_given(
 
 
 class Curves:
-    """Reward and headline metric of a run, shown in a notebook and drawn again while it trains.
+    """Reward and headline metric of a run, shown in a notebook and redrawn during training.
 
-    Outside a notebook it does nothing.
+    Outside a notebook this class does nothing.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]) -> None:
@@ -196,7 +196,7 @@ class Curves:
         log = SampledLog(self._workdir / "metrics.jsonl", most=200)
         while True:
             is_over = self._over.wait(_CURVES_S)
-            with contextlib.suppress(ValueError, OSError):  # a page that cannot be read yet
+            with contextlib.suppress(ValueError, OSError):  # the files cannot be read yet
                 if log.update():
                     run = SavedRun(files.assemble(self._workdir, log.metrics()))
                     self._handle.update(run.plot("reward", dpi=70))
@@ -205,7 +205,7 @@ class Curves:
 
 
 def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
-    """Return the files of a run, finished or not; read-only.
+    """Return the files of a run, finished or not, to read them.
 
     Raises:
         ValueError: the folder has no run.
@@ -220,7 +220,7 @@ class Picture:
     """A picture that a notebook displays as the value of a cell.
 
     Attributes:
-        png: the file's bytes.
+        png: bytes of the picture in PNG format.
     """
 
     png: bytes = dataclasses.field(repr=False)
@@ -234,10 +234,10 @@ class Policy:
     """The policy of a checkpoint.
 
     Attributes:
-        step: optimiser steps of its training.
+        step: number of optimiser steps that trained the policy.
         config: the architecture.
-        params: parameters, layers stacked, divided over the devices of this machine.
-        tokenizer: tokenizer of its texts.
+        params: parameters with stacked layers, sharded over the devices of this machine.
+        tokenizer: tokenizer of the model.
     """
 
     step: int
@@ -248,7 +248,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedRun:
-    """Files of a run in its work directory, as of the call of `load_run`."""
+    """Files of a run in its work directory; `load_run` returns it."""
 
     _files: files.Run
 
@@ -269,22 +269,22 @@ class SavedRun:
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """Contents of report.json; {} before the run has written it."""
+        """Contents of report.json; {} if the run has not written it yet."""
         return self._files.report
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl: one per step, with "step" and the metrics by name.
+        """Lines of metrics.jsonl: one dictionary for each step, with "step" and metrics by name.
 
-        Every use reads the file again; `column` reads a single metric.
+        Each access reads the file again. `column` returns a single metric.
         """
         return read_jsonl(self.workdir / "metrics.jsonl")
 
     def column(self, name: str) -> "tuple[np.ndarray, np.ndarray]":
-        """Return the steps at which a metric was written, and its values there.
+        """Return the steps at which a metric was written, and the values at these steps.
 
         Raises:
-            ValueError: no line of metrics.jsonl has the metric; the message has similar names.
+            ValueError: no line has the metric; the error lists the nearest names.
         """
         known = self._files.metrics.names
         if name not in known:

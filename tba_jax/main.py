@@ -3,8 +3,8 @@
 
     python -m tba_jax.main --config=math[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
-Running it again on a work directory with a run resumes the run. With --config.placement=pod the
-same command runs on every host, under jax.distributed. Nothing heavy is imported at module level,
+The command resumes a run that the work directory has already. With --config.placement=pod the same
+command runs on every host, under jax.distributed. Nothing heavy is imported at module level,
 because starting reward processes import this module.
 """
 
@@ -37,7 +37,7 @@ from tba_jax.run.workdir import Outcome, begun_config, default_workdir
 from tba_jax.settings import ConfigError, listed
 from tba_jax.storage.bucket import is_address
 
-# Before jax is imported, so that times count from the command.
+# This runs before JAX is imported, so that times count from the start of the command.
 _PROCESS_START = time.perf_counter()
 
 # Argument of the config flag, filled in by `cli`.
@@ -52,28 +52,28 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Work directory of the run (default runs/FILE-PRESET-seedN); with a run in it: resume.",
+    "Work directory (default runs/FILE-PRESET-seedN). A run in it is resumed.",
 )
 _REPLAY_SCHEDULE = flags.DEFINE_string(
     "replay_schedule", None, "schedule.jsonl of an asynchronous run to repeat in one thread."
 )
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "pod: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)."
+    "coordinator", None, "placement=pod: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)."
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "pod: processes of the run (or JAX_NUM_PROCESSES)."
+    "num_processes", None, "placement=pod: number of processes of the run (or JAX_NUM_PROCESSES)."
 )
 _PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "pod: index of this process, from 0 (or JAX_PROCESS_ID)."
+    "process_id", None, "placement=pod: index of this process, from 0 (or JAX_PROCESS_ID)."
 )
 _ACCEPT_CHANGED = flags.DEFINE_multi_enum(
     "accept_changed",
     [],
     ["data", "model", "reward", "tokenizer"],
-    "Resume although this input changed since the checkpoint; repeat the flag for several inputs.",
+    "Input that may differ from the checkpoint's when resuming; repeat the flag for several.",
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Print the config and all that a run here would refuse; train nothing."
+    "dry_run", False, "Print the config and all its problems on this machine; train nothing."
 )
 
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         with all_problems(config):
             config = choose(config, {} if address else begun_config(workdir))
     except Exception:
-        if _DRY_RUN.value:  # the settings that were given, without what could not be chosen
+        if _DRY_RUN.value:  # print the given settings, without those that could not be chosen
             _print_settings(given, config)
         raise
     validate(config)
@@ -122,8 +122,8 @@ def _run(config: Config, workdir: Path, address: str) -> int:
     """Train, replay, or report that the run is finished; return the exit code.
 
     Args:
-        config: validated.
-        address: address of a work directory in an object store; "": it is a local folder.
+        config: a validated config.
+        address: address of the work directory in an object store; "" for a local folder.
     """
     mode = MODES[config.placement]
     if address and (mode.spans_hosts or mode.searches_elsewhere or _REPLAY_SCHEDULE.value):
@@ -167,7 +167,7 @@ def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int |
     if outcome.is_finished:
         before, after = "", ""
         if outcome.was_finished:
-            before, after = "This run is finished. ", " (--workdir=DIR begins another one)"
+            before, after = "This run is finished. ", " (--workdir=DIR begins another run)"
         print(f"{before}Report: {workdir}/report.html{after}")
         return 0
     cause = "a signal to another process"
@@ -183,7 +183,7 @@ def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int |
 
 
 def _run_pod(config: Config, workdir: Path) -> int:
-    """Run as a process of a pod: connect to the others; process 0 claims the work directory."""
+    """Connect to the other processes of a pod, and run. Process 0 locks the work directory."""
     from tba_jax.devices.cluster import FailureNotice, PeerError
 
     interrupted = Interruption()
@@ -220,8 +220,8 @@ def _run_pod(config: Config, workdir: Path) -> int:
     except BaseException as error:
         if everyone.num_processes == 1:
             raise
-        # Not by way of the interpreter's end: leaving jax.distributed would wait for the others,
-        # who wait for this process. They notice that it is gone.
+        # Exit without the interpreter's shutdown: leaving jax.distributed would wait for the other
+        # processes, which wait for this process. They detect its end by the heartbeat timeout.
         code = tell(error)
         if not isinstance(error, PeerError):
             print(
@@ -236,7 +236,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
-    """Run the command; a user error becomes one line on standard error."""
+    """Run the command; print a user error as one line on standard error."""
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
         return run_command(_help)
@@ -253,7 +253,7 @@ def _parsed(argv: Sequence[str]) -> list[str]:
     """Return the arguments that are not flags.
 
     Raises:
-        UserError: a malformed flag; the message also has the problems of the other arguments.
+        UserError: a flag is malformed; the error also lists problems of the other arguments.
     """
     try:
         _GIVEN[:] = written_out(argv)
@@ -268,7 +268,7 @@ def _parsed(argv: Sequence[str]) -> list[str]:
 
 
 def _check(config: Config) -> None:
-    """Raise a UserError with all problems of an invalid config, its data, model and reward."""
+    """Raise a UserError that lists all problems of the config, its data, model and reward."""
     try:
         validate(config)
     except ConfigError as error:
@@ -284,7 +284,7 @@ def _exit(code: int) -> None:
     if any(
         t.daemon and t.name.startswith(("searcher-", "compiler")) for t in threading.enumerate()
     ):
-        os._exit(code)  # a thread in native code must not meet the end of the interpreter
+        os._exit(code)  # a thread in native code may crash during the interpreter's shutdown
     sys.exit(code)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declarations of settings: type, default, range and meaning, once, in the room that uses them.
+"""Declarations of settings: type, default, range and meaning, in the room that uses the setting.
 
 A room's `config.py` holds frozen dataclasses of such fields:
 
@@ -12,7 +12,7 @@ The choices of a field are those of its `Literal` type. Validation, the command 
 and docs/config.md come from these declarations. Invariant: a message about a setting names field,
 value, rule and remedy, in one line.
 
-A setting that changes with the optimiser step is a `Schedule`, written as one value.
+A setting that changes with the optimiser step is a `Schedule`. The user writes it as one value.
 """
 
 import ast
@@ -38,13 +38,13 @@ T = TypeVar("T")
 _LARGEST = 2**31
 _LARGEST_BYTES = 2**53
 _LARGEST_FLOAT = 1e30
-# Smaller numbers are 0 in float32, or have an infinite reciprocal.
+# A smaller number is 0 in float32, or its reciprocal is infinite.
 _SMALLEST_FLOAT = 1e-30
 
-# Stands among the choices of a field for a class in a user's file, path/to/file.py:CLASS.
+# A field with this choice also accepts a class in a user's file, path/to/file.py:CLASS.
 IN_A_FILE = "FILE.py:CLASS"
 
-# Messages that `need` has noted in the checks of the innermost `check_all`; None outside of one.
+# Violations that `need` found in the checks of the innermost `check_all`; None outside `check_all`.
 _VIOLATIONS: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar(
     "violations", default=None
 )
@@ -60,20 +60,20 @@ class ConfigError(ValueError):
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Return problems as one text: a single one, or a list with one line per problem."""
+    """Return problems as one text: a single problem, or a list with one line per problem."""
     if len(problems) == 1:
         return str(problems[0])
     return "\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)])
 
 
 def check_all(*checks: Callable[[], None]) -> None:
-    """Call every check, and raise one error with all messages.
+    """Call every check, and raise one error with the messages of all violations.
 
-    In a check, `need` notes a violation and returns, so that its other rules are checked, too.
+    In a check, `need` records a violation and returns, so that the other rules are tested, too.
 
     Raises:
-        ConfigError: every message. A plain ValueError is raised only if it is the first error:
-            after other errors it is a consequence.
+        ConfigError: has every message. A plain ValueError is raised only if it is the first error:
+            after other errors it is a consequence of them.
     """
     found: dict[str, None] = {}
     token = _VIOLATIONS.set(found)
@@ -93,10 +93,10 @@ def check_all(*checks: Callable[[], None]) -> None:
 
 
 def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
-    """Raise unless `ok`; within `check_all` note the violation and return.
+    """Raise unless `ok`; within `check_all`, record the violation and return.
 
     Raises:
-        ConfigError: as `violation`.
+        ConfigError: see `violation`.
     """
     if ok:
         return
@@ -109,7 +109,7 @@ def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
 def violation(field: str, value: Any, rule: str, remedy: str) -> ConfigError:
     """Return the error of a broken rule: "config.FIELD = VALUE: RULE. REMEDY".
 
-    Code that cannot go on raises it.
+    Code that cannot continue after the violation raises the error itself.
     """
     return ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
 
@@ -118,23 +118,23 @@ def violation(field: str, value: Any, rule: str, remedy: str) -> ConfigError:
 class Schedule:
     """A number for every optimiser step, counted from 0.
 
-    Written as a number, or as one of
+    The user writes a schedule as a number, or as one of
 
         constant(START)
         linear(START, FINAL, STEPS)    a straight line over STEPS steps
         cosine(START, FINAL, STEPS)    half a cosine wave over STEPS steps
 
-    Without STEPS the last step of the run is the end. Three options may follow: `warmup=W` rises
+    Without STEPS the last step of the run has FINAL. Three options may follow: `warmup=W` rises
     linearly to START over the first W steps, `hold=H` then stays at START for H steps, and `jump=J`
     goes to FINAL at step J.
 
     Attributes:
-        start: START.
-        final: FINAL; a constant does not read it.
-        steps: STEPS; None: until the last step of the run.
-        shape: the kind.
-        warmup, hold: W and H.
-        jump: J; None: no jump.
+        start: value of START.
+        final: value of FINAL; unused in a constant.
+        steps: value of STEPS; None: up to the last step of the run.
+        shape: constant, linear or cosine.
+        warmup, hold: values of W and H.
+        jump: value of J; None: no jump.
     """
 
     start: float
@@ -152,7 +152,7 @@ class Schedule:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """START, and FINAL if the schedule reaches it."""
+        """Values of START and, unless the schedule is constant, FINAL."""
         return (self.start,) if self.shape == "constant" else (self.start, self.final)
 
     def is_always(self, value: float) -> bool:
@@ -175,7 +175,7 @@ class Schedule:
 
     @property
     def plain(self) -> float | str:
-        """A number for a constant, otherwise the text; `parse_schedule` reads both."""
+        """Form for `parse_schedule`: a number for a constant, otherwise the text."""
         return self.start if self == Schedule(self.start) else str(self)
 
 
@@ -202,7 +202,7 @@ def parse_schedule(name: str, value: Any) -> Schedule:
     try:
         return Schedule(float(value))
     except ValueError:
-        pass  # not a number: a call
+        pass  # the text is not a number; try to read it as KIND(...)
     try:
         call = ast.parse(str(value).strip(), mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
@@ -222,10 +222,10 @@ _OPTIONS = ("warmup", "hold", "jump")
 
 
 def _schedule(shape: Any, numbers: list[Any], options: dict[str, Any]) -> Schedule:
-    """Return the schedule of a call's parts.
+    """Return the schedule from the parts of KIND(...).
 
     Raises:
-        ValueError: what is wrong with them.
+        ValueError: a part is invalid; the message is the violated rule.
     """
     if shape not in _KINDS:
         raise ValueError(f"{shape!r} must be one of {', '.join(_KINDS)}")
@@ -255,11 +255,11 @@ def _shortest(number: float) -> str:
 
 
 class Section:
-    """Base of a room's settings."""
+    """Base class of a section: the settings that one room declares."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return a section with these values by setting."""
+        """Return a section with these values, setting name -> value."""
         return cls(**values)
 
     def values(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Section:
         return {n: v.plain if isinstance(v, Schedule) else v for n, v in found.items()}
 
     def check(self) -> None:
-        """Check rules across the fields of this section; single fields are checked separately.
+        """Check rules that involve several fields of this section.
 
         Raises:
             ConfigError: see `need`.
@@ -291,9 +291,9 @@ def field(
         default: default value.
         meaning: meaning and unit.
         at_least, above, at_most: bounds of a number; `above` is exclusive.
-        among: choices that are not known when a `Literal` type would be written.
-        on_resume: whether a resumed run may change it: settings of logs, storage and limits, not
-            of the computation.
+        among: choices that are computed at import, so that a `Literal` type cannot list them.
+        on_resume: whether a resumed run may change the field. True for logs, storage and limits;
+            False for settings of the computation.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "among": among}
     return dataclasses.field(
@@ -311,8 +311,8 @@ class Setting:
     """A declared field.
 
     Attributes:
-        name: with its sections, as on the command line: "search.top_p".
-        type: type of its values.
+        name: name with the section, as on the command line: "search.top_p".
+        type: type of the values.
         default, meaning, on_resume, at_least, above, at_most, among: as given to `field`.
     """
 
@@ -328,13 +328,13 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All values, if they are few; else ()."""
+        """All allowed values if the setting is a choice; else ()."""
         is_literal = typing.get_origin(self.type) is Literal
         return typing.get_args(self.type) if is_literal else self.among
 
     @property
     def rule(self) -> str:
-        """Rule that values must meet; "" for any value."""
+        """Rule that a value must meet; "" if any value is allowed."""
         if self.choices:
             return f"must be one of {', '.join(choice or repr(choice) for choice in self.choices)}"
         if self.at_most is not None:
@@ -346,14 +346,14 @@ class Setting:
 
     @property
     def kind(self) -> str:
-        """Type of its values, for users."""
+        """Type of the values, in words for documentation and errors."""
         kinds = {str: "text", int: "whole number", float: "number", bool: "True or False"}
         kinds[Schedule] = "number or schedule"
         return kinds.get(self.type, "list")
 
     @property
     def _size(self) -> str:
-        """Rule on the size of numbers, so that computations with them stay finite."""
+        """Rule that limits the size of numbers, so that computations with them stay finite."""
         if self.type is int:
             return f"must be below {_LARGEST_BYTES if self._is_bytes else _LARGEST:,}"
         if self.type in (float, Schedule) and self.at_most is None:
@@ -410,11 +410,11 @@ class Setting:
 
 
 def declared(section: type, prefix: str = "") -> Iterator[Setting]:
-    """Yield the settings of a section and of its sections, in order.
+    """Yield the settings of a section and of its subsections, in order.
 
     Args:
-        section: a dataclass.
-        prefix: prefix of their names.
+        section: the dataclass of the section.
+        prefix: prefix of the names.
     """
     types = typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
@@ -435,19 +435,19 @@ def import_file(path: str) -> ModuleType:
     """Import a file from anywhere, under a name that cannot hide another module.
 
     Raises:
-        FileNotFoundError: there is no such file. Any exception of the file.
+        FileNotFoundError: the file does not exist. The code of the file may raise any exception.
     """
     full = os.path.abspath(os.path.expanduser(path))
     if not os.path.isfile(full):
         raise FileNotFoundError(f"no file {full}")
     folder = os.path.dirname(full)
     if folder not in sys.path:
-        sys.path.append(folder)  # its neighbours, as if it were run as a script
+        sys.path.append(folder)  # the file may import its neighbours, as a script may
     name = f"user_file_{hashlib.sha256(full.encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, full)
-    assert spec is not None and spec.loader is not None  # a .py file always has them
+    assert spec is not None and spec.loader is not None  # true for every .py file
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # `dataclasses` looks up the module of a class here
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -456,12 +456,12 @@ def import_file(path: str) -> ModuleType:
     return module
 
 
-# What `run_training` was given, by "notebook.py:NAME"; other processes do not have it.
+# Objects that `run_training` received, by "notebook.py:NAME"; other processes do not have them.
 GIVEN: dict[str, Any] = {}
 
 
 def importable_name(function: Any) -> str:
-    """Return "module:NAME" or "FILE.py:NAME" to import in another process; "" if that fails."""
+    """Return "module:NAME" or "FILE.py:NAME" for another process to import; "" if impossible."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     own = getattr(function, "__qualname__", "<none>")
     file = getattr(module, "__file__", None)
@@ -475,7 +475,7 @@ def importable_name(function: Any) -> str:
 
 
 def given_names(things: Sequence[Any]) -> list[str]:
-    """Return different names of `GIVEN` under which this process finds these objects."""
+    """Store objects in `GIVEN` under different names; return the names."""
     names: list[str] = []
     for thing in things:
         own = getattr(thing, "__qualname__", type(thing).__qualname__).rpartition(".")[2]
@@ -491,7 +491,7 @@ def load_function(field: str, name: str) -> Any:
     """Load a user's function from "package.module:function", "FILE.py:function" or `GIVEN`.
 
     Raises:
-        ConfigError: it cannot be loaded; with the user's own traceback.
+        ConfigError: the function cannot be loaded; the message has the user's traceback.
     """
     if name in GIVEN:
         return GIVEN[name]
@@ -500,7 +500,7 @@ def load_function(field: str, name: str) -> Any:
         found: Any = import_file(module) if module.endswith(".py") else import_module(module)
         for part in own.split("."):
             found = getattr(found, part)
-    except Exception as error:  # the traceback of the user's file shows the place
+    except Exception as error:  # the message shows the failing line of the user's file
         where = "".join(traceback.format_exception(error)).rstrip()
         raise ConfigError(
             f"{field}={name}: loading it raised {type(error).__name__}: {error}. Want "

@@ -135,7 +135,7 @@ try:
     tba_jax.run_training(config, "a")
     raise SystemExit("was not interrupted")
 except KeyboardInterrupt as stop:
-    assert "a is saved, and the same call continues" in str(stop), stop
+    assert "the run is saved in " in str(stop), stop
 assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 assert not [t.name for t in threading.enumerate() if t.name.startswith("searcher-")]
 

@@ -110,7 +110,7 @@ def summarise(
         pending: responses that wait in outboxes.
     """
     counts = arrays["row_count"]
-    # Every response; equal ones count separately.
+    # Equal responses count separately.
     rewards, lengths, versions = (
         np.repeat(column, counts)
         for column in (
@@ -153,12 +153,12 @@ def texts(
 ) -> list[dict[str, Any]]:
     """Return the best, the worst and the newest responses with their prompts, without repeats.
 
-    A response in several merges has the `count` and `uses` of the last one.
+    If a response is in several merges, its `count` and `uses` are those of the last merge.
 
     Args:
         arrays: arrays of the snapshot.
         meta: metadata of the snapshot.
-        decode: token ids to text.
+        decode: function that converts token ids to text.
         count: number of responses of each kind.
     """
     from tba_jax.flow.records import unflatten
@@ -208,7 +208,7 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def _histogram(rewards: np.ndarray) -> list[list[float]]:
-    """Return [from, to, count] per bar; with few distinct values, one bar per value."""
+    """Return [from, to, count] of each bar. Few distinct values get one bar each."""
     values, counts = np.unique(rewards, return_counts=True)
     if len(values) <= _NUM_BARS:
         return [[v, v, c] for v, c in zip(values.tolist(), counts.tolist(), strict=True)]
@@ -255,13 +255,13 @@ def _show(result: Mapping[str, Any], note: str) -> None:
         f"Replay buffer at step {result['step']}: {result['num_trajectories']:,} responses to "
         f"{result['num_prompts']:,} prompts, {result['num_tokens']:,} tokens; "
         f"{result['unique_fraction']:.1%} of the merged responses were new, "
-        f"{result['unused_fraction']:.1%} of the stored ones were not drawn yet",
+        f"{result['unused_fraction']:.1%} of the stored responses were not drawn yet",
         highlight=False,
     )
     if found := result.get("attacks"):
         first = found["first_version"]
         console.print(
-            f"Attacks: {found['successes']:,} of {found['attacks']:,} different ones succeed"
+            f"{found['successes']:,} of {found['attacks']:,} different attacks succeed"
             + (f"; version {first} drew the first" if first is not None else ""),
             highlight=False,
         )

@@ -13,11 +13,11 @@ from absl import logging as absl_logging
 from tba_jax.devices.platform import prepare_process
 from tba_jax.run.errors import tell
 
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1  # value in <linux/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, also where the parent is killed."""
+    """Ask Linux to kill this process when its parent ends, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -34,7 +34,7 @@ def run_command(main: Callable[[], int]) -> int:
     try:
         try:
             code = main()
-        except SystemExit:  # from argparse, after --help
+        except SystemExit:  # argparse raises it after --help
             sys.stdout.flush()
             raise
         sys.stdout.flush()  # detects a full disk here instead of at the interpreter's exit

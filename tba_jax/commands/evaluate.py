@@ -4,7 +4,7 @@
 python -m tba_jax.evaluate --config=math[:PRESET] [--model=DIR_OR_HUB_ID] ...
 python -m tba_jax.evaluate --workdir=DIR [--published=newest] ...
 
-Either takes [--config.FIELD=VALUE ...], as the main command does, and [--json].
+Both forms accept [--config.FIELD=VALUE ...], as the main command does, and [--json].
 """
 
 import argparse
@@ -76,7 +76,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         episodes = make_episodes(config, task, tokenizer, environments)
         station = Station(decoder, grader, *judging.measures, episodes=episodes)
         evaluator = make_evaluator(config, task, tokenizer, [station], judging.metrics)
-        # On standard error: a large model takes minutes, and standard output is for the result.
+        # A large model takes minutes. Standard output is for the result alone.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: evaluating {count} held-out prompts", file=sys.stderr, flush=True)
         weights = decoder_weights(config, model_config, params, source, site.mesh)

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a published version, or newest, instead of the newest checkpoint",
     )
     parser.add_argument("--out", default="", help="folder to write; must not exist or be empty")
-    parser.add_argument("--push", default="", help="model repository of the hub, OWNER/NAME")
+    parser.add_argument("--push", default="", help="model repository on the hub, OWNER/NAME")
     parser.add_argument("--public", action="store_true", help="make a new repository public")
     parser.add_argument(
         "--push_every",

@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="response limit in tokens")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--top_p", type=float, default=1.0, help="keep this much probability")
-    parser.add_argument("--top_k", type=int, default=0, help="keep this many tokens; 0: all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="share of the probability to keep")
+    parser.add_argument("--top_k", type=int, default=0, help="number of tokens to keep; 0: all")
     parser.add_argument("--num_samples", type=int, default=1, help="responses to draw")
     parser.add_argument(
         "--stop_string",
@@ -96,7 +96,7 @@ def _generate(args: argparse.Namespace) -> dict:
         site=site,
     )
     if not all(args.stop_string):
-        raise ValueError("--stop_string is empty. Give a text that ends a response")
+        raise ValueError("--stop_string is empty. Give the text at which a response ends")
     if args.stop_string:
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(args.stop_string, text_of)

@@ -9,7 +9,7 @@ from typing import cast
 
 
 def check_push(repo: str) -> None:
-    """Check a push early, before anything is computed.
+    """Check the repository name and the access before the command computes anything.
 
     Args:
         repo: NAME or OWNER/NAME.
@@ -39,15 +39,15 @@ def push(folder: Path, repo: str, *, is_public: bool = False, step: int | None =
     Args:
         folder: folder to upload.
         repo: NAME or OWNER/NAME.
-        is_public: visibility of a new repository; an existing one keeps its own.
-        step: step of the policy, for the commit message. None: no step, and `folder` remains after
-            a failure, so the error names a command that tries again.
+        is_public: visibility of a new repository; an existing repository keeps its visibility.
+        step: step of the policy, for the commit message. None: the message names no step. The
+            caller keeps `folder` after a failure, and the error names a command that uploads it.
 
     Returns:
         The address of the repository.
 
     Raises:
-        ValueError: as `check_push`; no write access; or the hub cannot be reached.
+        ValueError: see `check_push`; or there is no write access, or the hub is unreachable.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -60,7 +60,7 @@ def push(folder: Path, repo: str, *, is_public: bool = False, step: int | None =
     api = HfApi(library_name="tba_jax")
     message, again = "Policy of a tba_jax run", ""
     if step is None:
-        again = f". {folder} is written: try again with `hf upload {repo} {folder}`"
+        again = f". The export is in {folder}. Upload it with `hf upload {repo} {folder}`"
     else:
         message = f"Policy at step {step} of a tba_jax run"
     try:

@@ -13,17 +13,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-# Signals whose default action is to end the process. Not among them: those that report a defect of
-# the program (SIGSEGV, SIGABRT, ...), and SIGPIPE and SIGXFSZ, which Python ignores.
+# Signals whose default action is to end the process, except signals that report a defect of
+# the program (SIGSEGV, SIGABRT, ...) and SIGPIPE and SIGXFSZ, which Python ignores.
 ENDING = tuple(
     getattr(signal, name)
     for name in (
         *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM"),
         *("SIGVTALRM", "SIGPROF", "SIGIO", "SIGPWR", "SIGSTKFLT"),
     )
-    if hasattr(signal, name)  # some are Linux's
+    if hasattr(signal, name)  # some exist on Linux only
 )
-# Always taken: a shell without job control starts a command with `&` with SIGINT ignored.
+# These signals are handled even if they are ignored at the start: a shell without job control
+# starts `COMMAND &` with SIGINT ignored.
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,15 +37,15 @@ def not_ignored(numbers: Sequence[signal.Signals] = ENDING) -> list[signal.Signa
 
 
 class Interruption:
-    """Turns signals into a flag that the drivers look at between steps.
+    """Sets a flag when a signal arrives; the drivers look at the flag between steps.
 
-    Signals that `not_ignored` leaves out stay as they are. In a pod SIGTERM goes to JAX's
-    preemption service instead, which takes it over when the processes join.
+    The handlers of signals that `not_ignored` does not return stay unchanged. In a pod, JAX's
+    preemption service handles SIGTERM from the time when the processes join.
 
     Args:
-        numbers: the signals.
-        second: handler of a second signal of the same kind; by default it has its usual effect. A
-            second SIGHUP is ignored: a terminal that closes sends one, and so does its shell.
+        numbers: the signals to handle.
+        second: handler of a second signal of the same kind; the default ends the process. A second
+            SIGHUP is always ignored, because a closing terminal and its shell both send one.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class _Output(io.FileIO):
     """A file descriptor that discards writes after the first failed write.
 
     Args:
-        descriptor: stays open when this object is closed.
+        descriptor: the file descriptor, which stays open when this object is closed.
         name: name of the output in the message.
     """
 
@@ -108,8 +109,8 @@ def surviving_closed_outputs() -> Iterator[None]:
     """Discard printed text after standard output or standard error has failed.
 
     The run continues after `main | head -1`, a killed `tee` or a closed terminal.
-    The first failure of standard output is reported on standard error. Streams that are not the
-    process's own, as in a notebook, stay as they are.
+    The first failure of standard output is reported on standard error. Streams that replace those
+    of the process, as in a notebook, stay unchanged.
     """
     before = sys.stdout, sys.stderr
     try:

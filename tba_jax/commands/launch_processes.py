@@ -5,8 +5,8 @@
         --config.placement=pod [ARGUMENTS OF tba_jax.main]
 
 Every output line starts with the number of its process. When a process fails, this command prints
-which one failed first and how, waits for the others to end, kills those that do not, and fails,
-too. Signals are forwarded to all processes.
+which process failed first and how. It waits for the other processes to end, kills those that do
+not end, and fails, too. Signals are forwarded to all processes.
 """
 
 import argparse
@@ -67,12 +67,12 @@ def launch(
 
     Args:
         num_processes: number of processes.
-        arguments: arguments of the command, before those that identify each process.
+        arguments: arguments of the command; flags that identify each process are added.
         command: program to run.
         grace_s: seconds after the first failure for the others to end by themselves.
 
     Returns:
-        0 if all ended well, else the exit code of the first that failed (128 + the number of the
+        0 on success, else the exit code of the first process that failed (128 + the number of the
         signal that killed it).
     """
     coordinator = f"127.0.0.1:{_free_port()}"
@@ -94,7 +94,7 @@ def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Own session, so that Ctrl-C reaches them once, from here.
+                # A separate session, so that Ctrl-C reaches each process once, from `_watch`.
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )

@@ -30,12 +30,12 @@ def command(config: Mapping[str, Any]) -> str:
     """Return the command that runs this config again.
 
     Args:
-        config: flat fields.
+        config: field name -> value, as in config.json.
     """
     name = str(config["name"]).replace("/", ":")
     is_preset = name in names()
     start = f"--config={name if is_preset else 'YOUR_CONFIG.py'}"
-    # For a user's config file, its settings and the command line's cannot be distinguished.
+    # config.json does not say which settings come from a user's config file.
     base = json.loads(json.dumps(flatten(load(name)))) if is_preset else config
     changes = [
         f"--config.{field}={shlex.quote(_text(tuple(v) if isinstance(v, list) else v))}"
@@ -76,7 +76,7 @@ def model_card(run: Run, step: int, name: str) -> str:
     licence = (
         f"The licence of [{base}](https://huggingface.co/{base}) also holds for these weights"
         if base
-        else "These weights have the licence of the model from which they were trained"
+        else "These weights have the licence of the start model"
     )
     return f"""---
 {front.to_yaml().strip()}
@@ -123,7 +123,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 
 
 def _evaluation(run: Run) -> str:
-    """Return a table of the first and the last evaluation, or a sentence without one."""
+    """Return a table of the first and the last evaluation, or a sentence if there is none."""
     evaluations = run.report.get("eval", {})
     before, after = evaluations.get("before"), evaluations.get("after")
     if before is None or after is None:
@@ -146,6 +146,6 @@ def _hardware(run: Run) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value in command-line form, local paths without their folders."""
+    """Return a value as on the command line. A local path is shortened to its last part."""
     text = str(value)
     return text.rstrip("/").split("/")[-1] if text.startswith(("/", "~")) else text

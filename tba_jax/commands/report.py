@@ -26,8 +26,8 @@ def _check_metrics(run: Run) -> None:
     steps = run.report.get("steps") or 0
     if run.metrics.last_step < steps and (run.workdir / "report.html").exists():
         raise UserError(
-            f"{run.workdir / 'metrics.jsonl'} ends at step {run.metrics.last_step}, and "
-            f"report.json is of step {steps}: lines are missing, so report.html is kept. Restore "
+            f"{run.workdir / 'metrics.jsonl'} ends at step {run.metrics.last_step}, before step "
+            f"{steps} of report.json: lines are missing, so report.html is kept. Restore "
             "metrics.jsonl, or remove report.html to report on the remaining lines"
         )
 
@@ -72,9 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="serve a page on this machine that follows the run; without PORT on any free port",
     )
     parser.add_argument(
-        "--figures", default="", help="FILE.py:function(run, theme) of own figures, with commas"
+        "--figures",
+        default="",
+        help="own figures: FILE.py:function(run, theme), several with commas",
     )
-    parser.add_argument("--with_parent", action="store_true", help=argparse.SUPPRESS)  # of a run
+    parser.add_argument(
+        "--with_parent", action="store_true", help=argparse.SUPPRESS
+    )  # a run sets it
     arguments = parser.parse_args(argv)
     if arguments.with_parent:
         end_with_parent()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config and policy of a saved run, for the commands that only read runs.
+"""Config and policy of a saved run, for commands that only read runs.
 
 These functions do not start, continue or change a run.
 """
@@ -29,7 +29,7 @@ def load_run_config(workdir: str) -> Config:
     """Return the config of a run, without settings that no longer exist.
 
     Raises:
-        UserError: the folder holds no run, or one of another version.
+        UserError: the folder has no run, or a run of another version.
     """
     saved = upgrade(saved_config(local_folder(workdir)))
     known = defaults(str(saved.get("objective.name")))
@@ -37,7 +37,7 @@ def load_run_config(workdir: str) -> Config:
     lost = sorted(saved.keys() - known.keys() - RETIRED.keys())
     if lost:
         raise UserError(
-            f"the config of {workdir} is of another version of tba_jax: this version does not know "
+            f"{workdir} was written by another version of tba_jax: this version does not know "
             f"{', '.join(lost)}. Use the version that config.json names"
         )
     return unflatten({name: value for name, value in saved.items() if name in known})
@@ -57,12 +57,12 @@ def load_policy(
         note: receives a line for each damaged published version.
 
     Returns:
-        step, model config, params, the source model's config.json, the source model's folder.
+        Step, model config, params, and config.json and folder of the source model.
 
     Raises:
-        ValueError: no run there, or adapters that were trained on other weights than those of
-            model.path. CheckpointError: no readable checkpoint. PublicationError: no such version,
-            or none that is intact.
+        ValueError: the folder has no run, or the adapters were trained on other weights than those
+            of model.path. CheckpointError: no checkpoint is readable. PublicationError: the version
+            does not exist, or no version is intact.
     """
     config = load_run_config(workdir)
     source = describe_model(config)
@@ -99,7 +99,7 @@ def load_policy(
 
 
 def _version(published: str) -> int | None:
-    """Return a version number; None for the newest."""
+    """Return the version number in the value of --published; None for the newest version."""
     if published == "newest":
         return None
     if not published.isdecimal():
@@ -108,7 +108,7 @@ def _version(published: str) -> int | None:
 
 
 def _cast(abstract: Any, dtype: jnp.dtype, config: TransformerConfig) -> Any:
-    """Return the shapes of published parameters."""
+    """Return the shapes with the dtypes of published parameters."""
 
     def leaf(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         own = leaf_dtype(path[-1].key, dtype, config)

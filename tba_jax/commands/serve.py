@@ -37,10 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--num_slots", type=int, default=64, help="responses decoded at a time")
     parser.add_argument(
-        "--max_length", type=int, default=0, help="tokens of prompt and response; 0: at most 4096"
+        "--max_length",
+        type=int,
+        default=0,
+        help="tokens of prompt and response; 0: chosen, up to 4096",
     )
     parser.add_argument(
-        "--max_requests", type=int, default=256, help="concurrent requests; more are refused"
+        "--max_requests",
+        type=int,
+        default=256,
+        help="concurrent requests; further ones are refused",
     )
     parser.add_argument(
         "--max_adapters",
@@ -69,7 +75,7 @@ def _serve(args: argparse.Namespace) -> int:
             f"--port={args.port}: cannot listen on {args.host} ({error}). Give a free port, or 0"
         ) from error
     with bound:
-        bound.listen()  # from here on a second server is refused, also before the model is loaded
+        bound.listen()  # a second server on this port fails now, not after it has loaded the model
         return _serve_on(bound, args)
 
 

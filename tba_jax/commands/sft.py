@@ -5,9 +5,10 @@
 
 Rows have "prompt" and "completion" (or "response"), as texts or as lists of chat messages, or they
 have "messages". The loss is the mean negative log-prob of the tokens of the answers, including
-end-of-sequence. Without a prompt, the response follows the beginning-of-sequence token. AdamW; rows
-are shuffled in every pass. Data may be a .jsonl or .parquet file, a folder with train and test
-files, or hf://NAME. A test split, or the rows of --eval_share, give the evaluation loss.
+end-of-sequence. Without a prompt, the response follows the beginning-of-sequence token. The
+optimiser is AdamW, and the rows are shuffled in every pass. Data may be a .jsonl or .parquet file,
+a folder with train and test files, or hf://NAME. A test split, or the rows of --eval_share, give
+the evaluation loss.
 Invariant: the same seed and file give the same model.
 """
 
@@ -71,7 +72,7 @@ class Tuned(NamedTuple):
 
     Attributes:
         params: plain parameters; adapters are merged.
-        losses: nats per token of each step's batch, before its update.
+        losses: nats per token of each step's batch, before the step's update.
         eval_losses: (step, nats per token of the held-out examples).
     """
 
@@ -81,7 +82,7 @@ class Tuned(NamedTuple):
 
 
 def batches(examples: Sequence[Example], packing: Packing, seed: int) -> Iterator[Any]:
-    """Yield batches without end; each pass has every example once, shuffled by the seed."""
+    """Yield batches without end. Each pass has every example once, in an order from the seed."""
     rng = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:
@@ -162,7 +163,7 @@ def fine_tune(
         config, optimizer, mesh, keep_reference=False, num_prompts=args.batch_size
     )
     packing = _packing([*examples, *held_out], source.load_tokenizer().pad_id, args, settings)
-    # Adapters are float32; the weights below them are read and never updated.
+    # Adapters are float32; the base weights are read and never updated.
     loaded = source.load_params(
         param_dtype=jnp.dtype(args.dtype if args.lora_rank else "float32"),
         shardings=shardings.base if args.lora_rank else shardings.state.params,
@@ -244,7 +245,7 @@ def _totals(
 
 
 def _mesh_shape(text: str) -> MeshShape:
-    """Return the mesh of a text such as "data=2,fsdp=4"."""
+    """Return the mesh sizes in a text such as "data=2,fsdp=4"."""
     try:
         pairs = (pair.split("=") for pair in text.split(",") if pair)
         shape = MeshShape(**{name.strip(): int(size) for name, size in pairs})
@@ -297,7 +298,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight_decay", type=float, default=0.0, help="weight decay of matrices")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of computation")
     add("--mesh", default="data=1", help="sizes of the axes data, fsdp, model and expert")
-    add("--packed_length", type=int, default=0, help="tokens of a row of several examples; 0: one")
+    add(
+        "--packed_length",
+        type=int,
+        default=0,
+        help="tokens of a row of several examples; 0: one each",
+    )
     add("--lora_rank", type=int, default=0, help="rank of adapters; 0: train all parameters")
     add("--lora_alpha", type=float, default=16.0, help="scale of adapters times their rank")
     add("--lora_modules", default="q,k,v,o", help="matrices with adapters")

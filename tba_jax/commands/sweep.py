@@ -3,7 +3,7 @@
 
 Each run is the main command in a process of its own, with its work directory in OUT: one after the
 other on this machine, or as tasks of a Ray cluster. Invariant: a finished run is not started again,
-and a sweep that was killed continues where it was.
+and a killed sweep continues where it stopped.
 """
 
 import argparse
@@ -47,13 +47,13 @@ class Point(NamedTuple):
 
 
 def parse_grid(text: str) -> dict[str, list[str]]:
-    """Return the values of each field.
+    """Parse --grid into the values of each field.
 
     Args:
         text: "FIELD=VALUE,VALUE;FIELD=VALUE". A comma in brackets is part of a value.
 
     Raises:
-        ConfigError: a part that is not FIELD=VALUE,..., or a field that comes twice.
+        ConfigError: a part does not read FIELD=VALUE,..., or a field occurs twice.
     """
     grid: dict[str, list[str]] = {}
     for part in filter(str.strip, text.split(";")):
@@ -71,10 +71,10 @@ def parse_grid(text: str) -> dict[str, list[str]]:
 def points(
     common: Sequence[str], grid: dict[str, list[str]], seeds: Sequence[int]
 ) -> dict[Point, Config | ConfigError]:
-    """Return the config of each run, or the error of an invalid config; seeds vary slowest.
+    """Return the config of each run, or the error if it is invalid; seeds vary slowest.
 
     Args:
-        common: arguments that all runs have, `--config=` among them.
+        common: arguments of all runs, including `--config=`.
         grid: values of each field.
         seeds: seeds of the runs of each combination.
 
@@ -109,10 +109,10 @@ class _Stopped(Exception):
 
 
 def _run(argv: Sequence[str], log: Path) -> str:
-    """Train one run; return why it failed, "" where it did not.
+    """Train one run; return the reason of its failure, or "".
 
     Raises:
-        _Stopped: SIGINT or SIGTERM arrived; the run has saved and ended.
+        _Stopped: SIGINT or SIGTERM arrived; the run has saved its state and ended.
     """
     stopped: list[int] = []
     with open(log, "ab") as output:
@@ -147,7 +147,7 @@ def _run(argv: Sequence[str], log: Path) -> str:
 
 
 def _train(argv: Sequence[str], num_steps: int, folder: Path) -> str:
-    """Train one run unless it is finished; return why it failed."""
+    """Train one run unless it is finished; return the reason of its failure, or ""."""
     if is_finished(folder, num_steps):
         return ""
     log = folder.with_name(f"{folder.name}.log")
@@ -156,7 +156,7 @@ def _train(argv: Sequence[str], num_steps: int, folder: Path) -> str:
 
 
 def _here(runs: Runs) -> Iterator[tuple[str, str]]:
-    """Train one run after the other; yield (name, reason of its failure or "")."""
+    """Train the runs one after the other; yield (name, reason of its failure or "")."""
     for point, (num_steps, folder) in runs.items():
         yield point.name, _train([*MAIN, *point.arguments], num_steps, folder)
 
@@ -165,8 +165,8 @@ def _on_ray(runs: Runs, address: str, gpus: float, resources: str) -> Iterator[t
     """Train the runs as tasks of a cluster, as many at once as its resources allow.
 
     Args:
-        runs: the work directories are on a file system of all machines.
-        address: as `ray.init` takes it: "auto", "HOST:PORT", or "local" for this machine alone.
+        runs: the runs, with work directories on a file system that all machines share.
+        address: argument of `ray.init`: "auto", "HOST:PORT", or "local" for this machine alone.
         gpus: number of GPUs of each run.
         resources: custom resources of each run, "NAME=NUMBER,...".
 
@@ -236,8 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ray",
         default="",
         metavar="ADDRESS",
-        help="run on a Ray cluster: auto, HOST:PORT, or local for this machine; --out is then on a "
-        "file system of all machines",
+        help="run on a Ray cluster: auto, HOST:PORT, or local for this machine; --out must be on a "
+        "file system that all machines share",
     )
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of each run on Ray")
     parser.add_argument(

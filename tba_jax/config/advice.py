@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tba_jax.config.schema import Config
 
-_NUM_REPORTS = 3  # of rounds, before a share is judged
+_NUM_REPORTS = 3  # reports of rounds that a share is computed from
 _MAX_CUT_SHARE = 0.2
 _MAX_EQUAL_SHARE = 0.8
 _EARLY_STEPS = 50  # a policy that has learned gives equal rewards, too
@@ -32,9 +32,9 @@ class Times(NamedTuple):
 
 
 class Advice:
-    """Sentences about a run that learns little or waits, with the setting that helps; each once.
+    """Advice about a run that learns little or waits: sentences that name a setting, each once.
 
-    It receives the metrics of every step.
+    `lines` receives the metrics of every step.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Advice:
     def lines(
         self, config: Config, step: int, values: Mapping[str, Any], times: Times
     ) -> list[str]:
-        """Return new sentences after a step.
+        """Return the sentences of advice that are new after a step.
 
         Args:
             step: steps made so far.
@@ -108,7 +108,7 @@ class Advice:
 
 
 def about_waiting(config: Config, times: Times) -> str:
-    """Return which side is the bottleneck and what helps; "" where neither waits much."""
+    """Return a sentence if the trainer or the searchers wait much, with a remedy; else ""."""
     trainer, searchers = times.trainer / times.elapsed, times.searchers / times.elapsed
     if trainer > max(_MAX_WAIT_SHARE, searchers):
         faster = f"--config.num_searchers={2 * config.num_searchers} where devices are free"

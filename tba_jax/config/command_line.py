@@ -32,7 +32,7 @@ _USUAL = {
     "objective.kl_coef": "objective.beta",
     "model.name": "model.path",
 }
-# Options of a config flag: the config is locked already, except for objectives' own settings.
+# Options of a config flag. The config is locked already, except for objectives' own settings.
 OPEN: Mapping[str, Any] = {"lock_config": False, "accept_new_attributes": True}
 
 
@@ -40,7 +40,7 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
     """Parse flags with absl's parser; every user error is a ConfigError.
 
     Args:
-        argv: program name and arguments; an objective's preset is expanded already.
+        argv: program name and arguments, in which an objective's preset is expanded already.
         flag_values: flags, including a config flag named `config`.
 
     Returns:
@@ -118,7 +118,7 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
 def _check_fields(arguments: Sequence[str]) -> None:
     """Refuse `--config.FIELD` for retired and unknown fields.
 
-    Own settings of objectives pass: `ObjectiveSettings.check` refuses those of other objectives.
+    Settings of any objective pass; `ObjectiveSettings.check` refuses those of other objectives.
     """
     problems = []
     for argument in arguments:
@@ -144,11 +144,11 @@ def local_folder(text: str | os.PathLike[str], what: str = "--workdir") -> Path:
 
     Args:
         text: the argument's value.
-        what: name of the argument, for the message.
+        what: name of the argument, for the error.
 
     Raises:
-        ConfigError: an address such as gs://..., which would otherwise become a local folder named
-            `gs:` and be lost with the machine.
+        ConfigError: `text` is an address such as gs://... As a path it would be a local folder
+            named `gs:`, which would be lost with the machine.
     """
     if "://" in str(text):
         raise ConfigError(

@@ -6,7 +6,7 @@ from tba_jax.devices.placement import MODES, Asked, MeshShape
 
 
 def asked(config: Config) -> Asked:
-    """Return how many devices a config requests for trainer and searchers."""
+    """Return the devices that a config requests."""
     mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model, config.mesh.expert)
     num_searchers = config.num_searchers
     if MODES[config.placement].searches_elsewhere:
@@ -18,11 +18,11 @@ def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> No
     """Check the settings that depend on the number of devices.
 
     Args:
-        config: validated.
+        config: a validated config.
         num_devices: devices of this process.
         num_hosts: processes of the run.
 
     Raises:
-        ConfigError: as `validate`.
+        ConfigError: see `validate`.
     """
     MODES[config.placement].check(asked(config), num_devices, num_hosts)

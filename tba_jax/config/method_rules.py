@@ -7,7 +7,7 @@ from tba_jax.settings import need
 
 
 def check_method(config: Config) -> None:
-    """Refuse settings of other sections under which the objective would have another meaning."""
+    """Refuse settings of other sections that would change the meaning of the objective."""
     if config.objective.built.needs_soft_value:
         _cached(config)
     if config.objective.built.vine_tokens:
@@ -15,9 +15,9 @@ def check_method(config: Config) -> None:
 
 
 def _cached(config: Config) -> None:
-    """Refuse settings under which responses of version 0 are not samples of the reference."""
+    """Refuse settings with which responses of version 0 are not samples of the reference."""
     reference, search = config.reference, config.search
-    why = "objective.log_z=cached takes version 0's responses for samples of the reference"
+    why = "objective.log_z=cached uses responses of version 0 as samples of the reference"
     for ok, name, rule, remedy in (
         (not reference.reset_period, "reference.reset_period", "a reset changes it", "0"),
         (not reference.ema_decay, "reference.ema_decay", "an average changes it", "0"),

@@ -130,7 +130,7 @@ def fields_of(name: str) -> dict[str, Any]:
 def written_out(argv: Sequence[str]) -> list[str]:
     """Return the arguments with a preset expanded to its settings.
 
-    They come before all other settings, which override them.
+    The settings of the preset come before all other settings, which override them.
 
     Raises:
         ConfigError: no such preset, or more than one.

@@ -61,8 +61,8 @@ def _schedule(name: str, schedule: Schedule, num_steps: int) -> Iterator[str]:
             )
     elif schedule.shape != "constant" and num_steps <= begin:
         yield (
-            f"{value}: the run ends at {schedule.start:g}, at step {num_steps}; the number would "
-            f"change from step {begin} on"
+            f"{value}: the run ends at step {num_steps}, still at {schedule.start:g}; the schedule "
+            f"changes the value only from step {begin} on"
         )
     elif steps > num_steps - begin and len(set(schedule.numbers)) > 1:
         yield (
@@ -74,8 +74,8 @@ def _schedule(name: str, schedule: Schedule, num_steps: int) -> Iterator[str]:
 def _objective(o: ObjectiveSettings) -> Iterator[str]:
     if o.weights == "equal" and o.built.needs_behavior:
         yield (
-            f"objective.weights=equal has no effect: objective {o.name} needs responses to count "
-            "as often as they were drawn"
+            f"objective.weights=equal has no effect: objective {o.name} weights each response by "
+            "its number of draws"
         )
     if not o.beta.is_always(0.0) and o.built.beta_is == "unused":
         yield f"objective.beta={o.beta} has no effect: objective {o.name} has no KL to a reference"

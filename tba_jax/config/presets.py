@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "presets"
 
 
 def differing(file: str, presets: Mapping[str, Any], preset: str) -> ConfigDict:
-    """Return the default config with one preset's differences, named FILE/PRESET.
+    """Return the default config with the differences of one preset; its name is FILE/PRESET.
 
     Args:
         file: name of the presets.
@@ -53,7 +53,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Config:
-    """Return the config of a preset or file, without the command line; not validated.
+    """Return the config of a preset or file, without command-line settings; not validated.
 
     Raises:
         ConfigError: unknown name, or the file has no `get_config`.

@@ -31,12 +31,12 @@ def allows_forks(config: Config) -> bool:
 
 
 def remat_of(config: Config) -> Literal["none", "dots", "layers"]:
-    """Return what the backward pass recomputes; "auto", not chosen yet, counts as whole layers."""
+    """Return what the backward pass recomputes; "auto" that is not chosen yet means "layers"."""
     return "layers" if config.model.remat == "auto" else config.model.remat
 
 
 def dtypes_on(config: Config, platform: str) -> dict[str, str]:
-    """Return a dtype for each dtype that the config leaves to the platform of the devices."""
+    """Return the dtype of each setting whose dtype depends on the platform of the devices."""
     dtype = "float32" if platform == "cpu" else "bfloat16"
     names = ("model.compute_dtype", "model.rollout_dtype")
     return {name: dtype for name in names if get_field(config, name) == "auto"}

@@ -16,7 +16,7 @@ class Retired(NamedTuple):
     Attributes:
         neutral: value in runs that did not use it.
         advice: its replacement, or why it was removed.
-        changes_results: whether another value than the neutral one made another run.
+        changes_results: whether a run with another value than the neutral one had other results.
     """
 
     neutral: Any
@@ -125,12 +125,12 @@ def upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults(name), **kept}
 
 
-# Own settings of objectives that all objectives shared; 0 meant the objective's default.
+# Settings that all objectives shared and that now belong to some; 0 meant the default.
 _ZERO_WAS_OWN = ("objective.clip_low", "objective.clip_high", "objective.importance_cap")
 
 
 def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved config with schedules as single values and only the objective's settings."""
+    """Return a saved config with one value per schedule, without settings of other objectives."""
     found = dict(saved)
     if "objective.beta_schedule" not in found:
         return found
@@ -151,7 +151,7 @@ def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved config with the settings that were joined or moved to an objective."""
+    """Return a saved config with settings that were joined later, or moved to an objective."""
     found = dict(saved)
     if "search.explore_share" in found:
         names = ("share", "min_temperature", "max_temperature")
@@ -211,7 +211,7 @@ def _learning_rate(found: dict[str, Any]) -> float | str:
     ).plain
 
 
-# Settings that every config had, for any objective.
+# Settings that every config had, whatever its objective.
 _WERE_SHARED = {
     f"objective.{name}"
     for name in (

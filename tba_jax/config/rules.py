@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: every setting as declared, every section by itself, and rules across sections."""
+"""Validation: each setting by its declaration, each section by itself, rules across sections."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +35,7 @@ def validate(config: Config) -> None:
         try:
             check_all(partial(rule, sound))
         except ConfigError as error:
-            # A setting out of its range is reported once.
+            # A setting outside its range is reported once.
             lines = [line for line in error.args if not any(name in line for name in broken)]
             if lines:
                 raise ConfigError(*lines) from error
@@ -76,7 +76,7 @@ def _transport(config: Config) -> None:
 
 
 def _groups(config: Config) -> None:
-    """Refuse too few responses for a group."""
+    """Refuse search and replay settings that give too few responses for a group."""
     k = config.objective.group_size
     need(
         config.search.samples_per_prompt >= k,
@@ -103,8 +103,8 @@ def _buffer(config: Config) -> None:
         "replay.max_bytes",
         config.replay.max_bytes,
         f"too small for a batch of {batch} prompts",
-        f"Set it above {least * RESPONSE_OVERHEAD_BYTES}, the bookkeeping alone, by 300 bytes per "
-        "response and four per token.",
+        f"Bookkeeping takes {least * RESPONSE_OVERHEAD_BYTES} bytes. Add 300 bytes for each "
+        "response and 4 bytes for each of its tokens.",
     )
 
 
@@ -120,7 +120,7 @@ def _cache(config: Config) -> None:
 
 
 def _driver(config: Config) -> None:
-    """Refuse settings that the driver does not support, or under which the trainer deadlocks."""
+    """Refuse settings that the driver does not support, or that deadlock the trainer."""
     mode = MODES[config.placement]
     need(
         not config.search.exact_lag
@@ -137,7 +137,8 @@ def _driver(config: Config) -> None:
             not config.objective.built.needs_behavior,
             "search.swap",
             config.search.swap,
-            "only an objective that accepts any sampler permits a response of several versions",
+            "a response may then have tokens of several policy versions, which needs an objective "
+            "that accepts any sampler",
             "Set --config.search.swap=auto, or objective.name to one of "
             f"{', '.join(free_of_behavior())}.",
         )
@@ -192,7 +193,7 @@ def _strict_bound(config: Config) -> None:
         config.search.initial_fill <= most,
         "search.initial_fill",
         config.search.initial_fill,
-        f"some would be late: the first {steps} steps take {most} fresh responses",
+        f"some responses would be late: the first {steps} steps take {most} fresh responses",
         "Lower it, or raise replay.max_staleness.",
     )
 
@@ -238,8 +239,8 @@ def _start_data(config: Config) -> None:
         not config.objective.built.needs_behavior,
         "task.start_path",
         config.task.start_path,
-        "only an objective that accepts any sampler can train on responses that no policy of the "
-        "run drew",
+        "no policy of the run drew the start data, which needs an objective that accepts any "
+        "sampler",
         f"Set --config.objective.name to one of {', '.join(free_of_behavior())}, or leave "
         "--config.task.start_path empty.",
     )
@@ -254,8 +255,8 @@ def _start_data(config: Config) -> None:
         not (config.search.stop_strings or config.search.stop_ids),
         "task.start_path",
         config.task.start_path,
-        "given responses end with the model's end-of-sequence token, but search.stop_strings and "
-        "search.stop_ids end the policy's elsewhere",
+        "responses of the start data end with the model's end-of-sequence token, but "
+        "search.stop_strings and search.stop_ids end the policy's responses elsewhere",
         "Leave search.stop_strings and search.stop_ids empty.",
     )
 
@@ -283,7 +284,7 @@ def _reward_weights(config: Config) -> None:
         weights,
         rule,
         "Give one number per reward, for example --config.task.reward_weights=1.0,0.5; the last "
-        "is for reward.model_path.",
+        "number belongs to reward.model_path.",
     )
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole configuration: the sections that the rooms declare.
+"""The whole configuration, in the sections that the rooms declare.
 
-Each room's `config.py` declares its settings; `settings` defines declarations. A config is edited
-as a locked ConfigDict (`default_config`, `tba_jax/presets`, `--config.FIELD=VALUE`) and becomes a
-frozen `Config` once (`freeze`), which all other code receives. This module imports nothing heavy,
-so user errors are reported before any device is used.
+Each room's `config.py` declares its settings by the functions of `settings`. A config is edited as
+a locked ConfigDict (`default_config`, `tba_jax/presets`, `--config.FIELD=VALUE`). `freeze` converts
+it once to a frozen `Config`, which all other code receives. This module imports nothing heavy, so
+user errors are reported before any device is used.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class CheckpointSettings(Section):
 
 @dataclass(frozen=True)
 class LogSettings(Section):
-    """Logs of a run, and its hang detection."""
+    """Logs of a run, and detection of hangs."""
 
     tensorboard: bool = field(
         False, "also write TensorBoard files (extra `tensorboard`)", on_resume=True
@@ -80,7 +80,7 @@ class LogSettings(Section):
 
 @dataclass(frozen=True)
 class Config:
-    """A run: its own fields, and a section for each part."""
+    """Configuration of a run: top-level settings, and one section of settings for each part."""
 
     name: str = field("default", "name of the run's folder: FILE/PRESET, set by the preset")
     seed: int = field(0, "root of every random number of the run", at_least=0)
@@ -139,7 +139,7 @@ class Config:
     log: LogSettings = LogSettings()
     report: ReportSettings = ReportSettings()
     chosen: tuple[tuple[str, str], ...] = ()
-    """Settings that the run itself chose, each with the reason. Not a setting."""
+    """Names of settings whose values the run chose, each with the reason. Not a setting."""
 
     def sections(self) -> dict[str, Section]:
         """Section name -> section."""
@@ -151,7 +151,7 @@ SETTINGS = {setting.name: setting for setting in declared(Config)}
 
 
 class _Objective(ConfigDict):
-    """The section `objective`: the chosen objective checks the types of its own settings."""
+    """The section `objective`, without fixed types: the chosen objective checks its settings."""
 
     def get_type(self, key: str) -> Any:
         return super().get_type(key) if f"objective.{key}" in SETTINGS else object
@@ -160,19 +160,19 @@ class _Objective(ConfigDict):
 def default_config() -> ConfigDict:
     """Return every field with its default, to be edited.
 
-    Unknown fields are refused, except in `objective`: the chosen objective knows its own settings.
+    Unknown fields are refused, except in `objective`, whose settings the chosen objective checks.
     """
     return editable(Config())
 
 
 def editable(config: Config) -> ConfigDict:
-    """Return a config as a locked ConfigDict of the same fields."""
+    """Return a config as a locked ConfigDict with the same fields."""
     edited: Any = ConfigDict(plain(config))
     edited.objective = _Objective(edited.objective)
     for setting in SETTINGS.values():
         if setting.type is Schedule:
             section, _, name = setting.name.partition(".")
-            # Schedules: a number or a text, which a reference of one type would not accept.
+            # A schedule is a number or a text, which a reference of one type would not accept.
             edited[section][name] = FieldReference(edited[section][name], field_type=object)
     edited.lock()
     edited.objective.unlock()
@@ -180,14 +180,14 @@ def editable(config: Config) -> ConfigDict:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """Return a config as nested dictionaries of plain values, which `freeze` takes."""
+    """Return a config as nested dictionaries of plain values, which `freeze` accepts."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     del values["chosen"]
     return {n: v.values() if isinstance(v, Section) else v for n, v in values.items()}
 
 
 def freeze(config: ConfigDict | Mapping[str, Any]) -> Config:
-    """Return an edited config as the value that a run is built from; not validated.
+    """Return an edited config as a frozen `Config`; not validated.
 
     Raises:
         ConfigError: a schedule cannot be read.
@@ -230,7 +230,7 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
 
 
 def get_field(config: Config, field: str) -> Any:
-    """Return the value of a dotted field name, which may be a setting of the objective alone."""
+    """Return the value of a dotted field name; the chosen objective's own settings included."""
     value: Any = config
     if field.startswith("objective.") and field not in SETTINGS:
         return getattr(config.objective.built, field.removeprefix("objective."))
@@ -240,9 +240,9 @@ def get_field(config: Config, field: str) -> Any:
 
 
 def defaults(objective: str) -> dict[str, Any]:
-    """Return dotted field name -> default, including the settings of an objective.
+    """Return dotted field name -> default, including the own settings of an objective.
 
-    Keys are those of `flatten`. Loads JAX. An unknown objective adds no settings.
+    The keys are those of `flatten`. An unknown objective adds no settings. Loads JAX.
     """
     own = own_settings(objective) if is_objective(objective) else ()
     return {s.name: _as_json(s.default) for s in (*SETTINGS.values(), *own)}
@@ -251,7 +251,7 @@ def defaults(objective: str) -> dict[str, Any]:
 def flatten(config: Config) -> dict[str, Any]:
     """Return dotted field name -> JSON-compatible value, sorted by name. Loads JAX.
 
-    Infinities are the string "inf", schedules are a number or a text. The fields include the
+    An infinity is the string "inf", and a schedule is a number or a text. The fields include the
     objective's own settings.
     """
     values = {name: get_field(config, name) for name in SETTINGS}
@@ -281,8 +281,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return lines "field: old -> new" for changed fields that a resumed run may not change.
 
     Args:
-        old: flat fields of the run on disk.
-        new: flat fields of this command.
+        old: fields of the run on disk, from `flatten`.
+        new: fields of this command, from `flatten`.
     """
     lines = []
     for name in sorted(set(old) | set(new)):

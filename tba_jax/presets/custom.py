@@ -23,7 +23,7 @@ PRESETS = {
         "num_steps": 200,
         "sync_period": 2,
         "num_searchers": 0,
-        "num_cpu_devices": 2,  # on CPUs alone: searchers decode while the trainer trains
+        "num_cpu_devices": 2,  # on CPU, searchers decode while the trainer trains
         "model": {"compute_dtype": "auto", "rollout_dtype": "auto"},
         "task": {
             "name": "custom",
@@ -48,5 +48,5 @@ PRESETS = {
 
 
 def get_config(preset: str = "default") -> ConfigDict:
-    """Return the default config with one preset's differences."""
+    """Return the default config with the differences of a preset."""
     return differing("custom", PRESETS, preset)

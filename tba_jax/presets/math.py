@@ -6,27 +6,27 @@
 arithmetic (default)
     Six-term sums, the embedded 0.3M-parameter start model, everything offline on 2 CPU cores.
 gsm8k
-    The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, table 2 and appendix B.1 with the values
-    of the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes on
-    4 x A100. Not run by us. Parameters and moments are bfloat16, as in the paper. In bfloat16, most
-    weights lose updates of size 1e-5 (docs/results/low_precision.md). Recommended instead:
-    --config.model.param_dtype=float32 (12 bytes per parameter with its moments, instead of 6). If
-    memory does not suffice: --config.optimizer.rounding=stochastic (6 bytes).
+    The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, with the settings of table 2, appendix B.1
+    and the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes
+    on 4 x A100. Not run by us. Parameters and moments are bfloat16, as in the paper. In bfloat16,
+    most weights lose updates of size 1e-5 (docs/results/low_precision.md). Better settings are
+    --config.model.param_dtype=float32 (12 bytes per parameter with its moments, instead of 6) or,
+    if memory does not suffice, --config.optimizer.rounding=stochastic (6 bytes).
 gsm8k_official
     `gsm8k` with the prompt, the grader and the masked EOS of the paper's code, for comparison with
-    that code (docs/fidelity.md). Unlike it, `gsm8k` uses the prompt format that the start model was
+    that code (docs/fidelity.md). `gsm8k` itself uses the prompt format that the start model was
     tuned on, trains EOS, as Trajectory Balance needs, and has a more exact grader. Not run by us.
 math
-    TBA' on MATH with Qwen2.5-7B, section 6 and table 4, as exact VarGrad with a reference that is
-    reset. Ratios are not bounded, and log-ratios of a group are centred under the current policy.
-    Not run by us.
+    TBA' on MATH with Qwen2.5-7B (section 6 and table 4): exact VarGrad, with a reference that is
+    reset to the policy. Ratios are not bounded. Log-ratios of a group are centred by their mean
+    under the current policy. Not run by us.
 tba_prime_2, tba_prime_10
-    `math` on data exactly 2 and 10 steps old, as in the paper's code of November 2025: log-ratios
-    are centred under the sampler, ratios of tokens are at most 8, log-ratios of tokens at most 10.
-    Meanwhile searchers sample for later steps. Not run by us.
+    `math` on data exactly 2 and 10 steps old, as in the paper's code of November 2025. Log-ratios
+    are centred by their mean under the sampler. Token ratios are at most 8, and token log-ratios
+    at most 10. Searchers sample for later steps while the trainer trains. Not run by us.
 
-All presets use plain-text prompts; those of an SFT model have the format that it was tuned on. With
-an instruction-tuned model (--config.model.path=Qwen/Qwen2.5-7B-Instruct), set
+All presets use plain-text prompts. For an SFT model, they have the format that the model was tuned
+on. With an instruction-tuned model (--config.model.path=Qwen/Qwen2.5-7B-Instruct), set
 --config.task.chat=True to use its chat template.
 """
 
@@ -51,7 +51,7 @@ PRESETS = {
             "micro_batch_rows": 64,
             "share_prompts": False,
         },
-        # Five in six responses are repeats, nearly all of them hasty answers.
+        # Five in six responses are repeats, nearly all of the kind "hasty".
         "objective": {"group_size": 16, "beta": 0.05, "weights": "equal"},
         "optimizer": {"learning_rate": "linear(2e-4, 0, warmup=5)"},
         "search": {
@@ -172,5 +172,5 @@ for _lag in (2, 10):
 
 
 def get_config(preset: str = "arithmetic") -> ConfigDict:
-    """Return the default config with one preset's differences."""
+    """Return the default config with the differences of a preset."""
     return differing("math", PRESETS, preset)

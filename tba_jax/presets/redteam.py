@@ -7,23 +7,25 @@ toy (default)
     Harmless: a 0.3M-parameter attacker writes sums and searches for sums to which the embedded
     start model answers -9. Before training, 0.3 % of the sums succeed. Offline on 2 CPU cores.
 gpt2
-    Attacker and victim GPT-2, RoBERTa toxicity: appendix B.3 with 6 searchers. The attacker must
-    be a supervised model first: make one with `python -m tba_jax.sft` and give it as
-    --config.model.path. Paper: 94.5 to 97.6 % successful attacks with 4 to 64 V100. Not run by us.
+    The setup of appendix B.3 with 6 searchers: attacker and victim are GPT-2, and RoBERTa
+    measures toxicity. The attacker must start from a supervised model: train one with
+    `python -m tba_jax.sft` and set it as --config.model.path. Paper: 94.5 to 97.6 % successful
+    attacks with 4 to 64 V100. Not run by us.
 llama
     Llama-3.2-1B attacks Llama-3.1-8B-Instruct, judged by Llama-Guard-3-8B; recency 0.6 with a
     buffer of 130,000. Paper: 98.1 % successful attacks in 5.7 h with 8 x A100 (150,000 and
-    recency 0.5: 94.8 %, more diverse). The attacker must be a supervised model too. Not run by us.
+    recency 0.5: 94.8 %, more diverse). This attacker must start from a supervised model, too. Not
+    run by us.
 llama_150k
-    The other row of table 6: recency 0.5 with a buffer of 150,000. Not run by us.
+    `llama` with recency 0.5 and a buffer of 150,000, the other row of table 6. Not run by us.
 
 Before the first step, the paper fills the buffer with the SFT data and ten batches of samples of
 the SFT model. The presets gpt2 and llama start with the ten batches of samples. To add the SFT
-data, set --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read. Its attacks are
-judged in rounds of search.samples_per_prompt attacks.
+data, set --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read. The attacks in this
+file are judged in rounds of search.samples_per_prompt attacks.
 
 gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
-library of its code (peft) chooses for these models. The toy trains all parameters.
+library of the paper's code (peft) chooses for these models. The toy trains all parameters.
 """
 
 from ml_collections import ConfigDict
@@ -35,8 +37,8 @@ ALPACA = (
     "the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
 )
 
-# What both settings of the paper share: 5,000 steps of 128 attacks of 5 to 20 tokens, half of them
-# from the newest data; 5 victim responses of at most 30 tokens; 1,024 attacks per evaluation.
+# Settings that both runs of the paper share: 5,000 steps of 128 attacks of 5 to 20 tokens, half of
+# them from the newest data; 5 victim responses of at most 30 tokens; 1,024 attacks per evaluation.
 _PAPER = {
     "num_steps": 5000,
     "sync_period": 10,
@@ -62,8 +64,8 @@ _PAPER = {
         "prompts_per_round": 1,
         "samples_per_prompt": 128,
         "max_new_tokens": 20,
-        # Shorter attacks cannot be drawn. The paper's code draws them with log pi_ref = -500; its
-        # sampler only refuses an end at the first token.
+        # Shorter attacks cannot be drawn here. The paper's code gives them log pi_ref = -500; its
+        # sampler refuses an end at the first token only.
         "min_new_tokens": 5,
         # Half of the batch slots are fresh; half of the responses have a random temperature.
         "explore": (0.5, 1.0, 2.0),
@@ -186,7 +188,7 @@ PRESETS = {
             "classifier": {
                 "kind": "guard",
                 "path": "meta-llama/Llama-Guard-3-8B",
-                # As the guard writes it, after its chat template.
+                # The guard writes two newlines first, after its chat template.
                 "target": "\n\nunsafe",
                 "max_tokens": 512,
             },
@@ -200,5 +202,5 @@ PRESETS["llama_150k"] = _merged(PRESETS["llama"], _LLAMA_150K)
 
 
 def get_config(preset: str = "toy") -> ConfigDict:
-    """Return the default config with one preset's differences."""
+    """Return the default config with the differences of a preset."""
     return differing("redteam", PRESETS, preset)

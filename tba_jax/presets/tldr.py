@@ -9,12 +9,12 @@ toy (default)
     the evaluations. Offline on 2 CPU cores. docs/results/tldr_toy.md has win rates by divergence.
 pythia410m, pythia1b, pythia2.8b
     The paper's runs (table 3, appendix B.2): Pythia SFT policies and reward models of the same
-    size, 256 steps of 8 prompts x 20 responses, three searchers; judged by a 6.9B gold reward model
-    against human references. Paper, 410m: win rate 0.86 at perplexity 1.13 (diluted) and about 15
-    steps off policy. Not run by us.
+    size, 256 steps of 8 prompts x 20 responses, three searchers. A gold reward model of 6.9B
+    parameters compares responses with human references. Paper, 410m: win rate 0.86 at perplexity
+    1.13 (diluted) and about 15 steps off policy. Not run by us.
 pythia2.8b_slow
-    2.8b for 825 steps (figure 4); beta reaches its final value at step 140 instead of step 104. Not
-    run by us.
+    `pythia2.8b` for 825 steps (figure 4). Its beta reaches the final value at step 140 instead of
+    step 104. Not run by us.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +23,7 @@ from tba_jax.config.presets import differing
 
 
 def _pythia(size: str) -> dict:
-    """Return the paper's run for one size of Pythia."""
+    """Return the settings of the paper's run for one size of Pythia."""
     return {
         "num_steps": 256,
         "sync_period": 10,
@@ -37,11 +37,12 @@ def _pythia(size: str) -> dict:
         },
         # float32 as in the paper, except for the judge, which is 16 times as large.
         "model": {"path": f"mnoukhov/pythia{size}-sft-tldr"},
-        # Posts are four times as long as summaries, and each is computed once for twenty.
+        # Posts are four times as long as summaries, and one post serves twenty summaries.
         "batch": {"num_prompts": 8},
         "objective": {
             "group_size": 20,
-            # Towards 0.05 in 128 steps, cut at their update 32, counted from 1, where it jumps.
+            # The paper's beta falls towards 0.05 in 128 steps, and jumps to 0.05 at its update 32,
+            # counted from 1.
             "beta": "linear(1, 0.05, 128, jump=31)",
             "scale": "paper",
         },
@@ -100,7 +101,7 @@ PRESETS = {
             "model_path": "embedded:tldr_toy_reward",
             "batch_size": 128,
             "missing_eos": -1.0,
-            # The mean score of people's digests.
+            # The mean score of the reference digests.
             "offset": 0.31,
         },
         "checkpoint": {"period": 0},
@@ -125,5 +126,5 @@ PRESETS = {
 
 
 def get_config(preset: str = "toy") -> ConfigDict:
-    """Return the default config with one preset's differences."""
+    """Return the default config with the differences of a preset."""
     return differing("tldr", PRESETS, preset)

@@ -139,7 +139,9 @@ def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
     )
     assert export.main([f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is of another version of tba_jax: this version does not know search.speed" in line
+    assert (
+        "was written by another version of tba_jax: this version does not know search.speed" in line
+    )
 
 
 def test_a_saved_config_with_retired_settings_loads_and_resumes(tmp_path):

@@ -166,7 +166,7 @@ def test_what_cannot_be_pushed_is_one_line(hub, folder, environment, repo, messa
     assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert hub.files == {}
     if "hf_wrong" in environment.values() or "HF_ENDPOINT" in environment:
-        assert f"try again with `hf upload {repo} {folder}`" in done.stderr
+        assert f"Upload it with `hf upload {repo} {folder}`" in done.stderr
 
 
 FOLLOW = """

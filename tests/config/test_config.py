@@ -286,7 +286,7 @@ def test_no_field_is_dead():
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of auto, in_flight"),
         (
             {"search.swap": "in_flight", "objective.name": "rloo"},
-            "accepts any sampler permits a response of several versions",
+            "tokens of several policy versions, which needs an objective that accepts any sampler",
         ),
         ({"search.cache_dtype": "int4"}, "search.cache_dtype = 'int4': must be one of '', float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),

@@ -77,7 +77,7 @@ def test_equal_weights_are_for_objectives_that_assume_nothing_of_the_sampler():
     fields = {"objective.weights": "equal", "num_steps": 200}
     assert notes(make_config(fields)) == []
     (note,) = notes(make_config({**fields, "objective.name": "rloo"}))
-    assert note.startswith("objective.weights=equal has no effect: objective rloo needs")
+    assert note.startswith("objective.weights=equal has no effect: objective rloo weights")
     packing = [
         make_packing(make_config({**fields, "objective.name": name}), 0) for name in ("tb", "rloo")
     ]
@@ -87,7 +87,7 @@ def test_equal_weights_are_for_objectives_that_assume_nothing_of_the_sampler():
 def test_a_run_that_ends_before_its_schedule_changes_says_when_it_would():
     fields = {"optimizer.learning_rate": "cosine(1, 0, 10, warmup=5, hold=20)"}
     (note,) = notes(make_config({**fields, "num_steps": 25}))
-    assert note.endswith("ends at 1, at step 25; the number would change from step 25 on")
+    assert note.endswith("still at 1; the schedule changes the value only from step 25 on")
     assert notes(make_config({**fields, "num_steps": 35})) == []
 
 

@@ -251,7 +251,9 @@ def test_a_page_is_not_replaced_by_one_with_fewer_steps(tmp_path, capsys, loss):
     capsys.readouterr()
     assert main([str(run)]) == 1
     line = capsys.readouterr().err
-    assert "report.json is of step 4: lines are missing" in line and "report.html is kept" in line
+    assert (
+        "before step 4 of report.json: lines are missing" in line and "report.html is kept" in line
+    )
     assert (run / "report.html").read_bytes() == page
 
 
