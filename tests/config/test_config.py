@@ -512,7 +512,7 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective.name": "rloo"}, "accepts any sampler .*objective.name to one of tb"),
+        ({"objective.name": "rloo"}, "accepts any sampler.*objective.name to one of tb"),
         ({"driver": "sync", "search.exact_lag": 2}, "search.exact_lag=0"),
     ],
 )
