@@ -30,20 +30,21 @@ CHUNK_STEPS = 8
 class Compiled:
     """The jitted programs of a decoder for one architecture; thread-safe.
 
-    Runs where the weights are, on one device or sharded over a mesh. Programs are cached by cache
-    length and kind of sampling; neither a temperature nor a new weight version compiles one.
+    Programs run on the devices of the weights: one device, or the devices of a mesh. They are
+    cached by cache length and kind of sampling, so a new temperature or weight version compiles no
+    program.
 
     Args:
         compute_dtype: dtype of activations.
         eos_ids: tokens that end a response unless a request says otherwise; may be empty.
-        pad_id: token written after the end.
-        prompt_buckets: ascending prompt lengths to pad to.
-        max_length: longest prompt and response together.
+        pad_id: token at positions after the end of a response.
+        prompt_buckets: padded prompt lengths, ascending.
+        max_length: maximum number of tokens of a prompt and its response.
         cache_dtype: dtype of cached keys and values, int8 with scales; None: compute_dtype.
         chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
             average; each chunk costs one round trip to the device.
         implementation: attention implementation; None: the default of the architecture.
-        site: devices that divide weights and caches; default: the single device of the weights.
+        site: devices over which weights and caches are sharded; default: the device of the weights.
 
     Attributes:
         stop_strings: texts that also end a response; initially None.
@@ -125,7 +126,7 @@ class Compiled:
         static_argnames: str | tuple[str, ...] = (),
         **fixed: Any,
     ) -> Any:
-        """Return jitted `function` with some keywords fixed; count each trace."""
+        """Return the jitted function with some keyword arguments fixed; count each trace."""
 
         @functools.wraps(function)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +136,7 @@ class Compiled:
             if self.cache_sharding is None:
                 return out
             return jax.tree.map(
-                lambda x: (  # tokens and log-probs have two axes
+                lambda x: (  # tokens and log-probs have two axes, caches more
                     x if x.ndim < 3 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
                 ),
                 out,
@@ -147,7 +148,7 @@ class Compiled:
     def new_cache(
         self, num_slots: int, length: int, where: jax.sharding.Sharding
     ) -> tuple[LayerCache, ...]:
-        """Return zeroed caches on the devices of `where`, sharded by cache_sharding if given."""
+        """Return caches of zeros on the devices of `where`, sharded by `cache_sharding` if any."""
         where = self.cache_sharding or where
         if where not in self._new_cache:
             self._new_cache[where] = self._locked(
@@ -160,15 +161,15 @@ class Compiled:
         return self._new_cache[where](num_slots, length)
 
     def weights(self, params: Params) -> Params:
-        """Return params in the decoder's layout, a tuple of layers; unchanged if they have it."""
+        """Return params in the decoder's layout, a tuple of layers; convert them if necessary."""
         return params if isinstance(params["layers"], tuple) else self._unstack(params)
 
 
 def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
     """Return the compiled cache lengths, ascending: 64, 96, 128, 192, 256, ..., the longest.
 
-    Each is at most 1.5 times the one before, so attention reads at most 50 % more than it needs.
-    Multiples of 8; the last holds `longest`.
+    Each length is at most 1.5 times the previous one, so attention reads at most 50 % more columns
+    than necessary. All lengths are multiples of 8, and the last one is at least `longest`.
     """
     last = -(-longest // 8) * 8
     lengths, size = [], smallest
@@ -182,8 +183,8 @@ def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
     """Return the sharding of a cache [n g c e], scales [n g c] and states: over key/value heads.
 
     With fewer heads than devices, neighbouring devices replicate a head: the mesh axis is split in
-    two. (With unsharded heads, the compiler would slice out each device's head in every chunk: half
-    a cache more for 2 heads on 4 devices.)
+    two. If heads were not sharded, the compiler would copy each device's head out of the cache in
+    every chunk: half a cache more for 2 heads on 4 devices.
     """
     axis = AXIS_RULES["kv_heads"].mesh_axis
     if axis not in mesh.shape:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding engine: prompts in, sampled responses out as they finish.
+"""The decoding engine: receives prompts and returns sampled responses as they finish.
 
 `Decoder` has the programs of `Compiled`; a `Session` has the slots of one stream of requests.
-`StopStrings` detects texts that end a response. Invariants: a response is (tokens up to and
-including the first stop token, or the first token that completes a stop string; log-probs of the
-distribution actually sampled from). With a fixed number of slots and cache length it depends only
-on its own prompt, key and settings.
+`StopStrings` detects texts that end a response. Invariants: the tokens of a response end with the
+first stop token, or with the first token that completes a stop string. Its log-probs are those of
+the distribution that the tokens were sampled from. With a fixed number of slots and cache length, a
+response depends only on its own prompt, key and settings.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from tba_jax.models.transformer import Params
 
 
 class Decoded(NamedTuple):
-    """Responses of one `decode` call; host arrays.
+    """Responses of one `decode` call, as host arrays.
 
     Attributes:
         tokens: int32 [p k t], `pad_id` after the end; t = max_new_tokens.
-        lengths: int32 [p k], tokens of each response, the stop token included.
-        token_logprobs: float32 [p k t], of the distribution sampled from; 0 at padding.
+        lengths: int32 [p k], number of tokens of each response, including the stop token.
+        token_logprobs: float32 [p k t], log-probs under the sampling distribution; 0 at padding.
         has_eos: bool [p k], False if the length limit cut the response.
-        version_min, version_max: int32 [p k], oldest and newest version that read its prompt or
-            drew a token.
+        version_min, version_max: int32 [p k], oldest and newest weight version that read the prompt
+            or drew a token.
     """
 
     tokens: np.ndarray
@@ -42,7 +42,7 @@ class Decoded(NamedTuple):
 
 
 class Decoder(Compiled):
-    """Decoding for one architecture: sessions, and whole batches of prompts at once."""
+    """Decoder of one architecture: opens sessions, and decodes whole batches of prompts."""
 
     def session(
         self,
@@ -61,14 +61,15 @@ class Decoder(Compiled):
             params: weights, stacked or in the decoder's layout.
             num_slots: responses decoded at a time.
             min_slots: minimum number of slots. While the queue is empty and half of the slots are
-                free, their number is halved. None: an eighth of num_slots, and halved only while a
-                response may take 64 more steps. With min_slots=num_slots, responses depend bit for
-                bit only on their own prompt, key and settings.
-            prefill_prompts: prompts per prefill call (fewer if they are long).
-            num_stop_ids: maximum stop ids of a request; None: the number of eos_ids.
+                free, the session halves their number. None: the minimum is an eighth of num_slots,
+                and slots are halved only while a response may take 64 more steps. With
+                min_slots=num_slots, every bit of a response depends only on its own prompt, key and
+                settings.
+            prefill_prompts: prompts per prefill call; long prompts are prefilled in smaller calls.
+            num_stop_ids: maximum number of stop ids of a request; None: the number of eos_ids.
             version: version of the weights.
-            is_fed: prompts are submitted while the session runs: it keeps its slots, and prefills
-                as many rows as there are prompts, rounded up to a power of two.
+            is_fed: prompts are submitted while the session runs. The session then keeps its slots,
+                and a prefill call has a row per prompt, rounded up to a power of two.
         """
         return Session(
             self, params, num_slots, min_slots, prefill_prompts, num_stop_ids, version, is_fed
@@ -92,17 +93,17 @@ class Decoder(Compiled):
         Args:
             params: weights, on the devices to run on.
             prompts: p rows of token ids, each at least one token long.
-            num_samples: S.
-            key: JAX PRNG key; sample j of prompt i draws from fold_in(key, i * S + j). Or uint32
-                [p S 2], the key data of each sample (`row_keys`).
+            num_samples: S, number of responses to each prompt.
+            key: JAX PRNG key, from which sample j of prompt i uses fold_in(key, i * S + j). Or the
+                key data of each sample, uint32 [p S 2] (`row_keys`).
             settings: settings of the sampling.
             num_slots: responses decoded at a time; None: all.
             min_slots: as in `session`.
-            version: version of `params`.
+            version: weight version of `params`.
             temperatures: float [p S], one for each response; None: `settings.temperature`.
 
         Raises:
-            ValueError: a prompt or a setting that cannot be decoded.
+            ValueError: a prompt or a setting is invalid.
         """
         for name, value in (("number of prompts", len(prompts)), ("num_samples", num_samples)):
             if value < 1:
@@ -142,5 +143,5 @@ class Decoder(Compiled):
 
 
 def row_keys(key: Array | np.ndarray, num_rows: int) -> np.ndarray:
-    """Return uint32 [num_rows 2]: key data of fold_in(key, row) per row, from a key or its data."""
+    """Return the key data of fold_in(key, row) for each row, uint32 [num_rows 2]."""
     return keys.fold_in(keys.key_data(key), np.arange(num_rows))

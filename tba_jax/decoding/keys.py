@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random keys of responses, on the host: `jax.random.fold_in` of threefry keys without a device.
 
-A searcher needs a few keys per prompt while its device is busy; launching a program would take
-longer. Invariant: the bits are those of JAX.
+A searcher needs a few keys per prompt while its device is busy. To launch a program for them would
+take longer. Invariant: the keys have the same bits as those of `jax.random`.
 """
 
 import jax
@@ -14,7 +14,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def key_data(key: Array | np.ndarray) -> UInt32[np.ndarray, "2"]:
-    """Return the data of a JAX PRNG key; data are returned unchanged."""
+    """Return the key data of a JAX PRNG key. Key data are returned unchanged."""
     return key if isinstance(key, np.ndarray) else np.asarray(jax.random.key_data(key))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lowering of every program of a decoder from shapes alone, to check compilation and memory.
 
-Needs neither weights nor real devices: those of `jax.experimental.topologies` suffice. Invariant:
-the shapes are those of a `Session`.
+Lowering needs neither weights nor attached devices: devices of `jax.experimental.topologies`
+suffice. Invariant: the shapes are those of a `Session`.
 """
 
 import math
@@ -36,7 +36,7 @@ CHUNK_VARIANTS: dict[str, dict[str, Any]] = {
 def weight_shardings(
     config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> Params:
-    """Return shardings of weights in the decoder's layout, a tuple of layers.
+    """Return the shardings of weights in the decoder's layout, a tuple of layers.
 
     Args:
         quantization: quantization of the weights; scales are sharded like their columns.
@@ -82,7 +82,7 @@ def abstract_weights(
 
     Args:
         dtype: dtype of the weights.
-        where: a mesh, with the sharding rules of `sharding`; or one sharding for all.
+        where: a mesh, on which the rules of `sharding` apply; or one sharding for all weights.
     """
     shapes = _weight_shapes(config, dtype, quantization)
     if not isinstance(where, Mesh):
@@ -104,16 +104,16 @@ def lower_all(
     prefill_prompts: int = 1,
     num_stop_ids: int = 1,
 ) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
-    """Yield (name, function that lowers it) of each program a session runs, at one set of sizes.
+    """Yield (name, function that lowers the program) for each program of a session of these sizes.
 
     Args:
         decoder: decoder of the programs; each lowering counts as one of its traces.
         weights: return value of `abstract_weights`, on the devices to compile for.
-        num_slots: n.
+        num_slots: n, number of slots.
         cache_length: columns of the cache.
-        prompt_length: prompt bucket.
+        prompt_length: padded length of the prompts.
         prefill_prompts: prompts per prefill call.
-        num_stop_ids: maximum number of stop ids.
+        num_stop_ids: maximum number of stop ids of a request.
     """
     config = decoder.config
     # Host arguments have no sharding; caches are on the devices of the weights.
@@ -165,7 +165,7 @@ def lower_all(
 
 
 def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:
-    """Return the bytes of the cache per device, without padding of the device's layout."""
+    """Return the bytes of the cache on each device, without padding in the device's layout."""
     sharding, size = decoder.cache_sharding, 0
     caches = kv_cache.abstract_layers(decoder.config, num_slots, cache_length, decoder.cache_dtype)
     for x in jax.tree.leaves(caches):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled functions of decoding: prefill, admission of prompts to slots, a chunk of steps.
+"""Functions that decoding compiles: prefill, admission of prompts to slots, a chunk of steps.
 
-Pure functions over arrays; the host side (`engine`) decides which run when. A slot holds one
-response: its cache row has the prompt and the response adjacent, columns [0, length) are valid.
+They are pure functions over arrays; the host (`session`) decides when each runs. A slot holds one
+response. Its cache row has the prompt and then the response; columns [0, length) are valid.
 Invariant: the position of a key depends only on its prompt's length and its index in the response,
 so a response does not depend on its slot, on other slots or on the time of its admission.
 """
@@ -23,14 +23,14 @@ from tba_jax.models.transformer import Params, TransformerConfig
 
 
 class Slots(NamedTuple):
-    """The host's state of n slots, an argument of every chunk.
+    """State of n slots on the host; an argument of every chunk.
 
     Attributes:
-        last: int32 [n], the token to read next.
-        length: int32 [n], cached tokens; also the position of `last`.
-        count: int32 [n], tokens of the response so far.
+        last: int32 [n], the next token that the model reads.
+        length: int32 [n], number of cached tokens, which is the position of `last`.
+        count: int32 [n], number of tokens of the response so far.
         is_live: bool [n], the slot holds an unfinished response.
-        keys: uint32 [n 2], threefry key of the response.
+        keys: uint32 [n 2], threefry key data of the response.
         settings: temperature, top_p, top_k of each slot.
         min_new_tokens, max_new_tokens: int32 [n].
         stop_ids: int32 [n q], tokens that end the response, padded with -1.
@@ -68,15 +68,15 @@ def prefill(
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[LayerCache, ...]:
-    """Return keys and values, or states, of right-padded prompts, one cache per layer [p g s e].
+    """Return the caches of right-padded prompts: keys and values [p g s e], or states, per layer.
 
-    They exclude the last token of each prompt: the first decode step reads it and draws the first
-    token of the response, so that all tokens are drawn in one place.
+    The caches exclude the last token of each prompt. The first decode step reads that token and
+    draws the first token of the response, so that one program draws all tokens.
 
     Args:
         weights: weights in the decoder's layout (`transformer.unstack_layers`).
         tokens: prompts without their last token.
-        lengths: valid tokens of each, possibly 0.
+        lengths: number of valid tokens in each row, possibly 0.
         implementation: attention implementation.
         cache_sharding: sharding of the KV cache on a mesh.
     """
@@ -120,14 +120,14 @@ def admit(
     slots: Int[Array, " a"],
     rows: Int[Array, " a"],
 ) -> tuple[LayerCache, ...]:
-    """Return `history` with prefilled rows copied to the front of slots; donate `history`.
+    """Return `history` with prefilled rows copied to the first columns of slots; donate `history`.
 
     Args:
-        history: [n g c e] per layer.
-        prefilled: [p g s e] per layer, s <= c.
-        slots: destination of each row; n: none. Rows without destination are at the end; they
-            pad the call to a compiled shape.
-        rows: row in `prefilled`, ascending except for destination n.
+        history: caches [n g c e] of the slots, per layer.
+        prefilled: caches [p g s e] of the prompts, per layer; s <= c.
+        slots: slot to write for each copy; n means that nothing is written. Such copies are last;
+            they pad the call to a compiled shape.
+        rows: row of `prefilled` for each copy, ascending where a slot is written.
     """
 
     def copy(into: Array, source: Array) -> Array:
@@ -140,8 +140,8 @@ def admit(
 def _write_at_once(
     into: Array, source: Array, slots: Int[Array, " a"], rows: Int[Array, " a"]
 ) -> Array:
-    # A window per slot. With `into.at[slots, :, :s]`, columns would be scattered like slots, and
-    # XLA for GPUs would transpose the whole cache and back.
+    # Scatter a window into each slot. With `into.at[slots, :, :s]`, columns would be scattered
+    # like slots, and XLA for GPUs would transpose the whole cache and back.
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, into.ndim)),
         inserted_window_dims=(0,),
@@ -154,8 +154,8 @@ def _write_at_once(
 def _write_in_turn(
     into: Array, source: Array, slots: Int[Array, " a"], rows: Int[Array, " a"]
 ) -> Array:
-    # XLA for TPUs turns a scatter into a loop over slots that also reads their old contents, for
-    # out-of-range slots. Here a prompt stays in fast memory while its slots are written.
+    # XLA for TPUs turns a scatter into a loop over slots that also reads their old contents, in
+    # case a slot is out of range. In this loop a prompt stays in fast memory for all its slots.
     is_slot = slots < into.shape[0]
 
     def write_prompt(row: Array, into: Array) -> Array:
@@ -171,7 +171,7 @@ def _write_in_turn(
 
 
 def resize(cache: KVCache, *, length: int) -> KVCache:
-    """Return keys and values with `length` columns: padded, or truncated to columns in use."""
+    """Return keys and values with `length` columns, padded or truncated at the end."""
 
     def to_length(x: Array) -> Array:
         if length <= x.shape[2]:
@@ -183,7 +183,7 @@ def resize(cache: KVCache, *, length: int) -> KVCache:
 
 
 def take(cache: LayerCache, rows: Int[Array, " a"]) -> LayerCache:
-    """Return the cache of some of the slots."""
+    """Return the cache rows of some slots."""
     return jax.tree.map(lambda x: x[rows], cache)
 
 
@@ -204,18 +204,18 @@ def run_chunk(
 ) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[LayerCache, ...]]:
     """Return (tokens, log-probs, history) of up to `num_steps` tokens per slot; donate `history`.
 
-    Stops early when no slot is live. A slot whose response has ended writes `pad_id` and log-prob
-    0 until the end of the chunk. Every live slot needs `num_steps` free columns.
+    The chunk stops early when no slot is live. A slot whose response has ended gets `pad_id` and
+    log-prob 0 until the end of the chunk. Every live slot needs `num_steps` free columns.
 
     Args:
         weights: weights in the decoder's layout.
         history: caches [n g c e] per layer.
-        slots: state and settings.
-        num_steps: m.
-        pad_id: token written after the end.
-        mode: whether slots are all sampled, all greedy, or mixed.
-        is_truncated: some slot uses top-p or top-k.
-        has_minimum: some slot has a minimum number of tokens.
+        slots: state and settings of the slots.
+        num_steps: m, maximum number of steps.
+        pad_id: token at positions after the end of a response.
+        mode: whether slots are all sampled, all greedy, or some of each.
+        is_truncated: at least one slot uses top-p or top-k.
+        has_minimum: at least one slot has a minimum number of tokens.
         implementation: attention implementation.
         cache_sharding: sharding of the KV cache on a mesh.
     """
@@ -331,7 +331,10 @@ def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mes
 def _init_recent(
     history: tuple[LayerCache, ...], config: TransformerConfig, num_steps: int, compute_dtype: Any
 ) -> tuple[LayerCache, ...]:
-    """Return empty caches of a chunk, in the compute dtype if the history is 8-bit; and states."""
+    """Return the initial caches of a chunk: empty keys and values, or the states of the history.
+
+    The keys and values have the compute dtype if the history is 8-bit.
+    """
     keys = kv_cache.of_attention(history).keys
     dtype = compute_dtype if isinstance(keys, kv_cache.Rounded) else keys.dtype
     empty = kv_cache.empty_layers(config, keys.shape[0], num_steps, dtype)
@@ -343,11 +346,11 @@ def _init_recent(
 def _kept(
     history: tuple[LayerCache, ...], recent: tuple[LayerCache, ...], slots: Slots
 ) -> tuple[LayerCache, ...]:
-    """Return the history with the chunk's columns appended to each slot, and the new states."""
+    """Return the history after a chunk: its columns are appended to each slot; states are new."""
 
     @jax.vmap
     def write(old: Array, new: Array, at: Array) -> Array:
-        # Finished slots are written, too, but not read again.
+        # Finished slots are written, too, but never read.
         return jax.lax.dynamic_update_slice(old, new, (0, at, 0)[: old.ndim])
 
     def of_layer(old: LayerCache, new: LayerCache) -> LayerCache:
@@ -362,13 +365,13 @@ def _kept(
 
 
 def _rotations(slots: Slots, num_steps: int, config: TransformerConfig) -> Any:
-    """Return the rotary angles of the chunk's steps, [m n f], once for each kind of layer."""
+    """Return the rotary angles of the chunk's steps, [m n f], by kind of layer."""
     steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
     return transformer.rotary(jnp.asarray(slots.length)[None] + steps, config)
 
 
 def _bits(slots: Slots, num_steps: int, mode: Mode) -> UInt32[Array, "m n 2"]:
-    """Return the random words of the chunk, computed before it; unused in greedy decoding."""
+    """Return the random words of all steps of a chunk; greedy decoding does not use them."""
     if mode == "greedy":
         return jnp.zeros((num_steps, *slots.last.shape, 2), jnp.uint32)
     return random_bits(slots.keys, slots.count, num_steps)
@@ -378,7 +381,7 @@ def _mask_stops(
     logits: Float32[Array, "n v"], stop_ids: Int[Array, "n q"], is_short: Bool[Array, " n"]
 ) -> Float32[Array, "n v"]:
     """Set stop ids to -inf for responses below their minimum length."""
-    # An index outside the vocabulary has no effect: for padding, and for longer responses.
+    # Padding and longer responses get an index outside the vocabulary, which has no effect.
     columns = jnp.where(is_short[:, None] & (stop_ids >= 0), stop_ids, logits.shape[1])
     rows = jnp.arange(logits.shape[0])[:, None]
     return logits.at[rows, columns].set(-jnp.inf, mode="drop")

@@ -14,13 +14,13 @@ class SamplingSettings:
     """Sampling settings of the responses to one prompt.
 
     Attributes:
-        max_new_tokens: length limit.
+        max_new_tokens: maximum number of tokens of a response.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the most probable tokens of this total probability; 1 keeps all.
-        top_k: keep this many of the most probable tokens; 0 keeps all.
-        min_new_tokens: minimum length: stop tokens have probability 0 before it.
+        top_k: number of most probable tokens to keep; 0 keeps all.
+        min_new_tokens: minimum length; earlier, stop tokens have probability 0.
         stop_ids: tokens that end a response; None: the decoder's eos_ids.
-        stop_strings: texts that also end a response; None: those of the decoder, if it has any.
+        stop_strings: texts that also end a response; None: the decoder's stop strings.
     """
 
     max_new_tokens: int
@@ -48,17 +48,18 @@ class SamplingSettings:
 
 
 class Response(NamedTuple):
-    """One finished response; host arrays.
+    """One finished response, as host arrays.
 
     Attributes:
-        request: number that `Session.submit` returned.
-        sample: index among the request's samples.
+        request: number of the request, from `Session.submit`.
+        sample: index of the response among the samples of the request.
         tokens: int32 [t], including the stop token, or the token that completes a stop string.
-        token_logprobs: float32 [t], of the distribution sampled from.
-        has_eos: False if the length limit cut it.
-        version_min, version_max: oldest and newest version that read its prompt or drew a token.
+        token_logprobs: float32 [t], log-probs under the sampling distribution.
+        has_eos: False if the length limit cut the response.
+        version_min, version_max: oldest and newest weight version that read the prompt or drew a
+            token.
         temperature: sampling temperature.
-        token_versions: int32 [t], the version that drew each token.
+        token_versions: int32 [t], weight version that drew each token.
     """
 
     request: int
@@ -77,8 +78,8 @@ class Statistics:
     """Counts of one session.
 
     Attributes:
-        tokens: response tokens drawn.
-        steps: model steps.
+        tokens: number of sampled tokens.
+        steps: number of model steps.
         slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
         prefill_s, chunk_s: wall time of prefill calls and of chunks.
         first_token_s: seconds from the first submission to the end of the first chunk.

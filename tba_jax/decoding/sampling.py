@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of one token per row from logits, with its log-prob.
+"""Sampling of one token per row of logits, with the token's log-prob.
 
 Invariants: a log-prob is that of the distribution that was sampled from (after temperature, top-k
 and top-p, renormalised; 0 for a greedy draw); a token of weight zero is never drawn; a row's draw
@@ -8,9 +8,10 @@ depends on its own logits, settings and two random words only.
 A draw inverts the cumulative distribution in two levels, first a block of about sqrt(v) tokens,
 then a token of that block. Cumulative sums are integers, hence exact: a float32 running sum over
 152,064 tokens gives most of them no probability at all. Remaining rounding errors are the float32
-exponential and block sums, and the fixed point of `_FULL` units per level: the total variation to
-the exact softmax stays below 1e-6 at that size, and a token is out of reach only if its block has
-less than 2.4e-10 of the probability, or it has less than that share of its block.
+exponential and block sums, and the fixed-point masses of `_FULL` units per level. The total
+variation distance to the exact softmax stays below 1e-6 at that size. A token can never be drawn
+only if its block has less than 2.4e-10 of the probability, or the token less than that share of its
+block.
 """
 
 import math
@@ -27,7 +28,7 @@ Mode = Literal["sampled", "greedy", "mixed"]
 # n entries sum to 1 within n / 2^24: cumulative sums stay below 2^31 up to 7,000 entries a level.
 _FULL = 2**31 - 2**20
 
-# Weights lie in [0, 1], whose float32 bit patterns have 30 bits and the order of the values.
+# Weights lie in [0, 1]. The float32 bit patterns of such values have 30 bits and the same order.
 _WEIGHT_BITS = 30
 
 Weights = Callable[[Float32[Array, "b n e"]], Float32[Array, "b n e"]]
@@ -38,8 +39,8 @@ class RowSettings(NamedTuple):
 
     Attributes:
         temperature: divides the logits; 0 is greedy.
-        top_p: in (0, 1]; the smallest set of most probable tokens that reaches this mass is kept
-            (the first of them always), 1 keeps all.
+        top_p: number in (0, 1]. The smallest set of most probable tokens with at least this mass is
+            kept, always with the first token; 1 keeps all.
         top_k: number of most probable tokens kept, applied before top_p; 0 keeps all.
     """
 
@@ -51,16 +52,17 @@ class RowSettings(NamedTuple):
 def random_bits(
     row_keys: UInt32[Array, "b 2"], first_step: Int32[Array, " b"], num_steps: int
 ) -> UInt32[Array, "t b 2"]:
-    """Two random 32-bit words per row and step: the threefry hash of the row's key and the step.
+    """Return two random 32-bit words per row and step: the threefry hash of row key and step.
 
-    A row's words do not depend on the other rows, the number of steps or where a chunk starts. They
-    are the key data of fold_in(row_key, step), so no other use may fold numbers into a row key.
-    Drawn ahead of a chunk of steps: a loop body with hashes in it is slower to run and compile.
+    The words of a row do not depend on the other rows, the number of steps or the start of a chunk.
+    They are the key data of fold_in(row_key, step), so no other code may fold numbers into a row
+    key. They are computed before a chunk of steps, because hashes in the loop make it slower to
+    run and to compile.
 
     Args:
         row_keys: threefry key data of each row.
-        first_step: response position of each row at the first of these steps.
-        num_steps: t.
+        first_step: index in the response of each row's token at the first of these steps.
+        num_steps: t, number of steps.
     """
     keys = jax.random.wrap_key_data(row_keys, impl="threefry2x32")
     steps = first_step[None] + jnp.arange(num_steps, dtype=jnp.int32)[:, None]
@@ -81,15 +83,15 @@ def sample_tokens(
     weight = exp((logits - max) / temperature), zero outside the top-k and then the top-p set
     log-prob = log(weight[token] / sum of the weights)
 
-    Tokens that tie with the last one kept by top-k or top-p are kept too. The set is the exact one
-    for the float32 weights; where a share comes within about 1e-6 of top_p, exact arithmetic may
-    keep tokens of about that share more or less. Greedy rows take the first of the largest logits.
+    Tokens that tie with the last token kept by top-k or top-p are kept, too. The set is exact for
+    the float32 weights. If the mass of a set is within about 1e-6 of top_p, exact arithmetic might
+    keep more or fewer tokens, of about that mass. Greedy rows take the first of the largest logits.
 
     Args:
-        logits: unnormalised log-probabilities; -inf forbids a token, one per row must be finite.
-            A NaN or +inf gives a NaN log-prob.
+        logits: unnormalised log-probabilities. -inf forbids a token; at least one logit of a row
+            must be finite. NaN or +inf gives the log-prob NaN.
         bits: return value of `random_bits`.
-        settings: per row. top_p and top_k are read if is_truncated, temperature unless greedy.
+        settings: settings of each row. top_p and top_k are read only if is_truncated.
         is_truncated: static; False if no row uses top_p or top_k.
         mode: static; "sampled" if every temperature is positive, "greedy" if all are 0, "mixed"
             otherwise.
@@ -109,14 +111,14 @@ def sample_tokens(
     is_greedy = settings.temperature == 0
     temperature = jnp.where(is_greedy, 1, settings.temperature)[:, None, None]
 
-    # Only the truncated draw stores its [b v] weights: the search reads them many times. The plain
-    # draw takes the exponential again for the tokens of one block, which is less than one store.
+    # Only the draw with top-k or top-p stores its [b v] weights, because the search reads them many
+    # times. The plain draw recomputes the exponentials of one block, which costs less than a store.
     def tempered(x: Float32[Array, "b n e"]) -> Float32[Array, "b n e"]:
         return jnp.exp((x - peak) / temperature)
 
     if is_truncated:
         # The barrier keeps one copy: a second exponential may differ in the last bit, and then a
-        # token at the threshold would be in the searched set and not in the drawn one.
+        # token at the threshold would be in the set of the search but not in that of the draw.
         source = jax.lax.optimization_barrier(tempered(logits[:, None])[:, 0])
         least = _least_kept_weight(source, settings.top_p, settings.top_k, size)[:, None, None]
         token, logprob = _draw(source, lambda w: jnp.where(w >= least, w, 0), bits, size)
@@ -131,7 +133,7 @@ def sample_tokens(
 def _draw(
     source: Float32[Array, "b v"], weights: Weights, bits: UInt32[Array, "b 2"], size: int
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
-    """Return (token, log of its share of the weights), with probability weights(source) / sum."""
+    """Return (token, log-prob); a token has probability weights(source) / their sum."""
     block_weights = _reduce_blocks(source, size, lambda x, axis: jnp.sum(weights(x), axis=axis))
     block = _invert(_fixed_point(block_weights), bits[:, 0])
     start, entries = _entries(source, block, size)
@@ -147,10 +149,11 @@ def _least_kept_weight(
     top_k: Int32[Array, " b"],
     size: int,
 ) -> Float32[Array, " b"]:
-    """Return the smallest weight that top-k, and then top-p, keep. Weights in [0, 1], max 1.
+    """Return the smallest weight that top-k and then top-p keep; the largest weight of a row is 1.
 
-    Without sorting: both sets are {w >= t}, and the largest t whose set suffices is found bit by
-    bit, in 30 reads of the weights per filter, none for a filter that no row uses.
+    Weights lie in [0, 1]. Nothing is sorted: each filter keeps a set {w >= t}. The largest t whose
+    set suffices is found bit by bit, with 30 reads of the weights per filter. A filter that no row
+    uses reads nothing.
     """
 
     def total(values: Weights) -> Float32[Array, " b"]:
@@ -158,7 +161,7 @@ def _least_kept_weight(
         return jnp.sum(sums, axis=-1)
 
     def count_from(t: Float32[Array, " b"]) -> Float32[Array, " b"]:
-        # float32 counts up to 2^24 exactly, and sums faster than integers do on CPU.
+        # Counts up to 2^24 are exact in float32, and CPUs sum float32 faster than integers.
         return total(lambda w: jnp.where(w >= t[:, None, None], 1.0, 0.0))
 
     def mass_from(t: Float32[Array, " b"]) -> Float32[Array, " b"]:
@@ -167,7 +170,7 @@ def _least_kept_weight(
     def search(
         is_used: Array, amount: Callable[[Array], Array], goal: Callable[[], Array], least: Array
     ) -> Float32[Array, " b"]:
-        """Return the largest t with amount(t) >= goal > 0, in the rows that use the filter."""
+        """Return the largest t with amount(t) >= goal > 0 for each row that uses the filter."""
 
         def run() -> Array:
             wanted = goal()
@@ -187,7 +190,7 @@ def _least_kept_weight(
     k = jnp.clip(top_k, 1, v).astype(jnp.float32)
     least = jnp.zeros(top_p.shape, jnp.float32)
     least = search((top_k > 0) & (top_k < v), count_from, lambda: k, least)
-    # The mass above t never exceeds the weights, whose largest is 1: at top_p 0 that one remains.
+    # At top_p 0 the token with the largest weight, which is 1, remains.
     tiny = jnp.finfo(jnp.float32).tiny
     return search(top_p < 1, mass_from, lambda: jnp.maximum(top_p * mass_from(least), tiny), least)
 
@@ -197,22 +200,22 @@ def _first_maximum(
 ) -> Int32[Array, " b"]:
     """Return the first index of each row's maximum; XLA's argmax is ten times slower on CPU."""
     block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)
-    # The short last block is read with entries of the one before, all of them smaller.
+    # The short last block is read with entries of the previous block, which are all smaller.
     start, entries = _entries(logits, block, size)
     return start + jnp.argmax(entries, axis=-1).astype(jnp.int32)
 
 
 def _fixed_point(weights: Float32[Array, "b n"]) -> Int32[Array, "b n"]:
-    """Return integer masses proportional to the weights, about `_FULL` in sum; zero stays zero."""
+    """Return integers proportional to the weights, with a sum of about `_FULL`; 0 stays 0."""
     share = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.round(share * _FULL).astype(jnp.int32)
 
 
 def _invert(masses: Int32[Array, "b n"], word: UInt32[Array, " b"]) -> Int32[Array, " b"]:
-    """Return the first index whose cumulative mass exceeds floor(word * total / 2^32); exact.
+    """Return the first index whose cumulative mass exceeds floor(word * total / 2^32), exactly.
 
-    Each of the equally likely words belongs to one unit of mass, so an index has its share of the
-    2^32 words, rounded to a whole number, and an index of mass zero has none.
+    All 2^32 words are equally likely, and each belongs to one unit of mass. The number of words of
+    an index is therefore proportional to its mass, rounded to a whole number; mass 0 has no word.
     """
     cumulative = jnp.cumsum(masses, axis=-1)
     target = _high_product(word, cumulative[:, -1].astype(jnp.uint32)).astype(jnp.int32)
@@ -234,10 +237,10 @@ def _reduce_blocks(
 ) -> Float32[Array, "b n"]:
     """Return reduce([b n size], axis=-1), with the last block padded by -inf.
 
-    Padding and reshaping come before the arithmetic inside `reduce`, so that XLA fuses all of it
-    and stores nothing of size v. (Slicing the last block off would make XLA copy the rest.) The
-    barrier keeps XLA from merging a later sum over the blocks with this one into a second pass over
-    v, which would also be one long float32 sum.
+    Padding and reshaping come before the arithmetic inside `reduce`, so that XLA fuses them with it
+    and stores no array of size v. (To slice off the last block would make XLA copy the rest.) The
+    barrier keeps XLA from merging this sum with a later sum over the blocks. The merged sum would
+    be a second pass over v, and one long float32 sum.
     """
     b, v = x.shape
     filled = jnp.pad(x, ((0, 0), (0, -v % size)), constant_values=-jnp.inf)
@@ -247,7 +250,10 @@ def _reduce_blocks(
 def _entries(
     x: Float32[Array, "b v"], block: Int32[Array, " b"], size: int
 ) -> tuple[Int32[Array, " b"], Float32[Array, "b e"]]:
-    """Return (first index, `size` entries) around each row's block; a short block is last."""
+    """Return (first index, entries) of `size` entries of each row that contain its block.
+
+    The last block may be short. Entries of the previous block then precede it.
+    """
     start = jnp.minimum(block * size, x.shape[-1] - size)
     return start, jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (size,)))(x, start)
 
@@ -258,16 +264,17 @@ def _within_block(
     block: Int32[Array, " b"],
     size: int,
 ) -> Float32[Array, "b e"]:
-    """Set entries to zero that `_entries` read from the block before a short last block."""
+    """Set the entries to 0 that `_entries` read from the block before a short last block."""
     index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.where(index >= (block * size)[:, None], entries, 0)
 
 
 def _block_size(vocab_size: int) -> int:
-    """Return the tokens per block: near the square root, preferably a divisor, a multiple of 128.
+    """Return the tokens per block: a divisor of v and a multiple of 128 if possible, near sqrt(v).
 
-    A divisor needs no padding; 128 is the width of a TPU vector register. Qwen2.5's 151,936 is
-    1,187 blocks of 128, Llama's 128,256 is 334 of 384; GPT-2's 50,257 has no such divisor: 256.
+    A divisor of v needs no padding; 128 is the width of a TPU vector register. The 151,936 tokens
+    of Qwen2.5 are 1,187 blocks of 128, and the 128,256 tokens of Llama 334 blocks of 384. The
+    50,257 tokens of GPT-2 have no such divisor, and the block size is 256.
     """
     root = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1
     sizes = range(max(root // 4, 1), min(4 * root, vocab_size) + 1)

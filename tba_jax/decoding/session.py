@@ -29,10 +29,10 @@ from tba_jax.models.trees import check_same_tree
 # that attention scores fit in memory with the cache.
 PREFILL_TOKENS = 8192
 # Calls up to this many tokens, padding included, are not compiled for fewer prompts: on an
-# accelerator reading the weights takes most of their time.
+# accelerator, such calls spend most of their time on reading the weights.
 SMALL_PREFILL_TOKENS = 128
-# Fewer slots need another program. By default, a session does not compile it for responses that end
-# within this many steps.
+# Fewer slots need another program. By default, a session does not compile that program if all
+# responses end within this number of steps.
 HALVING_STEPS = 64
 
 
@@ -45,7 +45,7 @@ class _Request(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """Samples of prefilled prompts that wait for a slot; `version` is that of the prefill."""
+    """Samples of prefilled prompts that wait for a slot; the prefill used weights `version`."""
 
     version: int
     caches: tuple[LayerCache, ...]
@@ -59,12 +59,12 @@ class _Occupant(NamedTuple):
     sample: int
     tokens: list[np.ndarray]
     logprobs: list[np.ndarray]
-    versions: list[int]  # of each part of `tokens`
+    versions: list[int]  # weight version of each part of `tokens`
     version_min: int
 
 
 class Session:
-    """Slots over one set of devices; one thread drives it. Made by `Decoder.session`."""
+    """Queue and slots on one set of devices; one thread calls it. `Decoder.session` makes it."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Session:
         self.min_slots = max(1, num_slots // 8) if min_slots is None else min_slots
         self._least_left = HALVING_STEPS if min_slots is None else 0
         if is_fed:
-            self.min_slots = num_slots  # slots that were dropped do not come back
+            self.min_slots = num_slots  # the number of slots never rises again
         self._is_fed = is_fed
         self.version = version
         self.statistics = Statistics()
@@ -116,7 +116,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is queued or unfinished."""
+        """Whether the queue is empty and no response is unfinished."""
         return not (self._requests or self._waiting or any(self._occupants))
 
     @property
@@ -128,7 +128,7 @@ class Session:
     def room(self) -> int:
         """Free slots minus queued responses; negative if more are queued.
 
-        Other threads may read it while this one decodes.
+        Other threads may read the property while the session's thread decodes.
         """
         return self.num_slots - int(self._slots.is_live.sum()) - self._num_queued
 
@@ -139,7 +139,7 @@ class Session:
         settings: SamplingSettings,
         temperatures: np.ndarray | None = None,
     ) -> int:
-        """Queue one prompt; return its number, counted from 0.
+        """Queue one prompt; return the number of the request, counted from 0.
 
         Args:
             prompt: token ids, at least one.
@@ -148,7 +148,7 @@ class Session:
             temperatures: float [S], one for each sample; None: `settings.temperature`.
 
         Raises:
-            ValueError: an empty or too long prompt, or an id outside the vocabulary.
+            ValueError: the prompt is empty or too long, or has an id outside the vocabulary.
         """
         index = self._num_submitted
         decoder, prompt = self.decoder, np.asarray(prompt)
@@ -163,7 +163,7 @@ class Session:
                 f"= {settings.max_new_tokens}; the cache holds {decoder.max_length}. Shorten one "
                 "of them, or make the decoder with a larger max_length"
             )
-        bucket_length(len(prompt), decoder.prompt_buckets)  # refuses a prompt longer than all
+        bucket_length(len(prompt), decoder.prompt_buckets)  # raises if no bucket is large enough
         size = decoder.config.vocab_size
         if prompt.min() < 0 or prompt.max() >= size:
             bad = int(prompt[(prompt < 0) | (prompt >= size)][0])
@@ -202,7 +202,7 @@ class Session:
                 self._slots.is_live[slot] = False
 
     def unfinished(self, request: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Return the tokens and log-probs so far, by sample, of a request that has slots."""
+        """Return sample -> (tokens, log-probs) so far, for samples of a request that have slots."""
         return {
             each.sample: (np.concatenate(each.tokens), np.concatenate(each.logprobs))
             for each in self._occupants
@@ -210,10 +210,10 @@ class Session:
         }
 
     def swap(self, params: Params, version: int) -> None:
-        """Continue with other weights; unfinished responses keep their cache.
+        """Replace the weights; unfinished responses keep their cache.
 
         Raises:
-            ValueError: a tree of other names, shapes or dtypes.
+            ValueError: the new weights have other names, shapes or dtypes.
         """
         weights = self.decoder.weights(params)
         check_same_tree(self._weights, weights)
@@ -252,7 +252,7 @@ class Session:
         return finished
 
     def _admit(self) -> None:
-        """Give samples to free slots and bring the cache to the length of the next chunk."""
+        """Assign samples to free slots, and resize the cache to the length of the next chunk."""
         admitted: list[tuple[_Waiting, list[int], list[int]]] = []
         free = [i for i, occupant in enumerate(self._occupants) if occupant is None]
         for slot in free:
@@ -273,7 +273,7 @@ class Session:
             max([of_attention(w.caches).keys.shape[2] for w, _, _ in admitted], default=0),
         )
         for waiting, slots, rows in admitted:
-            # Few shapes: unused entries have slot n, which does not exist.
+            # For few compiled shapes, unused entries have slot n, which does not exist.
             size = min(self.num_slots, 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1))
             rest = size - len(slots)
             self._history = self.decoder.admit(
@@ -284,7 +284,7 @@ class Session:
             )
 
     def _prefill_next(self) -> _Waiting | None:
-        """Prefill the next prompts of the queue, in calls of few different numbers of rows."""
+        """Prefill the next prompts of the queue; few different numbers of rows are compiled."""
         if not self._requests:
             return None
         start = time.perf_counter()
@@ -294,7 +294,7 @@ class Session:
         length = bucket_length(longest, decoder.prompt_buckets)
         size = max(1, min(self._prefill_prompts, PREFILL_TOKENS // length))
         if self._is_fed and size * length > SMALL_PREFILL_TOKENS:
-            # Prompts come a few at a time, and rows of padding cost as much as prompts.
+            # Few prompts come at a time, and a row of padding costs as much as a prompt.
             size = min(size, 1 << (len(self._requests) - 1).bit_length())
         batch = [self._requests.popleft() for _ in range(min(size, len(self._requests)))]
         tokens = np.zeros((size, length), np.int32)
@@ -327,7 +327,7 @@ class Session:
         self._occupants[slot] = _Occupant(request, sample, [], [], [], version)
 
     def _fit_cache(self, prompt_length: int) -> None:
-        """Resize the cache to what the next chunk needs, and not much longer."""
+        """Resize the cache to about the length that the next chunk needs."""
         decoder, slots = self.decoder, self._slots
         live = slots.length[slots.is_live]
         needed = max([prompt_length, *(live + decoder.chunk_steps)])
@@ -337,8 +337,8 @@ class Session:
             self._history = decoder.new_cache(self.num_slots, length, where)
             return
         current = of_attention(self._history).keys.shape[2]
-        # Shrinking copies the cache, so shrink only for a clear gain; near the boundary of a bucket
-        # it would alternate.
+        # Shrinking copies the cache, so shrink only for a clear gain. Otherwise the cache would
+        # grow and shrink repeatedly near the boundary of a bucket.
         if length > current or (length < current and needed * 4 <= length * 3):
             self._replace_caches(
                 lambda cache: (
@@ -368,7 +368,7 @@ class Session:
         self.num_slots = size
 
     def _replace_caches(self, change: Callable[[LayerCache], LayerCache]) -> None:
-        """Change the caches layer by layer, so that all old and all new ones never coexist."""
+        """Replace the caches layer by layer, so that all old and all new caches never coexist."""
         assert self._history is not None
         caches, self._history = list(self._history), None
         for layer, cache in enumerate(caches):
@@ -380,7 +380,7 @@ class Session:
         slots = self._slots
         is_stop = (tokens[:, :, None] == slots.stop_ids).any(axis=2)
         stops = is_stop.any(axis=0)
-        # Tokens of each slot up to its first stop, that one included.
+        # Tokens of each slot up to its first stop token, inclusive.
         ends = np.where(stops, is_stop.argmax(axis=0) + 1, len(tokens)).tolist()
         finished, longest = [], 0
         for slot, occupant in enumerate(self._occupants):

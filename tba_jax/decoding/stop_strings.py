@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detection of stop strings: the number of tokens after which a response's text contains one.
 
-Invariant: the result equals that of decoding the whole text after every single token, however many
-tokens come at a time.
+Invariant: the result is the same as if the whole text were decoded after every token, whatever the
+number of tokens per call.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ class StopStrings:
 
     Args:
         strings: one or more texts that are not empty.
-        decode: token ids -> text; further tokens do not change the text of earlier ones, except an
-            unfinished character at its end.
+        decode: function token ids -> text. Further tokens do not change the text of earlier tokens,
+            except an unfinished character at its end.
 
     Attributes:
         strings: the strings.
@@ -33,11 +33,11 @@ class StopStrings:
         self._reach = max(map(len, self.strings)) + _SLACK
 
     def end(self, tokens: np.ndarray, num_read: int) -> int:
-        """Return the number of tokens after which the text contains a stop string; 0: none.
+        """Return the number of tokens after which the text contains a stop string; 0 if none does.
 
         Args:
             tokens: int32 [t], the response so far.
-            num_read: number of its first tokens that are known to contain none.
+            num_read: number of first tokens whose text is known to contain no stop string.
         """
         # Decode only a suffix: strings that the new tokens could complete begin in their text or
         # shortly before.
@@ -51,7 +51,7 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def _tail(self, tokens: np.ndarray, num_read: int) -> int:
-        """Return the start of a suffix with enough text before token `num_read`."""
+        """Return the first token of a suffix with enough text before token `num_read`."""
         size = self._reach
         while size < num_read:
             if len(self._decode(tokens[num_read - size : num_read])) >= self._reach:
