@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracing of kernels for a device that is described by a topology but not attached.
+"""Tracing of kernels for a device that a topology describes but that is not attached.
 
-Most programs take their target from the shardings of their arguments at compilation. Pallas reads
-it when a kernel is traced, from the process's default device. Inside `traced_for`, kernels are
-traced for the described device.
+Most programs are compiled for the devices in the shardings of their arguments. Pallas, when it
+traces a kernel, reads the process's default device instead. Inside `traced_for`, kernels are traced
+for the described device.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tba_jax.devices.platform import platform_of
 
 @contextlib.contextmanager
 def traced_for(device: Any) -> Iterator[None]:
-    """Trace and lower programs in this context for `device`, attached or of a topology."""
+    """Trace and lower programs in this context for `device`, which may be absent."""
     if platform_of(device) != "cuda":  # a TPU's kernels depend on the chip at compilation only
         yield
         return

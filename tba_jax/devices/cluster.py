@@ -38,7 +38,7 @@ class PeerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Address of `jax.distributed` and this process's place in it.
+    """Address of the coordinator of `jax.distributed`, and index of this process.
 
     Attributes:
         coordinator: HOST:PORT of process 0; "" if the platform provides it (a TPU pod).
@@ -57,7 +57,7 @@ def resolve_address(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> Address:
-    """Return the address from flags, with environment variables for flags that are not given.
+    """Return the address from flags, or from environment variables where a flag is missing.
 
     Raises:
         ValueError: the address is incomplete or contradictory.
@@ -82,7 +82,7 @@ def resolve_address(
         raise ValueError(
             f"a run over several processes needs --coordinator, --num_processes and --process_id; "
             f"missing: {', '.join(f'--{name} (or {_ENVIRONMENT[name]})' for name in missing)}. "
-            "Give them, or on a TPU pod none of the three"
+            "Give all three, or on a TPU pod none"
         )
     address = Address(**given)
     if not 0 <= address.process_id < address.num_processes:
@@ -99,18 +99,18 @@ def resolve_address(
 
 
 class Cluster:
-    """The processes of a run that work in lock-step; possibly only one.
+    """The processes of a run that work in lock-step; possibly a single process.
 
     Args:
-        process_id: index of this process among them.
+        process_id: index of this process in the cluster.
         num_processes: number of processes.
-        members: process numbers in `jax.distributed`; (): all, in order.
-        is_primary: see the attribute; None: only process 0 is primary.
+        members: numbers of the processes in `jax.distributed`; (): all processes, in order.
+        is_primary: as the attribute; None: True in process 0 only.
         coordinator: HOST:PORT of process 0 of the job; "" if the platform provides it.
 
     Attributes:
-        process_id, num_processes, members, coordinator: as given.
-        is_primary: this process writes the run's single outputs: metrics, progress, report.
+        process_id, num_processes, members, coordinator: values of the arguments.
+        is_primary: whether this process writes the files of which a run has one: metrics, report.
     """
 
     def __init__(
@@ -131,19 +131,19 @@ class Cluster:
 
     @property
     def number(self) -> int:
-        """This process's number in `jax.distributed`."""
+        """Number of this process in `jax.distributed`."""
         return self.members[self.process_id]
 
     def among(self, members: Sequence[int]) -> "Cluster":
-        """Return the cluster of these processes, of which the first is primary.
+        """Return the cluster of some processes, of which the first is primary.
 
         Args:
-            members: numbers in `jax.distributed`; they include this process.
+            members: numbers of the processes in `jax.distributed`, including this process.
         """
         return Cluster(members.index(self.number), len(members), members)
 
     def alone(self) -> "Cluster":
-        """Return a cluster of this process alone, which is not primary of the run."""
+        """Return a cluster of this process alone, in which it is not primary."""
         return Cluster(0, 1, [self.number], is_primary=False)
 
     def gather(self, values: Int[np.ndarray, " n"]) -> Int[np.ndarray, "h n"]:
@@ -168,7 +168,7 @@ class Cluster:
         return np.asarray(self._replicate(rows))
 
     def _gather_devices(self) -> list[list[Any]]:
-        """Return devices of each process for collectives: one if such a mesh is valid, else all."""
+        """Return the devices of each process for collectives: one if the chips permit, else all."""
         import jax
 
         devices = [jax.local_devices(process_index=i) for i in self.members]
@@ -182,17 +182,17 @@ class Cluster:
             return [value]
         data = json.dumps(value).encode()
         sizes = self.gather(np.array([len(data)], np.int32))[:, 0]
-        # Padded to a power of two, so that few shapes are compiled.
+        # Pad to a power of two, so that few shapes are compiled.
         width = 1 << max(6, int(sizes.max() - 1).bit_length())
         rows = self.gather(np.frombuffer(data.ljust(width, b" "), np.int32))
         return [json.loads(row.tobytes()) for row in rows]
 
     def broadcast_json(self, value: Any) -> Any:
-        """Return process 0's JSON-compatible value; values of other processes are ignored."""
+        """Return the JSON-compatible value of process 0; other processes' values are ignored."""
         return self.gather_json(value if self.is_primary else None)[0]
 
     def close(self) -> None:
-        """Disconnect; waits until the other processes disconnect, too."""
+        """Disconnect, and wait until the other processes disconnect, too."""
         if self.num_processes > 1:
             import jax
 
@@ -204,18 +204,18 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
 
     Args:
         address: return value of `resolve_address`.
-        num_cpu_devices: devices of each process's CPU backend.
+        num_cpu_devices: number of devices of each process's CPU backend.
         heartbeat_s: heartbeat timeout; a process without heartbeats for this long ends the run.
-        shutdown_s: time from the first to the last process's disconnection.
+        shutdown_s: maximum time from the first to the last process's disconnection.
 
     Raises:
-        ValueError: the address of the other processes is not known.
+        ValueError: the address of process 0 is not known.
     """
     if address.num_processes == 1:
         return Cluster()
     import jax
 
-    # Only for the CPU backend, as is the number of its devices.
+    # This option and the number of devices concern the CPU backend only.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # SIGTERM goes to this project's handler, which informs the other processes by a message.
     jax.config.update("jax_enable_preemption_service", False)
@@ -235,8 +235,8 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     except ValueError as error:
         raise ValueError(
             f"config.placement=pod: no address of the other processes ({error}). Give "
-            "--coordinator=HOST:PORT --num_processes=N --process_id=I, or start them with "
-            "python -m tba_jax.launch_processes; --num_processes=1 is a pod of one host"
+            "--coordinator=HOST:PORT --num_processes=N --process_id=I, or start the processes "
+            "with python -m tba_jax.launch_processes; --num_processes=1 is a pod of one host"
         ) from error
     except RuntimeError as error:  # jax raises this type for every failure of the service
         raise PeerError(
@@ -252,7 +252,7 @@ def bind_address(coordinator: str) -> str | None:
     Processes of one machine use a loopback address, which other machines cannot reach.
     """
     host = coordinator.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):  # a name
+    with contextlib.suppress(ValueError):  # the host is a name, not an IP address
         if ipaddress.ip_address(host).is_loopback:
             return coordinator
     return coordinator if host == "localhost" else None
@@ -260,10 +260,10 @@ def bind_address(coordinator: str) -> str | None:
 
 @contextlib.contextmanager
 def peer_errors(cluster: Cluster) -> Iterator[None]:
-    """Convert the failure of a collective operation to a PeerError that says what to do.
+    """Convert the failure of a collective operation to a PeerError with a remedy.
 
     Raises:
-        PeerError: the transport lost a process.
+        PeerError: the transport lost the connection to a process.
     """
     try:
         yield
@@ -272,7 +272,7 @@ def peer_errors(cluster: Cluster) -> Iterator[None]:
             raise
         raise PeerError(
             f"process {cluster.process_id} of {cluster.num_processes} lost another process: "
-            f"{_brief(error)}. That process's output has the cause. {CONTINUE}"
+            f"{_brief(error)}. The output of the lost process has the cause. {CONTINUE}"
         ) from error
 
 
@@ -286,7 +286,7 @@ def _brief(error: BaseException) -> str:
 
 
 class FailureNotice:
-    """Prints a notice if this process is killed, because it cannot print one itself.
+    """Prints a notice if this process is killed.
 
     When a peer is lost, `jax.distributed` aborts the process from native code, without exception or
     handler. A shell therefore waits on a pipe; if the pipe closes before `withdraw`, the shell

@@ -14,26 +14,26 @@ class MeshSettings(Section):
 
     data: int = field(
         1,
-        "copies of the train state; rows are divided; placement=pod: 1 means one per host",
+        "copies of the train state, which divide the rows; placement=pod: 1 means one per host",
         at_least=1,
         on_resume=True,
     )
     fsdp: int = field(
         1,
-        "divides train state and rows; weights are gathered layer by layer",
+        "number of devices that divide train state and rows; weights are gathered layer by layer",
         at_least=1,
         on_resume=True,
     )
     expert: int = field(
         1,
-        "divides the experts of a mixture, and rows; their tokens are gathered and their results "
-        "added up",
+        "number of devices that divide the experts of a mixture, and rows; tokens are gathered and "
+        "results added up",
         at_least=1,
         on_resume=True,
     )
     model: int = field(
         1,
-        "divides train state and every matrix product (tensor parallel)",
+        "number of devices that divide train state and every matrix product (tensor parallel)",
         at_least=1,
         on_resume=True,
     )
@@ -55,7 +55,7 @@ class XlaSettings(Section):
 
     @property
     def parts(self) -> list[str]:
-        """Options and presets, in order."""
+        """Compiler options and presets, in the given order."""
         return [part for text in self.options.split(",") if (part := text.strip())]
 
     def check(self) -> None:
@@ -83,14 +83,14 @@ class FleetSettings(Section):
     )
     max_searchers: int = field(
         4,
-        "maximum number of searchers; missing ones start when a machine is free; a process has "
-        "num_searchers of them",
+        "maximum number of searchers; missing searchers start when a machine is free; a process "
+        "has num_searchers searchers",
         at_least=1,
         at_most=4096,
     )
     trainer: str = field(
         "CPU=1",
-        "resources of each trainer process: CPU=1, GPU=8, TPU=4",
+        "Ray resources of each trainer process, such as CPU=1, GPU=8 or TPU=4",
         on_resume=True,
     )
     trainer_hosts: int = field(
@@ -101,7 +101,7 @@ class FleetSettings(Section):
     )
     searcher: str = field(
         "CPU=1",
-        "resources of a process of searchers; for TPUs: whole machines, or one or two chips",
+        "Ray resources of a process of searchers; for TPUs: whole machines, or one or two chips",
         on_resume=True,
     )
 

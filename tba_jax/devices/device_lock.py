@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device lock: serialises launches of multi-device programs by several threads.
 
-A program of several devices waits inside for all of them. If two threads launch such programs on
-common devices, devices may receive them in different orders and deadlock. Invariant: of two
-multi-device programs with a common device, one has ended before the other is launched.
+While a multi-device program runs, each of its devices waits for the other ones. If two threads
+launch such programs on common devices, devices may receive the programs in different orders and
+deadlock. Invariant: of two multi-device programs with a common device, one has ended before the
+other is launched.
 """
 
 import contextlib
@@ -34,11 +35,12 @@ class _Entry:
 
 
 class DeviceLock:
-    """Lock per set of devices; threads are served in order of arrival.
+    """Lock of sets of devices, in the order in which threads request it.
 
-    Threads with disjoint devices do not wait for one another. The lock is held until the program's
-    results are ready: the threads of a runtime may start programs in another order than their
-    launches, and without the wait programs on CPU deadlock. The first call compiles under the lock.
+    Threads with disjoint devices do not wait for one another. A thread holds the lock until the
+    results of its program are ready. Without this wait, programs on CPU deadlock, because a runtime
+    may start programs in another order than they were launched. The first call compiles under the
+    lock.
 
     Args:
         timeout_s: maximum wait in seconds.
@@ -54,10 +56,10 @@ class DeviceLock:
         self._changed = threading.Condition()
 
     def locked(self, program: Program, devices: Iterable[Any]) -> Program:
-        """Return a program of these devices with launches under the lock.
+        """Return a function that launches a program on these devices while it holds the lock.
 
-        Arguments and results are unchanged, but results are ready on return. An exception releases
-        the lock.
+        Its arguments and results are those of the program; the results are ready when it returns.
+        An exception releases the lock.
 
         Raises (when the program is called):
             DeviceLockError: other threads held the devices for longer than `timeout_s`.
@@ -102,25 +104,24 @@ class DeviceLock:
                     f"{turn.program!r} on devices {ids}. Thread {holder.thread} has held them for "
                     f"{now - holder.since:.0f} s with {holder.program!r}, which hangs, or compiles "
                     "for longer than half of log.watchdog_s. Run the same command again to "
-                    "continue from the newest checkpoint; if compilation takes that long, with a "
+                    "continue from the newest checkpoint. If compilation takes that long, add a "
                     "larger --config.log.watchdog_s"
                 )
             turn.since = now
 
     def _blocker(self, turn: _Entry) -> _Entry | None:
-        """Return the first earlier entry that shares a device with this one."""
+        """Return the first earlier entry that shares a device with `turn`; None without one."""
         before = itertools.takewhile(lambda other: other is not turn, self._queue)
         return next((other for other in before if other.devices & turn.devices), None)
 
 
 def device_lock_for(meshes: Sequence[Mesh], *, timeout_s: float) -> DeviceLock | None:
-    """Return a lock for threads that launch on these meshes; None if none is needed.
+    """Return a lock for threads that launch programs on these meshes; None if none is necessary.
 
-    It is needed if two meshes of several devices have a device in common. With None, programs are
-    launched without a lock.
+    A lock is necessary if two meshes of several devices have a device in common.
 
     Args:
-        meshes: one per thread that launches its own programs; equal ones count separately.
+        meshes: mesh of each thread that launches programs; equal meshes count separately.
         timeout_s: as in `DeviceLock`.
     """
     several = [frozenset(mesh.devices.flat) for mesh in meshes if mesh.size > 1]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Division of devices among trainer and searchers: modes and layouts.
 
-A `Mode` is a value of config.placement: it checks a config's request and chooses a `Layout`, which
-gives the trainer's devices and declares whether searchers share them. To add a mode or layout, add
-its record here. Devices are any objects with `platform`, `device_kind`, `process_index` and `id`.
+A `Mode` is a value of config.placement. It checks the request of a config and chooses a `Layout`,
+which selects the trainer's devices and declares whether searchers share them. To add a mode or
+layout, add its record here. A device is any object with `platform`, `device_kind`, `process_index`
+and `id`.
 Invariant: `arrange` accepts a request that `Mode.check` accepts, unless the chips do not permit it.
 """
 
@@ -22,7 +23,7 @@ from tba_jax.settings import need
 
 
 class PlacementError(ValueError):
-    """Devices cannot be divided as requested; the message says why and what to do."""
+    """Devices cannot be divided as requested; the message has the reason and a remedy."""
 
 
 class MeshShape(NamedTuple):
@@ -45,13 +46,13 @@ class MeshShape(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A config's request for devices.
+    """Devices that a config requests.
 
     Attributes:
-        mesh: trainer's mesh.
-        num_searchers: searchers of all processes.
-        searcher_devices: devices per searcher.
-        num_prompts: prompts of a batch; 0: do not check that the mesh divides them.
+        mesh: shape of the trainer's mesh.
+        num_searchers: number of searchers of all processes.
+        searcher_devices: number of devices of each searcher.
+        num_prompts: number of prompts of a batch, which the mesh must divide; 0: no such check.
     """
 
     mesh: MeshShape
@@ -65,9 +66,9 @@ class Layout(NamedTuple):
 
     Attributes:
         name: name in plans.
-        shares_devices: searchers use the trainer's devices, instead of other ones.
+        shares_devices: whether searchers use the trainer's devices instead of separate devices.
         accepts: (devices of all hosts, number of trainer devices) -> whether the chips permit it.
-        trainer: (devices, number) -> the trainer's devices.
+        trainer: (devices of all hosts, number of trainer devices) -> the trainer's devices.
         searching: (devices of all hosts, the trainer's devices) -> hosts with searchers; None: all
             hosts.
     """
@@ -86,12 +87,12 @@ class Mode(NamedTuple):
         name: the value.
         meaning: description in the documentation of the setting.
         choose: (devices, request) -> layout. Raises PlacementError.
-        check: (request, devices per process, processes) -> None; checks these numbers. Raises
-            ConfigError.
-        spans_hosts: the run has several processes.
-        trainers_search: processes that train also search; otherwise other processes search.
-        searches_elsewhere: searchers are remote processes with their own devices, and the
-            arrangement covers the trainer's processes only.
+        check: (request, devices per process, processes) -> None. Raises ConfigError if these
+            numbers do not fit each other.
+        spans_hosts: whether the trainer may have several processes, one for each host.
+        trainers_search: whether processes that train also search.
+        searches_elsewhere: whether searchers are remote processes with their own devices. The
+            arrangement then covers the trainer's processes only.
         mesh: (requested mesh, processes) -> the trainer's mesh.
     """
 
@@ -106,15 +107,15 @@ class Mode(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """A division of devices, without meshes.
+    """Division of the devices between trainer and searchers.
 
     Attributes:
-        layout: the rule that made it.
+        layout: the layout that selected the devices.
         mesh: shape of the trainer's mesh.
-        trainer: the trainer's devices, those of one process adjacent.
-        groups: devices of each searcher of the requested process; equal if searchers share them.
-        first_searcher: index of the first of these searchers in the run.
-        num_searchers: searchers of the run.
+        trainer: the trainer's devices; devices of one process are adjacent.
+        groups: devices of each searcher of one process; equal for searchers that share devices.
+        first_searcher: index of that process's first searcher in the run.
+        num_searchers: number of searchers of the run.
     """
 
     layout: Layout
@@ -132,9 +133,9 @@ def arrange(
 
     Args:
         placement: one of MODES.
-        devices: devices of this process; of all processes if the mode spans hosts.
+        devices: devices of this process, or of all processes if the mode spans hosts.
         asked: the config's request.
-        process_index: process whose searchers are arranged.
+        process_index: index of the process whose searchers get devices.
 
     Raises:
         PlacementError: there are too few devices, or the chips do not permit this division.
@@ -175,7 +176,7 @@ def arrange(
 
 
 def _share_of_searchers(asked: Asked, searching: Sequence[int]) -> int:
-    """Return the number of searchers of each searching host."""
+    """Return the number of searchers on each host that searches."""
     if asked.num_searchers > len(searching) and asked.num_searchers % len(searching):
         raise PlacementError(
             f"num_searchers={asked.num_searchers}: the {len(searching)} searching hosts must have "
@@ -191,11 +192,11 @@ def pod_layout(
 
     Args:
         devices: devices of all processes.
-        num_trainer_devices: data x fsdp x model.
-        layouts: candidates, the first that the chips permit is chosen; (): POD_LAYOUTS.
+        num_trainer_devices: product of the sizes of the trainer's mesh.
+        layouts: candidates, of which the first that the chips permit is chosen; (): POD_LAYOUTS.
 
     Raises:
-        PlacementError: the chips permit no layout; the message has sizes that they permit.
+        PlacementError: the chips permit no layout; the message lists sizes that they permit.
     """
     layouts = layouts or POD_LAYOUTS
     for layout in layouts:
@@ -209,9 +210,9 @@ def pod_layout(
     if WHOLE_HOSTS not in layouts and WHOLE_HOSTS.accepts(devices, num_trainer_devices):
         other = ", or set --config.placement=whole_hosts"
     raise PlacementError(
-        f"mesh.data x mesh.fsdp x mesh.expert x mesh.model={num_trainer_devices}: no layout of the "
-        f"trainer on {hosts} hosts with {len(devices) // hosts} {kind} devices each. Set their "
-        f"product to one of {sizes}{other}"
+        f"mesh.data x mesh.fsdp x mesh.expert x mesh.model={num_trainer_devices}: no layout of a "
+        f"trainer of this size on {hosts} hosts with {len(devices) // hosts} {kind} devices each. "
+        f"Set the product to one of {sizes}{other}"
     )
 
 
@@ -298,9 +299,9 @@ def _check_auto(asked: Asked, num_devices: int, num_hosts: int) -> None:
 
 
 def _pod_mesh(mesh: MeshShape, num_hosts: int) -> MeshShape:
-    """Return the mesh over all hosts: the copy of one host is repeated on every host.
+    """Return the mesh over all hosts: the default has one copy of the train state per host.
 
-    The copies are set only for the default, `mesh.data = 1`.
+    `mesh.data` changes only if it is 1 and the hosts do not divide the other axes.
     """
     is_default = mesh.data == 1 and (mesh.fsdp * mesh.expert * mesh.model) % num_hosts
     return mesh._replace(data=num_hosts) if is_default else mesh
@@ -315,14 +316,14 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
         _shape(mesh),
         f"each of the {num_hosts} processes needs an equal share of the trainer's "
         f"{asked.mesh.size} devices, and sees {num_devices}",
-        "Make mesh.data x mesh.fsdp x mesh.expert x mesh.model a multiple of the processes, and "
-        "small enough.",
+        f"Make mesh.data x mesh.fsdp x mesh.expert x mesh.model a multiple of {num_hosts}, at most "
+        f"{num_devices * num_hosts}.",
     )
     need(
         mine % mesh.model == 0,
         "mesh.model",
         mesh.model,
-        f"must divide the {mine} trainer devices of each process, so that it has whole rows",
+        f"must divide the {mine} trainer devices of each process, so that a process has whole rows",
         "Lower mesh.model and raise mesh.fsdp.",
     )
     need(

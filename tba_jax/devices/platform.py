@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Platform of a device, which selects kernels and compiler options.
 
-The functions look at a given device, attached or described, never at the process's default device:
-a process without a GPU can plan for one.
+The functions look at a given device, attached or described, never at the process's default device.
+A process without a GPU can therefore plan for a GPU.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ per group of devices, so 0.3 GiB; a run has at most three such groups).
 def prepare_process() -> None:
     """Set JAX's environment for a command; call before a device is used.
 
-    Unset variables only: the share of GPU memory that JAX preallocates, and silence of XLA and of
-    libtpu. Where libtpu is installed for plans and no accelerator is attached, JAX would load it,
-    and libtpu would print that it finds no TPU.
+    Variables that are set already stay unchanged. The others limit the GPU memory that JAX
+    preallocates, and silence XLA and libtpu. If libtpu is installed for plans and no accelerator is
+    attached, JAX would load libtpu, which would print that it finds no TPU.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     take_gpu_memory()
@@ -43,15 +43,15 @@ def prepare_process() -> None:
 
 
 def take_gpu_memory() -> None:
-    """Set the share of GPU memory that JAX preallocates, if unset; call before using a device."""
+    """Set the share of GPU memory to preallocate, if unset; call before a device is used."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
 def return_free_memory() -> None:
     """Return freed memory to the operating system where the C library can (glibc).
 
-    Programs are compiled and weights are copied by many threads, and glibc keeps what each of them
-    freed, so the process would grow although it holds no more.
+    Many threads compile programs and copy weights. glibc keeps the memory that each thread freed,
+    so the process would grow without using more memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -59,7 +59,7 @@ def return_free_memory() -> None:
 
 
 def platform_of(device: Any) -> Platform:
-    """Return the platform of a device, attached or of a topology.
+    """Return the platform of a device, which may be attached or described by a topology.
 
     Raises:
         ValueError: the platform is not supported.

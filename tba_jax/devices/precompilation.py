@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compilation of programs on a background thread, while the run starts.
 
-JAX caches lowered and compiled programs per shapes across threads, so the first call of a program
-that was compiled here finds it. Invariant: callers that wait here never compile a program a second
-time, and a compilation failure is raised in their thread.
+JAX caches compiled programs by the shapes of their arguments, for all threads. The first call of a
+program that was compiled here therefore finds it in the cache. Invariant: a caller that waits here
+never compiles a program a second time, and a compilation failure is raised in the caller's thread.
 """
 
 import collections
@@ -21,7 +21,7 @@ THREAD = "compiler"
 
 
 class Precompiler:
-    """Compiles programs in order on one thread; use `start`.
+    """Compiles programs in order on one thread, which `start` starts.
 
     Args:
         jobs: job name -> function that lowers a program for the shapes of its calls.
@@ -58,10 +58,10 @@ class Precompiler:
         while done is not None and not done.wait(POLL_S):
             self._stop.check()
             if self._stop.is_set():
-                return  # closed: the caller's first call compiles the program
+                return  # after `close`, the caller's first call compiles the program
 
     def after(self, name: Hashable, program: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `program` with calls that first wait until it is compiled."""
+        """Return a function that waits until `program` is compiled and then calls it."""
 
         @functools.wraps(program)
         def call(*args: Any) -> Any:

@@ -21,7 +21,7 @@ MAX_BYTES = 2**30
 """Maximum size of one machine's folder; JAX evicts the least recently used programs."""
 
 MIN_COMPILE_S = 0.05
-"""Minimum compile time of cached programs: reading faster ones back takes as long."""
+"""Minimum compile time of cached programs: to read a faster one from disk would take as long."""
 
 FORGET_S = 60 * 86400
 """Age of the last use after which other machines' folders are deleted."""
@@ -30,11 +30,11 @@ FORGET_S = 60 * 86400
 def open_cache(setting: str) -> str:
     """Enable the persistent compilation cache; return a line for the user with its folder.
 
-    A folder that the user set for all of JAX (JAX_COMPILATION_CACHE_DIR) is used unchanged. Call
-    before compiling programs, and after the processes of a pod are connected.
+    A folder in the variable JAX_COMPILATION_CACHE_DIR takes precedence and is used unchanged. Call
+    the function before programs are compiled, and after the processes of a pod are connected.
 
     Args:
-        setting: "auto": a folder in the user's cache folder; "off"; or a folder, local or in a
+        setting: "auto" for a folder in the user's cache folder, "off", or a folder, local or in a
             bucket.
 
     Returns:
@@ -66,7 +66,7 @@ def open_cache(setting: str) -> str:
 
 
 def _default_root() -> epath.Path:
-    """Return the user's cache folder by the XDG base directory specification."""
+    """Return the user's cache folder according to the XDG base directory specification."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return epath.Path(home) / "tba_jax" / "xla"
@@ -93,18 +93,18 @@ def _machine() -> str:
 def machine_key(
     device_kind: str, processor: str, num_cores: int, jax_version: str, jaxlib_version: str
 ) -> str:
-    """Return a folder name that two machines share if programs of one run on the other.
+    """Return a folder name, equal for two machines if programs of one run on the other.
 
     Args:
         device_kind: name of the device in JAX.
-        processor: /proc/cpuinfo, or the name of the processor. CPU programs use the instructions
+        processor: text of /proc/cpuinfo, or name of the processor. CPU programs use instructions
             of the processor that compiled them.
-        num_cores: cores of this process, because CPU programs are divided among them.
+        num_cores: number of cores of this process, over which CPU programs are divided.
         jax_version, jaxlib_version: versions of JAX and jaxlib.
     """
     told = ("model name", "flags", "CPU implementer", "CPU part", "Features")
     lines = processor.splitlines()
-    # Only the first core: the order of cores may differ between equal machines.
+    # Read the first core only: the order of cores may differ between equal machines.
     facts = [next((x for x in lines if x.startswith(name)), "") for name in told]
     facts = facts if any(facts) else [processor]
     digest = hashlib.sha256("\n".join([platform.machine(), str(num_cores), *facts]).encode())
