@@ -124,6 +124,8 @@ def check_rewards(shared: Shared) -> None:
         ValueError, RewardFailure, RuntimeError: a reward cannot be used.
     """
     shared.rewards.check()
+    if shared.cluster.is_primary and shared.rewards.server is not None:
+        shared.rewards.server.unload_earlier()
     if shared.cluster.is_primary and not shared.sites.searchers:
         for function in functions(shared.config):
             try_reward(shared.config, function, shared.task)

@@ -500,6 +500,8 @@ def swaps_in_flight(config: Config) -> bool:
     """Return whether searchers take newer weights between chunks; never with an exact lag."""
     if config.search.exact_lag:
         return False
+    if config.search.engine == "openai" and not config.task.environment:
+        return True  # a response keeps the version that it began with
     needs_behavior = config.objective.built.needs_behavior
     swap = config.search.swap
     return swap == "in_flight" or (swap == "auto" and not needs_behavior)

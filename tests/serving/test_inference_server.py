@@ -233,6 +233,16 @@ def test_a_server_that_cannot_be_used_is_refused_before_training(
     assert "\n" not in str(error.value) and str(error.value).startswith("config.search.server")
 
 
+def test_adapters_that_a_killed_process_left_are_unloaded(model, client, tmp_path):
+    killed, server = client(), client()
+    killed.acquire(3, adapters_of(model, 3))
+    assert len(model.adapters.names) == 1
+    (tmp_path / "adapters" / "tba-0-9").mkdir()  # loaded before the server was restarted
+    server.unload_earlier()
+    assert model.adapters.names == [] and not list((tmp_path / "adapters").glob("*"))
+    assert server.failures.take() == {}
+
+
 def test_a_server_without_routes_for_adapters_names_the_remedy(model, client):
     plain = ServedModel(START_MODEL)
     with plain.running():
