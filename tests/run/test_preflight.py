@@ -51,6 +51,15 @@ def command(folder, **fields):
 
 
 BROKEN = {
+    "a server that is not there": (
+        {
+            "search__engine": "openai",
+            "search__server": "http://127.0.0.1:9/v1",
+            "lora__rank": 4,
+            "task__reward": "{}/rewards.py:raises",
+        },
+        ["config.search.server = 'http://127.0.0.1:9/v1': not reachable", "undefined"],
+    ),
     "misspelt fields": (
         {"optimizer__lr": 1e-4, "batch_size": 8, "seed": "x"},
         ["did you mean optimizer.learning_rate", "did you mean batch.num_prompts", "config.seed=x"],
