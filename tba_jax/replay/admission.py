@@ -23,7 +23,7 @@ class Demand(NamedTuple):
     Attributes:
         prompts: p, maximum number of fresh groups in a batch.
         share: m, mean share of fresh groups in a batch.
-        max_staleness: bound in steps; 0: no bound, then everything is admitted.
+        max_staleness: bound on staleness, in steps; 0: no bound, every group is admitted.
         sync_period: steps between two publications and merges.
         initial: groups needed before the first step.
         is_strict: the trainer waits instead of exceeding the bound.
@@ -38,11 +38,11 @@ class Demand(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Measured latency of groups.
+    """Measured time that groups take from admission to their use.
 
     Attributes:
-        mean_steps, p95_steps: latency from admission to commit, in steps without waiting.
-        step_s: duration of such a step.
+        mean_steps, p95_steps: latency from admission to commit, in units of `step_s`.
+        step_s: median duration of a step, without the wait for data.
         behind_steps: median publication latency: steps by which the weights at a prompt's start
             are older than the newest published ones.
         late_share: share of the responses that cannot be used within the bound.
@@ -60,22 +60,23 @@ class Latency(NamedTuple):
 class Admission:
     """Counts open groups, and decides whether another may begin.
 
-    A group admitted at step t with weights of version v is used after those before it. The trainer
-    takes m p of them per step, so it is used within the bound if at most (v + bound + 1 - t) m p
-    groups are open, including itself (the rule of AReaL, arXiv 2505.24298, minus the replayed
-    share). v is the version of the asking searcher, not the newest published version, because
-    publication latency uses up a part of the bound. Once latencies are known, no more groups are
-    admitted than the trainer needs, so that fast searchers make data fresher and not older. If
-    responses take longer than the bound, that limit would leave the trainer without data: then as
-    many groups are admitted as it takes during a response, and some responses are late.
+    Groups are used in the order of admission, m p groups per step. A group that is admitted at step
+    t with weights of version v is therefore used within the bound if at most
+    (v + bound + 1 - t) m p groups are open, including this group (the rule of AReaL, arXiv
+    2505.24298, minus the replayed share). v is the version of the asking searcher, not the newest
+    published version, because publication latency uses up a part of the bound. Once latencies are
+    known, no more groups are admitted than the trainer needs, so fast searchers make the data
+    fresher. If a response takes longer than the bound, this limit would leave the trainer without
+    data. Then the limit is the number of groups that the trainer uses during one response, and
+    some responses are late.
 
-    A strict admission always keeps to the rule: searchers wait for newer weights, and the trainer
-    for groups that `holds` names. Responses are then used within the bound if every slot is fresh
-    (m = 1). For smaller m, the number of fresh slots per step is random, and they may be one step
-    later.
+    A strict admission always keeps the rule: searchers wait for newer weights, and the trainer
+    waits while `holds` is true. Responses are then used within the bound if every batch slot is
+    fresh (m = 1). For smaller m, the number of fresh slots per step is random, and a response may
+    be used one step after the bound.
 
-    If there is room for only some of the asking searchers, the one admitted longest ago comes
-    first.
+    If only some of the asking searchers can be admitted, those whose last admission is the oldest
+    come first.
 
     Args:
         demand: demand of the trainer.
@@ -134,7 +135,7 @@ class Admission:
             self._latencies.append(latency_s)
 
     def set_open(self, searcher: int, versions: Sequence[int]) -> None:
-        """Replace a searcher's open groups by these versions: it was lost, or has reconnected."""
+        """Set the versions of a searcher's open groups, when the searcher is lost or reconnects."""
         with self._lock:
             self._open[searcher] = list(versions)
             self._hungry.discard(searcher)
@@ -202,7 +203,7 @@ class Admission:
         return max(least, math.floor(rate * steps) if demand.is_strict else math.ceil(rate * steps))
 
     def latency(self) -> Latency | None:
-        """Return the measured latency; None before there are enough measurements."""
+        """Return the measured latency of groups; None before there are enough measurements."""
         with self._lock:
             latencies, step_s = sorted(self._latencies), self._step_s
             behind = int(_quantile(sorted(self._behind), 0.5)) if self._behind else 0
@@ -210,7 +211,7 @@ class Admission:
             return None
         steps = [seconds / step_s for seconds in latencies]
         extra = 2 * self._demand.sync_period - 1 + behind
-        # From the publication of its weights to the merge after its commit.
+        # Age of a group: from the publication of its weights to the merge after its commit.
         ages = [math.ceil(s) + extra for s in steps]
         bound = self._demand.max_staleness
         return Latency(
@@ -268,7 +269,7 @@ class RoundAdmission:
             self._open[searcher] -= 1
 
     def set_open(self, searcher: int, versions: Sequence[int]) -> None:
-        """Set the open rounds of a searcher; its other started rounds may start again."""
+        """Set the open rounds of a searcher; other rounds that it started may start again."""
         with self._lock:
             self._left[searcher] += self._open[searcher] - len(versions)
             self._open[searcher] = len(versions)

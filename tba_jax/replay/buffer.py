@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ReplayBuffer: stores the searchers' responses and draws the trainer's batches.
 
-It chooses what each slot of a batch is drawn from; `Contents` stores and counts. The trainer's
-merge is its only writer. Invariants: every response that entered is accounted for (the ledger), and
-a restored buffer makes the same next draws as the saved one.
+`ReplayBuffer` chooses the group for each slot of a batch; `Contents` stores and counts. Only the
+trainer's merge writes to the buffer. Invariants: every response that entered is accounted for (the
+ledger), and a restored buffer makes the same next draws as the saved buffer.
 """
 
 import math
@@ -32,11 +32,11 @@ class ReplayBuffer:
     """Bounded, thread-safe store of trajectories with recency and reward sampling.
 
     Args:
-        settings: limits and sampling. A response is as old as its oldest version; the byte limit
-            includes bookkeeping, estimated per row. Equal responses of one merge are one row with
-            a count.
+        settings: limits and sampling. The age of a response is that of its oldest policy version.
+            The byte limit includes an estimate of bookkeeping per row. Equal responses of one merge
+            are one row with a count.
         seed: int or sequence of ints for the numpy Generator of every draw.
-        values: soft values of prompts, for draws; None: draws have none.
+        values: soft values of prompts, which draws then carry; None: draws carry none.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class ReplayBuffer:
     def merge(self, commits: Sequence[RoundCommit], step: int) -> dict[str, int]:
         """Add the finished rounds of one sync, then evict down to the limits.
 
-        Merges at one step count as one: while the trainer waits, further ones add to the newest
-        data. A merge without a trajectory does not change what is fresh. Rounds merged together or
-        one by one give the same buffer, so that a schedule log can be replayed.
+        Merges at one step count as one merge: while the trainer waits, later merges add to the
+        newest data. A merge without a trajectory does not change which groups are fresh. Rounds
+        that are merged together or one by one give the same buffer, so a schedule log can be
+        replayed.
 
         Args:
             commits: rounds in the order they were taken from the outboxes.
@@ -102,18 +103,19 @@ class ReplayBuffer:
 
         Each slot is fresh with probability `recency_prob`, else replay.
 
-        A fresh slot draws a group (the responses of one merge to one prompt) with unused responses,
-        each group once, unused responses first: groups of the newest merge, or with `max_staleness`
-        of all merges, the oldest version first. With fewer prompts than slots, as in a task of one
-        prompt, a group is drawn once for every K of its unused responses. With `recycle_fresh`,
-        prompts of the newest merges are drawn again when no unused response is left.
+        A fresh slot draws a group (the responses of one merge to one prompt) that has unused
+        responses. Each group is drawn once, and its unused responses are taken first. Only groups
+        of the newest merge are drawn, or with `max_staleness` groups of all merges, oldest version
+        first. With fewer prompts than slots, as in a task of one prompt, a group is drawn once for
+        every K of its unused responses. With `recycle_fresh`, prompts of the newest merges are
+        drawn again when no unused response is left.
 
-        A replay slot draws a prompt of a running shuffle of all prompts, and its responses by
-        `response_log_weights`.
+        A replay slot draws the next prompt of a shuffle of all prompts, and its responses with the
+        probabilities of `response_log_weights`.
 
         A prompt repeats in a batch only if there are fewer prompts than slots. With fewer than
-        `group_size` responses, all are taken and the rest are repeats. A group that `is_wanted`
-        rejects is replaced by another waiting group, then by replay; or its slot stays empty.
+        `group_size` responses, all are taken and the rest are repeats. If `is_wanted` rejects a
+        group, another waiting group or a replay draw takes its place, or the slot stays empty.
 
         Args:
             num_prompts: p.
@@ -121,9 +123,10 @@ class ReplayBuffer:
             step: trainer step of the batch.
 
         Returns:
-            The slots; None if the trainer must wait: nothing is stored, `max_reuse` leaves too
-            little, or pace is "trainer" and there are too few fresh prompts. Slot kinds are kept
-            over a wait, so waiting does not bias the fresh share.
+            The slots; None if the trainer must wait: nothing is stored, `max_reuse` leaves too few
+            responses, or pace is "trainer" and there are too few fresh prompts. The kinds of the
+            slots (fresh or replay) stay the same during a wait, so waiting does not bias their
+            shares.
         """
         with self._lock:
             if not self.is_ready(num_prompts, group_size, step):
@@ -173,9 +176,9 @@ class ReplayBuffer:
         return self._plan
 
     def _fresh_fill(self, num_prompts: int, group_size: int) -> int:
-        """Return how many unused responses fill a fresh slot; 0: any number does.
+        """Return how many unused responses a group needs to fill a fresh slot; 0: any number.
 
-        Each prompt then fills at most one slot.
+        With 0, each prompt fills at most one slot.
         """
         return group_size if len(self._contents.store) < num_prompts else 0
 
@@ -188,7 +191,7 @@ class ReplayBuffer:
         return len(store) > 0
 
     def _draw_fresh(self, taken: set[int], group_size: int, fill: int) -> Draw | None:
-        """Return a fresh slot from a waiting group, or a recycled one from the newest merges."""
+        """Return a fresh slot from a waiting group, or from a used group of the newest merges."""
         contents, economy = self._contents, self._contents.economy
         found = contents.fresh.draw(self._rng, taken, fill)
         if found is not None:
@@ -229,7 +232,7 @@ class ReplayBuffer:
         return wanted
 
     def _draw_wanted(self, taken: set[int], group_size: int) -> Draw:
-        """Return a replay slot, drawn again while it is rejected, a limited number of times."""
+        """Return a replay slot; if the draw is rejected, draw again a limited number of times."""
         draw = self._draw_replay(taken, group_size)
         for _ in range(TRIES - 1):
             if self._wants(draw):
@@ -268,7 +271,7 @@ class ReplayBuffer:
         group_size: int,
         is_fresh: bool,
     ) -> Draw:
-        """Choose among copies of `slots` (possibly several times each), and count their use."""
+        """Choose responses among the copies of `slots`, and count their use."""
         store = self._contents.store
         prompt = store.prompt(prompt_id)
         times, repeats = choose(self._rng, log_weights, copies, group_size)
@@ -310,17 +313,17 @@ class ReplayBuffer:
 
     @property
     def economy(self) -> Economy:
-        """Counts of used and lost work of the searchers; read-only."""
+        """Counts of used and lost responses and groups; read-only."""
         return self._contents.economy
 
     @property
     def num_untouched_groups(self) -> int:
-        """Waiting fresh groups of which no response was drawn yet."""
+        """Number of waiting fresh groups without a drawn response."""
         with self._lock:
             return self._contents.fresh.num_untouched
 
     def warnings(self) -> list[str]:
-        """Return one warning per waste or bias so far, with the setting to change."""
+        """Return a warning for each kind of waste or bias so far, with the setting to change."""
         with self._lock:
             waiting = self._contents.fresh.num_untouched
             return self._contents.economy.warnings(waiting, self._settings)
@@ -351,7 +354,7 @@ class ReplayBuffer:
             )
 
     def stats(self) -> dict[str, float]:
-        """Return metrics; means are over stored responses, 0 without any."""
+        """Return metrics; means are over stored responses, or 0 without a response."""
         with self._lock:
             found = self._contents.stats(self._step)
             if self._values is not None:
@@ -367,7 +370,7 @@ class ReplayBuffer:
             return PartState(arrays, {**meta, "rng": rng, "plan": self._plan, "step": self._step})
 
     def restore(self, state: PartState) -> None:
-        """Replace the contents by a saved `state`; the next draws are the same."""
+        """Replace the contents by a saved `state`; the next draws are those of the saved buffer."""
         arrays, meta = state
         with self._lock:
             self._contents.restore(arrays, meta)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of the replay buffer, with all indices and counters.
 
-It adds rounds, evicts, and counts draws; `ReplayBuffer` chooses the draws and holds the lock.
+`Contents` adds rounds, evicts responses and counts draws; `ReplayBuffer` chooses the draws and
+holds the lock.
 Invariant: store, fresh groups, prompts of replay, ledger and economy record every addition, use and
 removal of a response alike.
 """
@@ -48,7 +49,7 @@ class Contents:
         self._next_id = 0
 
     def take_in(self, commit: RoundCommit, step: int) -> None:
-        """Add one whole round; how rounds are grouped into merges makes no difference."""
+        """Add one whole round; the result does not depend on how rounds are grouped into merges."""
         touched = sorted({g.prompt.prompt_id for g in commit.groups if g.trajectories})
         if touched:
             self.fresh.open(step)
@@ -86,7 +87,7 @@ class Contents:
         return rows
 
     def evict_used_up(self, slots: Sequence[int]) -> None:
-        """Evict those of these slots that reached max_reuse."""
+        """Evict the rows of these slots that reached max_reuse."""
         most = self._settings.max_reuse
         for slot in slots if most else ():
             row = self.store.rows[slot]
@@ -140,7 +141,7 @@ class Contents:
                 self.ledger.counters["united"] += 1
 
     def _refresh(self, merged: int, prompt_id: int) -> bool:
-        """Update the unused responses of a group; return whether the group is new."""
+        """Update the number of unused responses of a group; return whether the group is new."""
         unused, version = 0, 0
         if prompt_id in self.store:
             rows = self.store.rows[self.store.slots(prompt_id)]

@@ -135,7 +135,7 @@ def choose(
     copies: Int[np.ndarray, " n"],
     size: int,
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """Return, per row, the number of drawn copies without replacement, and of repeats.
+    """Return two counts per row: copies drawn without replacement, and repeats.
 
     Args:
         rng: random generator.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ExactLag: admission and merging by count, so that all data have the same staleness.
+"""ExactLag: admission and merges by fixed counts, so that all data have the same staleness.
 
 Every searcher draws the same number of groups, its quota, with every publication, and (D + 1)
-quotas with the first. At a publication the trainer merges one quota of each searcher, in order of
-ticket numbers. It publishes again when all quotas of the newest weights have begun, so no
-publication is skipped. A step trains on data drawn with the weights of D publications ago, while
-searchers draw with the newest.
+quotas with the first publication. At a publication the trainer merges one quota of each searcher,
+in order of ticket numbers. The trainer publishes again when all quotas of the newest weights have
+begun, so no publication is skipped. A step trains on data drawn with the weights of D publications
+ago, while searchers draw with the newest weights.
 
-Invariants: the speed of searchers does not change the staleness, nor anything else unless a
-searcher's tickets depend on time. Groups that were open at an interruption are drawn again with the
-weights of the resumed run, which are newer.
+Invariants: the speed of searchers does not change the staleness, and changes no other result unless
+a searcher's tickets depend on time. Groups that were open at an interruption are drawn again with
+the newer weights of the resumed run.
 """
 
 import threading
@@ -80,7 +80,7 @@ class ExactLag:
 
     @property
     def num_committed(self) -> int:
-        """Tickets of all searchers so far; it grows while a searcher works."""
+        """Number of committed tickets of all searchers; grows while a searcher works."""
         return sum(_num_committed(outbox) for outbox in self._outboxes.values())
 
     def update(self, *, step: int, version: int, num_merged: int, num_fresh: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FreshGroups: responses that were never drawn, and the order in which they are drawn.
 
-A group has the responses of one merge to one prompt; this module only counts responses. Invariants:
-a group is drawn once, in the order of insertion, while there are enough prompts for a batch; and a
-used response is not fresh.
+A group is the responses of one merge to one prompt. This module holds counts, not responses.
+Invariants: a group is drawn once, in the order of insertion, while there are enough prompts for a
+batch; and a used response is not fresh.
 """
 
 import bisect
@@ -26,8 +26,8 @@ class _Group:
         merged: trainer step of its merge.
         prompt_id: ID of the group's prompt.
         unused: number of its responses that were never drawn.
-        version: oldest policy version of those.
-        is_used: whether another of its responses was drawn.
+        version: oldest policy version of the unused responses.
+        is_used: whether another response of the group was drawn.
     """
 
     __slots__ = ("merged", "prompt_id", "unused", "version", "is_used")
@@ -58,7 +58,7 @@ class Found(NamedTuple):
     Attributes:
         merged: trainer step of its merge.
         prompt_id: ID of the group's prompt.
-        is_first: whether none of its responses was drawn before.
+        is_first: whether no response of the group was drawn before.
     """
 
     merged: int
@@ -70,8 +70,8 @@ class FreshGroups:
     """Groups with responses that were never drawn.
 
     Args:
-        keeps_older: groups of all merges wait, and the oldest policy version is drawn first;
-            False: only groups of the newest merge wait.
+        keeps_older: True: groups of all merges wait, and the oldest policy version is drawn
+            first. False: only groups of the newest merge wait.
     """
 
     def __init__(self, *, keeps_older: bool) -> None:
@@ -85,7 +85,7 @@ class FreshGroups:
         self.num_untouched = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting groups; in `num_untouched` no response was drawn."""
+        """Return the number of waiting groups."""
         return len(self._groups)
 
     @property
@@ -108,7 +108,7 @@ class FreshGroups:
             merged: trainer step of its merge.
             prompt_id: ID of the group's prompt.
             unused: number of unused responses; 0 removes the group.
-            version: oldest policy version of those.
+            version: oldest policy version of the unused responses.
         """
         known = self._groups.get((merged, prompt_id))
         if known is not None:
@@ -140,7 +140,7 @@ class FreshGroups:
     def older_than(self, version: int) -> list[tuple[int, int]]:
         """Return (step of the merge, prompt ID) of groups with unused responses of older versions.
 
-        Only with keeps_older.
+        Needs keeps_older=True.
         """
         ranks = self._order[: bisect.bisect_left(self._order, version)]
         found = [g for r in ranks for of in self._ranks[r].groups.values() for g in of]
@@ -150,7 +150,7 @@ class FreshGroups:
         """Return the number of slots that can be filled.
 
         Args:
-            group_size: 0: slots of different prompts; else slots of this many unused responses.
+            group_size: unused responses per slot; 0: each slot takes another prompt.
         """
         if group_size:
             return sum(max(1, group.unused // group_size) for group in self._groups.values())
@@ -177,7 +177,7 @@ class FreshGroups:
             if group_size and group.unused >= 2 * group_size:
                 self.num_untouched -= is_first
                 group.is_used = True
-                # The draw has removed it from the epoch.
+                # The draw has removed the prompt from the epoch.
                 rank.pool.discard(prompt_id)
                 rank.pool.add(prompt_id)
             else:
@@ -253,8 +253,8 @@ class _Merge:
 class RecentMerges:
     """Prompts with stored responses of the newest merges, which can be drawn again.
 
-    If searchers bring less than a batch, a batch has everything of the newest merge; repeats come
-    from the merges before it, newest first.
+    If a merge has less than a batch, the batch has all groups of the newest merge, and then repeats
+    of earlier merges, newest first.
     """
 
     def __init__(self) -> None:
@@ -281,13 +281,13 @@ class RecentMerges:
             merge.pool.discard(prompt_id)
 
     def ids(self) -> set[int]:
-        """Return these prompts."""
+        """Return the prompts of the newest merges."""
         return {prompt_id for merge in self._merges.values() for prompt_id in merge.rows}
 
     def draw(self, rng: np.random.Generator, taken: Collection[int]) -> tuple[int, int] | None:
-        """Return (step of the merge, prompt) that is not in `taken`, of the newest possible merge.
+        """Return (step of the merge, prompt) of the newest merge with a prompt not in `taken`.
 
-        All prompts of a merge are drawn before one repeats.
+        All prompts of a merge are drawn before a prompt repeats.
         """
         for merged, merge in reversed(self._merges.items()):
             prompt_id = merge.pool.draw(rng, taken)

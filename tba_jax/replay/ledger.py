@@ -48,11 +48,15 @@ class Ledger:
     """Counters of responses.
 
     Attributes:
-        counters: generated, duplicate, evicted_REASON: fate of merged responses; united: responses
-            that share the row of an equal one; used, trained_unique, repeats: drawn responses,
-            first draws, and draws beyond the stored number; fresh_short, fresh_recycled: fresh
-            slots that became replay slots, or were filled again from the newest merges; redrawn:
-            rejected draws; skipped: emptied slots, whose groups count as used.
+        counters: counts by name.
+            generated, duplicate, evicted_REASON: merged responses, and those no longer stored.
+            united: responses that share the row of an equal response.
+            used, trained_unique: drawn responses, and first draws among them.
+            repeats: draws beyond the stored number of responses.
+            fresh_short: fresh slots that became replay slots.
+            fresh_recycled: fresh slots that were filled again from the newest merges.
+            redrawn: rejected draws.
+            skipped: emptied slots, whose groups count as used.
         rejected: responses without a reward, by named reason.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outbox: finished rounds of a searcher, until the trainer takes them.
 
-Each searcher has one; it is the only thing a searcher writes. Invariant: a round is a transaction.
-Its groups, its number and the prompt-iterator state after it change together or not at all, so that
-a resume repeats unfinished rounds and no finished one. Rounds may finish out of order; each number
-is committed once.
+Each searcher has one outbox, and writes nothing else. Invariant: a round is a transaction. Its
+groups, its number and the state of the prompt iterator after it change together or not at all, so
+a resumed run repeats unfinished rounds only. Rounds may finish out of order; each number is
+committed once.
 """
 
 import threading
@@ -17,9 +17,12 @@ from tba_jax.flow.state import PartState
 
 
 class OutboxCounts(NamedTuple):
-    """Counts of responses, including rejected ones: begun, waiting in the outbox, and lost.
+    """Counts of responses, including rejected ones.
 
-    Responses in progress are in none of them; they count as begun once committed or lost.
+    Attributes:
+        generated: responses that were committed or lost; responses in progress are not counted.
+        pending: responses that wait in the outbox.
+        lost: responses that were begun and lost.
     """
 
     generated: int
@@ -28,11 +31,11 @@ class OutboxCounts(NamedTuple):
 
 
 class Outbox:
-    """Thread-safe, in the order of commits.
+    """Thread-safe queue of finished rounds, in the order of commits.
 
     Args:
-        max_bytes: `has_room` is False once the pending commits have this size; a round in progress
-            may still be put.
+        max_bytes: size of the waiting commits from which `has_room` is False; a round in progress
+            may still be committed.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -85,7 +88,7 @@ class Outbox:
             return self._is_committed(number) and not is_waiting
 
     def lose(self, count: int) -> None:
-        """Count begun responses that are lost; a negative number corrects an earlier count."""
+        """Count responses that were begun and lost; a negative number corrects an earlier count."""
         with self._lock:
             self._num_generated += count
             self._num_lost += count
@@ -106,7 +109,7 @@ class Outbox:
             return commits
 
     def take_below(self, number: int) -> list[RoundCommit]:
-        """Remove and return the pending commits with lower numbers, in order of their numbers."""
+        """Remove and return the waiting commits below this round number, in order of numbers."""
         with self._lock:
             taken = sorted((c for c in self._pending if c.round < number), key=lambda c: c.round)
             self._pending = deque(c for c in self._pending if c.round >= number)
@@ -120,13 +123,13 @@ class Outbox:
 
     @property
     def committed(self) -> tuple[int, Mapping[str, Any] | None]:
-        """Return the lowest uncommitted number, and the prompt-iterator state at its start."""
+        """Return the lowest uncommitted round number, and the prompt state before that round."""
         with self._lock:
             return self._next_round, self._prompt_state
 
     @property
     def counts(self) -> OutboxCounts:
-        """Return the counts for the ledger, at one instant."""
+        """Return the counts for the ledger, all read at the same time."""
         with self._lock:
             return OutboxCounts(self._num_generated, self._num_pending, self._num_lost)
 
@@ -143,7 +146,7 @@ class Outbox:
             return sum(len(commit.groups) for commit in self._pending)
 
     def position(self) -> dict[str, Any]:
-        """Return the committed numbers and the iterator states after them, JSON-compatible."""
+        """Return the committed round numbers and the prompt states after them, JSON-compatible."""
         with self._lock:
             return self._position()
 
@@ -155,7 +158,7 @@ class Outbox:
         }
 
     def start_from(self, position: Mapping[str, Any]) -> None:
-        """Empty the outbox, and continue from the `position` of another one."""
+        """Empty the outbox, and continue from the `position` of another outbox."""
         with self._lock:
             self._pending = deque()
             self._num_bytes = self._num_pending = self._num_generated = self._num_lost = 0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SoftValues: soft value of every prompt under the run's start policy.
 
-V(x) = t log mean exp(r / t) over the responses of version 0, which is the reference if that is
-frozen: beta times log Z of the target at t = beta, as in A*-PO and DISA. Invariants: a response
-counts once, in order of arrival, so a replayed schedule has the same values; responses of later
-versions never count.
+V(x) = t log mean exp(r / t) over the responses of version 0. If the reference is frozen, version 0
+is the reference, and V at t = beta is beta log Z of the target, as in A*-PO and DISA. Invariants: a
+response counts once, in order of arrival, so a replayed schedule has the same values; responses of
+later versions never count.
 
 References:
     A*-PO, arXiv:2505.20686; DISA, arXiv:2605.17295.
@@ -26,7 +26,8 @@ class SoftValues:
 
     Args:
         temperature: t, in units of the reward.
-        sampling_temperature: policy temperature; responses of other temperatures do not count.
+        sampling_temperature: temperature of the policy; responses sampled at other temperatures
+            do not count.
     """
 
     def __init__(self, temperature: float, sampling_temperature: float) -> None:
@@ -71,7 +72,7 @@ class SoftValues:
 
 
 def divided(states: Sequence[PartState], keep: Callable[[int], bool]) -> dict[str, np.ndarray]:
-    """Return the arrays of one new buffer from those of several old ones; {} if they have none.
+    """Return the arrays of one new buffer from those of several old buffers; {} without arrays.
 
     Args:
         states: states of the buffers.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrajectoryStore: holds a million responses in little more memory than their tokens.
+"""TrajectoryStore: holds a million responses in little more memory than their tokens need.
 
-Scalars are in one numpy table, token ids and log-probs are bytes; each prompt lists its rows. A row
-is a response with its number of draws; equal responses of one merge share a row if the store unites
-them. Invariants: responses of different merges, versions or rewards never share a row, and the cost
-of an operation does not grow with the contents (`oldest`: amortised).
+Scalars are in one numpy table, token IDs and log-probs are bytes, and each prompt lists its rows. A
+row is a response with its number of draws; equal responses of one merge share a row if the store
+unites them. Invariants: responses of different merges, versions or rewards never share a row, and
+the cost of an operation does not grow with the contents (for `oldest` the amortised cost).
 """
 
 import heapq
@@ -32,8 +32,8 @@ from tba_jax.flow.records import (
 from tba_jax.flow.trajectory import Prompt, Trajectory
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 
-# Scalars of the trajectory; then its ID, the number of equal responses, their draws in all, and the
-# trainer step of their merge.
+# Scalars of the trajectory; then the row ID, the number of equal responses, the number of their
+# draws, and the trainer step of their merge.
 FIELDS = (*ROW_FIELDS, ("id", "<i8"), ("count", "<i4"), ("uses", "<i4"), ("merged", "<i4"))
 # Positions in a row tuple.
 PROMPT_ID, REWARD, VERSION, VERSION_MAX, SETTINGS, ID, COUNT, USES, MERGED = (
@@ -55,7 +55,7 @@ _NO_ID = -1  # ID of a free row
 
 
 class _Responses:
-    """Rows of one prompt in a fixed order, and the number of their responses."""
+    """Rows of one prompt in a fixed order, and the number of responses in these rows."""
 
     __slots__ = ("prompt", "slots", "num_responses", "num_bytes")
 
@@ -76,9 +76,9 @@ class TrajectoryStore:
     Attributes:
         rows: structured table with FIELDS; free slots have ID -1.
         num_rows: rows in use.
-        num_trajectories: stored responses; equal ones count separately.
+        num_trajectories: stored responses; equal responses count separately.
         num_bytes: stored bytes, including estimated bookkeeping.
-        sum_uses, sum_versions, sum_rewards: over stored responses.
+        sum_uses, sum_versions, sum_rewards: sums over stored responses.
     """
 
     def __init__(self, *, unites: bool = False) -> None:
@@ -108,7 +108,7 @@ class TrajectoryStore:
         return prompt_id in self._prompts
 
     def prompt(self, prompt_id: int) -> Prompt:
-        """Return the prompt, as it came with its first stored response."""
+        """Return the prompt, as its first stored response brought it."""
         return self._prompts[prompt_id].prompt
 
     def slots(self, prompt_id: int) -> Int[np.ndarray, " n"]:
@@ -116,7 +116,7 @@ class TrajectoryStore:
         return np.array(self._prompts[prompt_id].slots, np.int64)
 
     def count_listed(self) -> int:
-        """Return the responses counted prompt by prompt, to check `num_trajectories`."""
+        """Return the number of responses, counted prompt by prompt, to check `num_trajectories`."""
         return sum(responses.num_responses for responses in self._prompts.values())
 
     def length(self, slot: int) -> int:
@@ -134,11 +134,11 @@ class TrajectoryStore:
 
         Args:
             prompt, y: the prompt and the response.
-            row_id: ID of its row, if it becomes one.
-            merged: trainer step of its merge.
+            row_id: ID of the new row, if the response gets a row of its own.
+            merged: trainer step of the merge.
 
         Returns:
-            Whether it became a row; otherwise it was added to the count of an equal one.
+            Whether the response has a new row; otherwise the count of an equal response has grown.
         """
         responses = self._prompts.get(prompt.prompt_id)
         if responses is None:
@@ -183,7 +183,7 @@ class TrajectoryStore:
     def use(
         self, slots: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
     ) -> list[tuple[Any, ...]]:
-        """Count draws of these distinct slots, `times` each; return their rows before."""
+        """Count draws of these distinct slots, `times` each; return the rows before the change."""
         rows = self.rows[slots].tolist()
         self.rows["uses"][slots] += times.astype(np.int32)
         self.sum_uses += int(times.sum())
@@ -192,9 +192,9 @@ class TrajectoryStore:
     def oldest(self) -> int | None:
         """Return the slot with the oldest policy version, lowest ID first; None when empty.
 
-        A heap with lazy deletion: entries of removed rows are skipped when they reach the top. It
-        is built on first use (most runs never reach a limit), and rebuilt when stale entries
-        outnumber live ones.
+        Uses a heap with lazy deletion: entries of removed rows are skipped when they reach the
+        top. The heap is built on first use, because most runs never reach a limit. It is rebuilt
+        when most entries are stale.
         """
         heap = self._heap
         if heap is None:
@@ -260,7 +260,7 @@ class TrajectoryStore:
         self._free.append(slot)
 
     def _count(self, responses: _Responses, row: Sequence[Any], sign: int) -> None:
-        """Add the responses of a row to the sums, or subtract them."""
+        """Add the responses of a row to the sums (`sign` 1), or subtract them (`sign` -1)."""
         number = sign * row[COUNT]
         responses.num_responses += number
         self.num_trajectories += number
@@ -271,8 +271,8 @@ class TrajectoryStore:
     def _key(self, row: Sequence[Any], tokens: bytes, extras: bytes) -> tuple[Any, ...]:
         """Return the key that equal responses of one merge share.
 
-        A response with two versions or two (noisy) rewards is two rows, because objectives with
-        ratios and leave-one-out means need every version and reward.
+        Equal tokens with different versions or (noisy) rewards are different rows, because
+        objectives with ratios and leave-one-out means need every version and reward.
         """
         settings = self._settings[row[SETTINGS]]
         end = len(extras) - 8 * settings.num_spans
@@ -281,7 +281,7 @@ class TrajectoryStore:
         return (*values, settings.sampling_temperature, tokens, is_sampled)
 
     def snapshot(self, prompt_ids: Sequence[int]) -> Snapshot:
-        """Return all contents as flat arrays and JSON-compatible metadata, prompts in given order.
+        """Return the contents as flat arrays and JSON-compatible metadata, prompts in this order.
 
         `store_sizes` has the number of rows of each prompt of `prompt_ids`; then, row by row:
         columns `row_*`, token ids in `tokens` (int32 as bytes, `tokens_sizes` bytes each),
@@ -307,7 +307,7 @@ class TrajectoryStore:
     def restored(
         cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, unites: bool = False
     ) -> "TrajectoryStore":
-        """Return a store with the contents of a snapshot, in the same orders."""
+        """Return a store with the contents of a snapshot, in the same order."""
         store = cls(unites=unites)
         store._settings = SettingsTable(meta["settings"])
         columns = [arrays[f"row_{name}"].tolist() for name, _ in FIELDS]

@@ -34,7 +34,7 @@ _NO_TURN = "environment_no_turn", "the agent returned without a sampled turn"
 
 
 class Agent:
-    """An agent as the environment of one episode, and the scope of its requests.
+    """One agent: the environment of its episode and the scope of its requests.
 
     The thread of the episode session calls the methods of an environment; the thread of the HTTP
     server calls those of a scope.
@@ -46,21 +46,21 @@ class Agent:
         self._lock = threading.Lock()
         # Prompt, sampled tokens and messages of the newest turn of each path.
         self._turns: list[tuple[np.ndarray, np.ndarray, Messages]] = []
-        self._path, self._messages = 0, ()  # of the request
+        self._path, self._messages = 0, ()  # path and messages of the open request
         self._generation: Generation | None = None  # requested, and not sampled
         self._is_taken = False  # the session has received `_generation`
-        self._refusal = ""  # of further requests
-        self._failure: tuple[str, str] | None = None  # name and sentence
+        self._refusal = ""  # reason why further requests are refused
+        self._failure: tuple[str, str] | None = None  # name and description
         self._has_returned = False
 
-    # As an environment.
+    # Methods of an environment.
 
     def begin(self, row: Mapping[str, Any]) -> None:
         """Start the agent with a row of the data."""
         self._process.begin({**row, BASE_URL: self._pool.add(self)})
 
     def turn(self, text: str, response: Response) -> None:
-        """Answer the request with the sampled turn."""
+        """Answer the agent's open request with the sampled turn."""
         with self._lock:
             generation, self._generation, self._is_taken = self._generation, None, False
             assert generation is not None, "the session samples requested turns only"
@@ -73,7 +73,7 @@ class Agent:
         _notify(generation, Update(0, response.tokens, response.token_logprobs, finish))
 
     def end(self) -> None:
-        """Refuse the request and further ones, because of a limit; the agent may still return."""
+        """Refuse all further requests because of a limit; the agent may still return a reward."""
         self._refuse("this episode has reached search.max_turns or search.max_new_tokens")
         self._process.restart_deadline()
 
@@ -118,7 +118,7 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        """Refuse the request and further ones."""
+        """Refuse the open request and all later requests."""
         self._pool.remove(self)
         self._refuse("this episode has ended")
 
@@ -141,7 +141,7 @@ class Agent:
             self._path,
         )
 
-    # As the scope of requests.
+    # Methods of a scope.
 
     def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
         served = self._pool.served
@@ -157,8 +157,8 @@ class Agent:
             raise ApiError("seed: the seed is that of the training run. Leave it out", param="seed")
         if set(call.settings[0].stop_ids or ()) != set(served.eos_ids):
             raise ApiError(
-                "stop_token_ids and ignore_eos: a training run has --config.search.stop_ids. "
-                "Leave them out",
+                "stop_token_ids and ignore_eos: --config.search.stop_ids of the training run sets "
+                "the end tokens. Leave them out",
                 param="stop_token_ids",
             )
         return call
@@ -176,10 +176,10 @@ class Agent:
                 self._failure = "environment_disconnect", text
 
     def _extended(self, kind: Kind, body: Mapping[str, Any], prompt: np.ndarray) -> np.ndarray:
-        """Return the prompt of a request in the tokens of the path that it continues, if any.
+        """Return the prompt of a request; a continuation begins with the tokens of its path.
 
         Raises:
-            ApiError: the request continues no path, and the run has no forks.
+            ApiError: the request continues no path, and the run does not allow forks.
         """
         self._messages = tuple(body["messages"]) if kind == "chat" else ()
         for path in reversed(range(len(self._turns))):
@@ -207,7 +207,7 @@ class Agent:
         before = np.concatenate([previous, completion])
         if kind == "chat":
             chat, tools = self._pool.served.chat, body.get("tools") or []
-            # A renderer reads only what follows the answer. A chat template compares its text.
+            # Compare the answer here: a renderer reads only the messages after the answer.
             answer = chat.message(completion, "", previous, tools)
             given = [m for m in body["messages"] if m["role"] == "assistant"][-1:]
             if answer["content"] and answer["content"] not in map(plain_text, given):
@@ -236,7 +236,7 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def continues(messages: Messages, history: Messages) -> bool:
-    """Return whether messages are an earlier request, its answer, and what the agent adds."""
+    """Return whether `messages` are `history`, its answer, and messages that the agent adds."""
     if len(messages) <= len(history):
         return False
     added = [message["role"] for message in messages[len(history) :]]
@@ -252,16 +252,16 @@ def _notify(generation: Generation, update: Update | Exception) -> None:
 
 
 class AgentPool(EnvironmentPool):
-    """Pool of environment processes; if they run agents, with a server of their requests.
+    """Pool of environment processes; if they run agents, also the server of their requests.
 
     Args:
         name: as in `EnvironmentPool`.
         served: the policy, with the sampling settings of the run.
-        timeout_s: deadline in seconds: of a call, or of an agent between two turns.
+        timeout_s: deadline in seconds for a call, or for an agent between two turns.
         max_memory_bytes: memory limit of each process; 0: none.
-        allows_forks: a request that continues no earlier turn begins a path of its episode;
-            otherwise the episode is rejected.
-        has_schemas: the policy reads JSON schemas of the tools.
+        allows_forks: whether a request that continues no earlier turn begins a new path of its
+            episode; if not, the episode is rejected.
+        has_schemas: whether the policy reads JSON schemas of the tools.
     """
 
     def __init__(

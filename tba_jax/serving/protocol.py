@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests and responses of the HTTP routes, as JSON objects.
 
-Three kinds are known: `generate` (token IDs, as training clients of verifiers and prime-rl send
-it), `completions` and `chat` (as OpenAI clients send them). Invariant: a parameter that would
-change what is sampled is honoured or refused, never ignored.
+There are three kinds of route: `generate` takes token IDs from training clients (verifiers,
+prime-rl); `completions` and `chat` serve OpenAI clients. Invariant: a parameter that would change
+the sampled tokens is honoured or refused, never ignored.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from tba_jax.serving.queue import Update
 
 Kind = Literal["generate", "completions", "chat"]
 MAX_STOP_IDS = 32
-"""Tokens that may end a response of a request."""
+"""Maximum number of tokens that may end a response."""
 MAX_SAMPLES = 128
-"""Samples that a request may have."""
+"""Maximum number of samples of a request."""
 _MAX_STOP_STRINGS = 16
 
-# Parameters that change what is sampled, and the values that do not.
+# Parameters that change the sampled tokens, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -56,7 +56,7 @@ class ApiError(Exception):
     """A refused request.
 
     Args:
-        message: text that says what is wrong and what to do.
+        message: what is wrong, and what to do.
         status: HTTP status code.
         param: the parameter at fault.
         code: short name that clients compare with.
@@ -89,7 +89,7 @@ class Served(NamedTuple):
         tokenizer: tokenizer of the model.
         chat: chat format of the model.
         eos_ids: tokens that end a response.
-        max_length: tokens of prompt and response together.
+        max_length: maximum number of tokens of prompt and response together.
         sampling: sampling settings of a training run, which requests cannot change; None: requests
             have their own.
     """
@@ -115,9 +115,10 @@ class Call:
         key: uint32 [2], threefry key data; sample j of prompt i draws from fold_in(key, i n + j).
         stop: texts that end a response and are cut from its text.
         tools: tools of a chat.
-        is_streamed, has_usage: whether a stream is wanted, and usage at its end.
-        has_token_ids, has_logprobs: whether responses have them.
-        names_ids: tokens of log-probs are written "token_id:ID".
+        is_streamed: whether the response is streamed.
+        has_usage: whether the stream ends with token counts.
+        has_token_ids, has_logprobs: whether responses have token IDs and log-probs.
+        names_ids: whether tokens of log-probs are written "token_id:ID".
         id: ID of the response.
         created: time of the request, in seconds.
     """
@@ -205,7 +206,7 @@ class Call:
         return choice
 
     def logprobs(self, update: Update, start: int) -> dict[str, Any] | None:
-        """Return the log-probs of a sample's tokens from `start` on, if wanted."""
+        """Return the log-probs of a sample's tokens from `start` on; None if not requested."""
         if not self.has_logprobs:
             return None
         tokens = update.tokens[start:].tolist()
@@ -232,9 +233,9 @@ class Call:
 
 
 class Deltas:
-    """The stream of one sample: what each update adds to the response.
+    """The stream of one sample: the part that each update adds to the response.
 
-    Tool calls are read from whole messages, so a chat with tools has its text at the end.
+    Tool calls are parsed from whole messages, so a chat with tools receives its text at the end.
     """
 
     def __init__(self, call: Call, sample: int, prompt: int) -> None:
@@ -277,7 +278,7 @@ class Deltas:
         return whole
 
     def _added(self, update: Update) -> str:
-        """Return the new text, without an end that may become a stop string or a character."""
+        """Return the new text, without an end that may be part of a stop string or character."""
         text = self._call.text(update.tokens)
         if not update.finish:
             text = text.rstrip("\ufffd")
@@ -288,7 +289,7 @@ class Deltas:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that begins the stop string."""
+    """Return the length of the longest suffix of the text that is a prefix of the stop string."""
     return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -304,7 +305,7 @@ def parse(
     Args:
         kind: kind of the route.
         body: the JSON object.
-        seed: root of the random numbers of a request without `seed`.
+        seed: seed of a request that has no `seed`.
         extend: returns the tokens of a prompt whose text or messages continue sampled tokens.
 
     Raises:
@@ -431,7 +432,7 @@ def _prompts(
     """Return the prompts of a request.
 
     Raises:
-        ApiError, ValueError: there is none, or it cannot be expressed in tokens.
+        ApiError, ValueError: the prompt is missing, or cannot be tokenized.
     """
     if kind == "generate":
         prompts = [_ids(body.get("token_ids"), "token_ids")]

@@ -20,14 +20,14 @@ Finish = Literal["", "stop", "length"]
 
 
 class Update(NamedTuple):
-    """Tokens of one sample, from its first on.
+    """All tokens of one sample so far.
 
     Attributes:
         sample: index of the sample.
         tokens: int32 [t].
-        token_logprobs: float32 [t], of the distribution sampled from.
-        finish: reason of the end; "": the sample has not ended.
-        version_min, version_max: span of its weight versions; -1 before the end.
+        token_logprobs: float32 [t], log-probs under the distribution that was sampled from.
+        finish: reason why the sample ended; "": the sample has not ended.
+        version_min, version_max: oldest and newest weight version; -1 before the end.
     """
 
     sample: int
@@ -45,7 +45,7 @@ class Generation:
     Attributes:
         prompt: int32 [s].
         keys: uint32 [n 2], threefry key data of each sample.
-        settings: how to sample.
+        settings: sampling settings.
         is_streamed: whether updates before the end are wanted.
         notify: receives updates, or the error of a refused prompt; called on the session's thread.
         model: name of the model.
@@ -60,7 +60,7 @@ class Generation:
 
 
 class RequestQueue:
-    """Generations of other threads for one session. `submit` and `cancel` are thread-safe."""
+    """Queue of generations for one session; `submit` and `cancel` are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,14 +68,15 @@ class RequestQueue:
         self._cancelled: list[Generation] = []
         self._is_paused = False
         self._failure: Exception | None = None
-        self._live: dict[int, Generation] = {}  # by the session's number; of its thread
+        # Used on the session's thread only; by the session's number of the generation.
+        self._live: dict[int, Generation] = {}
         self._left: collections.Counter[int] = collections.Counter()
 
     def submit(self, generation: Generation) -> None:
         """Queue a generation.
 
         Raises:
-            Exception: the failure of the session's thread, if it failed.
+            Exception: the session's thread has failed with this error.
         """
         with self._lock:
             if self._failure is not None:
@@ -83,7 +84,7 @@ class RequestQueue:
             self._new.append(generation)
 
     def cancel(self, generation: Generation) -> None:
-        """Drop a generation, if it has not ended; its slots become free."""
+        """Drop a generation that has not ended; its slots become free."""
         with self._lock:
             self._cancelled.append(generation)
 
@@ -111,7 +112,7 @@ class RequestQueue:
             for response in session.step():
                 self.deliver(response)
             self.report(session)
-        except Exception as error:  # of the device; every waiting client receives it
+        except Exception as error:  # every waiting client receives the error of the device
             self.fail(error)
             raise
         return True
@@ -155,14 +156,14 @@ class RequestQueue:
         )
 
     def report(self, session: Session) -> None:
-        """Send the tokens so far of streamed generations."""
+        """Send an update with all tokens so far to each streamed generation."""
         for number, generation in self._live.items():
             if generation.is_streamed:
                 for sample, (tokens, logprobs) in session.unfinished(number).items():
                     generation.notify(Update(sample, tokens, logprobs))
 
     def fail(self, error: Exception) -> None:
-        """End every generation with an error; later ones are refused with it."""
+        """End every generation with an error, and refuse later ones with the same error."""
         with self._lock:
             self._failure = error
             new, self._new = self._new, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP routes over a queue of generations: token-exact, as OpenAI and training clients call them.
+"""HTTP routes over a queue of generations, for OpenAI clients and token-exact training clients.
 
     POST /inference/v1/generate   token IDs in, token IDs and log-probs out
     POST /v1/completions          text or token IDs
@@ -23,7 +23,7 @@ from tba_jax.serving.protocol import ApiError, Call, Deltas, Kind, Served, parse
 from tba_jax.serving.queue import Generation, RequestQueue, Update
 
 MAX_BODY_BYTES = 4 * 2**20
-# Read and dropped, so that a client with a large body can read the refusal.
+# A refused body up to this size is read and dropped, so that the client can read the refusal.
 _MAX_DISCARDED_BYTES = 64 * 2**20
 _BODY_TIMEOUT_S = 30.0
 _ROUTES: dict[str, Kind] = {
@@ -35,7 +35,7 @@ _ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class Scope(Protocol):
-    """The requests below one base URL: independent ones, or the turns of an episode."""
+    """Requests below one base URL: independent requests, or the turns of one episode."""
 
     def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
         """Return the call of a request.
@@ -46,7 +46,7 @@ class Scope(Protocol):
         ...
 
     def submit(self, generation: Generation) -> None:
-        """Queue a generation of a call."""
+        """Queue one generation of a call."""
         ...
 
     def cancel(self, generation: Generation) -> None:
@@ -101,20 +101,20 @@ class Adapters(Protocol):
 
 
 class Disconnected(Exception):
-    """The client is gone."""
+    """The client has disconnected."""
 
 
 class Application:
     """ASGI application of the routes.
 
     Args:
-        scopes: returns the scope of a path prefix and the rest of the path.
+        scopes: returns the scope for a request path, and the path below the base URL.
         served: the model.
-        queue: paused and resumed by /pause and /resume; None: there are no such routes.
-        token: bearer token of every request; "": none is needed.
+        queue: queue that /pause and /resume control; None: these routes do not exist.
+        token: bearer token that every request must have; "": no token is needed.
         max_requests: maximum number of concurrent requests; others are refused with status 429.
         info: fields of /server_info.
-        adapters: loaded and unloaded by requests; None: there are no such routes.
+        adapters: adapters that requests load and unload; None: these routes do not exist.
     """
 
     def __init__(
@@ -264,8 +264,8 @@ async def _body(headers: Mapping[bytes, bytes], receive: Any) -> dict[str, Any]:
     """Return the JSON object of a request.
 
     Raises:
-        ApiError: too large, too slow, or not a JSON object. Disconnected: the client
-            disconnected before the end of the body.
+        ApiError: the body is too large, too slow, or not a JSON object.
+        Disconnected: the client disconnected before the end of the body.
     """
     too_large = ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
     length = headers.get(b"content-length", b"0")
@@ -290,7 +290,7 @@ async def _body(headers: Mapping[bytes, bytes], receive: Any) -> dict[str, Any]:
     if size > MAX_BODY_BYTES:
         raise too_large
     if b"json" not in headers.get(b"content-type", b""):
-        # A page in a browser can send other types to this machine without permission.
+        # A web page may send other content types to this machine without permission (CORS).
         raise ApiError("the content type is not JSON. Send Content-Type: application/json")
     try:
         found = json.loads(b"".join(chunks))
@@ -312,7 +312,8 @@ async def _next(
     """Return the next update and the number of its prompt.
 
     Raises:
-        Disconnected: the client is gone. ApiError: the generation was refused or failed.
+        Disconnected: the client has disconnected.
+        ApiError: the generation was refused or failed.
     """
     waiting = asyncio.ensure_future(updates.get())
     await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -350,7 +351,7 @@ async def _stream(
     send: Any,
 ) -> None:
     """Send server-sent events as tokens are sampled."""
-    first = await _next(updates, gone)  # an error before it has a status of its own
+    first = await _next(updates, gone)  # an earlier error is sent with its own HTTP status
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -377,7 +378,7 @@ async def _stream(
             usage = call.usage(sum(len(x.tokens) for x in ended.values()))
             await event({**call.envelope(is_chunk=True), "choices": [], "usage": usage})
         await event("[DONE]", is_last=True)
-    except ApiError as error:  # the status was sent: the event is all that is left
+    except ApiError as error:  # the status was sent before, so the error is an event
         await event(error.body(), is_last=True)
 
 

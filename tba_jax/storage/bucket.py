@@ -16,7 +16,7 @@ _EXTRAS = {"gs": "gcs", "s3": "s3"}
 
 
 class StorageError(RuntimeError):
-    """An object store cannot be used; the message names it and the remedy."""
+    """An object store cannot be used; the message names the store and the remedy."""
 
 
 def is_address(text: str | os.PathLike[str]) -> bool:
@@ -29,7 +29,7 @@ def _as_os_error(what: str) -> Iterator[None]:
     """Convert every exception to an OSError, because each store has its own exception classes.
 
     Args:
-        what: the operation, for the message.
+        what: name of the operation, for the error message.
 
     Raises:
         OSError: the operation failed.
@@ -43,7 +43,7 @@ def _as_os_error(what: str) -> Iterator[None]:
 
 
 class Bucket:
-    """The objects under an address; names are relative to the address.
+    """The objects under an address; object names are relative to the address.
 
     Args:
         address: gs://BUCKET/PREFIX or s3://BUCKET/PREFIX.
@@ -78,7 +78,8 @@ class Bucket:
         """Check that the store can create an object only if none exists.
 
         Raises:
-            StorageError: the store overwrites the object, or checks and writes in two steps.
+            StorageError: the store overwrites an existing object, or checks and writes in two
+                steps.
         """
         import fsspec
 
@@ -135,7 +136,7 @@ class Bucket:
             self._fs.get_file(self._path(name), str(file))
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names that start with `prefix`, sorted, as the store has them now."""
+        """Return the sorted names that start with `prefix`, as the store has them now."""
         self._fs.invalidate_cache()  # fsspec caches listings
         folder = self._path(prefix.rpartition("/")[0]).rstrip("/")
         try:

@@ -2,7 +2,7 @@
 """Digests of the files of a folder, to detect files that changed after they were written.
 
 Storage sometimes returns other bits than were written, and neither Orbax nor TensorStore checks. A
-digest is the CRC-32C of a file, or of each part of a large file: it detects accidents, not
+digest is the CRC-32C of a file, or of each part of a large file. It detects accidents, not
 deliberate changes. Digests of files are valid for every mesh, unlike digests of array shards.
 Invariant: `damage` names every listed file whose content changed.
 """
@@ -42,7 +42,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
     Args:
         folder: a folder that `write` was called with.
         below: relative path; only files below it are compared.
-        share: (i, n) compares the i-th of n shares of the files.
+        share: (i, n): only the i-th of n shares of the files is compared.
 
     Returns:
         A clause for each file that is missing, unreadable or changed; empty if there is none.
@@ -73,7 +73,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
 
 
 def _largest_apart(names: Sequence[str], files: dict[str, Any]) -> list[str]:
-    """Sort names by size, so that every n-th name has an equal share of the bytes."""
+    """Sort file names by size, so that a share of every n-th name has about 1/n of the bytes."""
     return sorted(names, key=lambda name: (-files[name][0], name))
 
 
@@ -86,7 +86,7 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Pa
 
 
 def _digest(file: epath.Path, *, in_parts: bool) -> tuple[int, str | list[str]]:
-    """Return the size in bytes, and the digest of the file or those of its parts."""
+    """Return the size in bytes, and the digest of the file or the digests of its parts."""
     if not in_parts:
         size, digest = _crc(file, 0, None)
         return size, digest
@@ -100,8 +100,9 @@ def _digest(file: epath.Path, *, in_parts: bool) -> tuple[int, str | list[str]]:
 def _crc(file: epath.Path, start: int, length: int | None) -> tuple[int, str]:
     """Return the number of bytes from `start` on, at most `length`, and their CRC-32C in hex.
 
-    Reads into one buffer that stays in the processor's cache: new memory per piece would cost more
-    than the CRC. The file is not mapped, because an unreadable page would end the process.
+    Reads into one buffer that stays in the processor's cache, because new memory for each piece
+    would take longer than the CRC. The file is not memory-mapped, because an unreadable page would
+    end the process.
     """
     buffer, read, value = np.empty(_PIECE, np.uint8), 0, 0
     with file.open("rb") as opened:

@@ -3,11 +3,12 @@
 
 A run works in the local folder. `push` uploads new files to the bucket; `fetch` rebuilds the local
 folder from the bucket. Checkpoints and published weights are folders that are written once: such a
-folder is complete if its `digests.json` exists, which is uploaded last and deleted first. A store
-cannot append to objects, so a log is stored as numbered pieces, logs/LOG/HOLD-PIECE, that `fetch`
-joins. Each process that holds the directory uploads the whole log again under its own hold number;
-the pieces of the highest number are read. Other files are replaced whole. Invariant: a fetched
-folder was uploaded completely and matches its digests (tests/storage/test_bucket.py).
+folder is complete if its `digests.json` exists, because that file is uploaded last and deleted
+first. A store cannot append to objects, so a log is stored as numbered pieces, logs/LOG/HOLD-PIECE,
+that `fetch` joins. Each process that holds the lock of the directory uploads the whole log again
+under its own hold number, and `fetch` reads the pieces of the highest hold number. Other files are
+replaced whole. Invariant: a fetched folder was uploaded completely and matches its digests
+(tests/storage/test_bucket.py).
 """
 
 import os
@@ -24,7 +25,7 @@ FOLDERS = ("checkpoints", "weights")
 """Folders whose subfolders have numbers as names and are written once."""
 FILES = ("config.json", "versions.json", "report.json", "report.html")
 """Files that are replaced whole."""
-_PIECE = 2**26  # bytes of a log in one object, at most
+_PIECE = 2**26  # maximum number of bytes of a log in one object
 
 
 class Mirror:
@@ -33,7 +34,7 @@ class Mirror:
     Args:
         bucket: the copy.
         folder: the local folder; `fetch` deletes its content.
-        number: hold number of the lock, which names pushed log pieces; 0 if only `fetch` is used.
+        number: hold number of the lock, part of the names of log pieces; 0 if only `fetch` is used.
     """
 
     def __init__(self, bucket: Bucket, folder: Path, number: int = 0) -> None:
@@ -77,7 +78,7 @@ class Mirror:
         """Upload new and changed files; files that appear during the call wait for the next one.
 
         Raises:
-            OSError, StorageError: the store refuses.
+            OSError, StorageError: the store refuses an operation.
         """
         # Logs are uploaded first, so that a checkpoint in the bucket has the log of its steps.
         whole = {kind: self._whole_here(kind) for kind in FOLDERS}
@@ -118,8 +119,8 @@ class Mirror:
         try:
             shutil.copytree(self.folder / name, kept, copy_function=os.link)
         except (FileNotFoundError, shutil.Error):
-            return  # the run has deleted it
-        self._remove_folder(name)  # an incomplete upload, or of steps that were repeated
+            return  # the run has deleted the folder
+        self._remove_folder(name)  # an incomplete upload, or a folder of steps that were repeated
         files = [file for file in sorted(kept.rglob("*")) if file.is_file()]
         last = kept / digests.NAME
         for file in (*(file for file in files if file != last), last):
@@ -133,7 +134,7 @@ class Mirror:
         self._bucket.remove([first, *(each for each in inside if each != first)])
 
     def forget(self) -> None:
-        """Delete from the bucket folders that do not exist locally, and logs of earlier holders."""
+        """Delete from the bucket the logs of earlier holders, and folders that are gone locally."""
         names = self._bucket.names()
         for kind in FOLDERS:
             inside = {name.split("/")[1] for name in names if name.startswith(f"{kind}/")}
@@ -196,7 +197,7 @@ def _hold(piece: str) -> int:
 
 
 def _logs(names: list[str]) -> Mapping[str, list[str]]:
-    """Return the pieces of each log: those of the highest hold number, in order, up to a gap."""
+    """Return each log's pieces of the highest hold number, up to the first missing piece."""
     found: dict[str, list[str]] = {}
     for name in names:
         if name.startswith("logs/"):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options for asynchronous saves of Orbax, and the names of folders that a save has not completed.
+"""Options of Orbax's asynchronous saves, and the names of folders that are not complete yet.
 
 Orbax 0.12.0 creates the directories of an asynchronous save in the background. Its writes wait for
-a signal under the number of the newest save of the process. If a version of the weights and a
-checkpoint begin concurrently, a write waits for a signal that is never sent, and fails after five
-minutes. Invariant: the directories of a save exist before `save` returns, so that no write waits
+a signal that has the number of the newest save of the process. If a version of the weights and a
+checkpoint begin at the same time, a write waits for a signal that is never sent, and fails after
+five minutes. Invariant: the directories of a save exist before `save` returns, so no write waits
 for a signal (tests/storage/test_saves.py).
 
-Orbax gives the unfinished folder of a step the same name in every process. A process that was
-suspended in a save and replaced would go on writing into the folder of its successor. Invariant: a
-writer changes no unfinished folder of another writer (tests/run/test_checkpoint.py).
+Orbax gives the unfinished folder of a step the same name in every process. If a process is
+suspended during a save and replaced, it would later write into the folder of its successor.
+Invariant: a writer changes no unfinished folder of another writer (tests/run/test_checkpoint.py).
 """
 
 import errno
@@ -44,13 +44,13 @@ def in_background(
 
 
 def finished_name(name: str) -> str | None:
-    """Return the name that an unfinished folder of Orbax gets when it is complete, else None."""
+    """Return the final name of an unfinished folder of Orbax; None for any other name."""
     final, is_unfinished, _ = name.partition(_UNFINISHED)
     return final if is_unfinished else None
 
 
 def has_writer(name: str) -> bool:
-    """Return whether the name of an unfinished folder contains the name of a `Writer`."""
+    """Return whether the name of an unfinished folder has the suffix of a `Writer`."""
     return re.search(rf"{_UNFINISHED}-[0-9a-f]{{16}}$", name) is not None
 
 
@@ -72,15 +72,15 @@ def remove(unfinished: epath.Path, patience_s: float = 2.0) -> None:
 
 
 class Writer:
-    """One writer of folders: names its unfinished folders, and deletes them when a save failed.
+    """Writes folders: names unfinished folders, and deletes them after a failed save.
 
     In a job of several processes, all processes write into one unfinished folder, so its name has
     no random part.
 
     Args:
         folder: parent of the complete folders.
-        confirm: raises if this process may no longer write there; called before an unfinished
-            folder is created and before it becomes visible.
+        confirm: raises an error if this process may no longer write to `folder`; called before an
+            unfinished folder is created and before it becomes visible.
     """
 
     def __init__(self, folder: epath.PathLike, confirm: Callable[[], None]) -> None:
@@ -89,12 +89,12 @@ class Writer:
         self._suffix = _UNFINISHED + owner
 
     def unfinished(self, final_path: epath.Path) -> epath.Path:
-        """Return the path of a folder until it is complete."""
+        """Return the path that a folder has until it is complete."""
         return final_path.with_name(final_path.name + self._suffix)
 
     @property
     def temporary_path_class(self) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath] | None:
-        """Return the value of Orbax's option of this name; None in an object store."""
+        """Value of Orbax's option `temporary_path_class`; None in an object store."""
         if "://" in str(self._folder):
             return None
         unfinished, confirm = self.unfinished, self._confirm
@@ -117,8 +117,8 @@ class Writer:
     def remove_unfinished(self, watch_s: float = 1.0) -> None:
         """Delete the unfinished folders of this writer after a save that failed.
 
-        TensorStore makes a folder again for a write that ends later than the save. Therefore this
-        looks for such folders for `watch_s`.
+        TensorStore creates a folder again for a write that ends later than the save. This method
+        therefore looks for such folders for `watch_s` seconds.
         """
         end = time.monotonic() + watch_s
         while has_writer(self._suffix) and time.monotonic() < end:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON objects in files, with their own digest, to detect damage.
 
-A damaged JSON file is usually still valid JSON, with another number in it. The digest is a CRC-32C
-of the other entries under the key `crc32c`: against accidents, not against deliberate changes.
-Invariant: a file is replaced whole or not at all.
+A damaged JSON file is often still valid JSON, with another number in it. The key `crc32c` holds the
+CRC-32C of the other entries. It detects accidents, not deliberate changes. Invariant: a file is
+replaced whole or not at all.
 """
 
 import json
@@ -20,13 +20,13 @@ KEY = "crc32c"
 
 
 def seal(facts: Mapping[str, Any]) -> str:
-    """Return an object as JSON with its digest, which replaces an existing one."""
+    """Return an object as JSON text with its digest; a digest in the object is replaced."""
     facts = {name: value for name, value in facts.items() if name != KEY}
     return json.dumps({**facts, KEY: _digest(facts)}, indent=1)
 
 
 def unseal(content: str | bytes) -> dict[str, Any]:
-    """Return the argument of `seal` after a conversion to JSON and back.
+    """Return the object that `seal` received, with JSON's types: text keys, and lists for tuples.
 
     Raises:
         ValueError: the content is damaged; the message says how.
@@ -34,9 +34,9 @@ def unseal(content: str | bytes) -> dict[str, Any]:
     try:
         facts = json.loads(content)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("has JSON values that are nested too deep") from None
     if not isinstance(facts, dict):
-        raise ValueError(f"got {type(facts).__name__}, wanted a JSON object")
+        raise ValueError(f"holds a {type(facts).__name__}, wanted a JSON object")
     digest = facts.pop(KEY, None)
     if digest is None:
         raise ValueError(f"lacks the entry {KEY!r}")
@@ -46,15 +46,16 @@ def unseal(content: str | bytes) -> dict[str, Any]:
 
 
 def write(path: Path | epath.Path, facts: Mapping[str, Any]) -> None:
-    """Replace a file by the object with its digest."""
+    """Write an object with its digest to a file, which is replaced whole."""
     write_whole(path, seal(facts).encode())
 
 
 def read(path: Path | epath.Path) -> dict[str, Any]:
-    """Return the object in a file.
+    """Return the object of a file that `write` wrote.
 
     Raises:
-        ValueError: as `unseal`, or the file cannot be read. FileNotFoundError: there is none.
+        ValueError: the file is damaged or cannot be read.
+        FileNotFoundError: the file does not exist.
     """
     try:
         return unseal(path.read_bytes())
@@ -65,6 +66,6 @@ def read(path: Path | epath.Path) -> dict[str, Any]:
 
 
 def _digest(facts: Mapping[str, Any]) -> str:
-    # As JSON has them: keys are texts, and tuples are lists.
+    # The types of JSON: keys are texts, and tuples are lists.
     text = json.dumps(json.loads(json.dumps(facts)), sort_keys=True)
     return f"{google_crc32c.value(text.encode()):08x}"

@@ -19,7 +19,7 @@ def open_no_follow(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path | epath.Path, data: bytes) -> None:
-    """Replace a file; readers see the old content or the new one.
+    """Replace a file; readers see the whole old content or the whole new content.
 
     Raises:
         OSError: the file cannot be written, or its temporary file is a symbolic link.

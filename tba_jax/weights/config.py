@@ -9,7 +9,7 @@ from tba_jax.settings import Section, field
 
 @dataclass(frozen=True)
 class SyncSettings(Section):
-    """Transport of published weights to searchers."""
+    """Settings of the transport of published weights to searchers."""
 
     transport: Literal["auto", "memory", "checkpoint"] = field(
         "auto",

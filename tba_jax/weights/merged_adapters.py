@@ -15,16 +15,16 @@ from tba_jax.weights.transport import Published, Transport
 
 
 class MergingTransport:
-    """Transports adapters; `latest` returns them merged with the base weights.
+    """Transports adapters; `latest` returns the base weights with the adapters merged in.
 
-    Each searcher's devices hold the base weights from the start of the run. The searcher that takes
-    up a version merges it, so that the trainer waits for the transfer only. Searchers with the same
-    devices merge once.
+    Each searcher's devices hold the base weights from the start of the run. A searcher merges a
+    version when it begins to use it, so the trainer waits for the transfer only. Searchers with the
+    same devices merge once.
 
     Args:
         adapters: transport of the adapters.
-        merges: for each searcher a function: adapters on its devices -> weights in its decoder's
-            layout. Searchers with the same function share its last result.
+        merges: one function per searcher: adapters on its devices -> weights in the layout of its
+            decoder. Searchers with the same function share the function's last result.
 
     Attributes:
         source: transport of the adapters.
@@ -59,7 +59,11 @@ class MergingTransport:
             return merged
 
     def merged(self, adapters: Sequence[Any]) -> list[Any]:
-        """Return merged weights for each searcher, from adapters on the devices of each."""
+        """Return merged weights for each searcher.
+
+        Args:
+            adapters: adapters of each searcher, on its devices.
+        """
         return [merge(own) for merge, own in zip(self._merges, adapters, strict=True)]
 
     @property

@@ -22,12 +22,12 @@ from tba_jax.models.trees import check_same_tree
 from tba_jax.weights.versions import PublicationError
 
 DELIVERY_S = 0.1
-"""Longest wait of a thread for a publication, after which it checks whether to stop."""
-_UNUSED_S = 60.0  # after which a version without evaluation is dropped
+"""Seconds for which a thread waits for a publication before it checks whether to stop."""
+_UNUSED_S = 60.0  # time after which a version without an evaluation is dropped
 
 
 class Published(NamedTuple):
-    """Weights that searchers receive: the trainer step of the publication, and the params."""
+    """Weights that searchers receive: `version` is the trainer step of the publication."""
 
     version: int
     params: Any
@@ -43,13 +43,13 @@ class Transport(Protocol):
 
     @property
     def is_publishing(self) -> bool:
-        """Whether another publication would wait for the one before."""
+        """Whether a new publication would wait for the previous publication."""
         ...
 
     def publish(self, version: int, params: Any) -> None:
-        """Publish `params` as the next version; returns when the source may be donated.
+        """Publish `params` as the next version; return when the source arrays may be donated.
 
-        Does not wait for the delivery, which `poll` does.
+        Does not wait for the delivery; `poll` delivers.
 
         Args:
             version: trainer step of the publication.
@@ -75,7 +75,8 @@ class Transport(Protocol):
             wait_s: longest wait for a publication, in seconds.
 
         Raises:
-            PublicationError: storage fails. ValueError: the tree differs from the version before.
+            PublicationError: storage fails.
+            ValueError: the tree differs from that of the previous version.
         """
         ...
 
@@ -100,15 +101,14 @@ def make_publish_program(
 ) -> Callable[[Any], Any]:
     """Return a jitted function that copies params in the rollout dtype and the searchers' layout.
 
-    `jnp.copy` is what makes it a copy: a jitted identity returns its input buffers, which the next
-    donated train step deletes.
+    The function uses `jnp.copy`, because a jitted identity returns its input buffers, which the
+    next donated train step deletes.
 
     Args:
-        dtype: rollout dtype.
-        layout: rearranges the tree for the searchers; None: no change.
-        out_shardings: tree of shardings of the result; None: XLA's choice.
-        quantization: quantization of the copy; needs the decoder's layout unless it is "none".
-        float32_leaves: `TransformerConfig.float32_leaves`, which stay float32.
+        dtype: rollout dtype. layout: function that rearranges the tree for the searchers; None: no
+        change. out_shardings: tree of shardings of the result; None: XLA chooses. quantization:
+            quantization of the copy; a value other than "none" needs the decoder's layout.
+        float32_leaves: `TransformerConfig.float32_leaves`: leaves that stay float32.
     """
 
     def copy(path: Any, x: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ def make_publish_program(
         return jnp.copy(x.astype(jnp.float32 if is_exact else dtype))
 
     def publish(params: Any) -> Any:
-        # Cast last: layers cut out of a cast stack would need the whole stack in both dtypes.
+        # The cast comes last: a cast before the layout would keep the whole stack in both dtypes.
         arranged = params if layout is None else layout(params)
         copied = jax.tree_util.tree_map_with_path(copy, arranged)
         leaves, tree = jax.tree.flatten(quantize(copied, quantization))
@@ -128,14 +128,14 @@ def make_publish_program(
 
 
 def _after_some_work(x: jax.Array) -> jax.Array:
-    """Return the same values after some thousand operations on a few numbers.
+    """Return the input unchanged, after some thousand operations on a few of its numbers.
 
     XLA:CPU runs a program of fewer than 1,000 floating-point operations on the calling thread. A
     copy has no such operations, and would block that thread for 0.7 s per gigabyte.
     """
     halves = jax.lax.optimization_barrier(
         jnp.full(32, 0.5, jnp.float32)
-    )  # otherwise XLA evaluates it at compile time
+    )  # otherwise XLA evaluates the expression at compile time
     total = halves
     for _ in range(24):
         total = total * halves + halves
@@ -164,14 +164,15 @@ class Undelivered:
     searchers get the newest weights.
 
     Args:
-        timeout_s: `put` fails if no delivery has ended for this time, in seconds.
+        timeout_s: time without a finished delivery after which `put` fails, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._waiting: Parcel | None = None
-        self._since: float | None = None  # of the first publication after the last delivery
+        # Time of the first publication after the last delivery.
+        self._since: float | None = None
 
     def put(self, version: int, params: Any) -> None:
         """Replace the waiting publication.
@@ -184,8 +185,8 @@ class Undelivered:
             self._since = now if self._since is None else self._since
             if now - self._since > self._timeout_s:
                 raise PublicationError(
-                    f"publishing weights failed: no publication of the last "
-                    f"{now - self._since:.0f} s has reached the searchers (limit: "
+                    f"publishing weights failed: no publication has reached the searchers for "
+                    f"{now - self._since:.0f} s (limit: "
                     f"config.checkpoint.timeout_s = {self._timeout_s:.0f} s): devices or storage "
                     "hang. Repair them or raise --config.checkpoint.timeout_s, then run the same "
                     "command again"
@@ -205,7 +206,7 @@ class Undelivered:
             return taken
 
     def note_delivery(self) -> None:
-        """Record that the publication of the last `take` was delivered."""
+        """Record that the publication that `take` returned last was delivered."""
         with self._changed:
             self._since = None if self._waiting is None else self._waiting.since
 
@@ -214,7 +215,7 @@ class Mailbox:
     """Holds the newest version on each searcher's devices.
 
     Args:
-        shardings: as in DeliveringTransport.
+        shardings: as in `DeliveringTransport`.
     """
 
     def __init__(self, shardings: Sequence[Any]) -> None:
@@ -223,14 +224,14 @@ class Mailbox:
         self._published: list[Published] | None = None
 
     def put(self, version: int, params: Any) -> None:
-        """Copy params to each searcher's devices, then replace the version before.
+        """Copy params to each searcher's devices, then replace the previous version.
 
         Args:
             version: trainer step of the publication.
             params: weights in the searchers' dtype and layout.
 
         Raises:
-            ValueError: the tree differs from the version before.
+            ValueError: the tree differs from that of the previous version.
         """
         with self._lock:
             before = self._published
@@ -243,8 +244,8 @@ class Mailbox:
                 delivered.append(delivered[first])
             else:
                 delivered.append(params if wanted is None else hand_over(params, wanted))
-        # A searcher must never take up arrays that are still being computed: its thread would wait
-        # for the device inside a round, where the wait is not measured.
+        # A searcher must never receive arrays that are still being computed: its thread would then
+        # wait for the device inside a round, where the wait is not measured.
         jax.block_until_ready(delivered)
         with self._lock:
             self._published = [Published(version, x) for x in delivered]
@@ -258,14 +259,14 @@ class Mailbox:
 class DeliveringTransport(abc.ABC):
     """Base of transports that deliver to the devices of this process's searchers.
 
-    `poll` delivers the newest publication; a publication that is replaced before that is dropped. A
-    subclass transfers the weights in `_carry`.
+    `poll` delivers the newest publication; a publication that is replaced before its delivery is
+    dropped. A subclass transfers the weights in `_carry`.
 
     Args:
         program: result of `make_publish_program`, launched under the trainer's device lock.
-        shardings: for each searcher a sharding or a tree of shardings in the searchers' layout;
-            None if the published weights have the searcher's sharding already.
-        timeout_s: `publish` fails if no delivery has ended for this time, in seconds.
+        shardings: for each searcher, a sharding or a tree of shardings in the searchers' layout;
+            None if the published weights already have the searcher's sharding.
+        timeout_s: time without a finished delivery after which `publish` fails, in seconds.
     """
 
     is_publishing = False
@@ -280,7 +281,7 @@ class DeliveringTransport(abc.ABC):
         self._delivering = threading.Lock()
 
     def publish(self, version: int, params: Any) -> None:
-        """Launch copy and cast; the device runs them before the next donated step."""
+        """Launch copy and cast; the device runs both before the next donated step."""
         self._undelivered.put(version, self._program(params))
 
     def poll(self, wait_s: float = 0.0) -> bool:
@@ -302,7 +303,7 @@ class DeliveringTransport(abc.ABC):
 
     @abc.abstractmethod
     def _carry(self, parcel: Parcel) -> None:
-        """Transfer the weights; sets `parcel.params` to the result, in the searchers' layout."""
+        """Transfer the weights, and set `parcel.params` to the result in the searchers' layout."""
 
 
 class MemoryTransport(DeliveringTransport):
@@ -322,8 +323,7 @@ class MemoryTransport(DeliveringTransport):
 class PublishedWeights:
     """Weights that a trainer process publishes in memory to its own searchers.
 
-    A version that is evaluated is kept after newer ones
-    were published.
+    A version stays available until its evaluation is done, also after newer publications.
 
     Args:
         transport: transport from which the searchers take weights.
@@ -335,7 +335,7 @@ class PublishedWeights:
         self._num_searchers = num_searchers
         self._lock = threading.Lock()
         self._kept: dict[int, list[Any]] = {}
-        self._used_s: dict[int, float] = {}  # when a kept version was last known to be needed
+        self._used_s: dict[int, float] = {}  # version -> last time at which it was needed
 
     def keep(self) -> None:
         """Keep the newest version for its evaluation; called after its publication."""

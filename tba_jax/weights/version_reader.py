@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of published weights for processes that only search.
 
-`poll` reads the newest announced version from disk. If a version is deleted or rewritten during the
-read, it reads again, possibly a newer version.
+`poll` reads the newest announced version from disk. If the version is deleted or rewritten during
+the read, `poll` reads again, possibly a newer version.
 
-Invariant: searchers get a whole version or the one before it.
+Invariant: searchers get a whole version: the newest or the previous one.
 """
 
 import threading
@@ -17,15 +17,15 @@ from tba_jax.weights.versions import PublicationError, Versions
 
 
 class VersionReader:
-    """Transport that only reads.
+    """Transport that only reads versions from disk.
 
     Args:
         versions: published versions of the run.
-        abstract: tree of jax.ShapeDtypeStruct as in the files, with shardings of this process.
+        abstract: tree of jax.ShapeDtypeStruct of the files, with shardings on this process.
         shardings: as in `MemoryTransport`.
-        timeout_s: a listed version that cannot be read for this long is damaged.
+        timeout_s: seconds after which a listed version that cannot be read counts as damaged.
         layout: function that converts restored weights to the searchers' layout; None: none needed.
-        clock: monotonic seconds.
+        clock: monotonic clock, in seconds.
 
     Attributes:
         source: published versions of the run.
@@ -75,7 +75,7 @@ class VersionReader:
         """Read the newest version, unless it was read before.
 
         Raises:
-            PublicationError: it cannot be read.
+            PublicationError: the version cannot be read.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._announced > self._read, wait_s)
@@ -110,7 +110,7 @@ class VersionReader:
         """Return one version, not necessarily the newest, for each reader.
 
         Raises:
-            PublicationError: it cannot be read.
+            PublicationError: the version cannot be read.
         """
         if found := self.source.damage(version):
             raise PublicationError(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as versions on disk: written by 1 to N processes, and read back by their searchers.
+"""Weights as versions on disk: written by one or more processes, and read back by searchers.
 
-`VersionWriter` writes, in all training processes together; processes that only search have a
+All training processes write together with `VersionWriter`; processes that only search have a
 `VersionReader`. Orbax's barriers include only the writers, or a single reader, so neither side
 waits for the other. `CheckpointTransport` also delivers a version to searchers of the process that
-wrote it. Invariants: a version is listed only when all of its files are written, and is not deleted
-while an evaluation of it is requested.
+wrote it. Invariants: a version is listed only when all its files are written, and is not deleted
+while its evaluation is requested.
 """
 
 import contextlib
@@ -60,14 +60,14 @@ class VersionWriter:
 
     Args:
         workdir: the run's directory.
-        program: copy and cast of the params.
+        program: function that copies and casts the params.
         session: ID of this start of the run. Readers use only versions with this ID. "": versions
             of earlier starts stay.
         members: the training processes.
-        timeout_s: a version that takes longer has failed.
-        kept: returns further versions to keep.
-        confirm: raises if this process may no longer write to the work directory; called before a
-            version is written, before it becomes visible and before it is listed.
+        timeout_s: longest time for writing a version, in seconds.
+        kept: returns further versions that must stay on disk.
+        confirm: raises an error if this process may no longer write to the work directory; called
+            before a version is written, before it becomes visible and before it is listed.
 
     Attributes:
         versions: published versions of the run.
@@ -108,7 +108,7 @@ class VersionWriter:
         return self._writing is not None
 
     def publish(self, version: int, params: Any) -> None:
-        """Copy to the host and start to write; waits for the version before."""
+        """Wait for the previous version, copy the params to the host, and start to write them."""
         self.poll()
         with self._changing:
             start = time.monotonic()
@@ -127,7 +127,7 @@ class VersionWriter:
             self._writing = version, start
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Wait for the current write and list its version; return whether there was one."""
+        """Wait for the current write and list its version; return whether a write was under way."""
         if self._writing is None and wait_s:
             time.sleep(min(wait_s, POLL_S))
         with self._changing:
@@ -147,7 +147,7 @@ class VersionWriter:
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
-            with contextlib.suppress(OSError):  # the folder is gone, or the storage failed
+            with contextlib.suppress(OSError):  # the folder does not exist, or the storage failed
                 self._files.remove_unfinished()
             raise not_published(self.versions.path(version), error) from error
 
@@ -168,16 +168,16 @@ class VersionWriter:
 class CheckpointTransport(DeliveringTransport):
     """Transport through versions on disk, inside one process.
 
-    `poll` writes the newest publication, compares the digests and restores it for the searchers: a
-    worker thread (asynchronous searchers) or the synchronous driver calls `poll`. Trainer and
+    `poll` writes the newest publication, compares the digests and restores the weights for the
+    searchers. A worker thread (driver=async) or the synchronous driver calls `poll`. Trainer and
     searcher threads never call Orbax.
 
     Args:
         workdir, confirm: as in `VersionWriter`.
-        program: copy and cast of the params under the trainer's device lock; files have the
-            trainer's layout.
+        program: function that copies and casts the params under the trainer's device lock; files
+            have the trainer's layout.
         layout: function that converts restored weights to the searchers' layout; None: none needed.
-        shardings, timeout_s: as in DeliveringTransport.
+        shardings, timeout_s: as in `DeliveringTransport`.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class CheckpointTransport(DeliveringTransport):
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parcel.params
             )
         check_same_tree(self._abstract, parcel.params)
-        for _ in range(2):  # damaged files are written once more, from memory
+        for _ in range(2):  # if the files are damaged, they are written once more from memory
             self._writer.publish(version, parcel.params)
             self._writer.poll()
             if not (found := versions.damage(version)):
@@ -219,7 +219,7 @@ class CheckpointTransport(DeliveringTransport):
                 f"published weights {versions.path(version)} are damaged after two attempts to "
                 f"write them: {found[0]}. Repair the storage, then run the same command again"
             )
-        parcel.params = None  # the restored copy replaces it
+        parcel.params = None  # the restored copy replaces these arrays
         parcel.params = self._layout(versions.read(version, self._abstract))
 
     def settle(self) -> None:

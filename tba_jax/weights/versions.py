@@ -2,8 +2,8 @@
 """Published versions of weights in a work directory: complete, listed and verified.
 
 `weights/<version>` is an Orbax folder with the digests of its files. `versions.json` lists the
-complete versions and, for readers in other processes, the run's start that wrote them. Invariant: a
-reader never gets a damaged version; it gets an older one, with a note.
+complete versions and, for readers in other processes, the session (start of the run) that wrote
+them. Invariant: a reader never gets a damaged version, but an older version and a note.
 """
 
 import os
@@ -19,12 +19,12 @@ from etils import epath
 from tba_jax.storage import digests, saves, sealed
 
 NUM_KEPT = 2
-"""Newest versions that stay on disk."""
+"""Number of newest versions that stay on disk."""
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError)
 
 
 class PublicationError(RuntimeError):
-    """Weights could not be written or read; the message has their version and the remedy."""
+    """Weights could not be written or read; the message has the version and the remedy."""
 
 
 class Versions:
@@ -32,8 +32,8 @@ class Versions:
 
     Args:
         workdir: directory of the run; nothing is created in it before `add`.
-        session: start of the run whose versions count; empty: any.
-        readers: Orbax options with the processes that read together; None: all of this run.
+        session: ID of the start of the run whose versions are used; "": versions of all starts.
+        readers: Orbax options with the processes that read together; None: all processes.
 
     Attributes:
         folder: folder of the versions.
@@ -56,13 +56,14 @@ class Versions:
         return self.folder / str(version)
 
     def begin(self, version: int) -> None:
-        """Record that this run creates the folder of a version, before anything is written there.
+        """Record that this run creates the folder of a version; called before the first write.
 
         Only recorded folders are ever deleted. An unfinished folder of another writer, which this
         process may have replaced, is no error.
 
         Raises:
-            PublicationError: another program's folder has that name. OSError: storage fails.
+            PublicationError: a folder of another program has that name.
+            OSError: storage fails.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         made = self._made()
@@ -81,7 +82,7 @@ class Versions:
         Args:
             version: version whose files are all written; no other version may be in progress. Later
                 versions belong to steps that the run will repeat, so they are deleted.
-            wanted: older versions to keep, too.
+            wanted: older versions that are kept in addition.
 
         Raises:
             OSError: storage fails.
@@ -104,7 +105,7 @@ class Versions:
         self._record((), ())
 
     def _delete(self, versions: Collection[int]) -> None:
-        """Delete the folders of these versions, also unfinished ones; symbolic links stay."""
+        """Delete complete and unfinished folders of these versions, but no symbolic links."""
         for path in list(self.folder.iterdir()):
             name = _final(path.name)
             if name.isdigit() and int(name) in versions and not os.path.islink(path):
@@ -120,7 +121,7 @@ class Versions:
         sealed.write(self._marker, content)
 
     def _made(self) -> set[int]:
-        """Return versions with folders of this run; without a record, those with digests."""
+        """Return the versions that this run recorded; without a record, all with digests."""
         try:
             content = sealed.read(self._marker)
             return {int(version) for version in content.get("made", content["versions"])}
@@ -128,7 +129,7 @@ class Versions:
             return set(self._with_digests())
 
     def _with_digests(self) -> list[int]:
-        """Return versions whose folders have a digest list, which only tba_jax writes."""
+        """Return the versions whose folders have digests.json, which only tba_jax writes."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(
             int(path.name)
@@ -137,7 +138,7 @@ class Versions:
         )
 
     def named(self) -> list[int]:
-        """Return the listed versions; without a valid `versions.json`, those with digests."""
+        """Return the listed versions; without a valid `versions.json`, all with digests."""
         try:
             content = sealed.read(self._marker)
             if self._session and content["session"] != self._session:
@@ -149,7 +150,7 @@ class Versions:
             return self._with_digests()
 
     def damage(self, version: int) -> list[str]:
-        """Return one clause per damaged file of a version."""
+        """Return a description of each damaged file of a version."""
         return digests.damage(self.path(version))
 
     def read(self, version: int, abstract: Any) -> Any:
@@ -172,7 +173,7 @@ class Versions:
                 restored = reader.restore(self.path(version), args=args)
                 return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), restored, abstract)
         except Exception as error:
-            # Orbax raises Exception itself for an array, caused by what TensorStore found.
+            # Orbax raises a plain Exception for an array; its cause is TensorStore's error.
             is_array = type(error) is Exception
             if not is_array and not isinstance(error, _READ_ERRORS):
                 raise
@@ -195,9 +196,10 @@ class Versions:
         named = self.named()
         if wanted is not None and wanted not in named:
             raise PublicationError(
-                f"{self.folder} has no published version {wanted}; it has {named or 'none'}. Give "
-                "one of these (runs with --config.sync.transport=checkpoint write versions, and "
-                f"keep the newest {NUM_KEPT})"
+                f"{self.folder} has no published version {wanted}; published versions: "
+                f"{named or 'none'}. Give one of these (runs with "
+                "--config.sync.transport=checkpoint write versions, and keep the newest "
+                f"{NUM_KEPT})"
             )
         for version in [wanted] if wanted is not None else reversed(named):
             found = self.damage(version)
@@ -207,7 +209,7 @@ class Versions:
             if wanted is not None:
                 raise PublicationError(
                     f"published weights {self.path(version)} are damaged: {found[0]}. Give "
-                    f"another version: {[v for v in named if v != version] or 'there is none'}"
+                    f"another version: {[v for v in named if v != version] or 'none is left'}"
                 )
         raise PublicationError(
             f"{self.folder} has no intact published version; listed: {named or 'none'}. Run with "
@@ -216,7 +218,7 @@ class Versions:
 
 
 def _in_memory(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Return a numpy array of this shape and dtype, for Orbax to restore; it takes no memory."""
+    """Return a numpy array that gives Orbax the shape and dtype; it takes no memory."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
 
@@ -225,7 +227,7 @@ def _final(name: str) -> str:
 
 
 def not_published(path: object, error: BaseException) -> PublicationError:
-    """Return the error of a version that could not be written."""
+    """Return the exception for a version that could not be written."""
     return PublicationError(
         f"publishing weights {path} failed: {type(error).__name__}: {brief(error)}. Free space or "
         "repair the storage, then run the same command again"
@@ -233,7 +235,7 @@ def not_published(path: object, error: BaseException) -> PublicationError:
 
 
 def brief(error: BaseException) -> str:
-    """Return the first line of an error's text, shortened in the middle, before the cause."""
+    """Return the first line of an error's text, shortened in the middle."""
     line = (str(error).strip().splitlines() or ["(no message)"])[0]
-    line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the cause
+    line = line.split(" [tensorstore_spec=")[0]  # drop TensorStore's long description
     return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"

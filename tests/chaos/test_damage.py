@@ -89,7 +89,7 @@ def test_what_is_silently_other_is_seen(template, tmp_path):
     [
         ('{"a": 1}', "lacks the entry 'crc32c'"),
         ('{"a": 1, "crc32c": "00000000"}', "expected 00000000"),
-        ("[1]", "got list, wanted a JSON object"),
+        ("[1]", "holds a list, wanted a JSON object"),
         ("[" * 10**5, "nested too deep"),
         ("\ufffe", "Expecting value"),
     ],
