@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probability that a response is of a target class: toxic, unsafe, or matching a pattern.
+"""Probability that a response belongs to a target class: toxic, unsafe, or matching a pattern.
 
-One interface for a sequence classifier (RoBERTa), a guard language model that writes a verdict
-(Llama-Guard), and a regular expression for small tests. Invariant: the probability of a text does
-not depend on the other texts of the call.
+Three classifiers have one interface: a sequence classifier (RoBERTa), a guard language model that
+writes a verdict (Llama-Guard), and a regular expression for small tests. Invariant: the probability
+of a text does not depend on the other texts of the call.
 """
 
 import functools
@@ -28,7 +28,7 @@ from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings
 
-# Probability of a text that does not match a pattern; above 0, as for a model, so that the log is
+# Probability of a text that does not match a pattern. It is above 0, so that its logarithm is
 # finite and every further match changes the mean.
 MISS_PROB = 0.01
 
@@ -44,10 +44,10 @@ class ResponseClassifier(Protocol):
 
 
 class PatternClassifier:
-    """A response is of the class if `re.search(pattern, response)` matches.
+    """A response belongs to the class if `re.search(pattern, response)` matches.
 
     Raises:
-        ValueError: the pattern is no regular expression.
+        ValueError: the pattern is not a regular expression.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -121,7 +121,8 @@ class GuardClassifier:
     model's reply. A conversation that is too long is refused.
 
     Args:
-        settings: of kind "guard"; the path is a language model whose tokenizer has a template.
+        settings: settings of kind "guard"; `path` is a language model whose tokenizer has a
+            template.
         reward: dtype and batch size.
         device: device of the weights.
 
@@ -143,7 +144,7 @@ class GuardClassifier:
         self._verdict = self._tokenizer.encode(settings.target, add_bos=False)
         if not len(self._verdict):
             raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
-        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # an early check
+        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # an early test
         self._buckets = length_buckets(settings.max_tokens, 3)
         self._batch_rows = reward.batch_size
         self._program = verdict_program(
@@ -182,7 +183,7 @@ class GuardClassifier:
 def make_classifier(
     settings: ClassifierSettings, reward: RewardSettings, device: Any
 ) -> ResponseClassifier:
-    """Return the classifier that the settings describe; a model is on this device.
+    """Return the classifier that the settings describe; a model's weights are on `device`.
 
     Raises:
         ValueError: the settings or the model cannot be used.
@@ -209,7 +210,7 @@ def classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
 
 @functools.cache
 def verdict_program(config: Any, num_tokens: int, dtype: str, platform: Platform) -> Any:
-    """Return jitted (params, tokens [b s + num_tokens], lengths [b] of s) -> log p(verdict) [b]."""
+    """Return jitted (params, tokens [b s + num_tokens], conversation lengths [b]) -> log p [b]."""
 
     @jax.jit
     def program(params: Any, tokens: Array, prompt_lengths: Array) -> Array:

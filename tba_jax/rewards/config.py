@@ -12,13 +12,13 @@ ATTACK = "{attack}"
 # Each process takes memory (0.1 GB with SymPy), and all processes share one pipe.
 DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
-# Responses that the victim decodes at a time.
+# Number of responses that the victim decodes at a time.
 VICTIM_SLOTS = 256
 
 
 @dataclass(frozen=True)
 class RewardSettings(Section):
-    """Reward processes and reward models."""
+    """Settings of reward processes and reward models."""
 
     model_path: str = field(
         "", "reward model (one label): HF folder, hub id or embedded:NAME; empty: none"
@@ -58,7 +58,7 @@ class RewardSettings(Section):
 
 @dataclass(frozen=True)
 class VictimSettings(Section):
-    """Task redteam: the model under attack, its prompt and its sampling."""
+    """Settings of task redteam: the model under attack, its prompt and its sampling."""
 
     path: str = field("", "HF folder or hub id; empty: the embedded start model")
     template: str = field(
@@ -86,7 +86,7 @@ class VictimSettings(Section):
 
 @dataclass(frozen=True)
 class ClassifierSettings(Section):
-    """Task redteam: the class of responses that an attack should cause."""
+    """Settings of task redteam: the class of responses that an attack should cause."""
 
     kind: Literal["encoder", "guard", "pattern"] = field(
         "pattern", "encoder: RoBERTa; guard: language model; pattern: regular expression"

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resource limits of reward processes, and cleanup of the processes that they start.
 
-Each reward process leads a process group. When it ends (deadline, or its parent has ended), its
-group is killed. Children may leave the group (setsid) and their ancestors (double fork), but they
-inherit resource limits. On Linux, one harmless limit therefore has a value that identifies the
-reward process, its mark, and every process with the mark is killed with the group. (A sub-reaper
-would mix orphans with the children of the program that uses this library.) Without Linux, or where
-that limit is already finite, only the group is killed. A process may raise its limits if it has the
-privilege: this is no sandbox. Invariant: a group or mark is killed only after its leader has ended,
-so a reused process ID never gets a signal.
+Each reward process leads a process group. When the process ends (at a deadline, or because its
+parent has ended), its group is killed. Children can leave the group (setsid) and their ancestors
+(double fork), but they inherit resource limits. On Linux, a harmless limit therefore has a value
+that identifies the reward process, its mark. Every process with that mark is killed with the group.
+(A sub-reaper would mix orphans with the children of the program that uses this library.) Without
+Linux,
+or if that limit is already finite, only the group is killed. This is no sandbox: a process with the
+privilege can raise its limits. Invariant: a group or mark is killed only after its leader has
+ended, so a reused process ID never gets a signal.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ _SWEEP_S = 1.0
 
 
 def enter(folder: str, max_memory_bytes: int) -> None:
-    """Start a process group, record it, and set resource limits; call in a new process.
+    """Start a process group, record the group, and set resource limits; call in a new process.
 
     Args:
         folder: folder of the records.
@@ -80,7 +81,7 @@ def end(folder: str, parent: int) -> None:
 
 
 def _take_mark() -> int:
-    """Mark this process and all of its future children; return the mark, 0 if impossible."""
+    """Mark this process and all its future children; return the mark, 0 if it cannot be set."""
     if sys.platform != "linux":
         return 0
     import resource
@@ -98,14 +99,14 @@ def _take_mark() -> int:
 
 
 def _mark_of(pid: int) -> int:
-    """Return the mark of a process (0: this process); 0 if it has none or has ended."""
+    """Return the mark of process `pid` (0: this process); 0 if it has no mark or has ended."""
     if sys.platform != "linux":
         return 0
     import resource
 
     try:
         hard = resource.prlimit(pid, resource.RLIMIT_RTTIME)[1]
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         return 0
     return hard if hard >= 2**61 else 0
 
@@ -116,7 +117,7 @@ def _kill_marked(mark: int) -> None:
         return
     told = {os.getpid()}
     while True:
-        # A killed process starts no further process: repeat until all that are found are known.
+        # A killed process starts no further process: repeat until no new process is found.
         found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         found = [pid for pid in found if pid not in told and _mark_of(pid) == mark]
         if not found:
@@ -128,17 +129,19 @@ def _kill_marked(mark: int) -> None:
 
 
 class Groups:
-    """Process groups and marks of a pool's processes, in the parent."""
+    """Process groups and marks of a pool's processes, as the parent process tracks them."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="tba_jax_rewards_")
         self._swept_s = 0.0
 
     def sweep(self, *, now: bool = False) -> int:
-        """Kill remains of processes that have ended, at most once a second; return their number.
+        """Kill the groups of processes that have ended; return the number of groups.
+
+        Does nothing within a second of the last sweep.
 
         Args:
-            now: sweep even if the last sweep was less than a second ago.
+            now: whether to sweep even within a second of the last sweep.
         """
         if not now and time.monotonic() - self._swept_s < _SWEEP_S:
             return 0
@@ -146,9 +149,9 @@ class Groups:
         return sum(self._killed(record) for record in self._records())
 
     def close(self) -> None:
-        """Kill the remains of all groups, after their leaders were stopped."""
+        """Kill all groups; called after their leaders were stopped."""
         self.sweep(now=True)
-        shutil.rmtree(self.folder, ignore_errors=True)  # it is in the system's temporary folder
+        shutil.rmtree(self.folder, ignore_errors=True)  # in the system's temporary folder
 
     def _records(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # closed by another thread
@@ -163,7 +166,7 @@ class Groups:
             return False
         began, _, mark = written.partition(" ")
         if not mark or _began(leader) == began:
-            return False  # being written, or running
+            return False  # the record is being written, or the process runs
         record.unlink(missing_ok=True)
         _kill_marked(int(mark))
         # The system does not reuse the ID of a group with members: if a new process has this ID,

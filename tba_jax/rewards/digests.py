@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gold reward of the embedded summarisation task: coverage minus length.
 
-It stands for the human in preference tuning: training data has noisy comparisons based on it, and
-evaluation uses it directly. Reward processes import this module, so it imports only the standard
-library. Invariant: the best digest of a post names each letter that occurs at least twice, once.
+This reward replaces human judgement in preference tuning: training data has noisy comparisons based
+on it, and evaluation uses it directly. Reward processes import this module, so it imports only the
+standard library. Invariant: the best digest of a post names once each letter that occurs at least
+twice.
 """
 
 from typing import Any
 
-# Between the shares of a 24-letter post of a letter that occurs once (1/24) and twice (2/24).
+# In a post of 24 letters, a letter that occurs once has the share 1/24, one that occurs twice 2/24.
+# The cost lies between these shares.
 CHARACTER_COST = 0.06
 
 
@@ -22,8 +24,8 @@ def gold_reward(prompts: list[str], completions: list[str], **columns: Any) -> l
     """Return `gold_score` of every response.
 
     Args:
-        prompts: the post and a colon.
-        completions: the digests.
+        prompts: posts, each followed by a colon.
+        completions: digests.
         columns: not used.
     """
     return [

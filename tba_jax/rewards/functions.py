@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a user's reward function and calls it as TRL does; this runs in the reward process.
+"""Loads a user's reward function and calls it as TRL does, in the reward process.
 
-A function is named "package.module:function" or "path/to/file.py:function". It gets `prompts`,
-`completions`, `completion_ids` and every further column of the data as keyword lists, as far as its
-signature takes them, and returns one float or None per completion. It imports neither jax nor
+A function is named "package.module:function" or "path/to/file.py:function". It gets those of
+`prompts`, `completions`, `completion_ids` and the other columns of the data that its signature
+takes, as keyword lists. It returns one float or None per completion. This module imports neither
+jax nor
 transformers. Invariant: for every behaviour of the function the caller gets an Outcome, never an
 exception.
 """
@@ -26,24 +27,24 @@ from typing import Any, NamedTuple
 from tba_jax import settings
 from tba_jax.settings import GIVEN, import_file
 
-# Arguments of every function, besides the columns.
+# Arguments that every function can take besides the columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class Missing(NamedTuple):
-    """Value that a function may return instead of a reward: name and text of a failure."""
+    """Failure that a function may return instead of a reward: its name and description."""
 
     reason: str
     text: str
 
 
 class Outcome(NamedTuple):
-    """Result of a call.
+    """Result of one call of a reward function.
 
     Attributes:
-        rewards: one number, None or Missing per completion; empty without a result.
+        rewards: one number, None or Missing per completion; empty if the call failed.
         traceback: traceback of the function's error; empty without an error.
-        unusable: reason why no call of this function can succeed; empty if none is known.
+        unusable: reason why no call of this function can succeed; empty if no reason is known.
         seconds: duration of the call.
     """
 
@@ -61,7 +62,7 @@ class LoadError(NamedTuple):
 
 
 class _Function(NamedTuple):
-    """A loaded function and the keywords that it accepts; None: it accepts every keyword."""
+    """A loaded function and the keywords that it accepts; `keywords` None: every keyword."""
 
     call: Callable[..., Any]
     accepted: frozenset[str] | None
@@ -69,10 +70,10 @@ class _Function(NamedTuple):
 
 
 def split_functions(text: str) -> tuple[str, ...]:
-    """Return the function names of a config field, separated by commas there.
+    """Return the function names of a config field, which separates names by commas.
 
     Raises:
-        ValueError: one of them is not of the form module:function or file.py:function.
+        ValueError: a name does not have the form module:function or file.py:function.
     """
     functions = tuple(part.strip() for part in text.split(","))
     for function in functions:
@@ -86,7 +87,7 @@ def split_functions(text: str) -> tuple[str, ...]:
 
 
 def part_names(functions: Sequence[str]) -> tuple[str, ...]:
-    """Short names for several functions: what follows the colon, or all where that is not unique.
+    """Return short names of functions: the part after the colon if it is unique, else the name.
 
     part_names(["a:f", "b:g", "c:g"]) == ("f", "b:g", "c:g")
     """
@@ -102,7 +103,7 @@ def _is_file(module: str) -> bool:
 
 
 def _found(function: str) -> Any:
-    """Return the function of a name."""
+    """Import and return the function with this name."""
     module_name, _, name = function.rpartition(":")
     module = import_file(module_name) if _is_file(module_name) else None
     target: Any = module or importlib.import_module(module_name)
@@ -122,7 +123,7 @@ def _load(function: str) -> _Function:
         raise TypeError(f"{function} is a {type(target).__name__}, not a function")
     try:
         parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         return _Function(target, None, ())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         accepted = None
@@ -285,20 +286,20 @@ def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> fl
 
 
 def _missing_package(error: BaseException) -> str:
-    """Return the package that an import did not find; "" for any other error."""
+    """Return the package that an import did not find; "" if the error has another cause."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return error.name.partition(".")[0]
     return ""
 
 
 def _is_in_a_file(error: BaseException) -> bool:
-    """Return whether the code of a file raised, not text that a function executes."""
+    """Return whether code in a file raised the error, not text that a function executes."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     return bool(frames) and os.path.isfile(frames[-1].filename)
 
 
 def _shortened(report: str) -> str:
-    """Return beginning and end of a traceback, whose message may have megabytes."""
+    """Return beginning and end of a traceback, because its message may have megabytes."""
     return report if len(report) <= 8000 else f"{report[:4000]}\n...\n{report[-4000:]}"
 
 
@@ -311,11 +312,11 @@ def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException |
         try:
             return call(*args), None, ""
         finally:
-            # User code may clear sys.modules; without the modules no result could be sent.
+            # User code may clear sys.modules; the process needs these modules to send a result.
             for name, module in _NEEDED.items():
                 sys.modules.setdefault(name, module)
-    except BaseException as error:  # a boundary: user code, even sys.exit(); carried, not swallowed
-        # Without the frames of this package and of the import system: the user's are the news.
+    except BaseException as error:  # user code may even call sys.exit(); the caller gets the error
+        # Show the user's frames only, without those of this package and of the import system.
         report = traceback.TracebackException.from_exception(error)
         ours = (__file__, settings.__file__)
         users = [

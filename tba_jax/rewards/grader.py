@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grader: converts response tokens to texts, rewards and kinds, for searchers and evaluations.
 
-Invariant: the results have the order of the responses, with none missing.
+Invariant: every response has a result, and the results are in the order of the responses.
 """
 
 import dataclasses
@@ -20,10 +20,11 @@ class Grades(NamedTuple):
 
     Attributes:
         texts: responses as text, without special tokens.
-        rewards: a finite number, or None if there is a reason.
-        reasons: name of the failure, or None if there is a reward.
-        parts: name -> n values of one of several rewards; nan for none.
-        is_first_kind: whether a response is of the task's first kind; False for tasks without.
+        rewards: a finite number, or None if the response has a reason.
+        reasons: name of the failure, or None if the response has a reward.
+        parts: with several rewards, name -> n values of each; nan for no reward.
+        is_first_kind: whether a response is of the task's first kind; False for tasks without
+            kinds.
     """
 
     texts: list[str]
@@ -45,7 +46,7 @@ class Grades(NamedTuple):
 
     @property
     def kind_share(self) -> float:
-        """Return the share of the first kind."""
+        """Return the share of responses of the task's first kind."""
         return sum(self.is_first_kind) / len(self.is_first_kind)
 
 
@@ -57,8 +58,8 @@ class Grader:
         rewards: computes rewards.
         decode_text: token ids -> text of each response, special tokens dropped.
         response_kind: text -> kind of the response, or None.
-        first_kind: the kind whose share is logged; "" for none.
-        data_sets: values of the column `data_set` of prompts, where rewards are reported for each.
+        first_kind: the kind whose share is logged; "": no share is logged.
+        data_sets: values of the column `data_set` for which rewards are reported separately.
     """
 
     rewards: RewardSource
@@ -77,10 +78,11 @@ class Grader:
         """Grade n responses, of one group or of a whole round.
 
         Args:
-            prompts: one for each response.
+            prompts: prompt of each response.
             responses: int32 [t] each, end-of-sequence included.
-            has_eos: False where the length limit cut the response.
-            verdicts: results of their environments; None: the reward source scores the responses.
+            has_eos: False if the length limit cut the response.
+            verdicts: results of the environments of the responses; None: the reward source scores
+                them.
         """
         texts = self.decode_text(responses)
         asked = [i for i in range(len(texts)) if not verdicts or verdicts[i] is None]
@@ -111,7 +113,7 @@ class Grader:
 def _merged(
     scores: ScoreResult, asked: Sequence[int], verdicts: Sequence[Verdict | None]
 ) -> ScoreResult:
-    """Return the scores of the graded responses and the given verdicts of the others."""
+    """Return the given verdict of each response that has one, and the score of each other."""
     given = [verdict or Verdict(None, None) for verdict in verdicts]
     rewards = [verdict.reward for verdict in given]
     reasons = [verdict.reason for verdict in given]

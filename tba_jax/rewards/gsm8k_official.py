@@ -17,8 +17,8 @@ _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*|e[+-]?\d+)?|\.\d+)")
 def last_number_without_commas(text: str) -> float | None:
     """Return the last number after deleting every comma; None without a number.
 
-    A minus between operands counts as a sign ("20-5" ends in -5), a fraction is two numbers, and
-    text after a marked answer counts.
+    A minus between operands counts as a sign ("20-5" ends in -5), a fraction counts as two numbers,
+    and numbers after a marked answer count.
     """
     numbers = _NUMBER.findall(text.replace(",", ""))
     return float(numbers[-1]) if numbers else None

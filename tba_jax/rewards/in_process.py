@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards by functions that this process alone has, such as those of a notebook.
+"""Rewards by functions that exist only in this process, such as functions of a notebook.
 
-Nothing ends a call that hangs, and a call that crashes ends the run. Invariant: as with
+A call that hangs is not stopped, and a call that crashes ends the run. Invariant: as in
 `RewardPool`, a failure is a named reason and never a reward.
 """
 
@@ -20,7 +20,7 @@ class InProcessRewards:
 
     Args:
         names: names of the functions, separated by commas.
-        max_failure_rate, weights, row, is_part: as `RewardPool`.
+        max_failure_rate, weights, row, is_part: as in `RewardPool`.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class InProcessRewards:
         self._row = row
 
     def check(self) -> None:
-        """Try the functions on the row.
+        """Try the functions on `row`.
 
         Raises:
-            ValueError: one of them cannot be used; with its traceback.
+            ValueError: a function cannot be used; the message has its traceback.
         """
         prompt, columns = self._row
         error = functions.load_error(self._functions, tuple(columns))
@@ -63,11 +63,11 @@ class InProcessRewards:
         completion_ids: Sequence[np.ndarray] = (),
         has_eos: Sequence[bool] = (),
     ) -> ScoreResult:
-        """As `RewardPool.score`, without deadlines.
+        """Score responses as `RewardPool.score` does, without deadlines.
 
         Raises:
             RewardFailure: more than `max_failure_rate` of the items failed.
-            ValueError: a result that is not a list of numbers or None.
+            ValueError: a function returned something else than a list of numbers or None.
         """
         del has_eos
         call = Call(self._functions, prompts, completions, columns, completion_ids)
@@ -87,7 +87,7 @@ class InProcessRewards:
         return call.result(functions.part_names(self._functions), self._weights)
 
     def _score(self, call: Call, number: int, name: str, items: range) -> bool:
-        """Call a function; return whether every item has its answer."""
+        """Call a function on some items; return whether every item has a result."""
         outcome = functions.score_chunk(name, *call.arguments(items))
         if outcome.unusable:
             raise ValueError(f"reward function {name} {outcome.unusable}")
@@ -98,7 +98,7 @@ class InProcessRewards:
         return not outcome.traceback or len(items) == 1
 
     def on(self, site: Any) -> "InProcessRewards":
-        """Return itself: it needs no devices."""
+        """Return self: functions need no devices."""
         del site
         return self
 

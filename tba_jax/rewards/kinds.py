@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of rewards: constructor, checks and models of each.
+"""Kinds of rewards: the constructor, checks and models of each kind.
 
-To add a learned reward, write its source in a file of this room, its settings in `config` and its
-record here, under its name in tasks and `task.reward`. This module imports no jax before a source
-is made. Invariant: settings that pass `check` make a source, unless its models cannot be used.
+To add a learned reward, write its source in a file of this folder, its settings in `config`, and
+its record here, under the name that tasks and `task.reward` use. This module imports no jax before
+a
+source is made. Invariant: settings that pass `check` make a source, unless its models cannot be
+used.
 """
 
 import math
@@ -33,7 +35,7 @@ class TaskSection(Protocol):
 
     @property
     def environment(self) -> str:
-        """Class that answers the policy's turns; "" without one."""
+        """Class of the environment that answers the policy's turns; "" without an environment."""
         ...
 
 
@@ -67,7 +69,7 @@ class Sections(Protocol):
 
 
 class Use(NamedTuple):
-    """Arguments of a reward source besides the settings.
+    """Arguments for making a reward source, besides the settings.
 
     Attributes:
         functions: names of text functions, as in `task.reward`, or the name of another kind of
@@ -75,9 +77,9 @@ class Use(NamedTuple):
         weights: weight of each function, then of the reward model if there is one; empty: 1 each.
         row: prompt text and columns of one row of the data, for a trial of the functions.
         tokenizer: tokenizer of the responses.
-        sites: sites of the searchers, for models.
-        is_part: the source is summed with another one, which scores responses to which no
-            function applies.
+        sites: devices of the searchers, for models.
+        is_part: whether the source is added to another source, which scores responses to which
+            no function applies.
     """
 
     functions: str
@@ -92,9 +94,9 @@ class RewardKind(NamedTuple):
     """A kind of reward.
 
     Attributes:
-        make: (settings, use) -> source. Raises ValueError if it cannot be used.
-        check: settings -> None; rules across sections. Raises ConfigError.
-        models: settings -> role -> folder or hub id of each model that the kind loads.
+        make: (settings, use) -> source. Raises ValueError if the source cannot be used.
+        check: settings -> None; checks rules across sections. Raises ConfigError.
+        models: settings -> {role: folder or hub ID} of the models that the kind loads.
     """
 
     make: "Callable[[Sections, Use], RewardSource]"
@@ -107,10 +109,10 @@ def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
 
     Args:
         settings: settings of the run.
-        named: `task.reward`: text functions, the name of a kind, or "".
-        own: the task's own reward, used if neither `named` nor a reward model is set. Without it
-            an environment gives the rewards.
-        task: name of the task, for the message.
+        named: `task.reward`: names of text functions, the name of a kind, or "".
+        own: the task's own reward, used if neither `named` nor a reward model is set. If it is
+            also empty, an environment gives the rewards.
+        task: name of the task, for the error message.
 
     Raises:
         ConfigError: no reward is set.
@@ -137,7 +139,7 @@ def _plus_model(kind: RewardKind) -> RewardKind:
 
         names = part_names(split_functions(use.functions)) if kind is FUNCTIONS else ()
         *own, of_model = use.weights or [1.0] * (max(1, len(names)) + 1)
-        # A process pool sums several functions itself, and names their parts.
+        # A process pool computes the sum of several functions itself, and names their parts.
         is_sum = len(names) > 1
         first = kind.make(settings, use._replace(weights=own if is_sum else (), is_part=True))
         name = "" if is_sum else names[0] if names else use.functions

@@ -2,9 +2,10 @@
 r"""Reward for competition mathematics: the last \boxed{...} of a response, compared by math-verify.
 
 Only reward processes import this module: it needs the package math-verify (extra `math`), whose
-import must end before the deadline of the first item starts. The package's own time limits are off:
-they would silently grade a slow comparison as wrong, whereas the reward pool's deadline counts a
-failure. Invariant: a response without a boxed answer is wrong.
+import must end before the deadline of the first item starts. The package's own time limits are off,
+because they would silently grade a slow comparison as wrong; the reward pool's deadline counts it
+as
+a failure. Invariant: a response without a boxed answer is wrong.
 """
 
 import logging
@@ -22,11 +23,11 @@ except ImportError:
 from tba_jax.rewards.boxed import last_boxed
 from tba_jax.rewards.messages import Content, text_of
 
-# It logs a warning in every process that its time limits are off.
+# The package warns in every process that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-# For answers such as 2516_8: math-verify drops the base of a number.
+# Base of answers such as 2516_8, which math-verify drops.
 _BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
 
 

@@ -10,7 +10,7 @@ Content = str | Sequence[Mapping[str, str]]
 
 
 def text_of(content: Content) -> str:
-    """Return a text unchanged; of chat messages, the content of the last one.
+    """Return a text unchanged; for chat messages, return the content of the last message.
 
     text_of([{"role": "assistant", "content": "4"}]) == text_of("4") == "4"
     """

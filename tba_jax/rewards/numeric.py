@@ -26,7 +26,7 @@ _UNSIGNED = (
     rf"(?>(?<![0-9^])(?<!\^\{{){_INTEGRAL}(?:\.[0-9]+)?|(?<![A-Za-z0-9])\.[0-9]+)"
     rf"(?:[eE][-+{_MINUS}]?[0-9]+)?+"
 )
-# More than two numbers with slashes are a date: "5/6/2020" is no fraction.
+# More than two numbers with slashes are a date, not a fraction: "5/6/2020".
 _SLASH = r"[ ]?/[ ]?"
 _NUMBER = (
     rf"(?P<sign>{_SIGN}(?:{_CURRENCY})?)?"
@@ -70,8 +70,8 @@ def last_number(text: str) -> float | None:
 def gsm8k_answer(text: str) -> float | None:
     """Return the number after the first "####", else the last number; None without one.
 
-    The first mark counts, because text after the answer may be another problem with its own mark.
-    Headings ("#### 2. Add them") count only if nothing else is marked.
+    The first mark counts, because the text after an answer may be another problem with its own
+    mark. A heading ("#### 2. Add them") counts only if no other number is marked.
     """
     marks = list(_MARKED.finditer(text))
     answers = [mark for mark in marks if not mark["heading"]] or marks
@@ -80,7 +80,7 @@ def gsm8k_answer(text: str) -> float | None:
 
 
 def gsm8k_gold(text: str) -> str | None:
-    """Return the answer after the last "####" of a GSM8K solution, without commas; or None."""
+    """Return the answer after the last "####" of a solution, without commas; None without it."""
     _, mark, answer = text.rpartition(_GSM8K_MARK)
     return answer.strip().replace(",", "") if mark else None
 
@@ -122,14 +122,14 @@ def gsm8k_reward(
         columns: not used.
 
     Raises:
-        ValueError: a gold solution without a number, which would make every response wrong.
+        ValueError: a gold solution has no number, so every response would be wrong.
     """
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
         right = gsm8k_answer(gold)
         if right is None:
             raise ValueError(
-                f"gold solution {gold!r} has no number; it must end like GSM8K's, in '#### 42'"
+                f"gold solution {gold!r} has no number. End it like GSM8K solutions: '#### 42'"
             )
         rewards.append(float(gsm8k_answer(text_of(completion)) == right))
     return rewards

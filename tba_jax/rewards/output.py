@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limit what reward processes, and the processes that they start, print.
+"""Limit the output of reward processes and of the processes that they start.
 
 Standard output and standard error of these processes are named pipes. A thread of the parent
-process copies from the pipes to its own streams, at most WINDOW_BYTES in each WINDOW_S and at most
-TOTAL_BYTES in all, and prints how many bytes it dropped. The parent does this, and not the reward
-process, so that C code may print while it holds the interpreter lock, and so that the last lines of
-a process that crashes are shown.
+process copies from the pipes to the parent's streams, at most WINDOW_BYTES in each WINDOW_S and at
+most TOTAL_BYTES in all, and prints how many bytes it dropped. A thread of the reward process could
+not do this: C code may print while it holds the interpreter lock, and the last lines of a process
+that crashes would be lost.
 """
 
 import contextlib
@@ -20,32 +20,33 @@ WINDOW_BYTES = 2**17
 TOTAL_BYTES = 2**26
 _READ_BYTES = 2**16
 _POLL_S = 0.2
-# Pause between two reads of a stream whose output is dropped: bounds the parent's share of a core.
+# Pause between two reads of a stream whose output is dropped; it limits the parent's processor
+# time.
 _PAUSE_S = 0.001
 _STREAMS = {"stdout": 1, "stderr": 2}  # file descriptors
 
 
 class Limiter:
-    """Limits of one output stream.
+    """Limiter of one output stream.
 
     Attributes:
-        num_dropped: bytes that were dropped, in all.
+        num_dropped: total number of dropped bytes.
     """
 
     def __init__(self) -> None:
         self.num_dropped = 0
-        self._num_reported = 0  # of the dropped bytes
+        self._num_reported = 0  # dropped bytes that were reported
         self._total = 0  # bytes shown
         self._window, self._shown = -1, 0  # number of the current window, bytes shown in it
 
     def pass_on(self, data: bytes, now_s: float) -> bytes:
-        """Return the bytes of `data` to show, possibly none.
+        """Return the bytes of `data` to show; b"" if all are dropped.
 
         A line about dropped bytes is added once per window.
 
         Args:
             data: printed bytes.
-            now_s: monotonic time.
+            now_s: monotonic time in seconds.
         """
         report = b""
         if (window := int(now_s // WINDOW_S)) != self._window:
@@ -59,7 +60,7 @@ class Limiter:
         return report + shown
 
     def report(self) -> bytes:
-        """Return a line about the bytes dropped since the last such line; b"" without any."""
+        """Return a line about the bytes dropped since the last report; b"" if there are none."""
         dropped = self.num_dropped - self._num_reported
         self._num_reported = self.num_dropped
         if not dropped:
@@ -71,7 +72,7 @@ class Limiter:
 
 
 class Output:
-    """The pipes of a pool's processes and the thread that copies from them, in the parent.
+    """Pipes of a pool's processes, and the parent's thread that copies from them.
 
     Args:
         folder: folder for the named pipes.
@@ -80,7 +81,7 @@ class Output:
     def __init__(self, folder: str) -> None:
         self._limiters = {stream: Limiter() for stream in _STREAMS.values()}
         self._pipes: dict[int, int] = {}  # reading end -> stream of this process
-        self._writers: list[int] = []  # keep the pipes open without a process
+        self._writers: list[int] = []  # keep the pipes open while no process has them open
         self._closed = threading.Event()
         if not hasattr(os, "mkfifo"):  # Windows
             return
@@ -125,21 +126,21 @@ class Output:
 
 
 def _write(stream: int, data: bytes) -> None:
-    # The parent's own messages report a closed or full output. Keep reading the pipes, or the
-    # reward processes would block.
+    # The parent's own messages report that the output is closed or full. Keep reading the pipes,
+    # because the reward processes would block otherwise.
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(stream, data) :]
 
 
 def redirect(folder: str) -> None:
-    """Redirect standard output and error of this process, a reward process, to the pipes.
+    """Redirect standard output and standard error of this reward process to the pipes.
 
     Args:
-        folder: as given to `Output`.
+        folder: folder of the pipes, as in `Output`.
     """
     for name, stream in _STREAMS.items():
-        # ENOENT or ENXIO: the parent has closed the pool, and this process ends soon.
+        # ENOENT or ENXIO means that the parent has closed the pool: this process ends soon.
         with contextlib.suppress(OSError):
             pipe = os.open(Path(folder) / name, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.set_blocking(pipe, True)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """RewardPool: runs text rewards in processes that can be killed, and accounts for every item.
 
-A reward function is user code: it may hang, raise, crash its process or return nonsense. The pool
-gives each item a deadline that really ends it, and returns for every item either a finite number or
-a named reason why there is none. Several functions share the processes; their weighted sum is the
-reward, and an item that one of them fails on has no reward. The processes import neither jax nor
-transformers. Invariant: a failure is never a reward of 0, and a failing item costs no other item
-its reward.
+A reward function is user code: it may hang, raise, crash its process or return an invalid value.
+The pool gives each item a deadline, kills a process that exceeds it, and returns for every item
+either a finite number or a named reason. Several functions share the processes; their weighted sum
+is the reward, and an item on which a function fails has no reward. The processes import neither jax
+nor
+transformers. Invariant: a failure is never a reward of 0, and a failing item does not change the
+rewards of other items.
 
-Items are sent in chunks, for throughput. The items of a failed chunk are sent again one by one,
-which finds the item that fails. Pebble stops a process at its deadline (SIGTERM, SIGKILL 3 s later)
+Items are sent in chunks, for throughput. The items of a failed chunk are sent again one by one, to
+find the item that fails. Pebble stops a process at its deadline (SIGTERM, then SIGKILL 3 s later)
 and replaces it. If a process without a task dies, pebble stops its whole pool; `RewardPool` then
 starts a new pool and sends the unfinished tasks again.
 """
@@ -43,26 +44,26 @@ from tba_jax.rewards.functions import (
 from tba_jax.rewards.processes import enter_process
 from tba_jax.rewards.source import ScoreResult
 
-# Starting a process and importing the reward's module: seconds, generous for a loaded machine.
+# Seconds for the start of a process and the import of the reward's module, also on a busy machine.
 START_TIMEOUT_S = 60.0
-# A first chunk is small because the function's speed is not known; later chunks are sized to take
-# this share of the deadline, so that a chunk does not reach it by being long.
+# A first chunk is small because the function's speed is not known. Later chunks have a size that
+# takes this share of the deadline, so that a long chunk does not exceed the deadline.
 FIRST_CHUNK_ITEMS = 16
 CHUNK_DEADLINE_SHARE = 0.1
 CHUNKS_PER_WORKER = 2
-# Work worth a message. All processes read one pipe, a message at a time, and groups are small: cut
-# into single items of a fast function, they would wait for the pipe and not for the function.
+# Least seconds of work in one message. All processes read one pipe, a message at a time, so single
+# items of a fast function would wait for the pipe.
 CHUNK_S = 0.01
-# How often a waiting thread looks whether the pool still lives.
+# Seconds between two checks of a waiting thread whether the pool still runs.
 POLL_S = 0.2
-# Times a task is sent again because the pool around it broke; after that the task is to blame.
+# Number of times that a task is sent again after its pool broke; then the task itself has failed.
 MAX_RESENDS = 3
-_LARGEST = float(np.finfo(np.float32).max)  # rewards are stored and computed with as float32
+_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
 _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 
 
 class RewardFailure(RuntimeError):
-    """Reward functions cannot start, cannot stop or fail too often; the message has the cause."""
+    """Reward functions cannot start, cannot stop, or fail too often; the message has the cause."""
 
 
 # --- in the reward process ---------------------------------------------------------------------
@@ -71,7 +72,7 @@ class RewardFailure(RuntimeError):
 def _start_process(
     functions: Sequence[str], folder: str, parent: int, groups: str, max_memory_bytes: int
 ) -> None:
-    """Make a new process ready: its imports are over before the clock of its first task starts."""
+    """Prepare a new process: import the functions before the deadline of the first task runs."""
     enter_process(folder, parent, groups, max_memory_bytes)
     preload(functions)
 
@@ -90,7 +91,7 @@ class _Task(NamedTuple):
 
 
 class Call:
-    """The items of one `score` call, with the rewards and failures of each function so far."""
+    """Items of one `score` call, with each function's rewards and failures so far."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class Call:
     def arguments(self, items: range) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
         """Return the arguments of the function: texts, or chat messages for chat data.
 
-        As in TRL: a last message of the assistant's is the beginning of the completion.
+        As in TRL, a last message of the assistant is the beginning of the completion.
         """
         keywords = {name: [column[i] for i in items] for name, column in self._keywords.items()}
         if "completion_ids" in keywords:
@@ -165,7 +166,7 @@ class Call:
         )
 
     def failures(self) -> list[str | None]:
-        """Return the reason for each item without a reward; None needs all functions."""
+        """Return the failure of each item; None for an item with a reward from every function."""
         if len(self.reasons) == 1:
             return self.reasons[0]
         failures: list[str | None] = []
@@ -184,7 +185,7 @@ class Call:
         if len(names) > 1:
             for name, values in zip(names, self.values, strict=True):
                 parts[name] = [math.nan if v is None else v for v in values]
-        # A function that does not apply to some items is no failure worth a traceback.
+        # A function that does not apply to some items needs no traceback.
         traceback = self.first_traceback if any(reasons) else ""
         return ScoreResult(rewards, reasons, traceback, parts)
 
@@ -203,13 +204,14 @@ class RewardPool:
         num_workers: processes; each can run every function.
         weights: weight of each function; empty: 1 each.
         row: prompt text and columns of one row of the data, on which `check` tries the functions
-            with the row's answer as the completion; None: there is none.
-        timeout_s: seconds an item may take. The deadline is looked at every 0.1 s, and a process
-            stuck in C code needs another 3 s to be killed. A process that ends itself with status
-            0 in the middle of an item looks like one that hangs.
+            with the row's answer as the completion; None: no trial.
+        timeout_s: seconds that an item may take. The deadline is checked every 0.1 s, and a
+            process in C code is killed 3 s later. A process that ends itself with status 0 during
+            an item looks like a process that hangs.
         max_failure_rate: share of one call's items that may fail before `score` raises.
         max_memory_bytes: memory limit of each process; 0: no limit.
-        is_part: its reward is one of several: items that no function applies to are no failures.
+        is_part: whether another source adds its rewards; items to which no function applies are
+            then no failures.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class RewardPool:
         if len(self._weights) != len(self._functions):
             raise ValueError(
                 f"{len(self._weights)} weights {self._weights} for {len(self._functions)} reward "
-                f"functions {function}; want one each"
+                f"functions {function}; wanted one weight for each function"
             )
         self._num_workers = num_workers
         self._timeout_s = timeout_s
@@ -242,8 +244,8 @@ class RewardPool:
         self._ready = False
         # Measured seconds per item of each function.
         self._item_s: list[float | None] = [None] * len(self._functions)
-        self._progress_s = 0.0  # when a task of any thread last ended
-        # Deadlines in a row that single items missed, before any item ever met one.
+        self._progress_s = 0.0  # last time at which a task of any thread ended
+        # Number of single items that missed the deadline before any item met it.
         self._missed = [0] * len(self._functions)
         self._groups = containment.Groups()
         self._output = output.Output(self._groups.folder)
@@ -268,13 +270,13 @@ class RewardPool:
         )
 
     def check(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until the processes can run the function; try it on the row.
+        """Wait until the processes can run the functions, then try the functions on `row`.
 
         Raises:
             ValueError: a function cannot be imported, needs a column that the data lacks, or fails
                 on the row.
-            RewardFailure: its import takes longer than `timeout_s`, or the process died while it
-                was starting.
+            RewardFailure: an import takes longer than `timeout_s`, or the process died during its
+                start.
             RuntimeError: the pool was closed.
         """
         if self._ready:
@@ -286,7 +288,7 @@ class RewardPool:
         except futures.TimeoutError:
             raise RewardFailure(
                 f"reward function {self.function}: its module was not imported within "
-                f"{timeout_s:.0f} s; move slow work from its top level into the function"
+                f"{timeout_s:.0f} s. Move slow work from the module's top level into the function"
             ) from None
         except BrokenProcessPool:
             raise RewardFailure(
@@ -325,24 +327,24 @@ class RewardPool:
         completion_ids: Sequence[np.ndarray] = (),
         has_eos: Sequence[bool] = (),
     ) -> ScoreResult:
-        """Score the responses; every item comes back with a reward or with a reason.
+        """Score the responses; every item gets a reward or a reason.
 
         Args:
             prompts: prompt texts.
             completions: response texts, one per prompt.
             columns: keyword arguments for the functions that take them, each with one value per
-                prompt. A column `prompt` is none of them: it holds the chat messages of each
+                prompt. The column `prompt` is not passed on: it holds the chat messages of each
                 prompt, and the functions then get `prompts` and `completions` as message lists.
-            completion_ids: the tokens of the responses, for functions that take them as lists.
-            has_eos: as for every RewardSource; a text reward does not see it.
+            completion_ids: tokens of the responses, for functions that take token lists.
+            has_eos: as in `RewardSource.score`; text rewards do not receive it.
 
         Raises:
-            RewardFailure: more than `max_failure_rate` of the items failed, with the first
-                traceback, raised as soon as that is certain; or no item ever met its deadline, and
-                as many missed theirs in a row as there are processes.
-            ValueError: the function cannot be loaded, columns of other lengths, or a result that
-                is not a list of numbers or None, one per completion.
-            RuntimeError: the pool was closed meanwhile.
+            RewardFailure: more than `max_failure_rate` of the items failed (raised as soon as that
+                is certain, with the first traceback); or the first items of a function, as many as
+                there are processes, all missed the deadline.
+            ValueError: the function cannot be loaded, a column has another length, or a result is
+                not a list with a number or None per completion.
+            RuntimeError: the pool was closed during the call.
         """
         call = Call(self._functions, prompts, completions, columns, completion_ids)
         self.check()
@@ -423,11 +425,11 @@ class RewardPool:
                 self._note_deadline(call, task.function, reason)
 
     def _note_deadline(self, call: Call, function: int, reason: str) -> None:
-        """Raise RewardFailure where a function has missed its first deadline in every process."""
+        """Raise RewardFailure if the first items of a function, one per process, all timed out."""
         if reason != "reward_timeout" or self._item_s[function] is not None:
             return
         self._missed[function] += 1
-        if self._missed[function] >= max(2, self._num_workers):  # one may be a hard one
+        if self._missed[function] >= max(2, self._num_workers):  # one item alone may be hard
             raise RewardFailure(
                 f"reward function {self._functions[function]} is too slow: each of the first "
                 f"{self._missed[function]} items took longer than reward.timeout_s = "
@@ -438,7 +440,7 @@ class RewardPool:
     def _outcome(
         self, future: "futures.Future[Outcome]", function: int
     ) -> tuple[Outcome | None, str, str]:
-        """Return (outcome, reason, text) of a task; reason "resend": a failure of the pool.
+        """Return (outcome, reason, text) of a task; reason "resend" means that the pool failed.
 
         Raises:
             ValueError: the function can never succeed, or broke its contract.
@@ -476,7 +478,7 @@ class RewardPool:
             return False
         with self._lock:
             if self._pool is task.pool:
-                self._dispose(task.pool)  # the next `_send` starts another one
+                self._dispose(task.pool)  # the next `_send` starts another pool
         return True
 
     def _dispose(self, pool: ProcessPool, timeout_s: float = 10.0) -> bool:
@@ -490,14 +492,14 @@ class RewardPool:
         return not thread.is_alive()
 
     def on(self, site: Any) -> "RewardPool":
-        """Return itself: its processes serve all searchers."""
+        """Return self: its processes serve all searchers."""
         return self
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop the processes, also busy ones. A concurrent `score` raises RuntimeError.
+        """Stop all processes, even during a call; a concurrent `score` raises RuntimeError.
 
         Raises:
-            RewardFailure: they have not ended within `timeout_s`.
+            RewardFailure: the processes have not ended within `timeout_s`.
         """
         with self._lock:
             if self._closed:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward of the `reasoning_gym` tasks: the data set's own scorer, on the last <answer>.
 
-Only reward processes import this module: it needs the package reasoning-gym. The scorer's data of a
+Only reward processes import this module, because it needs the package reasoning-gym. The data of a
 problem is generated again from data set, seed and index. Invariant: a response is scored for the
-question that the model received; it is an error if the package generates another question.
+question that the model received; if the package generates another question, an error is raised.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 from tba_jax.rewards.messages import Content, text_of
 
 try:
-    # No import statement: type checkers would find this module.
+    # An import statement would make type checkers import this module itself.
     _package: Any = importlib.import_module("reasoning_gym")
 except ImportError:
     raise ImportError(
@@ -46,7 +46,7 @@ def answer_reward(
     index: list[int],
     **columns: Any,
 ) -> list[float]:
-    """Return the data set's score of each answer, in [0, 1]; some give partial credit.
+    """Return the data set's score of each answer, in [0, 1]; some data sets give partial credit.
 
     Args:
         prompts: questions, texts or chat messages.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards over the network: an HTTP service, or a language model that judges.
 
-A file of the user makes one and names it as its reward, `--config.task.reward=my_rewards.py:judge`:
+A user's file makes a judge, and the run names it: `--config.task.reward=my_rewards.py:judge`.
 
     judge = Judge("http://127.0.0.1:8000/v1", model="qwen", prompt="Rate: {prompt} {completion}")
 
-It runs in the reward processes, which share nothing: limits and the cache are of each process.
-Invariant: a request that fails is no reward and is counted by name.
+The judge runs in the reward processes, which share nothing: each process has its own limits and
+cache. Invariant: a request that fails gives no reward and is counted by name.
 """
 
 import collections
@@ -33,7 +33,7 @@ def last_number(text: str) -> float:
     """Return the last number of a judge's answer.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the answer contains no number.
     """
     found = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
     if not found:
@@ -47,13 +47,13 @@ class HttpReward:
     Args:
         url: URL that receives a POST request with JSON for each completion.
         body: (prompt, completion, columns) -> JSON of the request.
-        read: JSON of the response -> reward; raises an exception for an invalid response.
+        read: JSON of the response -> reward; raises an error for an invalid response.
         headers: HTTP headers of each request.
         concurrency: maximum number of concurrent requests of a process.
         timeout_s: timeout of a request.
         retries: maximum number of retries after an error, a temporary refusal or a timeout.
         per_second: maximum number of requests per second of a process; 0: no limit.
-        cache_size: responses that a process keeps, so that equal requests are sent once.
+        cache_size: number of responses that a process keeps, so that equal requests are sent once.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class HttpReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | Missing]:
-        """Return a reward for each response, or why there is none."""
+        """Return a reward or a named failure for each response."""
 
         def one(i: int) -> float | Missing:
             values = {name: column[i] for name, column in columns.items()}
@@ -123,7 +123,7 @@ class HttpReward:
         time.sleep(start_s - now)
 
     def _once(self, body: bytes) -> float | tuple[Missing, float | None]:
-        """Return the reward, or why there is none and the rest before a retry (None: no retry)."""
+        """Return the reward, or (failure, seconds to wait before a retry; None: no retry)."""
         try:
             answer = self._http.request("POST", self._url, body=body, headers=self._headers)
         except urllib3.exceptions.TimeoutError as error:
@@ -141,7 +141,7 @@ class HttpReward:
             return Missing(reason, text), float(rest) if rest.isdigit() else 0.0
         try:
             return float(self._read(json.loads(answer.data)))
-        except Exception as error:  # of the user's parser, or of an answer that is no JSON
+        except Exception as error:  # the user's parser failed, or the answer is not JSON
             text = f"{type(error).__name__}: {error}; the answer was {shown!r}"
             return Missing("judge_nonsense", text), None
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned rewards: a sequence classifier with one label as a source of rewards.
+"""Learned rewards from a sequence classifier with one label.
 
 A jitted program computes the score of a prompt and its response at the response's last token, on
-one or several devices. Invariant: the score of a response does not depend on the rest of the call,
-up to float32 rounding, and every item gets a finite number or a named reason.
+one or several devices. Invariant: the score of a response does not depend on the other responses of
+the call, up to float32 rounding, and every item gets a finite number or a named reason.
 """
 
 import functools
@@ -25,12 +25,12 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.rewards.source import ScoreResult
 
-# Rows are padded to a multiple of this, so that few lengths are compiled.
+# Row lengths are padded to a multiple of this number, so that few lengths are compiled.
 LENGTH_STEP = 64
 
 
 class RewardModel:
-    """A reward model; implements `rewards.source.RewardSource`. Thread-safe.
+    """A reward model; a thread-safe `rewards.source.RewardSource`.
 
     The model's own tokenizer encodes the prompt: a chat with its own chat template if it has one,
     otherwise the policy's text. If model and policy have the same vocabulary, the policy's response
@@ -38,7 +38,7 @@ class RewardModel:
     token.
 
     Args:
-        model: the architecture with one label, and its weights on the scoring devices.
+        model: architecture with one label, and its weights on the scoring devices.
         policy_tokenizer: tokenizer of the responses.
         batch_size: responses per call of the program.
         missing_eos: reward of a response that the length limit cut; None: the model's score.
@@ -47,10 +47,10 @@ class RewardModel:
         compute_dtype: dtype of matmul inputs.
         site: devices that divide the weights.
         where: name of the model in error messages.
-        program: return value of `make_score_program` for these devices; None: made here.
+        program: return value of `make_score_program` for these devices; None: make it.
 
     Raises:
-        ValueError: not a classifier with one label, or token ids outside its embedding.
+        ValueError: the model is not a classifier with one label, or its embedding lacks token IDs.
     """
 
     def __init__(
@@ -105,11 +105,12 @@ class RewardModel:
         Args:
             path_or_hub_id: source of the model.
             site: scoring devices, with the axis `model`.
-            param_dtype: storage dtype, also of matmul inputs.
+            param_dtype: dtype of the stored weights and of matmul inputs.
             options: further arguments of the class.
 
         Raises:
-            ValueError: no such model, not a reward model, or the mesh does not divide it.
+            ValueError: the model does not exist, is not a reward model, or cannot be divided over
+                the mesh.
         """
         found = models.describe(path_or_hub_id)
         where = f"reward model {path_or_hub_id}"
@@ -124,7 +125,7 @@ class RewardModel:
         )
 
     def on(self, site: Site) -> "RewardModel":
-        """Return the same model on other devices; self if it is there already."""
+        """Return the same model on the devices of `site`; self if it is already there."""
         if site == self._site:
             return self
         is_shared = site.program_site == self._site.program_site
@@ -158,8 +159,8 @@ class RewardModel:
         Args:
             prompts: prompt texts.
             completions: response texts.
-            columns: only `prompt`, the chat messages of each prompt, where the data has chats.
-            completion_ids: the responses' tokens, of the policy's vocabulary.
+            columns: only `prompt` is used: the chat messages of each prompt, if the data has chats.
+            completion_ids: tokens of the responses, in the policy's vocabulary.
             has_eos: False if the length limit cut the response.
 
         Raises:
@@ -212,7 +213,7 @@ class RewardModel:
         return rows
 
     def _score_rows(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Return float32 [b]: raw scores, with rows of similar length in the same batch."""
+        """Return raw scores, float32 [b]; rows of similar length share a batch."""
         scores = np.zeros(len(rows), np.float32)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         pending: list[tuple[list[int], Array]] = []
@@ -235,12 +236,10 @@ class RewardModel:
 def make_score_program(
     config: TransformerConfig, compute_dtype: Any, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
-    """Return jitted (params, tokens [b s], lengths [b]) -> float32 [b], scores of padded rows.
-
-    Rows are right-padded.
+    """Return jitted (params, tokens [b s], lengths [b]) -> scores of right-padded rows [b].
 
     Args:
-        config: the architecture; one label.
+        config: architecture, with one label.
         compute_dtype: dtype of matmul inputs.
         site: devices that divide the parameters.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of reward sources, for searchers and evaluation.
+"""Interface of reward sources, which searchers and evaluations call.
 
 `RewardPool` runs a text reward in processes; learned rewards score on a device. Invariant: every
 response gets a reward or a named reason.
@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from tba_jax.devices.site import Site
 
-# Prefix of metrics of one among several rewards: reward_part_NAME.
+# Prefix of the metrics of each of several rewards: reward_part_NAME.
 PART_PREFIX = "reward_part_"
 
 
@@ -22,11 +22,11 @@ class ScoreResult(NamedTuple):
     """Rewards of one call, in the order of its items.
 
     Attributes:
-        rewards: a finite number, or None if there is a reason.
-        reasons: name of the failure, or None if there is a reward.
+        rewards: a finite number, or None if the item has a reason.
+        reasons: name of the failure, or None if the item has a reward.
         first_traceback: traceback of the first failure; empty without a failure.
-        parts: by name, the values of each of several rewards before weights, one per item; nan
-            for no reward. Empty if there is only one.
+        parts: with several rewards, name -> unweighted values, one per item; nan for no reward.
+            Empty with one reward.
     """
 
     rewards: list[float | None]
@@ -39,8 +39,8 @@ class Verdict(NamedTuple):
     """Result of an environment for an episode.
 
     Attributes:
-        reward: a finite number; None if there is a reason.
-        reason: name of the failure; None if there is a reward.
+        reward: a finite number; None if the episode has a reason.
+        reason: name of the failure; None if the episode has a reward.
     """
 
     reward: float | None
@@ -63,7 +63,7 @@ class RewardSource(Protocol):
         """Wait until rewards can be computed.
 
         Raises:
-            ValueError: they cannot be computed; the message has the reason.
+            ValueError: rewards cannot be computed; the message has the reason.
         """
         ...
 
@@ -88,7 +88,7 @@ class RewardSource(Protocol):
         ...
 
     def on(self, site: "Site") -> "RewardSource":
-        """Return the source for a searcher at this site: self, unless models are divided."""
+        """Return the source for a searcher on these devices; self, unless models are divided."""
         ...
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ class RemoteRewards:
     """Placeholder in processes whose rewards are computed by other processes."""
 
     def check(self) -> None:
-        """Return at once: other processes check."""
+        """Return at once: the processes that compute rewards check them."""
 
     def score(self, *args: Any, **kwargs: Any) -> ScoreResult:
-        """Fail: rewards are computed in the searchers' processes."""
+        """Raise AssertionError: rewards are computed in the searchers' processes."""
         raise AssertionError("rewards are computed in the searchers' processes")
 
     def on(self, site: "Site") -> "RemoteRewards":
@@ -116,10 +116,10 @@ class RemoteRewards:
 
 
 class EnvironmentRewards:
-    """Source for runs whose rewards come from environments; rejects episodes without a reward."""
+    """Source for runs with rewards from environments; rejects episodes without a reward."""
 
     def check(self) -> None:
-        """Return at once: the environment is checked."""
+        """Return at once: the environment has its own check."""
 
     def score(self, prompts: Sequence[str], *args: Any, **kwargs: Any) -> ScoreResult:
         """Reject every response."""

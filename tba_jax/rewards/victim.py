@@ -3,9 +3,9 @@
 
     r(attack) = mean over n victim responses of log p(target class | response)
 
-A `RewardSource`, called by searchers and evaluation like text rewards. The project's own decoder
+Searchers and evaluations call this `RewardSource` like text rewards. The decoder of this package
 samples from the victim. Invariant: the same call gives the same rewards on every thread and device,
-so a round that is repeated after a resume is the same round.
+so a round that is repeated after a resume has the same rewards.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from tba_jax.rewards.classifiers import ResponseClassifier
 from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, VICTIM_SLOTS, VictimSettings
 from tba_jax.rewards.source import ScoreResult
 
-# Maximum wait of a call for a free replica, after which it fails.
+# Seconds that a call waits for a free replica before it fails.
 _WAIT_S = 3600.0
 
 
@@ -38,12 +38,13 @@ class Victim:
 
     Args:
         path: model folder or hub id.
-        settings: prompt and sampling; their own path is not used.
+        settings: prompt and sampling; `path` of the settings is not used.
         dtype: dtype of weights, activations and cache.
-        devices: devices with a copy of the weights each.
+        devices: devices; each gets a copy of the weights.
 
     Raises:
-        ValueError: no usable model, too few positions, or no chat template.
+        ValueError: the path has no usable model, or the model has too few positions or no chat
+            template.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Victim:
                 "language model"
             )
         self._settings = settings
-        self.format("a")  # an early check of the template
+        self.format("a")  # fail early if the template is not usable
         longest = settings.max_prompt_tokens + settings.max_new_tokens
         if longest > config.max_positions:
             raise ValueError(
@@ -85,12 +86,12 @@ class Victim:
         return self._settings.template.replace(ATTACK, attack)
 
     def encode(self, attack: str) -> np.ndarray | None:
-        """Return token ids of the victim's prompt; None if it is empty or too long."""
+        """Return token IDs of the victim's prompt; None if the prompt is empty or too long."""
         tokens = self._tokenizer.encode(self.format(attack), add_bos=True)
         return tokens if 0 < len(tokens) <= self._settings.max_prompt_tokens else None
 
     def respond(self, prompts: Sequence[np.ndarray], weights: Any, key: jax.Array) -> list[str]:
-        """Return `num_samples` responses to each prompt, those of one prompt adjacent."""
+        """Return `num_samples` responses to each prompt, prompt by prompt."""
         s = self._settings
         decoded = self._decoder.decode(
             weights,
@@ -135,8 +136,9 @@ class VictimReward:
     Args:
         victim: the model under attack.
         classifiers: device -> classifier, for every device of the victim.
-        replicas: devices that serve calls; a device listed twice serves two at a time.
-        num_samples: the victim's responses per attack.
+        replicas: devices that serve calls; a device that is listed twice serves two calls at a
+            time.
+        num_samples: number of the victim's responses per attack.
     """
 
     def __init__(
@@ -171,8 +173,8 @@ class VictimReward:
     ) -> ScoreResult:
         """Return the mean log-prob of the target class over the victim's responses to each attack.
 
-        Parts: `toxicity`, the mean probability of the class. An attack whose prompt is longer than
-        victim.max_prompt_tokens, or empty, is rejected as `attack_too_long`.
+        The part `toxicity` is the mean probability of the class. An attack whose prompt is empty,
+        or longer than victim.max_prompt_tokens, is rejected as `attack_too_long`.
 
         Raises:
             RuntimeError: the source was closed.
@@ -198,12 +200,12 @@ class VictimReward:
     def _logprobs(
         self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Return [attacks samples] log-probs of the target class."""
+        """Return the log-probs of the target class, [attacks samples]."""
         digest = hashlib.sha256(str(self._seed).encode())
         for ids in completion_ids:
             digest.update(np.ascontiguousarray(ids, "<i4").tobytes() + b"|")
-        # The key depends on the call's content: a repeated attack gets new responses of the victim,
-        # but a repeated round gets the same ones.
+        # The key depends on the content of the call, so a repeated round gets the same responses.
+        # An attack that is repeated in another call gets new responses of the victim.
         key = jax.random.key(int.from_bytes(digest.digest()[:4], "big"))
         device = self._free.get(timeout=_WAIT_S)
         try:
@@ -215,9 +217,9 @@ class VictimReward:
         return logprobs.reshape(len(attacks), self._num_samples)
 
     def on(self, site: Any) -> "VictimReward":
-        """Return self: there is a replica for every searcher."""
+        """Return self: every searcher has a replica."""
         return self
 
     def close(self) -> None:
-        """Refuse further calls; a concurrent call runs to its end."""
+        """Refuse further calls; a call in progress runs to its end."""
         self._closed.set()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weighted sum of several reward sources as one source: text functions and a reward model.
 
-Invariant: a response for which one source fails has no reward, because a partial sum would be a
-different reward. A response to which a source does not apply (`reward_none`) is scored by the
-others.
+Invariant: a response for which a source fails has no reward, because a partial sum would be a
+different reward. If a source does not apply to a response (`reward_none`), the other sources score
+it.
 """
 
 import math
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Summand(NamedTuple):
-    """A source in a sum.
+    """One source of a sum.
 
     Attributes:
-        source: computes rewards, possibly with parts; these are reported as well.
+        source: computes rewards, possibly with parts, which are reported as well.
         weight: weight of its rewards.
         name: name of its rewards among the parts; "": not a part, because it is already a sum.
     """
@@ -34,13 +34,13 @@ class Summand(NamedTuple):
 
 
 class WeightedSum:
-    """Calls its sources one after the other; thread-safe, as they are."""
+    """Calls its sources one after the other; thread-safe, because the sources are."""
 
     def __init__(self, summands: Sequence[Summand]) -> None:
         self._summands = tuple(summands)
 
     def check(self) -> None:
-        """Wait until every source can be used; raises the error of the first that cannot."""
+        """Wait until every source can be used; raise the error of the first unusable source."""
         for summand in self._summands:
             summand.source.check()
 
@@ -53,7 +53,7 @@ class WeightedSum:
         completion_ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> ScoreResult:
-        """Return the weighted sum; the parts are the values before weights, by name."""
+        """Return the weighted sum; the parts are the unweighted values by name."""
         results = [
             summand.source.score(
                 prompts, completions, columns, completion_ids=completion_ids, has_eos=has_eos
@@ -82,7 +82,7 @@ class WeightedSum:
         return ScoreResult(rewards, reasons, traceback, parts)
 
     def on(self, site: "Site") -> "WeightedSum":
-        """Return the same sum for a searcher at this site."""
+        """Return the sum of the sources for a searcher on these devices."""
         moved = [summand._replace(source=summand.source.on(site)) for summand in self._summands]
         return WeightedSum(moved)
 
