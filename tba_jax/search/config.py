@@ -9,7 +9,7 @@ from tba_jax.settings import Section, field, need
 
 @dataclass(frozen=True)
 class SearchSettings(Section):
-    """Sampling and decoding of searchers."""
+    """Settings of searchers: sampling and decoding."""
 
     engine: Literal["devices", "openai"] = field(
         "devices",

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search without rounds: a continuous decode session; groups are committed as they end.
 
-A prompt is taken when slots are free and it is admitted; it becomes a ticket with its own number.
-When the last of its responses has ended, another thread grades and commits it. A ticket is a
-transaction, like a round: after a resume, uncommitted tickets are drawn again from the same prompts
-and random numbers. Newer weights are taken between chunks, or, if a response must have one version,
-when the session is empty.
+A prompt is taken when decode slots are free and admission allows it. It becomes a ticket with its
+own number. When its last response has ended, another thread grades and commits the ticket. A ticket
+is a transaction, like a round: after a resume, uncommitted tickets are drawn again from the same
+prompts and random numbers. Newer weights are loaded between chunks, or, if a response must have one
+version, when the session is empty.
 
 The schedule log has, for each searcher, the chunks at which tickets were admitted or weights
-changed. The drawn responses follow from these alone, so a run can be replayed from the log.
+changed. These determine the responses, so a run can be replayed from the log.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Ticket(NamedTuple):
     """A prompt that was taken from the stream.
 
     Attributes:
-        number: counted from 0 in the order of the stream, over the whole run.
+        number: number of the ticket, counted from 0 in the order of the stream over the whole run.
         prompt: the prompt.
-        prompt_state: state of the stream after it.
+        prompt_state: state of the stream after this prompt.
     """
 
     number: int
@@ -54,8 +54,8 @@ class Finished(NamedTuple):
     """A ticket whose responses have ended.
 
     Attributes:
-        version: version of the weights it began with.
-        start_s: time of its admission.
+        version: version of the weights with which the ticket began.
+        start_s: time of the ticket's admission.
         decode_s: the ticket's share of the session's time.
     """
 
@@ -70,7 +70,7 @@ class SearcherAdmission(Protocol):
     """The methods of `Admission` that a searcher calls."""
 
     def admit(self, searcher: int, version: int) -> bool:
-        """Return whether this searcher may begin a prompt with this version; if so, count it."""
+        """Return whether this searcher may begin a prompt; if so, count the prompt as open."""
         ...
 
     def commit(self, searcher: int, latency_s: float, version: int) -> None:
@@ -82,9 +82,9 @@ class ContinuousSearch:
     """Search concurrent with a trainer: one thread calls `step` to decode, one `grade` to commit.
 
     Args:
-        searcher: parts and counters of the searcher; its given rounds come first.
+        searcher: parts and counters of the searcher; its rounds of given responses come first.
         admission: decides when another prompt may begin.
-        swaps_in_flight: take newer weights between chunks; otherwise when the session is empty.
+        swaps_in_flight: True: load newer weights between chunks; False: when the session is empty.
         log_event: schedule log.
     """
 
@@ -135,8 +135,8 @@ class ContinuousSearch:
         """Decode one chunk.
 
         Args:
-            published: weights to swap in if they are newer; None: keep the session's.
-            tickets: submitted before the chunk.
+            published: weights to load if they are newer; None: keep the weights of the session.
+            tickets: tickets to submit before the chunk.
             replayed: responses of environments from a log; None: send requests to
                 environments.
         """
@@ -152,7 +152,8 @@ class ContinuousSearch:
         taken = session.take_answers(replayed)
         answers = {"answers": taken} if taken else {}
         number = self.searcher.num_chunks
-        # Counted before logging, so that a checkpoint with the log line has the count.
+        # The chunk is counted before it is logged, so that a checkpoint with the line has the
+        # count.
         self.searcher.num_chunks += 1
         if tickets or is_swapped or self._is_first or answers:
             self._log_event(
@@ -170,14 +171,14 @@ class ContinuousSearch:
         self._decode(groups)
 
     def grade(self) -> bool:
-        """Grade and commit finished tickets, at most a round's worth; return False without any."""
+        """Grade and commit up to `prompts_per_round` finished tickets; return False without any."""
         finished = self.take_finished(self._settings.prompts_per_round)
         if finished:
             self.commit(finished)
         return bool(finished)
 
     def take_finished(self, most: int) -> list[Finished]:
-        """Return finished, uncommitted tickets, the earliest first."""
+        """Return at most `most` finished, uncommitted tickets, the earliest first."""
         finished: list[Finished] = []
         while len(finished) < most:
             try:
@@ -193,14 +194,14 @@ class ContinuousSearch:
 
     @property
     def room(self) -> int:
-        """Number of prompts that could begin now, if admitted."""
+        """Number of prompts for which slots are free now."""
         size, groups = self._settings.samples_per_prompt, self._groups
         if groups is None:
             return -(-(self._settings.num_slots or size * self._settings.prompts_per_round) // size)
         return -(-max(0, groups.session.room) // size)
 
     def renewed(self) -> "ContinuousSearch":
-        """Return a copy with a new session, as after a resume; takes no prompt again."""
+        """Return a copy with a new session, as after a resume; no prompt is taken twice."""
         other = ContinuousSearch(
             self.searcher,
             self._admission,
@@ -228,7 +229,7 @@ class ContinuousSearch:
         session = groups.session
         tickets: list[Ticket] = []
         size = self._settings.samples_per_prompt
-        # At most a session's worth waits for grading, however slow that is.
+        # Limit the tickets that wait for grading, because grading may be slow.
         most = 2 * -(-session.num_slots // size)
         while (
             session.room > len(tickets) * size
@@ -251,7 +252,7 @@ class ContinuousSearch:
                 return Ticket(number, prompt, self._parts.stream.state())
 
     def _decode(self, groups: GroupSession) -> None:
-        """Decode one chunk; finished tickets go to the grader."""
+        """Decode one chunk, and queue finished tickets for grading."""
         for number, group in groups.step().items():
             begun = self._begun.pop(number)
             spent = groups.session.statistics
@@ -297,7 +298,7 @@ class RoundQuota(SearcherAdmission, Protocol):
 
 
 class RoundSearch:
-    """A searcher whose tickets are whole rounds, for driver=sync; as `ContinuousSearch`.
+    """A searcher whose tickets are whole rounds, for driver=sync; used like `ContinuousSearch`.
 
     Args:
         searcher: samples, grades and commits a round at a time.
@@ -310,7 +311,7 @@ class RoundSearch:
         self._is_busy = False
 
     def step(self) -> bool:
-        """Do the next round, if one is admitted."""
+        """Do the next round if it is admitted."""
         if not len(self._quota):
             return False
         self._is_busy = True
@@ -323,14 +324,14 @@ class RoundSearch:
             self._is_busy = False
 
     def grade(self) -> bool:
-        """Return False: rounds are graded where they are sampled."""
+        """Return False: `step` grades its round."""
         return False
 
     @property
     def room(self) -> int:
-        """Rounds that could start now."""
+        """Number of rounds that could start now."""
         return 0 if self._is_busy else 1
 
     def slot_use(self) -> tuple[int, int]:
-        """Return zeros: slots are used for whole rounds."""
+        """Return zeros: the use of slots is not measured for rounds."""
         return 0, 0

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of sampled groups to groups of trajectories: reference, grades, provenance.
 
-Each function takes any number of groups: a single finished one, or a whole round. Invariant: each
-episode becomes a trajectory of its prompt's group, or is counted in that group as rejected, with
-the reason.
+Each function takes any number of groups: a single finished group, or a whole round. Invariant: each
+episode becomes a trajectory of its prompt's group, or the group counts it as rejected by reason.
 """
 
 import itertools
@@ -23,7 +22,7 @@ from tba_jax.search.sampler import SampledGroup
 
 
 class ReferenceScorer(Protocol):
-    """Computes summed reference log-probs of padded responses."""
+    """Computes the summed reference log-probs of padded responses."""
 
     def __call__(
         self,
@@ -46,14 +45,18 @@ class Scored(NamedTuple):
 
     Attributes:
         calls: results, float32 [b c] each.
-        places: for each group and response, (call, row, column) of each of its paths.
+        places: for each group and response, (call, row, column) of each path of the response.
     """
 
     calls: list[jax.Array]
     places: list[list[list[tuple[int, int, int]]]]
 
     def sums(self) -> list[np.ndarray]:
-        """Wait; return log pi_ref of every response, [S] for each group, summed over its paths."""
+        """Wait for the device; return log pi_ref of every response summed over its paths.
+
+        Returns:
+            An array [S] for each group.
+        """
         values = [np.asarray(call) for call in self.calls]
 
         def total(paths: list[tuple[int, int, int]]) -> np.float32:
@@ -63,7 +66,13 @@ class Scored(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """Shape of a call: padded prompt and response, single-turn or not, responses per prompt."""
+    """Shape of a call to the reference.
+
+    Attributes:
+        prompt, response: padded lengths.
+        is_single_turn: whether the policy sampled all tokens of the responses.
+        width: responses per row.
+    """
 
     prompt: int
     response: int
@@ -72,14 +81,14 @@ class _Bucket(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """Tokens of a path of an episode, and which the policy sampled; None: all."""
+    """Tokens of one path of an episode; `is_sampled` marks the policy's tokens, None: all."""
 
     tokens: np.ndarray
     is_sampled: np.ndarray | None
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        """Return a key that is equal for paths after one prompt with equal log-probs."""
+        """Return a key: paths after the same prompt with the same key have equal log-probs."""
         return self.tokens.tobytes(), b"" if self.is_sampled is None else self.is_sampled.tobytes()
 
 
@@ -98,17 +107,17 @@ def dispatch_reference(
 ) -> Scored:
     """Score every distinct path of the responses, without waiting.
 
-    A call always has room for `num_responses`, in the pair of buckets that the response itself
-    needs. So its log-prob does not depend, bit for bit, on other prompts, nor (without shared
-    prompts) on other responses.
+    Every call has room for `num_responses`, and its padded lengths are those that the response
+    needs. So the bits of a log-prob do not depend on other prompts, nor (without shared prompts) on
+    other responses.
 
     Args:
         reference: computes the log-probs.
         groups: sampled groups, any number.
-        num_responses: responses per call.
-        padding: the buckets.
-        shares_prompts: rows hold a prompt and several responses to it: a whole call's number if
-            three quarters of them exist, else a quarter of it.
+        num_responses: number of responses per call.
+        padding: padded lengths.
+        shares_prompts: whether rows hold a prompt and several responses to it: `num_responses` of
+            them if three quarters exist, else a quarter of `num_responses`.
     """
     rows: dict[_Bucket, list[_Row]] = {}
     paths = [[_paths(y) for y in group.episodes] for group in groups]
@@ -158,7 +167,7 @@ def _paths(y: Episode) -> list[_Path]:
 def _by_bucket(
     prompt: np.ndarray, paths: Iterable[_Path], padding: Padding
 ) -> dict[tuple[int, int, bool], list[_Path]]:
-    """Group paths after a prompt by the buckets that they need."""
+    """Group the paths of a prompt by the padded lengths that they need."""
     found: dict[tuple[int, int, bool], list[_Path]] = {}
     for y in paths:
         lengths = padding.lengths(len(prompt), len(y.tokens))
@@ -167,7 +176,7 @@ def _by_bucket(
 
 
 def _width(num: int, most: int) -> int:
-    """Return the responses per row, one of two compiled widths, for `num` responses to a prompt."""
+    """Return the compiled number of responses per row for `num` responses to a prompt."""
     return most if 4 * num > 3 * most else max(1, most // 4)
 
 
@@ -178,7 +187,7 @@ def _dispatch(
     num_rows: int,
     pad_id: int,
 ) -> jax.Array:
-    """Dispatch one call; missing rows repeat the first, missing responses have no tokens."""
+    """Dispatch one call; missing rows repeat the first row, missing responses have no tokens."""
     s, t, is_single_turn, c = bucket
     rows = [*rows, *[rows[0]] * (num_rows - len(rows))]
     responses = np.full((num_rows, c, t), pad_id, np.int32)
@@ -218,10 +227,10 @@ def assemble_groups(
     Args:
         groups: p sampled groups.
         grades: grades of all responses of the groups.
-        reference_logprob: float32 [S] of each; None: the trainer scores the reference.
+        reference_logprob: float32 [S] of each group; None: the trainer scores the reference.
         searcher: searcher ID.
-        numbers: round or ticket number of each.
-        advantages: float32 [t] per response of each; None: no advantages.
+        numbers: round or ticket number of each group.
+        advantages: float32 [t] per response of each group; None: no advantages.
     """
     found, start = [], 0
     for i, group in enumerate(groups):

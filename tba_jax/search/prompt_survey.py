@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Survey of all training prompts before a run: too long prompts and unknown characters.
+"""Survey of all training prompts before a run, for too long prompts and unknown characters.
 
-Otherwise a too long prompt would end a run when it is drawn, possibly after hours, and a character
-that the tokenizer does not know would be lost silently. Held-out prompts are read when the
-evaluator is made.
+Without the survey, a too long prompt would end a run when it is drawn, possibly after hours, and
+unknown characters would be lost silently. Held-out prompts are read when the evaluator is made.
 """
 
 import collections
@@ -25,9 +24,9 @@ class Survey:
         num_prompts: number of prompts.
         num_long: prompts with more tokens than the limit.
         longest_tokens: tokens of the longest tokenized prompt.
-        first_long: index of the first too long prompt; -1 without any.
+        first_long: index of the first too long prompt; -1 if no prompt is too long.
         longest: index of the longest tokenized prompt.
-        num_huge: long prompts with too many characters to be tokenized.
+        num_huge: number of prompts with so many characters that they were not tokenized.
         unknown: character that the tokenizer does not know -> number of occurrences.
     """
 
@@ -41,7 +40,7 @@ class Survey:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Survey":
-        """Return the survey from the result of `dataclasses.asdict`."""
+        """Return the survey from the fields that `dataclasses.asdict` returned."""
         return cls(**facts)
 
 
@@ -49,7 +48,7 @@ def survey(task: Task, tokenizer: Encoder, max_prompt_tokens: int) -> Survey:
     """Read and tokenize every training prompt once.
 
     Raises:
-        ValueError: a prompt cannot be read; the message names it and the reason.
+        ValueError: a prompt cannot be read; the message names the prompt and the reason.
     """
     num_long, longest_tokens, longest, first_long, num_huge = 0, 0, -1, -1, 0
     known: set[str] = set()

@@ -28,7 +28,7 @@ _LONG_TEXT = 2**16
 
 
 class Encoder(Protocol):
-    """Methods of a tokenizer that prompts need."""
+    """Methods of a tokenizer that prompt streams need."""
 
     @property
     def longest_token(self) -> int:
@@ -44,7 +44,7 @@ class Encoder(Protocol):
         ...
 
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return chat messages as text."""
+        """Return chat messages as one text in the format of the chat template."""
         ...
 
 
@@ -54,7 +54,7 @@ Split = Literal["train", "eval"]
 def load_grain() -> None:
     """Import Grain, before other threads import or trace anything.
 
-    One of its modules temporarily replaces Python's import function in all threads
+    A module of Grain temporarily replaces Python's import function in all threads
     (`etils.epy.lazy_imports`), which breaks concurrent imports.
     """
     import grain  # noqa: F401
@@ -63,7 +63,7 @@ def load_grain() -> None:
 def text_of(
     task: Task, tokenizer: Encoder, split: Split, index: int
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return the text of a prompt, chat messages formatted, and its columns.
+    """Return the text of a prompt, with chat messages formatted, and the columns of its problem.
 
     Raises:
         ValueError: the template refuses the chat messages.
@@ -92,7 +92,7 @@ def _prompt(
     max_prompt_tokens: int,
     long_prompts: LongPrompts,
 ) -> Prompt | None:
-    """Return the prompt, or None if it is too long and skipped."""
+    """Return the prompt; None if it is too long and such prompts are skipped."""
     text, columns = text_of(task, tokenizer, split, index)
     where = _where(task, split, index)
     if is_long_text(text, tokenizer, max_prompt_tokens):
@@ -131,7 +131,7 @@ def train_prompt(
     """Return one training prompt; None if it is too long and such prompts are skipped.
 
     Raises:
-        ValueError: it is too long, and such prompts are refused.
+        ValueError: the prompt is too long, and such prompts are refused.
     """
     return _prompt(task, tokenizer, "train", index, max_prompt_tokens, long_prompts)
 
@@ -143,12 +143,13 @@ class PromptStream:
         task: the task.
         tokenizer: converts prompt texts to ids.
         searcher: searcher ID in [0, num_searchers).
-        num_searchers: streams of the run.
+        num_searchers: number of searchers of the run.
         ownership: "by_prompt": searcher s of n draws the prompts whose id is s mod n; "any": every
             searcher draws all prompts, each in its own order.
-        max_prompt_tokens: longer prompts are refused or skipped.
-        long_prompts: refuse or skip.
-        first_token_only: prompts have the first of their tokens, because agents write the others.
+        max_prompt_tokens: length in tokens above which prompts are refused or skipped.
+        long_prompts: "refuse" or "skip".
+        first_token_only: whether to keep only the first token of prompts, because agents write
+            the others.
 
     Attributes:
         num_skipped: skipped prompts so far, with repeats; part of the state.
@@ -217,7 +218,7 @@ class PromptStream:
                 continue
             self.num_skipped += 1
             num_skipped_in_a_row += 1
-            # Two epochs' worth in a row contain one whole epoch.
+            # Any sequence of two epochs' length contains one whole epoch.
             if num_skipped_in_a_row == 2 * self._num_owned:
                 raise _all_too_long(self._task, "train", self._num_owned, self._max_prompt_tokens)
         return prompts
@@ -237,7 +238,7 @@ def eval_prompts(
 ) -> tuple[list[Prompt], int]:
     """Return the first `limit` held-out prompts (0: all), in the same order for every seed.
 
-    Their ids are indices in the evaluation split.
+    The IDs of these prompts are indices in the evaluation split.
 
     Returns:
         The prompts, and the number of too long prompts that were skipped.
@@ -264,6 +265,6 @@ def eval_prompts(
 def _all_too_long(task: Task, split: str, num_prompts: int, max_prompt_tokens: int) -> ValueError:
     return ValueError(
         f"task.long_prompts=skip leaves nothing: all {num_prompts} {split} prompts of task "
-        f"{task.name} have more than task.max_prompt_tokens = {max_prompt_tokens} tokens; raise "
-        "that"
+        f"{task.name} have more than task.max_prompt_tokens = {max_prompt_tokens} tokens. Raise "
+        "--config.task.max_prompt_tokens"
     )

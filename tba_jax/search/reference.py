@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference log-probs on a searcher's devices: a jitted program and its weights.
 
-Invariant: the result for a response equals the trainer's with the same weights.
+Invariant: with the same weights, a response has the same log-prob here as in the trainer.
 """
 
 import functools
@@ -25,7 +25,7 @@ class Reference:
 
     Args:
         program: return value of `make_reference_program` for these devices.
-        params: reference parameters on them.
+        params: reference parameters on these devices.
     """
 
     def __init__(self, program: Callable[..., Array], params: Any) -> None:
@@ -40,14 +40,14 @@ class Reference:
         response_bucket: int,
         is_sampled: np.ndarray | None = None,
     ) -> Array:
-        """Return summed log pi_ref, float32 [b c], of padded responses; does not wait.
+        """Return summed log pi_ref of padded responses, float32 [b c], without waiting.
 
         Args:
             tokens: int32 [b s], as `Batch.tokens`.
             prompt_lengths: int32 [b].
             response_lengths: int32 [b c].
             response_bucket: padded length of the responses, t.
-            is_sampled: bool [b c t], counted tokens; None: all.
+            is_sampled: bool [b c t], tokens that count; None: all tokens count.
         """
         return self._program(
             self.params,
@@ -64,10 +64,10 @@ def make_reference_program(
     scoring: Scoring,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
-    """Return jitted summed log-probs, float32 [b c], with `Reference`'s arguments after params.
+    """Return a jitted function: (params, arguments of `Reference`) -> float32 [b c].
 
     Args:
-        scoring: as for the policy in the trainer.
+        scoring: scoring settings of the policy in the trainer.
         site: devices that divide the parameters.
     """
     sharding = ComputeSharding(config, site)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of a searcher: prompts and weights give groups of episodes, with their random keys.
+"""Sampling of a searcher: from prompts, weights and random keys to groups of episodes.
 
 The synchronous driver submits the prompts of a round and waits for all groups. The asynchronous
 driver submits prompts while the session runs, and receives a group when its last episode ends. Both
@@ -34,12 +34,12 @@ _CONTINUED = 2**31 - 1
 
 
 class SampledGroup(NamedTuple):
-    """A prompt and its finished episodes, possibly none.
+    """A prompt and its finished episodes; all of them may have failed.
 
     Attributes:
         prompt: the prompt.
         episodes: episodes in the order of the samples.
-        continuations: whole responses that continue a state, by the tokens of the state.
+        continuations: tokens of a state -> sampled responses that continue the state.
     """
 
     prompt: Prompt
@@ -49,11 +49,11 @@ class SampledGroup(NamedTuple):
 
 @dataclasses.dataclass
 class _Open:
-    """A group in the session; `left` of its episodes or continuations are unfinished."""
+    """A group in the session; `left` is the number of unfinished episodes and continuations."""
 
     number: int
     prompt: Prompt
-    key: np.ndarray  # of continuations
+    key: np.ndarray  # random key of continuations
     episodes: list[Episode | None]
     left: int
     continuations: dict[bytes, list[Continuation]] = dataclasses.field(default_factory=dict)
@@ -67,11 +67,11 @@ class _Request(NamedTuple):
 
 
 class StateValues(NamedTuple):
-    """Estimation of state values by sampled continuations.
+    """Settings of the estimation of state values by sampled continuations.
 
     Attributes:
-        tokens: tokens between two states of a response; 0: no estimates.
-        samples: continuations per state.
+        tokens: number of tokens between two states of a response; 0: no estimates.
+        samples: number of continuations per state.
     """
 
     tokens: int
@@ -90,7 +90,7 @@ class Sampler:
         key: root key of the run.
         searcher: index of the searcher.
         episodes: settings of episodes, for a task with an environment.
-        states: which state values are estimated.
+        states: settings of the estimated state values.
     """
 
     states = NO_STATES
@@ -112,7 +112,7 @@ class Sampler:
         self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
 
     def replay_environments(self) -> None:
-        """Take the responses of environments from a log instead of calling environments."""
+        """Read the responses of environments from a log instead of calling environments."""
         if self._episodes is not None:
             self._episodes = dataclasses.replace(self._episodes, environments=ReplayedEnvironment())
 
@@ -121,7 +121,7 @@ class Sampler:
 
         Args:
             published: the weights.
-            is_fed: prompts are submitted while the session runs, not only before.
+            is_fed: whether prompts are also submitted while the session runs.
         """
         settings = self.settings
         size = settings.samples_per_prompt
@@ -142,7 +142,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], number: int, published: Published
     ) -> list[SampledGroup]:
-        """Sample S episodes of each prompt, and wait for all.
+        """Sample S episodes of each prompt, and wait until all have ended.
 
         Args:
             prompts: p prompts.
@@ -176,7 +176,7 @@ class Sampler:
             share, low, high = settings.explore
             rng = np.random.default_rng(key.tolist())
             explores = rng.random(shape) < share
-            # Rounded to hundredths, because the buffer keeps a table of distinct settings.
+            # Rounded to hundredths, because the buffer stores each distinct temperature once.
             own = np.round(rng.uniform(low, high, shape), 2)
             out = np.where(explores, own, out)
         return out
@@ -193,7 +193,7 @@ class GroupSession:
     def __init__(self, sampler: Sampler, session: SingleTurnSession) -> None:
         self.session = session
         self._sampler = sampler
-        self._requests: dict[int, _Request] = {}  # with unfinished samples
+        self._requests: dict[int, _Request] = {}  # requests with unfinished samples
 
     def submit(self, prompts: Sequence[Prompt], number: int) -> list[int]:
         """Queue S episodes of each prompt; return the number of each group, ascending.
@@ -248,7 +248,7 @@ class GroupSession:
         return SampledGroup(group.prompt, episodes, group.continuations)
 
     def _continue(self, group: _Open) -> bool:
-        """Queue continuations of the states of all responses; return whether there are any."""
+        """Queue continuations of the states of all responses; return whether any were queued."""
         settings, (every, num_continuations) = self._sampler.settings, self._sampler.states
         if not every:
             return False

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searcher: a round goes from prompts to responses, rewards, reference log-probs and outbox.
+"""The searcher: from prompts to responses, rewards and reference log-probs in the outbox.
 
 A round is a transaction: the prompt-stream state and the round number are committed with its
-groups, so an unfinished round is repeated after a resume. A searcher uses the newest weights at the
-start of a round. Its first rounds may have given responses instead of drawn ones; the prompt stream
-does not advance in those. Searchers that run concurrently with a trainer use the same parts without
-rounds (`continuous`).
+groups, so an unfinished round is repeated after a resume. A searcher loads the newest weights at
+the start of a round. Its first rounds may have given responses (from a file) instead of sampled
+ones, and do not advance the prompt stream. Searchers that run concurrently with a trainer use the
+same parts without rounds (`continuous`).
 """
 
 import dataclasses
@@ -49,18 +49,18 @@ class PromptSource(Protocol):
 
 
 class GivenRounds(Protocol):
-    """Responses that replace drawn ones in the first rounds.
+    """Given responses (from a file), used instead of sampled ones in the first rounds.
 
     Attributes:
-        num_rounds: number of these rounds.
-        num_responses: responses in all of them.
+        num_rounds: number of rounds with given responses.
+        num_responses: number of given responses in all rounds.
     """
 
     num_rounds: int
     num_responses: int
 
     def groups(self, params: Any, number: int, version: int) -> list[SampledGroup]:
-        """Return the prompts of a round and their responses, S at most."""
+        """Return the prompts of a round, each with at most S given responses."""
         ...
 
 
@@ -71,10 +71,11 @@ class SearchParts:
     Attributes:
         index: searcher ID.
         stream: prompts of the searcher.
-        weights: returns the newest weights on its devices, None before the first publication.
-        sampler: draws responses; has the settings of searchers.
-        grader: texts and rewards.
-        reference: computes log pi_ref; None if the trainer does.
+        weights: returns the newest weights on the searcher's devices; None before the first
+            publication.
+        sampler: samples responses; has the settings of searchers.
+        grader: computes texts and rewards.
+        reference: computes log pi_ref; None if the trainer computes it.
         padding: padding for the reference.
         shares_prompts: as in `dispatch_reference`.
         outbox: destination of finished rounds.
@@ -102,7 +103,7 @@ class SearchParts:
             numbers: round or ticket number of each.
 
         Returns:
-            Groups, grades, seconds of the rewards, and seconds of waiting for the reference.
+            Groups, grades, seconds for the rewards, and seconds of waiting for the reference.
         """
         start = self.clock()
         scored = None
@@ -148,13 +149,13 @@ class Searcher:
 
     Args:
         parts: parts of the searcher.
-        given: responses of the first rounds, if any are given.
+        given: responses of the first rounds; None: all rounds are sampled.
 
     Attributes:
         decoded_tokens: tokens of the responses committed so far.
-        idle_s: seconds without work; counted by its driver.
+        idle_s: seconds without work, counted by the driver.
         num_chunks: decode chunks done without rounds.
-        num_given, num_given_rounds: given responses, and their rounds.
+        num_given, num_given_rounds: numbers of given responses and of their rounds.
     """
 
     def __init__(self, parts: SearchParts, given: GivenRounds | None = None) -> None:
@@ -173,14 +174,14 @@ class Searcher:
         return self.parts.outbox
 
     def state(self) -> PartState:
-        """Return its counters; the outbox has the committed rounds."""
+        """Return the searcher's counters; the outbox has the committed rounds."""
         counts = {name: getattr(self, name) for name in ("decoded_tokens", "idle_s", "num_chunks")}
         return PartState({}, counts)
 
     def restore(self, state: PartState) -> None:
-        """Restore counters, and the prompts after the last committed round.
+        """Restore the counters and the prompt stream's position after the last committed round.
 
-        The outbox must be restored before.
+        The outbox must be restored before this call.
         """
         vars(self).update(state.meta)
         _, position = self.parts.outbox.committed
@@ -189,11 +190,11 @@ class Searcher:
 
     @property
     def num_given_rounds_left(self) -> int:
-        """Rounds of given responses that are not committed yet."""
+        """Number of rounds of given responses that are not committed yet."""
         return max(0, self.num_given_rounds - self.parts.outbox.committed[0])
 
     def step(self) -> bool:
-        """Do one round; return False if it must wait for weights or for room in its outbox."""
+        """Do one round; return False if weights are missing or the outbox has no room."""
         if not self.parts.outbox.has_room():
             return False
         published = self.parts.weights()
@@ -225,7 +226,7 @@ class Searcher:
         )
 
     def _respond(self, published: Published, number: int) -> tuple[list[SampledGroup], int]:
-        """Return the groups of a round, given or sampled, and the number of sampled tokens."""
+        """Return the given or sampled groups of a round, and the number of sampled tokens."""
         if self._given is not None and number < self._given.num_rounds:
             return self._given.groups(published.params, number, published.version), 0
         sampler = self.parts.sampler

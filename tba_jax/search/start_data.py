@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start data: responses from before the run, as the first rounds of a searcher.
+"""Start data: responses from a file, as the first rounds of a searcher.
 
-They are scored, committed and merged like drawn ones. Their behavior log-probs are those of the
-start policy. Invariants: no response is truncated or omitted, the policy could have drawn each, and
-every round has the shape of a drawn one.
+Given responses are scored, committed and merged like sampled responses. Their behavior log-probs
+are
+those of the start policy. Invariants: no response is truncated or omitted, the policy could have
+sampled each response, and every round has the shape of a sampled round.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,24 +59,25 @@ def load_start_groups(
     max_new_tokens: int,
     samples_per_prompt: int,
 ) -> list[GivenGroup]:
-    """Return groups of at most S responses, prompts in order of their first row in the file.
+    """Return groups of at most S responses; prompts are in the order of their first row.
 
     Args:
         path: JSON lines (or Parquet) with "response" and, for a task of several prompts,
             "prompt_id", the index of the training problem.
         task: task of the training problems.
-        tokenizer: the policy's.
+        tokenizer: tokenizer of the policy.
         max_prompt_tokens: maximum length of a prompt.
-        min_new_tokens, max_new_tokens: limits of a response, without and with end-of-sequence.
+        min_new_tokens: minimum length of a response without its end-of-sequence token.
+        max_new_tokens: maximum length of a response with its end-of-sequence token.
         samples_per_prompt: S.
 
     Raises:
-        ValueError: an unusable file or row; the message names it.
+        ValueError: the file or a row is unusable; the message names it.
     """
     if not tokenizer.eos_ids:
         raise ValueError(
             "task.start_path: this model has no end-of-sequence token, so no given response could "
-            "end; leave it empty"
+            "end. Leave task.start_path empty"
         )
     size = task.train_size()
     prompts: dict[int, Prompt] = {}
@@ -94,8 +96,8 @@ def load_start_groups(
             if prompt is None:
                 raise ValueError(
                     f"{where}: the prompt of training problem {index} has more than "
-                    f"task.max_prompt_tokens = {max_prompt_tokens} tokens; raise that, or leave "
-                    "the row out"
+                    f"task.max_prompt_tokens = {max_prompt_tokens} tokens. Raise that setting, or "
+                    "leave the row out"
                 )
             prompts[index] = prompt
         tokens = tokenizer.encode(text, add_bos=False)
@@ -128,7 +130,7 @@ class StartData:
         prompts_per_round: p.
         samples_per_prompt: S.
         temperature: sampling temperature of the start policy.
-        padding: padded lengths; every round has the largest.
+        padding: padded lengths; every round has the largest length.
 
     Attributes:
         num_rounds: number of rounds for all responses.
@@ -158,7 +160,7 @@ class StartData:
 
         Args:
             params: the policy's weights in the decoder's layout.
-            number: the round, in [0, num_rounds).
+            number: number of the round, in [0, num_rounds).
             version: version of these weights.
         """
         p, s = self._shape
@@ -192,10 +194,10 @@ def make_start_program(
     max_new_tokens: int,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
-    """Return jitted (params, tokens, prompt_lengths, response_lengths) -> float32 [p S t].
+    """Return jitted (params, tokens, prompt_lengths, response_lengths) -> log-probs [p S t].
 
     Args:
-        scoring: the run's, with the dtype of the weights.
+        scoring: scoring settings of the run, with the dtype of the weights.
         max_new_tokens: t.
         site: devices of the parameters.
     """

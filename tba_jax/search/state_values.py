@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State values estimated from sampled continuations, as in VinePPO, and advantages from them.
+"""State values estimated from sampled continuations, as in VinePPO, and their advantages.
 
 A state is a prompt with the first tokens of a response. Its value is the mean reward of a few
-continuations. The value of the prompt alone is the mean reward of the other responses to it; after
-the last token the value is the reward. The tokens between two states have the difference of their
-values as advantage. Invariant: equal prefixes of a group's responses have one value.
+continuations. The value of the prompt alone is the mean reward of the other responses to it. The
+value after the last token is the reward. The advantage of the tokens between two states is the
+difference of the states' values. Invariant: equal prefixes of a group's responses have one value.
 
 References:
     VinePPO, arXiv:2410.01679, section 4.
@@ -24,8 +24,8 @@ class Continuation(NamedTuple):
     """A whole response that begins with the tokens of a state.
 
     Attributes:
-        tokens: int32 [t], those of the state included.
-        has_eos: False if the length limit cut it.
+        tokens: int32 [t], including the tokens of the state.
+        has_eos: False if the length limit cut the response.
     """
 
     tokens: np.ndarray
@@ -33,7 +33,7 @@ class Continuation(NamedTuple):
 
 
 def states_of(responses: Sequence[np.ndarray], every: int) -> list[np.ndarray]:
-    """Return the distinct states after every `every` tokens of the responses, except whole ones."""
+    """Return the distinct states after every `every` tokens, without whole responses."""
     states = {
         tokens[:end].tobytes(): tokens[:end]
         for tokens in responses
@@ -45,7 +45,7 @@ def states_of(responses: Sequence[np.ndarray], every: int) -> list[np.ndarray]:
 def values_of(
     grader: Grader, prompt: Prompt, continuations: Mapping[bytes, Sequence[Continuation]]
 ) -> dict[bytes, float]:
-    """Return the mean reward of the continuations of each state; nan without a reward."""
+    """Return the mean reward of the continuations of each state; nan if none has a reward."""
     flat = [y for of_state in continuations.values() for y in of_state]
     if not flat:
         return {}
@@ -66,14 +66,15 @@ def advantages_of(
 ) -> list[np.ndarray]:
     """Return the advantage of each token of the responses to one prompt, float32 [t] each.
 
-    A_t = V(next state) - V(state before). The value after the last token is the reward, and that of
-    the prompt the mean reward of the other responses. All are 0 in a response without a reward.
+    A_t = V(next state) - V(state before). The value after the last token is the reward; the value
+    of the prompt is the mean reward of the other responses. All advantages of a response without a
+    reward are 0.
 
     Args:
         responses: tokens of each response.
-        rewards: reward of each.
-        values: values of states, by their tokens; states with nan are skipped.
-        every: tokens between two states.
+        rewards: reward of each response.
+        values: tokens of a state -> its value; states with nan are skipped.
+        every: number of tokens between two states.
     """
     known = np.array([np.nan if r is None else r for r in rewards], np.float64)
     return [
@@ -83,7 +84,7 @@ def advantages_of(
 
 
 def _mean_of_others(rewards: np.ndarray, index: int) -> float:
-    """Return the mean reward of the other responses; the own reward if no other has one."""
+    """Return the mean reward of the other responses; the own reward if no other has a reward."""
     others = np.delete(rewards, index)
     others = others[~np.isnan(others)]
     return float(others.mean()) if others.size else float(rewards[index])
