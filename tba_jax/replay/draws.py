@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of prompts and responses: epochs of prompts, weights of responses, equal rewards.
+"""Draws of prompts in epochs, draws of responses by weight, and groups of equal rewards.
 
-A row may represent several equal responses, its copies; each copy is drawn like a separate row.
+A row may stand for several equal responses, its copies; each copy is drawn like a separate row.
 Invariants: no copy is drawn twice while there are enough copies. Between two `recycle` calls of a
 PromptPool no prompt is drawn twice, despite additions and removals.
 """
@@ -40,7 +40,7 @@ class PromptPool:
         return len(self.ids)
 
     def add(self, prompt_id: int) -> None:
-        """Add a prompt to this epoch; a prompt that is present stays as it is."""
+        """Add a prompt to this epoch; do nothing if the pool already has the prompt."""
         if prompt_id not in self._where:
             self._where[prompt_id] = len(self.ids)
             self.ids.append(prompt_id)
@@ -62,7 +62,7 @@ class PromptPool:
     def draw(self, rng: np.random.Generator, excluded: Collection[int]) -> int | None:
         """Return a random remaining prompt that is not excluded; None if there is none.
 
-        Excluded prompts that are found on the way are set aside until `give_back` or `recycle`.
+        Excluded prompts that the draw meets are set aside until `give_back` or `recycle`.
         """
         while self.num_left:
             # A float times a count is uniform enough below 2^53, and ten times faster than
@@ -158,14 +158,14 @@ def choose(
 
 
 def is_wanted(settings: ReplaySettings, draw: Draw) -> bool:
-    """Return False for a group of equal rewards with replay.equal_rewards=redraw."""
+    """Return False if replay.equal_rewards=redraw and all rewards of the draw are equal."""
     return settings.equal_rewards != "redraw" or not _is_level(draw)
 
 
 def without_level(settings: ReplaySettings, draws: Sequence[Draw]) -> tuple[list[Draw], int]:
     """Empty the slots of groups with equal rewards, for replay.equal_rewards=skip.
 
-    A batch that has only such groups stays as it is.
+    A batch that has only such groups stays unchanged.
 
     Returns:
         The batch, and the number of slots that were emptied.

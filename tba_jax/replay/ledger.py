@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounts of the buffer: the ledger of its responses, and the economy of the searchers' work.
 
-The ledger counts the places of responses; equal responses count separately. The economy counts the
-use of generated groups, batch slots and lengths: the share that is trained on, and its bias.
+The ledger counts where responses are; equal responses count separately. The economy counts how
+groups, batch slots and response lengths are used: the share that is trained on, and its bias.
 Invariants: generated = stored + evicted_* + duplicate + rejected. A merged group is trained,
 waiting or lost, and a response counts as trained once.
 """
@@ -112,15 +112,15 @@ class Ledger:
 
 
 class Economy:
-    """Counts over a whole run.
+    """Counts of groups, batch slots and responses over a whole run.
 
     Attributes:
-        batches, slots: numbers of drawn batches and slots.
-        fresh_slots: slots chosen to be fresh.
+        batches, slots: numbers of drawn batches and of their slots (one group each).
+        fresh_slots: slots that were chosen to draw fresh data.
         unused_slots: fresh slots filled with a waiting group.
         recycled_slots: fresh slots filled with a group of the newest merges that was drawn before.
         merged_groups: groups (one merge, one prompt) that waited to be drawn.
-        trained_groups: groups drawn while they waited.
+        trained_groups: groups that were drawn while they waited.
         came_in: merged responses, by their number of tokens.
         trained: responses drawn for the first time, by their number of tokens.
         staleness: responses in fresh slots except recycled ones, by staleness in steps.
@@ -139,10 +139,10 @@ class Economy:
         self.staleness: collections.Counter[int] = collections.Counter()
 
     def trained_share(self, waiting: int) -> float:
-        """Return the share of trained groups among those that no longer wait; 1 without any.
+        """Return the share of trained groups among groups that no longer wait; 1 without a group.
 
         Args:
-            waiting: waiting groups of which nothing was drawn yet.
+            waiting: number of waiting groups without a drawn response.
         """
         over = self.merged_groups - waiting
         return self.trained_groups / over if over else 1.0
@@ -150,8 +150,8 @@ class Economy:
     def length_rank(self) -> float:
         """Return the mean rank, in [0, 1], of trained lengths among all merged lengths.
 
-        Equal lengths share their middle rank, so 0.5 is unbiased; below it, short responses are
-        preferred. 0.5 if nothing was trained.
+        Equal lengths share their middle rank, so 0.5 is unbiased. Below 0.5, short responses are
+        preferred. The result is 0.5 if no response was trained.
         """
         if not self.trained:
             return 0.5
@@ -162,11 +162,11 @@ class Economy:
         return float((rank * trained).sum() / trained.sum())
 
     def effective_m(self) -> float:
-        """Return the share of all slots that were filled with newest data; 0 without a slot."""
+        """Return the share of slots that were filled with the newest data; 0 without a slot."""
         return (self.unused_slots + self.recycled_slots) / max(1, self.slots)
 
     def late_share(self, max_staleness: int) -> float:
-        """Return the share of responses in fresh slots beyond the bound; 0 without a bound."""
+        """Return the share of responses in fresh slots that exceed the bound; 0 without a bound."""
         if not max_staleness or not self.staleness:
             return 0.0
         late = sum(n for age, n in self.staleness.items() if age > max_staleness)
@@ -187,7 +187,7 @@ class Economy:
         }
 
     def warnings(self, waiting: int, settings: ReplaySettings) -> list[str]:
-        """Return one warning per waste or bias, with the setting to change.
+        """Return a warning for each kind of waste or bias, with the setting to change.
 
         Args:
             waiting: as in `trained_share`.
@@ -210,7 +210,7 @@ class Economy:
             )
         if m < settings.recency_prob - _MAX_M_OFFSET:
             found.append(
-                f"{m:.2f} of the slots hold newest data, replay.recency_prob is "
+                f"{m:.2f} of the slots hold the newest data, but replay.recency_prob is "
                 f"{settings.recency_prob:.2f}. {_fill_fresh_slots(settings)}"
             )
         return found
@@ -233,7 +233,7 @@ class Economy:
 
 
 def _keep_groups(settings: ReplaySettings) -> str:
-    """Return advice that lets more groups be trained on, by settings not yet chosen."""
+    """Return advice on training on more groups, with settings that are not in use yet."""
     if settings.late == "drop":
         return (
             f"Set --config.replay.late=train, raise replay.max_staleness={settings.max_staleness}, "
@@ -248,7 +248,7 @@ def _keep_groups(settings: ReplaySettings) -> str:
 
 
 def _fill_fresh_slots(settings: ReplaySettings) -> str:
-    """Return advice that gives more slots the newest data, by settings not yet chosen."""
+    """Return advice on filling more slots with the newest data, with settings not in use yet."""
     ways = ["Add searchers"]
     if settings.pace == "off":
         ways.append("set --config.replay.pace=trainer to wait for them")
