@@ -69,7 +69,7 @@ ANY_DEVICE = any_device()
 
 
 def reading_mesh(hidden_size: int, devices: Sequence[Any]) -> Mesh:
-    """Return a mesh of the most devices that divide a model of this size evenly, for reading it."""
+    """Return a mesh for reading a model, of as many devices as divide its hidden size evenly."""
     num = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)
     return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
 

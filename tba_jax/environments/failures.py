@@ -29,7 +29,7 @@ class FailureLines:
         Args:
             name: name of the failure.
             text: what happened.
-            what: noun of the counted failures and a verb, before the name.
+            what: subject and verb of the printed line, which the name follows.
         """
         with self._lock:
             self._unreported[name] += 1

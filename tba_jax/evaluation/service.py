@@ -171,7 +171,10 @@ class EvaluationService:
             self._complete.append(done)
 
     def _merge(self, *, blocking: bool) -> bool:
-        """Compute metrics of complete evaluations; return whether there was one. Serialised."""
+        """Compute metrics of complete evaluations; return whether there was one.
+
+        One thread at a time computes metrics.
+        """
         if not self._complete or not self._merge_lock.acquire(blocking):
             return False
         try:

@@ -127,7 +127,7 @@ def _previous(visible: Visible, index: Int[Array, "b s"]) -> Int[Array, "b s"]:
 
 
 class _Chunks(NamedTuple):
-    """Which tokens and states each token of n chunks of c tokens continues.
+    """Paths of n chunks of c tokens: the tokens and states that each token continues.
 
     Attributes:
         seen: bool [b n c c], the tokens of the chunk on the path of each token, its own included.

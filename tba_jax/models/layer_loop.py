@@ -102,7 +102,8 @@ def _unstacked(
 ) -> tuple[Mapping[str, Any], ...]:
     """Return the parameters of each layer.
 
-    The gradient stacks those of the layers, where that of indexing adds up arrays of zeros.
+    Its gradient stacks the gradients of the layers. The gradient of plain indexing would instead
+    add up arrays that are zero but for one layer.
     """
     rows = {name: iter(range(len(leaf))) for name, leaf in layers.items()}
     return tuple(

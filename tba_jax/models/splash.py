@@ -129,7 +129,7 @@ def _splash_after(
     values: Float[Array, "b x g e"],
     valid: Bool[Array, "b x"],
 ) -> Float[Array, "b c t g r e"]:
-    """Attend with a prompt's responses as one row; keys are theirs, then the prompt's."""
+    """Attend from the responses of a prompt, as one row, to their own keys and the prompt's."""
     b, c, t = q.shape[:3]
     # Blocks no longer than a response, so that those of other responses are skipped.
     block = _block(_up(c * t, _LANES), most=t)

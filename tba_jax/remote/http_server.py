@@ -24,7 +24,7 @@ def bind(host: str, port: int) -> socket.socket:
         port: 0 for any free port.
 
     Raises:
-        OSError: the port is in use, not permitted or not a port.
+        OSError: the port is in use, not permitted, or no port number.
     """
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -80,10 +80,10 @@ class JoinResponse(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Actions of a searcher before the tickets of a put, for the schedule log.
+    """Actions that led to the tickets of a put request, for the schedule log.
 
     Attributes:
-        events: chunk events of the schedule log, in order; sent again where a put is.
+        events: chunk events of the schedule log, in order; a repeated put repeats them.
         num_chunks: decode chunks that the searcher has done in all.
     """
 

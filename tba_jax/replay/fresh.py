@@ -130,7 +130,7 @@ class FreshGroups:
         return is_first
 
     def lose(self, merged: int, prompt_id: int, count: int) -> None:
-        """Count unused responses that were removed, or drawn otherwise."""
+        """Count unused responses that left the store, or that a replay slot has drawn."""
         group = self._groups.get((merged, prompt_id))
         if group is not None:
             group.unused -= count

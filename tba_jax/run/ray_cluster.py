@@ -436,7 +436,7 @@ class _Fleet:
             searchers.is_over = True
             self._display.note(f"{searchers.name}: {end}")
             if all(each.is_over for each in self._searchers) and end.startswith("refused"):
-                raise FleetError(f"no searcher may search: {end}")
+                raise FleetError(f"all searchers were dismissed; the last one was {end}")
 
     def _failed(self, searchers: _Searchers, why: str) -> None:
         """Restart a searcher process whose code raised an error, a limited number of times."""

@@ -62,12 +62,12 @@ class _Failed(Exception):
 
 
 class Sampling(NamedTuple):
-    """How the server samples a response.
+    """Sampling settings of a response.
 
     Attributes:
         max_tokens: length limit.
         temperature: divides the logits.
-        seed: of the random numbers, if the server can use it.
+        seed: seed of the random numbers, which some servers ignore.
         stop_ids: tokens that end the response.
         stop: texts that end the response.
     """
@@ -84,8 +84,8 @@ class Loaded:
     """An adapter in the server.
 
     Attributes:
-        name: its name there.
-        folder: its files.
+        name: name of the adapter in the server.
+        folder: folder of its files.
         version: version of the weights.
         users: searchers that sample with it, and requests under way.
         loaded_s: end of the newest request to load it again.
@@ -158,7 +158,8 @@ class InferenceServer:
                     "server_refused",
                     f"the model {card['id']!r} has max_model_len = {longest}, and prompt and "
                     f"response may have {self._longest} tokens (task.max_prompt_tokens + "
-                    "search.max_new_tokens)",
+                    "search.max_new_tokens). Lower one of the two settings, or start the server "
+                    "with a larger length",
                 )
             prompt = np.array([self._probe_id], np.int32)
             body = self._body(str(card["id"]), prompt, Sampling(1, 1.0, 0, ()))
@@ -205,7 +206,7 @@ class InferenceServer:
             return loaded
 
     def share(self, loaded: Loaded) -> Loaded:
-        """Count one more user of an adapter that has one."""
+        """Count one more user of an adapter that is in use; return the adapter."""
         with self._lock:
             loaded.users += 1
         return loaded
@@ -290,7 +291,7 @@ class InferenceServer:
         """Send a request until its response can be read.
 
         Args:
-            path: below the base URL.
+            path: path below the base URL.
             body: JSON of the request.
             read: returns the result, or raises `_Failed`.
             load_again: called with the start of an attempt that did not find its adapter.

@@ -61,7 +61,7 @@ class ServerDecoder:
         version: int = 0,
         is_fed: bool = False,
     ) -> "ServerSession":
-        """Return an empty session; `params` are adapters, other arguments as of `Decoder`."""
+        """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
         del prefill_prompts, is_fed
         self.use(params, version)
         for i in range(len(self._workers), num_slots):

@@ -99,7 +99,7 @@ class Mixture:
 
     @functools.cached_property
     def _eval_places(self) -> list[tuple[int, int]]:
-        """(data set, index in the data set) of each held-out row; the data sets alternate."""
+        """Data set and index of each held-out row; the data sets alternate."""
         sizes = [task.eval_size() for task in self._tasks]
         return [(s, i) for i in range(max(sizes)) for s, size in enumerate(sizes) if i < size]
 

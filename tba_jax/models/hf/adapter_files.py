@@ -118,7 +118,10 @@ def read(folder: Path, config: TransformerConfig) -> tuple[TransformerConfig, Pa
                 continue
             array = safetensors_file.view(mapped, entry)
             if array.size != math.prod(shape):
-                raise ValueError(f"{folder}: the adapter of {name} has the shape {array.shape}")
+                raise ValueError(
+                    f"{folder}: the adapter of {name} has {array.size} entries, wanted "
+                    f"{math.prod(shape)}. Give an adapter of this model"
+                )
             rows.setdefault(own, {})[tensor.layer] = array.T.reshape(shape)
     modules = tuple(name for name in shapes if lora_names(name)[0] in rows)
     is_whole = all(
