@@ -250,7 +250,7 @@ def _lowered(
     name: str,
     options: Sequence[int],
 ) -> dict[str, Any]:
-    """Return a description in which one size has its largest value that fits, no larger than now."""
+    """Return a description in which one size is as large as fits, but no larger than now."""
     config, now = facts["config"], facts["sizes"][name.split(".")[1]]
     fits = _fits(planner, config, name, _PROGRAMS[name], say)
     is_lighter = name == _ROWS and facts["changed_fields"].get(_REMAT) == "dots"
