@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of a tiny model, padded and packed, and train steps on meshes that divide it."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -157,3 +158,9 @@ def sharded(shape, settings=REMAT, optimizer=OPTIMIZER, keep_reference=False, nu
     params = jax.device_put(random_params(DIVISIBLE), shardings.state.params)
     state = make_init_state(optimizer, shardings)(params)
     return shardings, state, make_train_step(DIVISIBLE, optimizer, SCHEDULE, settings, shardings)
+
+
+def collectives(text):
+    """(operation, shape of its result) of a compiled program, in order."""
+    found = re.findall(r"= (\w+\[[\d,]*\])\S* (all-gather|all-to-all|all-reduce)\(", text)
+    return [(op, tuple(int(n) for n in re.findall(r"\d+", x.split("[")[1]))) for x, op in found]

@@ -297,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup_steps", type=int, default=0, help="linear warm-up from 0")
     add("--weight_decay", type=float, default=0.0, help="weight decay of matrices")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of computation")
-    add("--mesh", default="data=1", help="sizes of the axes data, fsdp, model and expert")
+    add("--mesh", default="data=1", help="sizes of the axes data, fsdp, expert, context and model")
     add(
         "--packed_length",
         type=int,

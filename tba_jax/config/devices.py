@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the devices and hosts that a config requests."""
 
+import dataclasses
+
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES, Asked, MeshShape
 
 
 def asked(config: Config) -> Asked:
     """Return the devices that a config requests."""
-    mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model, config.mesh.expert)
+    mesh = MeshShape(**dataclasses.asdict(config.mesh))
     num_searchers = config.num_searchers
     if MODES[config.placement].searches_elsewhere:
         num_searchers = config.fleet.max_searchers

@@ -10,7 +10,7 @@ XLA_PRESETS = ("auto", "overlap", "eigen")
 
 @dataclass(frozen=True)
 class MeshSettings(Section):
-    """Axes of the trainer's mesh: data x fsdp x expert x model devices."""
+    """Axes of the trainer's mesh: data x fsdp x expert x context x model devices."""
 
     data: int = field(
         1,
@@ -28,6 +28,13 @@ class MeshSettings(Section):
         1,
         "number of devices that divide the experts of a mixture, and rows; tokens are gathered and "
         "results added up",
+        at_least=1,
+        on_resume=True,
+    )
+    context: int = field(
+        1,
+        "number of devices that divide the positions of every row, and train state as fsdp does; "
+        "for long rows; must divide batch.packed_length, or all padded lengths",
         at_least=1,
         on_resume=True,
     )

@@ -21,6 +21,8 @@ from tba_jax.devices.slices import (
 )
 from tba_jax.settings import need
 
+_PRODUCT = "mesh.data x mesh.fsdp x mesh.expert x mesh.context x mesh.model"
+
 
 class PlacementError(ValueError):
     """Devices cannot be divided as requested; the message has the reason and a remedy."""
@@ -33,6 +35,7 @@ class MeshShape(NamedTuple):
     fsdp: int = 1
     model: int = 1
     expert: int = 1
+    context: int = 1
 
     @property
     def num_parts(self) -> int:
@@ -42,7 +45,7 @@ class MeshShape(NamedTuple):
     @property
     def size(self) -> int:
         """Number of trainer devices."""
-        return self.num_parts * self.model
+        return self.num_parts * self.context * self.model
 
 
 class Asked(NamedTuple):
@@ -148,8 +151,8 @@ def arrange(
     trainer = layout.trainer(devices, mesh.size)
     if len(trainer) < mesh.size:
         raise PlacementError(
-            f"mesh.data x mesh.fsdp x mesh.expert x mesh.model={mesh.size}: the trainer's mesh "
-            f"needs {mesh.size} devices, got {len(devices)}. Lower one of them"
+            f"{_PRODUCT}={mesh.size}: the trainer's mesh needs {mesh.size} devices, got "
+            f"{len(devices)}. Lower one of them"
         )
     if mode.searches_elsewhere:
         return Arrangement(layout, mesh, tuple(trainer), (), 0, asked.num_searchers)
@@ -210,9 +213,9 @@ def pod_layout(
     if WHOLE_HOSTS not in layouts and WHOLE_HOSTS.accepts(devices, num_trainer_devices):
         other = ", or set --config.placement=whole_hosts"
     raise PlacementError(
-        f"mesh.data x mesh.fsdp x mesh.expert x mesh.model={num_trainer_devices}: no layout of a "
-        f"trainer of this size on {hosts} hosts with {len(devices) // hosts} {kind} devices each. "
-        f"Set the product to one of {sizes}{other}"
+        f"{_PRODUCT}={num_trainer_devices}: no layout of a trainer of this size on {hosts} hosts "
+        f"with {len(devices) // hosts} {kind} devices each. Set the product to one of "
+        f"{sizes}{other}"
     )
 
 
@@ -241,8 +244,8 @@ POD_LAYOUTS = (INTERLEAVED, PER_HOST)  # in order of preference
 
 
 def _shape(mesh: MeshShape) -> str:
-    sizes = (mesh.data, mesh.fsdp, *((mesh.expert,) if mesh.expert > 1 else ()), mesh.model)
-    return " x ".join(map(str, sizes))
+    optional = (size for size in (mesh.expert, mesh.context) if size > 1)
+    return " x ".join(map(str, (mesh.data, mesh.fsdp, *optional, mesh.model)))
 
 
 def _check_trainer(asked: Asked, num_devices: int) -> None:
@@ -303,7 +306,7 @@ def _pod_mesh(mesh: MeshShape, num_hosts: int) -> MeshShape:
 
     `mesh.data` changes only if it is 1 and the hosts do not divide the other axes.
     """
-    is_default = mesh.data == 1 and (mesh.fsdp * mesh.expert * mesh.model) % num_hosts
+    is_default = mesh.data == 1 and mesh.size % num_hosts
     return mesh._replace(data=num_hosts) if is_default else mesh
 
 
@@ -316,8 +319,7 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
         _shape(mesh),
         f"each of the {num_hosts} processes needs an equal share of the trainer's "
         f"{asked.mesh.size} devices, and sees {num_devices}",
-        f"Make mesh.data x mesh.fsdp x mesh.expert x mesh.model a multiple of {num_hosts}, at most "
-        f"{num_devices * num_hosts}.",
+        f"Make {_PRODUCT} a multiple of {num_hosts}, at most {num_devices * num_hosts}.",
     )
     need(
         mine % mesh.model == 0,
@@ -356,8 +358,7 @@ def _check_whole_hosts(asked: Asked, num_devices: int, num_hosts: int) -> None:
         "mesh",
         _shape(asked.mesh),
         f"the trainer must take all {num_devices} devices of some of the {num_hosts} hosts",
-        f"Make mesh.data x mesh.fsdp x mesh.expert x mesh.model a multiple of {num_devices}, below "
-        f"{num_devices * num_hosts}.",
+        f"Make {_PRODUCT} a multiple of {num_devices}, below {num_devices * num_hosts}.",
     )
     need(
         asked.searcher_devices <= num_devices,
@@ -378,8 +379,7 @@ def _check_fleet(asked: Asked, num_devices: int, num_hosts: int) -> None:
         _shape(asked.mesh),
         f"the {num_hosts} processes of the trainer (fleet.trainer_hosts) have {num_devices} "
         "devices each, and the mesh must use all of them",
-        f"Make mesh.data x mesh.fsdp x mesh.expert x mesh.model {num_devices * num_hosts}, or "
-        "change fleet.trainer.",
+        f"Make {_PRODUCT} {num_devices * num_hosts}, or change fleet.trainer.",
     )
 
 

@@ -21,10 +21,14 @@ from tba_jax.devices.placement import Asked, MeshShape, arrange
 MESH_AXES = ("data", "fsdp", "model")
 """Axes of the trainer's mesh. data: copies of the parameters, rows divided; fsdp: rows and
 parameters divided, parameters gathered layer by layer; model: every matrix product divided. With
-mesh.expert, the axis `expert` comes before `model`: rows and experts divided."""
+mesh.expert, the axis `expert` comes before `model`: rows and experts divided. With mesh.context,
+the axis `context` does: positions of sequences and parameters divided, parameters as by fsdp."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that divide the rows of a batch."""
+
+CONTEXT = "context"
+"""Mesh axis that divides the positions of a sequence (`models.context_axis`)."""
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -33,16 +37,15 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def trainer_mesh(devices: Any, shape: MeshShape) -> Mesh:
-    """Return the trainer's mesh; without mesh.expert it has no such axis.
+    """Return the trainer's mesh; without mesh.expert and mesh.context it has no such axes.
 
     Args:
         devices: array or sequence of the devices, those of one process adjacent.
         shape: sizes of the axes.
     """
-    if shape.expert == 1:
-        return Mesh(np.asarray(devices).reshape(shape[:3]), MESH_AXES)
-    sizes = (shape.data, shape.fsdp, shape.expert, shape.model)
-    return Mesh(np.asarray(devices).reshape(sizes), (*BATCH_AXES, "model"))
+    sizes = {axis: getattr(shape, axis) for axis in (*BATCH_AXES, CONTEXT, "model")}
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in MESH_AXES}
+    return Mesh(np.asarray(devices).reshape(*sizes.values()), tuple(sizes))
 
 
 class Rule(NamedTuple):
@@ -52,10 +55,12 @@ class Rule(NamedTuple):
         mesh_axis: mesh axis that divides it, if the mesh has that axis.
         may_replicate: replicate the axis if the mesh axis does not divide its size; otherwise the
             mesh is refused.
+        second_axis: mesh axis that divides the parts again, if the mesh has that axis.
     """
 
     mesh_axis: str
     may_replicate: bool
+    second_axis: str = ""
 
 
 AXIS_RULES: Mapping[str, Rule] = {
@@ -64,7 +69,7 @@ AXIS_RULES: Mapping[str, Rule] = {
     "heads": Rule("model", may_replicate=False),
     "mlp": Rule("model", may_replicate=False),
     "experts": Rule("expert", may_replicate=False),
-    "embed": Rule("fsdp", may_replicate=False),
+    "embed": Rule("fsdp", may_replicate=False, second_axis=CONTEXT),
     # The checkpoint fixes these sizes: two key/value heads (Qwen2.5-1.5B), 50,257 tokens (GPT-2).
     # If a mesh does not divide them, every device keeps them all.
     "kv_heads": Rule("model", may_replicate=True),
@@ -94,16 +99,17 @@ class Placement(NamedTuple):
         """Mesh on which the publish program leaves the weights.
 
         The trainer's mesh, unless a copy of the parameters spans several processes. Then each
-        process gets a whole copy, divided over as many of its devices as fsdp, expert and model
-        permit, because searchers cannot read arrays of other hosts.
+        process gets a whole copy, divided over as many of its devices as the other axes permit,
+        because searchers cannot read arrays of other hosts.
         """
         devices, shape = self.trainer_mesh.devices.reshape(-1), self.trainer_mesh.shape
         local = sum(d.process_index == devices[0].process_index for d in devices)
-        model = math.gcd(shape["model"], local)
-        expert = math.gcd(shape.get("expert", 1), local // model)
-        fsdp = math.gcd(shape["fsdp"], local // model // expert)
-        data = len(devices) // (fsdp * expert * model)
-        return trainer_mesh(devices, MeshShape(data, fsdp, model, expert))
+        sizes = dict[str, int]()
+        for axis in ("model", CONTEXT, "expert", "fsdp"):
+            sizes[axis] = math.gcd(shape.get(axis, 1), local)
+            local //= sizes[axis]
+        data = len(devices) // math.prod(sizes.values())
+        return trainer_mesh(devices, MeshShape(data, **sizes))
 
 
 def placed_shapes(tree: Any, shardings: Any) -> Any:
@@ -260,26 +266,28 @@ def partition_spec(
     Raises:
         ValueError: two axes of the array map to one mesh axis, or a size does not divide.
     """
-    spec: list[str | None] = []
+    spec: list[str | tuple[str, ...] | None] = []
     for axis, size in zip(axes, shape, strict=True):
         rule = rules.get(axis) if axis else None
         if rule is None or rule.mesh_axis not in mesh.shape:
             spec.append(None)
             continue
-        parts = mesh.shape[rule.mesh_axis]
+        names = (rule.mesh_axis, rule.second_axis)[: 1 + (rule.second_axis in mesh.shape)]
+        parts = math.prod(mesh.shape[name] for name in names)
         if size % parts and not rule.may_replicate:
             sizes = [n for n in range(1, size + 1) if size % n == 0 and n <= 256]
             raise ValueError(
                 f"axis {axis!r} of size {size} cannot be divided over {parts} devices of the mesh "
-                f"axis {rule.mesh_axis!r}. Set that axis to one of {sizes}"
+                f"axis {' x '.join(map(repr, names))}. Set that axis to one of {sizes}"
             )
-        if rule.mesh_axis in spec:
+        entry = names[0] if len(names) == 1 else names
+        if entry in spec:
             raise ValueError(
                 f"axes {tuple(axes)}: the mesh axis {rule.mesh_axis!r} would divide both "
-                f"{axes[spec.index(rule.mesh_axis)]!r} and {axis!r}. Change one of these rules "
+                f"{axes[spec.index(entry)]!r} and {axis!r}. Change one of these rules "
                 "in AXIS_RULES"
             )
-        spec.append(None if size % parts else rule.mesh_axis)
+        spec.append(None if size % parts else entry)
     return PartitionSpec(*spec)
 
 

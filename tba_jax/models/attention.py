@@ -20,6 +20,8 @@ from tba_jax.models.kv_cache import KVCache, Part, Rounded, open_part
 from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
+PART_BYTES = 2**29
+"""Largest array of scores in `attend_part`."""
 
 Implementation = Literal["xla", "xla_tpu", "cudnn", "tpu_kernel"]
 """Implementation of attention.
@@ -93,7 +95,13 @@ class Visible(NamedTuple):
 
     def seen(self, window: int | None = None) -> Bool[Array, "b s s"]:
         """Return whether each query sees each key."""
-        return _seen(self.mask, self.segments, self.prompts, window, self.positions)
+        index = jnp.arange(self.mask.shape[1])
+        return _seen(self, self, index, index, window)
+
+    def part(self, first: Int[Array, ""], size: int) -> "Visible":
+        """Return these positions of each row."""
+        rows = self._replace(first=None)
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, 1), rows)
 
 
 def causal(mask: Bool[Array, "b s"], *, is_right_padded: bool = False) -> Visible:
@@ -293,24 +301,107 @@ def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "
 
 
 def _seen(
-    mask: Bool[Array, "b s"],
-    segments: Int[Array, "b s"] | None,
-    prompts: tuple[Int[Array, "b s"], Int[Array, "b s"]] | None,
+    queries: Visible,
+    keys: Visible,
+    of_queries: Int[Array, " q"],
+    of_keys: Int[Array, " c"],
     window: int | None,
-    positions: Int[Array, "b s"] | None,
-) -> Bool[Array, "b s s"]:
-    """Return whether each query sees each key; arguments as in `Visible` and `Scores`."""
-    index = jnp.arange(mask.shape[1])
-    seen = (index[None, :] <= index[:, None])[None] & mask[:, None, :]
-    if segments is not None:
-        related = segments[:, None, :] == segments[:, :, None]
-        if prompts is not None:
-            related = related | (prompts[1][:, None, :] == prompts[0][:, :, None])
+) -> Bool[Array, "b q c"]:
+    """Return whether each query sees each key, both with these indices in their row."""
+    seen = (of_keys[None, :] <= of_queries[:, None])[None] & keys.mask[:, None, :]
+    if keys.segments is not None and queries.segments is not None:
+        related = keys.segments[:, None, :] == queries.segments[:, :, None]
+        if keys.prompts is not None and queries.prompts is not None:
+            related = related | (keys.prompts[1][:, None, :] == queries.prompts[0][:, :, None])
         seen = seen & related
     if window is not None:
-        at = index[None] if positions is None else positions
-        seen = seen & (at[:, :, None] - at[:, None, :] < window)
+        by = of_queries[None] if queries.positions is None else queries.positions
+        at = by
+        if keys is not queries:
+            at = of_keys[None] if keys.positions is None else keys.positions
+        seen = seen & (by[:, :, None] - at[:, None, :] < window)
     return seen
+
+
+def attend_part(
+    q: Float[Array, "b t g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    visible: Visible,
+    first: Int[Array, ""],
+    scores: Scores,
+    implementation: Implementation,
+) -> Float[Array, "b t g r e"]:
+    """Return softmax attention of adjacent queries to all keys of their rows.
+
+    The einsum computes one block of queries at a time and recomputes it in the backward pass, so
+    that no array has a number for every pair. Queries of a window read the keys near them alone.
+
+    Args:
+        q: the queries from the index `first` of each row.
+        k, v: whole rows; k rotated.
+        visible: of whole rows.
+        first: index of the first query.
+        scores: as in `attend_causal`.
+        implementation: "tpu_kernel" is not supported.
+    """
+    (b, t, g, r, _), s = q.shape, k.shape[1]
+    if implementation == "cudnn" and t % 2 == 0:  # cuDNN's gradient needs even lengths
+        seen = _seen(
+            visible.part(first, t), visible, first + jnp.arange(t), jnp.arange(s), scores.window
+        )
+        return _attend_pairs(q, k, v, seen, visible.mask)
+    is_near = scores.window is not None and visible.prompts is None
+    near = scores.window - 1 if is_near and scores.window is not None else s
+    size = t
+    while 4 * b * g * r * size * min(s, size + near) > PART_BYTES and size % 2 == 0:
+        size //= 2
+    width = min(s, size + near)
+    # Float32, so that the gradients of all blocks add up in it.
+    wide = _wide(k)
+    k, v = k.astype(wide), v.astype(wide)
+
+    @jax.checkpoint
+    def block(xs: tuple[Array, Array]) -> Array:
+        q, first = xs
+        start = jnp.clip(first + size - width, 0, s - width)
+        keys, values = (
+            jax.lax.dynamic_slice_in_dim(x, start, width, 1).astype(q.dtype) for x in (k, v)
+        )
+        seen = _seen(
+            visible.part(first, size),
+            visible.part(start, width),
+            first + jnp.arange(size),
+            start + jnp.arange(width),
+            scores.window,
+        )
+        bias = jnp.where(seen, 0.0, MASKED)
+        return attend(q, keys, values, bias, scores, heads_first=implementation != "xla_tpu")
+
+    if size == t:
+        return block((q, first))
+    blocks = jnp.moveaxis(q.reshape(b, t // size, size, *q.shape[2:]), 1, 0)
+    out = jax.lax.map(block, (blocks, first + jnp.arange(0, t, size)))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+
+
+def _attend_pairs(
+    q: Float[Array, "b t g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    seen: Bool[Array, "b t s"],
+    valid: Bool[Array, "b s"],
+    implementation: Literal["xla", "cudnn"] = "cudnn",
+) -> Float[Array, "b t g r e"]:
+    """Attend with a mask of pairs as dense bias of cuDNN; a query without keys sees all."""
+    b, t, g, r, e = q.shape
+    # Padding is zeroed, as in `_attend_cudnn`.
+    k, v = (jnp.where(valid[:, :, None, None], x, 0) for x in (k, v))
+    mask = (seen | ~jnp.any(seen, axis=-1, keepdims=True))[:, None]
+    out = jax.nn.dot_product_attention(
+        q.reshape(b, t, g * r, e), k, v, mask=mask, implementation=implementation
+    )
+    return out.reshape(q.shape)
 
 
 def attend(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from tba_jax.devices.sharding import batch_axes
+from tba_jax.models import context_axis
 from tba_jax.models.activations import gated
 from tba_jax.models.architecture import TransformerConfig
 
@@ -46,7 +46,7 @@ def feed_forward(
     rows = y.reshape(-1, y.shape[-1])
     if mesh is None or mesh.size == 1:
         return _of_rows(rows, leaves, jnp.int32(0), config=config).reshape(y.shape)
-    row_axes = batch_axes(mesh)
+    row_axes = context_axis.row_axes(mesh)
     expert = "expert" if "expert" in mesh.shape else None
     # A decoder's mesh may divide that axis into two (`decoding.compiled.cache_sharding`).
     model = tuple(axis for axis in mesh.axis_names if axis.startswith("model"))

@@ -6,6 +6,7 @@ at every response token including end-of-sequence. `fused_logprobs` limits logit
 the vocabulary at a time, unless they are small.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models import attention, shared_prompts
+from tba_jax.models import attention, context_axis, shared_prompts
 from tba_jax.models.fused_logprobs import fused_logprobs, vocab_block_on
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
@@ -184,14 +185,34 @@ def row_token_logprobs(
     return _beside(logprobs.reshape(b, c, t), hidden, in_response, readout)
 
 
-def _table(sharding: ComputeSharding | None) -> dict[str, int]:
-    """Return the division of the output table into parts of devices, and of a part into blocks."""
-    if sharding is None:
-        return {}
-    return {
-        "vocab_shards": sharding.vocab_shards,
-        "vocab_block": vocab_block_on(sharding.platform),
-    }
+def _of_tokens(
+    params: Any,
+    states: Float[Array, "n t d"],
+    targets: Int[Array, "n t"],
+    config: TransformerConfig,
+    scoring: Scoring,
+    sharding: ComputeSharding | None,
+) -> Float[Array, "n t"]:
+    """Return log-probs of tokens from the states that predict them."""
+    mesh = None if sharding is None else sharding.mesh
+    states, targets = (context_axis.as_rows(x, mesh) for x in (states, targets))
+    # The division of the output table into parts of devices, and of a part into blocks.
+    table = {}
+    if sharding is not None:
+        table["vocab_shards"] = sharding.vocab_shards
+        table["vocab_block"] = vocab_block_on(sharding.platform)
+    found = fused_logprobs(
+        states.astype(_head_dtype(config, scoring)),
+        params[config.output_table],
+        targets,
+        temperature=scoring.temperature,
+        chunk_tokens=scoring.chunk_tokens,
+        **table,
+        kept_bytes=scoring.kept_bytes,
+        cap=config.logits_cap,
+        is_exact=config.float32_head,
+    )
+    return context_axis.gathered(context_axis.as_sequences(found, mesh), mesh)
 
 
 def _response_logprobs(
@@ -204,19 +225,9 @@ def _response_logprobs(
 ) -> Float[Array, "n t"]:
     """Return log-probs of response tokens from the states that predict them."""
 
-    def of_tokens(states: Array, targets: Array) -> Array:
-        return fused_logprobs(
-            states.astype(_head_dtype(config, scoring)),
-            params[config.output_table],
-            targets,
-            temperature=scoring.temperature,
-            chunk_tokens=scoring.chunk_tokens,
-            **_table(sharding),
-            kept_bytes=scoring.kept_bytes,
-            cap=config.logits_cap,
-            is_exact=config.float32_head,
-        )
-
+    of_tokens = functools.partial(
+        _of_tokens, params, config=config, scoring=scoring, sharding=sharding
+    )
     logprobs = of_tokens(hidden, targets)
     if num_endless := min(scoring.min_new_tokens, targets.shape[1]):
         states = hidden[:, :num_endless]
@@ -276,26 +287,37 @@ def packed_token_logprobs(
         remat=remat,
         sharding=sharding,
     )
+    if sharding is not None and context_axis.num_parts(sharding.mesh) > 1:
+        # All positions, because the mesh divides their number; the first one is not scored.
+        states = _states_before(hidden, segments, is_prompt, sharding)
+        logprobs = _of_tokens(params, states, tokens, config, scoring, sharding)
+        return _beside(logprobs, states, positions > 0, readout)
     if is_prompt is None:
         states = hidden[:, :-1]
     else:
         before = _predictors(segments, is_prompt)
         states = jnp.take_along_axis(hidden, before[:, 1:, None], axis=1)
-    logprobs = fused_logprobs(
-        states.astype(_head_dtype(config, scoring)),
-        params[config.output_table],
-        tokens[:, 1:],
-        temperature=scoring.temperature,
-        chunk_tokens=scoring.chunk_tokens,
-        **_table(sharding),
-        kept_bytes=scoring.kept_bytes,
-        cap=config.logits_cap,
-        is_exact=config.float32_head,
-    )
+    logprobs = _of_tokens(params, states, tokens[:, 1:], config, scoring, sharding)
     # No state predicts the first token of a row.
     first = ((0, 0), (1, 0))
     states = jnp.pad(states, (*first, (0, 0))) if readout is not None else states
     return _beside(jnp.pad(logprobs, first), states, positions > 0, readout)
+
+
+def _states_before(
+    hidden: Float[Array, "n s d"],
+    segments: Int[Array, "n s"],
+    is_prompt: Bool[Array, "n s"] | None,
+    sharding: ComputeSharding,
+) -> Float[Array, "n s d"]:
+    """Return the state that predicts each token, of sequences that the mesh divides."""
+    mesh = sharding.mesh
+    assert mesh is not None, "only a mesh divides sequences"
+    if is_prompt is None:
+        return context_axis.shifted(hidden, mesh)
+    before = _predictors(segments, is_prompt)[..., None]
+    # The last state of a prompt may be on any device.
+    return jnp.take_along_axis(context_axis.gathered(hidden, mesh), before, axis=1)
 
 
 def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:

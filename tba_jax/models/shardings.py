@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxtyping import Array
 
 from tba_jax.devices.platform import Platform
-from tba_jax.devices.sharding import AXIS_RULES, batch_axes, tree_shardings
+from tba_jax.devices.sharding import AXIS_RULES, tree_shardings
 from tba_jax.devices.site import Site
-from tba_jax.models import transformer
+from tba_jax.models import context_axis, transformer
 from tba_jax.models.transformer import Params, TransformerConfig
 
 
@@ -32,6 +32,12 @@ def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
         raise ValueError(
             f"mesh.expert={mesh.shape['expert']}: this model ({config.family}) has no experts. Set "
             "--config.mesh.expert=1, and --config.mesh.fsdp instead"
+        )
+    if "delta" in config.pattern and (parts := context_axis.num_parts(mesh)) > 1:
+        raise ValueError(
+            f"mesh.context={parts}: this model ({config.family}) has recurrent layers, whose state "
+            "cannot pass between parts of a sequence. Set --config.mesh.context=1, and "
+            "--config.mesh.fsdp or mesh.model instead"
         )
     return tree_shardings(transformer.param_axes(config), transformer.abstract_params(config), mesh)
 
@@ -74,7 +80,7 @@ class ComputeSharding:
             for name, sharding in stored["layers"].items()
         }
         self._ends = {name: x for name, x in stored.items() if name != "layers"}
-        rows = batch_axes(mesh)
+        rows = context_axis.row_axes(mesh)
         self._rows = NamedSharding(mesh, PartitionSpec(rows or None))
         heads = AXIS_RULES["kv_heads"].mesh_axis
         is_whole = config.num_kv_heads % mesh.shape.get(heads, 1) > 0 or heads not in mesh.shape
@@ -97,7 +103,7 @@ class ComputeSharding:
         return {**params, **_gather_all(params, self._ends, compute_dtype, True, exact)}
 
     def rows(self, x: Array) -> Array:
-        """Constrain activations [b ...] to the sharding of prompts."""
+        """Constrain activations [b ...] to the sharding of rows."""
         return jax.lax.with_sharding_constraint(x, self._rows) if self._is_divided else x
 
 
@@ -121,8 +127,9 @@ def _gather(x: Array, stored: NamedSharding, is_end: bool) -> Array:
 
 
 def _gathered(stored: NamedSharding) -> NamedSharding:
-    axis = AXIS_RULES["embed"].mesh_axis
-    spec = PartitionSpec(*(None if name == axis else name for name in stored.spec))
+    rule = AXIS_RULES["embed"]
+    divided = rule.mesh_axis, (rule.mesh_axis, rule.second_axis)
+    spec = PartitionSpec(*(None if name in divided else name for name in stored.spec))
     return NamedSharding(stored.mesh, spec)
 
 

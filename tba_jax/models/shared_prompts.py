@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models import attention, delta
+from tba_jax.models import attention, context_axis, delta, transformer
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.kv_cache import State
 from tba_jax.models.layer_loop import Remat, run_layers
@@ -75,6 +75,11 @@ def apply(
     start = (x - prompt_lengths)[:, None]
     index = jnp.arange(x)[None]
     mask = index >= start
+    if sharding is not None and context_axis.num_parts(sharding.mesh) > 1:
+        options = {"config": config, "compute_dtype": compute_dtype}
+        return _apply_in_rows(
+            params, prompts, responses, mask, **options, remat=remat, sharding=sharding
+        )
     visible = attention.causal(mask)
     of_prompts = jnp.maximum(index - start, 0)
     after = prompt_lengths[:, None, None] + jnp.arange(t)[None, None]
@@ -119,6 +124,38 @@ def apply(
         final_norm(params, prompt[:, -1], config=config),
         final_norm(params, response, config=config),
     )
+
+
+def _apply_in_rows(
+    params: Params,
+    prompts: Int[Array, "b x"],
+    responses: Int[Array, "b c t"],
+    mask: Bool[Array, "b x"],
+    *,
+    sharding: Any,
+    **options: Any,
+) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"]]:
+    """Return `apply` of one stream, for the mesh axis `context`: packed rows of shared prompts."""
+    (b, x), (c, t) = prompts.shape, responses.shape[1:]
+    # The numbers of sequences: 1 for a prompt, then one for each response.
+    own = jnp.broadcast_to(jnp.repeat(jnp.arange(2, c + 2), t), (b, c * t))
+    segments = jnp.concatenate([mask.astype(own.dtype), own], axis=1)
+    length = jnp.sum(mask, axis=1, keepdims=True)
+    after = length + jnp.tile(jnp.arange(t), c)[None]
+    positions = jnp.concatenate([jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0), after], axis=1)
+    is_prompt = jnp.broadcast_to(jnp.arange(x + c * t) < x, segments.shape)
+    tokens = jnp.concatenate([prompts, responses.reshape(b, c * t)], axis=1)
+    hidden = transformer.apply(
+        params,
+        tokens,
+        positions,
+        segments > 0,
+        visible=attention.packed(segments, jnp.minimum(segments, 1), is_prompt),
+        sharding=sharding,
+        **options,
+    )
+    hidden = context_axis.gathered(hidden, sharding.mesh)
+    return hidden[:, x - 1], hidden[:, x:].reshape(b, c, t, -1)
 
 
 def _mix_after(x: delta.Inputs, state: State) -> tuple[Float[Array, "b c t h r f"], None]:

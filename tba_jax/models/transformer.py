@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, delta, rope
+from tba_jax.models import attention, context_axis, delta, rope
 from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
@@ -144,18 +144,19 @@ def apply(
             outside the layers are gathered already. None: any one device.
 
     Raises:
-        ValueError: `remat` is not the name of a policy.
+        ValueError: `remat` is not the name of a policy, or `mesh.context` does not divide the rows.
     """
     visible = attention.causal(mask) if visible is None else visible
     if visible.prompts is not None:
         visible = visible._replace(positions=positions)
     implementation = choose_attention(config, compute_dtype, sharding)
     cache, mesh = (None, None) if sharding is None else (sharding.cache, sharding.mesh)
+    tokens, positions = (context_axis.as_rows(x, mesh) for x in (tokens, positions))
     angles = rotary(positions, config)
 
     def layer_of(kind: LayerKind) -> Any:
         def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
-            out = attention.attend_causal(
+            out = context_axis.attend_causal(
                 q,
                 k,
                 v,
@@ -187,7 +188,7 @@ def apply(
         remat=remat,
         sharding=sharding,
     )
-    return final_norm(params, x, config=config)
+    return context_axis.as_sequences(final_norm(params, x, config=config), mesh)
 
 
 def scores_of(

@@ -40,6 +40,7 @@ _PLACEMENT = (
     "mesh.data",
     "mesh.fsdp",
     "mesh.expert",
+    "mesh.context",
     "mesh.model",
     "search.num_devices",
 )

@@ -27,6 +27,7 @@ from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config, ConfigError, default_config, freeze, plain
 from tba_jax.devices.placement import MODES
 from tba_jax.devices.platform import platform_of
+from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, choices, fitting, hlo_cost, layouts
@@ -203,6 +204,7 @@ def _sizes(
     apart = choice.shares_devices or writes_versions(config)
     of_trainer = 0 if apart else choice.placement.trainer_mesh.size // hosts
     groups = fitting.group_sizes(model_config, per_host - of_trainer, per_host, devices)
+    mesh = choice.placement.trainer_mesh
     return sizes._asdict() | {
         "batch_rows": rows,
         "round_rows": sizes.round_prompts * sizes.samples,
@@ -211,8 +213,7 @@ def _sizes(
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
         "micro_batch_rows": model_parts.micro_batch_rows(config) or rows,
         "micro_batch_options": fitting.micro_batch_options(
-            config,
-            choice.placement.trainer_mesh.size // choice.placement.trainer_mesh.shape["model"],
+            config, math.prod(mesh.shape[x] for x in batch_axes(mesh))
         ),
         "next_group": min((g for g in groups if g > group), default=0),
     }

@@ -106,6 +106,10 @@ def step_bytes(
         tokens, pairs = responses * row, responses * row**2
     dtype = jnp.dtype(config.model.compute_dtype)
     size = dtype.itemsize
+    gathered = 0.0
+    if mesh.context > 1:  # keys and values of whole rows, and their gradients
+        gathered = 4 * size * model_config.num_kv_heads * model_config.head_dim * tokens
+        tokens, pairs = tokens / mesh.context, pairs / mesh.context
     kept = size * model_config.num_layers * model_config.hidden_size * tokens
     width = model_config.mlp_size / mesh.model
     if k := model_config.experts_per_token:  # each token once for each of its experts
@@ -115,13 +119,15 @@ def step_bytes(
     chosen = attention.choose(config.model.attention, platform, dtype, model_config.head_dim)
     sinks = jnp.zeros(()) if model_config.sinks else None
     of_scores = [scores_of(kind, model_config, sinks) for kind in model_config.pattern]
+    if mesh.context > 1:
+        scores = min(scores, 4.0 * attention.PART_BYTES)
     if all(x.allowed(chosen) not in ("xla", "xla_tpu") for x in of_scores):
         scores = 2 * size * pairs if row else 0.0
     of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.size
     kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
     if remat_of(config) == "none":
         scores *= model_config.num_layers
-    return scores + kept + inner + of_params
+    return scores + kept + inner + gathered / mesh.model + of_params
 
 
 def _kept_values(config: Config, model_config: TransformerConfig) -> float:

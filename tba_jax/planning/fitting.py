@@ -28,7 +28,8 @@ _ROWS = "batch.micro_batch_rows"
 def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> MeshShape:
     """Return a trainer's mesh: as much fsdp as the rows permit, the rest tensor-parallel (`model`).
 
-    Rows need not divide evenly over the devices: up to a fifth of the padded rows may be empty.
+    The axis `context` has the size that the config says. Rows need not divide evenly over the
+    devices: up to a fifth of the padded rows may be empty.
 
     Args:
         size: number of devices.
@@ -38,22 +39,22 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
     Raises:
         PlacementError: no such mesh divides batch and model.
     """
-    rows, prompts = _rows(config), config.batch.num_prompts
-    for fsdp in range(size, 0, -1):
-        model = size // fsdp
+    rows, prompts, context = _rows(config), config.batch.num_prompts, config.mesh.context
+    for fsdp in range(size // context, 0, -1):
+        model = size // (fsdp * context)
         divides = (
-            size % fsdp == 0
+            size % (fsdp * context) == 0
             and 4 * (-rows % fsdp) <= rows
             # Attention heads and MLPs are divided within a host, over its fast links.
             and (not hosts or (size // hosts) % model == 0)
-            and model_config.hidden_size % fsdp == 0
+            and model_config.hidden_size % (fsdp * context) == 0
             and model_config.num_heads % model == 0
             and model_config.mlp_size % model == 0
         )
         if divides:
             # Experts are divided within a host, too; the others of its devices divide their rows.
             expert = math.gcd(model_config.num_experts or 1, fsdp, size // (hosts or 1) // model)
-            return MeshShape(1, fsdp // expert, model, expert)
+            return MeshShape(1, fsdp // expert, model, expert, context)
     raise PlacementError(
         f"no mesh of {size} devices divides a batch of {prompts} prompts and a model of "
         f"{model_config.num_heads} heads; set --config.batch.num_prompts={size} or a multiple"
@@ -71,8 +72,7 @@ def mesh_exists(size: int, config: Config, model_config: TransformerConfig, host
 
 def mesh_fields(mesh: MeshShape) -> dict[str, Any]:
     """Return the config fields of a trainer's mesh."""
-    axes = ("data", "fsdp", "expert", "model")
-    return {f"mesh.{axis}": getattr(mesh, axis) for axis in axes}
+    return {f"mesh.{axis}": size for axis, size in mesh._asdict().items()}
 
 
 def with_divisible_prompts(

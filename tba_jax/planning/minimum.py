@@ -8,6 +8,7 @@ of decoder and trainer; programs of judges have no lower bound here.
 Invariant: no compiled program does less work.
 """
 
+import math
 from typing import NamedTuple
 
 from tba_jax.config.schema import Config
@@ -113,9 +114,8 @@ def _of_trainer(
         programs.abstract_weights(config, model_config, placement, config.search.quantization)
     )
     where = programs.publication_mesh(config, placement).shape
-    published *= (
-        placement.searcher_meshes[0].size / where["fsdp"] / where["model"] / where.get("expert", 1)
-    )
+    divided = math.prod(size for axis, size in where.items() if axis != "data")
+    published *= placement.searcher_meshes[0].size / divided
     return {
         # The state is read and written; the backward pass reads the parameters once more.
         "train_step": Minimum(flops / devices, 2 * sum(held.values()) + held["parameters"]),

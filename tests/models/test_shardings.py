@@ -3,7 +3,6 @@
 
 import functools
 import itertools
-import re
 from dataclasses import replace
 
 import jax
@@ -14,6 +13,7 @@ from fake_batches import (
     OPTIMIZER,
     REMAT,
     SCHEDULE,
+    collectives,
     lay_out,
     make_batch,
     make_draws,
@@ -106,12 +106,6 @@ def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, row_leng
     s, d = rows.tokens.shape[-1], DIVISIBLE.hidden_size
     moved = [x for op, x in collectives(program.as_text()) if op != "all-reduce"]
     assert moved and not any(s in shape and d in shape for shape in moved)
-
-
-def collectives(text):
-    """(operation, shape of its result) of a compiled program, in order."""
-    found = re.findall(r"= (\w+\[[\d,]*\])\S* (all-gather|all-to-all|all-reduce)\(", text)
-    return [(op, tuple(int(n) for n in re.findall(r"\d+", x.split("[")[1]))) for x, op in found]
 
 
 def test_weights_are_gathered_by_layer_over_fsdp_and_never_over_model():

@@ -325,6 +325,10 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     shared = {"packed_length": 0, "share_prompts": True}
     assert mesh(8, **shared) == (8, 1)  # one of eight
     assert mesh(8, **shared, num_prompts=5) == (2, 4)  # one of six, not three of eight
+    # The axis of positions is the config's, and takes devices from the others.
+    given = {"mesh.context": 4, "batch.packed_length": 1024}
+    config = replace(freeze(PRESETS["get_config"]("gsm8k")), given)
+    assert fitting.mesh_shape(8, config, shape, 1) == MeshShape(fsdp=2, context=4)
     # Two hosts with rows of their own, which bring as many prompts each.
     assert mesh(8, 2, packed_length=0, num_prompts=6) == (2, 4)
     fields = {f"batch.{name}": value for name, value in shared.items()}
