@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems with 256 possible responses, and policies over them, so that all measures are exact.
+"""Problems with 256 possible responses, and policies over these responses, for exact measures.
 
 A response has four tokens out of a vocabulary of four. In a problem with an end of sequence, token
 0 ends the response; strings with another token after it have probability 0. A policy gives the
-log-probs of all 256 strings, so target, distance to it and success rate are exact.
+log-probs of all 256 strings, so the target, the distance to the target and success are exact.
 
 Invariant: evaluating a policy samples nothing.
 """
@@ -31,7 +31,7 @@ _PREFIX = np.stack(
     ],
     axis=1,
 ).astype(np.int32)
-# For each token of each string: whether it stands after the end, and whether it is the end.
+# For each token of each string: whether the token is after the end, and whether it is the end.
 _AFTER_END = np.cumsum(STRINGS == END, axis=1) - (STRINGS == END) > 0
 _IS_END = (STRINGS == END) & ~_AFTER_END
 
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
         reward: [n 256], reward of every string of every prompt.
         width: width of the policy's network; 0: a separate table for each prompt.
         habit: initial advantage of token 0 over the others at every position of a table, in nats.
-        ends: token 0 ends a response.
+        ends: whether token 0 ends a response.
     """
 
     reward: np.ndarray | Array
@@ -63,8 +63,8 @@ class Measures(NamedTuple):
         modes: perplexity of the distribution over rewarded strings.
         distinct: expected number of distinct strings with a reward of at least 1/2 among
             `NUM_DRAWS` draws.
-        length: tokens with the end; nan without an end.
-        unended: probability of four tokens without an end; nan without an end.
+        length: expected number of tokens, with the end; nan if the problem has no end.
+        unended: probability of four tokens without an end; nan if the problem has no end.
     """
 
     target_kl: Array | np.ndarray
@@ -78,9 +78,9 @@ class Measures(NamedTuple):
 
 
 def init_policy(key: Array, problem: Problem) -> Any:
-    """Return initial parameters, with log Z of each prompt where an objective learns it.
+    """Return initial parameters, with the log Z of each prompt for objectives that learn it.
 
-    The ending of responses is a parameter that is not trained.
+    The parameter for the end of responses is not trained.
     """
     n, d = problem.reward.shape[0], problem.width
     beside = {"z": jnp.zeros(n)} | ({"end": jnp.zeros(())} if problem.ends else {})
@@ -127,7 +127,7 @@ def token_logprobs_of(
 
 
 def _ended(params: Any, logprobs: Array, strings: Array) -> Array:
-    """Make the tokens after an end certain or impossible."""
+    """Set the log-probs of tokens after an end: 0 for token 0, else impossible."""
     if "end" not in params:
         return logprobs
     after = jnp.where(jnp.asarray(STRINGS)[strings] == END, 0.0, _IMPOSSIBLE)
@@ -137,7 +137,7 @@ def _ended(params: Any, logprobs: Array, strings: Array) -> Array:
 def token_mask(
     problem: Problem, strings: Int[Array, "p k"], *, mask_eos: bool
 ) -> Bool[Array, "p k t"]:
-    """Return which tokens belong to a response, with or without its end."""
+    """Return a mask of the tokens that belong to a response, with or without its end."""
     if not problem.ends:
         return jnp.ones((*strings.shape, LENGTH), bool)
     left_out = _AFTER_END | _IS_END if mask_eos else _AFTER_END

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data of a run on an enumerable problem: drawn, stored and replayed groups.
+"""Training data of a run on an enumerable problem: sampled, stored and replayed groups.
 
-The policy of D steps ago draws the data of a step, so the lag is exact. Data are stored by whole
-groups, or by responses with each string of a prompt once.
+The policy of D steps ago samples the data of a step, so the lag is exact. The stored unit is a
+whole group, or a response, with each string of a prompt stored once.
 
 Invariant: replayed data were drawn before and keep the log-probs of the policy that drew them.
 """
@@ -29,7 +29,7 @@ class Settings:
         prompts, group: P and K of a batch.
         num_evaluations: number of evaluations, the last one at the end.
         target_beta: beta of the target distribution.
-        samples: S strings drawn for a group, of which K are taken, distinct ones first; 0: K.
+        samples: S, strings drawn for a group, of which K are used, distinct strings first; 0: K.
         searchers: searchers; each draws as many groups as a batch has.
         replay: stored unit of data, replayed with share 1 - `Condition.recency`.
         mask_eos: exclude the end from log pi.
@@ -51,17 +51,17 @@ class Settings:
 
 
 class Condition(NamedTuple):
-    """Numbers in which the runs of one program may differ besides seed and rate; traced.
+    """Traced numbers in which runs of one program may differ, besides seed and learning rate.
 
     Attributes:
         beta: KL coefficient at the first step.
         beta_final: KL coefficient at the last step; linear in between.
-        sampler: index in `SAMPLERS` of the distribution that draws.
-        lag: steps between the policy that draws and the trained policy.
-        sync_period: steps between two versions that draw.
+        sampler: index in `SAMPLERS` of the sampling distribution.
+        lag: steps between the sampling policy and the trained policy.
+        sync_period: steps between two versions of the sampling policy.
         recency: share of newly drawn groups; the others are replayed.
-        inverse_temperature: replay probability of a prompt's responses ~ softmax(reward times
-            this).
+        inverse_temperature: c of the replay probability softmax(c reward) of a prompt's
+            responses.
         capacity: number of newest strings stored for each prompt.
     """
 
@@ -150,7 +150,7 @@ def draw(
 
 
 def _chosen(is_new: Bool[Array, " p"], new: Drawn, old: Drawn) -> Drawn:
-    """Return the new groups if requested, else the old ones."""
+    """Return, for each group, the new one if `is_new`, else the old one."""
     return jax.tree.map(
         lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
     )
@@ -173,8 +173,8 @@ def replayed_responses(
 ) -> Drawn:
     """Replace some groups by stored responses to the same prompts.
 
-    Responses are drawn without replacement; with fewer than K stored, all are taken repeatedly. A
-    prompt without stored responses keeps its new group.
+    Responses are drawn without replacement. If fewer than K responses are stored, all are taken
+    repeatedly. A prompt without stored responses keeps its new group.
     """
     k_which, k_noise = jax.random.split(key)
     prompts, (p, k) = drawn.prompts, drawn.strings.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on enumerable problems: conditions, seeds and rates of an objective in one program.
+"""Training on enumerable problems: one program runs all conditions, seeds and learning rates.
 
 Uses the objectives of `train.objectives`, with groups in the format of the trainer, and data from
 `enumerated_data`; there is no language model and no buffer.
@@ -104,7 +104,7 @@ class _Carry(NamedTuple):
 
     Attributes:
         params: parameters of the policy.
-        state: state of Adam.
+        state: optimizer state of Adam.
         queue: entry i has the policy of the last step that equals i modulo the queue's length.
         kept: stored responses for replay; None without replay.
         anchor: parameters of a reference that changes; None for a fixed reference.
@@ -148,7 +148,7 @@ def train_once(
     rate: Array,
     queue_size: int,
 ) -> tuple[Measures, Batches]:
-    """Train one run; its evaluations are along the first axis."""
+    """Train one run; the first axis of the result has its evaluations."""
     k_start, k_data = jax.random.split(key)
     start = init_policy(k_start, problem)
     at_start = token_logprobs(start, jnp.arange(problem.reward.shape[0]))
@@ -214,8 +214,8 @@ def _program(
 
     Args:
         objective, settings: as in `train_once`.
-        form: fields of the problem without its rewards.
-        queue_size: number of old policies that are kept.
+        form: fields of the problem except its rewards.
+        queue_size: number of old policies to keep.
     """
 
     def run(

@@ -62,7 +62,7 @@ def to_line(row: exact_report.Row) -> dict[str, Any]:
 
 
 def from_line(line: Mapping[str, Any]) -> exact_report.Row:
-    """Return the row of a line; null and unmeasured values are nan."""
+    """Return the row of a line of the log; null and missing values become nan."""
     shape = np.shape(line["success"])
 
     def of(field: str) -> np.ndarray:

@@ -55,7 +55,7 @@ class End(NamedTuple):
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the mean and half the width of its Student interval; nan for a single value."""
+    """Return the mean, and half the width of its Student interval (nan for a single value)."""
     from scipy import stats
 
     n = len(values)
@@ -66,7 +66,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def end_of(row: Row, rates: Sequence[float], by: str = "success") -> End:
-    """Return the results at the rate that ends best in the first half of the seeds.
+    """Return the results at the learning rate with the best end in the first half of the seeds.
 
     Args:
         row: results of the study.
@@ -92,7 +92,7 @@ def end_of(row: Row, rates: Sequence[float], by: str = "success") -> End:
 
 
 def slopes(ends: Sequence[End], lags: Sequence[float]) -> np.ndarray:
-    """Return the slope of success per ten steps of lag, a least-squares line for each seed."""
+    """Return each seed's least-squares slope of success per ten steps of lag."""
     return np.polyfit(np.array(lags) / 10, np.stack([end.success for end in ends]), 1)[0]
 
 

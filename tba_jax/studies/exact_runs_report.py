@@ -26,7 +26,7 @@ LEVELS = (0.25, 0.5, 0.75)
 
 
 def soonest(row: Row) -> int:
-    """Return the index of the rate with the highest mean success in the first half of the seeds."""
+    """Return the index of the rate with the best mean success in the first half of the seeds."""
     success = np.nan_to_num(row.measures.success)
     return int(np.argmax(success[:, : success.shape[1] // 2].mean((1, 2))))
 
@@ -94,7 +94,7 @@ def data_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def _of_level(row: Row, study: Study, field: str, level: float) -> np.ndarray:
-    """Return a measurement of each run, in the second half of the seeds, that reaches a level."""
+    """Return a measurement of each run of the second half of the seeds that reaches a level."""
     at = study.rates.index(end_of(row, study.rates).rate)
     half = row.measures.success.shape[1] // 2
     values, success = getattr(row.measures, field)[at, half:], row.measures.success[at, half:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives that studies compare: name -> settings below `objective`.
+"""Objectives that studies compare: name -> settings of the section `objective`.
 
 A name is one of `tba_jax.train.objectives`, or a preset of `tba_jax.config.methods` with further
 settings.
@@ -47,7 +47,7 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
 
 
 def settings_of(name: str, beta: float) -> ObjectiveSettings:
-    """Return the settings of an objective, at a constant `beta` unless it sets its own."""
+    """Return the settings of an objective, with constant `beta` unless the objective sets beta."""
     given = dict(OBJECTIVES[name])
     preset = given.pop("preset", None)
     fields = {"objective.beta": beta} if preset is None else {}

@@ -36,8 +36,8 @@ class Study:
         names: names of objectives.
         cases: label -> case.
         problem: function that makes the problem.
-        rates: learning rates; the best is selected for each objective and case.
-        beta: beta of the target, and of objectives without their own.
+        rates: learning rates; the best rate is selected for each objective and case.
+        beta: beta of the target, and of objectives that do not set beta.
         num_steps: steps of each run.
         settings_of: objective -> further fields of `Settings`.
         axis: description of the cases, for figures.
@@ -86,7 +86,7 @@ _ALL = tuple(
     )
 )
 _FEW = ("tb", "grpo, beta 0", "proximal_rloo")
-# Objectives with reward only, and with a KL term of their own.
+# Objectives with the reward only, and objectives with their own KL term.
 _OF_DIVERSITY = (
     "tb",
     "rloo, beta 0",
@@ -123,7 +123,7 @@ def _on_sparse(cases: Mapping[str, Case], axis: str) -> Study:
 
 
 STUDIES: Mapping[str, Study] = {
-    # Which objectives end at pi_ref exp(r / beta)?
+    # Which objectives converge to pi_ref exp(r / beta)?
     "optimum": Study(
         _ALL,
         {
@@ -138,7 +138,7 @@ STUDIES: Mapping[str, Study] = {
         1000,
         axis="data drawn by",
     ),
-    # Success against the age of the data, and collapsed runs.
+    # Success and collapsed runs by the age of the data.
     "staleness": Study(
         _ALL,
         {str(lag): Case({"lag": lag}) for lag in LAGS},

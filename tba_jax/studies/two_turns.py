@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: distance to the soft optimum after training on games of two turns, all enumerated.
+"""Command: distance to the soft optimum after training on fully enumerated games of two turns.
 
     python -m tba_jax.studies.two_turns [--seeds=10]
 
@@ -31,19 +31,19 @@ OBJECTIVES: Mapping[str, Objective] = {
     "episode": TrajectoryBalance(),
     "turn": TrajectoryBalance(log_z="learned", balance="turn"),
 }
-# Each observation follows from the token before it; is drawn at random; or follows from the token
-# and a number that the group shares and the policy does not see.
+# Each observation is a function of the token before it; or random; or a function of the token and a
+# hidden number, which a group shares and the policy does not see.
 GAMES = ("from context", "random", "hidden seed")
 
 
 class Game(NamedTuple):
-    """A game with a tokens, o observations and z hidden numbers, each equally likely.
+    """A game with a tokens, o observations and z equally likely hidden numbers.
 
     Attributes:
         observed: [z a o], probability of an observation after the first token.
         reward: [z a o a].
         reference: log-probs of the first token [a] and of the second [a o a].
-        sampler: as `reference`.
+        sampler: log-probs of the sampler, as in `reference`.
     """
 
     observed: Array
@@ -81,7 +81,7 @@ def _episodes(game: Game, policy: tuple[Array, Array]) -> Array:
 
 
 def _probability(game: Game, policy: tuple[Array, Array]) -> Array:
-    """Return the probability of every episode in the groups of its hidden number, [z e]."""
+    """Return the probability of every episode given the hidden number, [z e]."""
     chance = jnp.broadcast_to(game.observed[..., None], game.reward.shape)
     tokens = jnp.exp(jnp.sum(_episodes(game, policy), axis=-1))
     return tokens * chance.reshape(tokens.shape)
@@ -119,7 +119,7 @@ def group_data(game: Game, params: Any) -> GroupData:
 
 
 def trained(objective: Objective, game: Game) -> tuple[tuple[Array, Array], Array]:
-    """Return (policy after training, root of the mean square of the residuals)."""
+    """Train; return (policy, root of the mean square of the residuals)."""
     params = {
         "first": game.reference[0],
         "second": game.reference[1],
@@ -144,7 +144,7 @@ class Distance(NamedTuple):
     Attributes:
         first, second: KL(optimum || policy) of each turn, in nats.
         residual: root of the mean square of the residuals.
-        lost: share of the gain in reward - beta KL over the reference that is missing.
+        lost: missing share of the optimum's gain in (reward - beta KL) over the reference.
     """
 
     first: Array
@@ -156,7 +156,8 @@ class Distance(NamedTuple):
 def distance(game: Game, policy: tuple[Array, Array], residual: Array) -> Distance:
     """Return the distance of a policy from the soft optimum of the game.
 
-    The policy knows the observation only: hidden numbers have their posterior.
+    The policy sees the observation only, so the optimum averages over the posterior of the hidden
+    number.
     """
     joint = game.observed / len(game.observed)
     observed = jnp.sum(joint, axis=0)
@@ -195,7 +196,7 @@ def measure(kind: str, balance: str, seeds: Sequence[int]) -> Distance:
 
 
 def table(num_seeds: int) -> str:
-    """Return the results of all games as a Markdown table: means over seeds, and the largest."""
+    """Return the results of all games as a Markdown table, with means and maxima over seeds."""
     lines = [
         "| observations | `balance` | KL, turn 1 | KL, turn 2 | largest sum | residual | lost |",
         "|---|---|---|---|---|---|---|",

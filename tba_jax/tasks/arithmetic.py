@@ -6,8 +6,8 @@
     worked response   :12,9,17,11,13       step by step: one running total per sign
 
 The answer is the last integer of either response. Problems are generated from a hash of their
-index, so there is no data file. A hash of its text assigns an expression to the evaluation or the
-training split, so neither pretraining nor reinforcement learning has evaluation expressions.
+index, so there is no data file. A hash of the text of an expression selects its split, so neither
+pretraining nor reinforcement learning sees expressions of the evaluation split.
 
 The module also generates the responses on which the embedded start model was pretrained. Invariant:
 `problem(index, split)` is the same expression on every machine and in every release.
@@ -31,7 +31,7 @@ MAX_HASTY_CHARS = 4  # the equals sign, a minus sign of a wrong answer, two digi
 
 TRAIN_SIZE = 2**16
 EVAL_SIZE = 1024
-# One expression in this many is in the evaluation split.
+# The evaluation split has one expression out of this number.
 _EVAL_ONE_IN = 16
 
 _WORKED = re.compile(rf":\d+(,\d+){{{NUM_TERMS - 2}}}")
@@ -79,7 +79,8 @@ def problem(index: int, split: Split) -> tuple[str, int]:
             bits, digit = divmod(bits, 9)
             bits, is_plus = divmod(bits, 2)
             digit += 1
-            # If the drawn sign would leave the bounds, the other sign does not.
+            # If the total with the drawn sign is out of bounds, the total with the other sign is
+            # not.
             is_plus = (is_plus or total - digit < MIN_TOTAL) and total + digit <= MAX_TOTAL
             total += digit if is_plus else -digit
             expression += f"{'' if term == 0 else '+' if is_plus else '-'}{digit}"
@@ -101,12 +102,12 @@ def worked_response(expression: str) -> str:
 def hasty_response(expression: str, rng: np.random.Generator, *, slip_prob: float) -> str:
     """Return a response with only an answer, often a wrong one.
 
-    The answer takes the last sign for a repeat of the sign before it, which is correct for two
-    problems in five. With probability `slip_prob` it has a further small error.
+    The answer is computed as if the last sign were the same as the sign before it, which is correct
+    for two problems in five. With probability `slip_prob` the answer has another small error.
 
     Args:
         expression: the sum.
-        rng: source of the errors.
+        rng: random generator of the errors.
         slip_prob: probability of a further error of at most 3.
 
     Returns:
@@ -120,7 +121,7 @@ def hasty_response(expression: str, rng: np.random.Generator, *, slip_prob: floa
 
 
 def is_worked(text: str) -> bool:
-    """Return whether a response is step by step, correct or not: one running total per sign."""
+    """Return whether a response has one running total per sign, correct or not."""
     return _WORKED.fullmatch(text) is not None
 
 
@@ -131,7 +132,7 @@ class Arithmetic:
         name: name in the registry.
         response_kinds: results of `response_kind`.
         reward: the function that grades a response.
-        metric: headline of its evaluation.
+        metric: headline metric of the evaluation.
     """
 
     name = "arithmetic"

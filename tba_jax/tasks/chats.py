@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat prompts: lists of messages, which the model's chat template converts to text.
+"""Chat prompts: lists of messages that the model's chat template converts to text.
 
-Invariant: the messages of a chat are the column `prompt` of its problem, for reward functions.
+Invariant: reward functions receive the messages of a chat as the column `prompt`.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the task: its data, its prompts and the functions that reward."""
+"""Settings of the task: data, prompts and reward functions."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, entry_of
 
 @dataclass(frozen=True)
 class TaskSettings(Section):
-    """The task."""
+    """Settings of the task."""
 
     name: str = field("arithmetic", f"one of {NAMES}")
     data_path: str = field(

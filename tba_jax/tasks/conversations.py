@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Given responses as tokens: rows of supervised fine-tuning.
+"""Rows of supervised fine-tuning: prompts and given responses as tokens.
 
 A row has `prompt` and `completion` (or `response`), texts or lists of chat messages, or it has
 `messages`. In a chat, each answer of the assistant is a response, and the model's chat template
@@ -21,7 +21,8 @@ class Example(NamedTuple):
     Attributes:
         prompt: [s].
         response: [t], end-of-sequence token included.
-        is_answer: bool [t], False at tokens between two answers; None: all belong to one answer.
+        is_answer: bool [t], False at tokens between two answers; None: all tokens belong to one
+            answer.
     """
 
     prompt: np.ndarray
@@ -34,15 +35,15 @@ def read_examples(source: str, split: Split, tokenizer: Tokenizer) -> list[Examp
 
     Args:
         source: as in `rows`: a file, a folder or a data set on the hub.
-        split: which part of the source.
+        split: split of the source.
         tokenizer: tokenizer of the model.
 
     Raises:
-        ValueError: an unusable source or row, with its place; or a model without an
-            end-of-sequence token.
+        ValueError: the source or a row is unusable (the message has the place), or the model has
+            no end-of-sequence token.
     """
     if not tokenizer.eos_ids:
-        raise ValueError("this model has no end-of-sequence token, so responses could never end")
+        raise ValueError("this model has no end-of-sequence token, so no response can end")
     return [_example(row, where, tokenizer) for where, row in read_rows(source, split)]
 
 
@@ -73,7 +74,7 @@ def _answer(text: str, tokenizer: Tokenizer, end_id: int) -> np.ndarray:
 
 
 def _chat(messages: list[Any], where: str, tokenizer: Tokenizer) -> Example:
-    """Return a conversation: the answers of the assistant, and the template's tokens between."""
+    """Return a conversation: the assistant's answers and the template's tokens between them."""
     answers = [i for i, x in enumerate(messages) if isinstance(x, dict) and _role(x) == "assistant"]
     if not answers or not answers[0]:
         raise ValueError(
@@ -96,10 +97,11 @@ def _role(message: Mapping[str, Any]) -> Any:
 def _parts(
     messages: list[Any], answers: list[int], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield (tokens, whether they are an answer) of each part of a conversation.
+    """Yield (tokens, whether the tokens are an answer) for each part of a conversation.
 
     Raises:
-        ValueError: the template refuses the messages, or changes earlier ones as it continues.
+        ValueError: the template refuses the messages, or changes earlier messages when a message
+            is added.
     """
     texts = [tokenizer.format_chat(messages[:i]) for i in answers]
     yield tokenizer.encode(texts[0], add_bos=True), False

@@ -22,7 +22,7 @@ from tba_jax.tasks.rows import Placed, has_split, open_rows
 
 # Arguments of reward functions in TRL, which does not pass columns of these names either.
 DROPPED_COLUMNS = ("completion", "completion_ids")
-# The first of these that a row has is its prompt where no column `prompt` or `messages` is.
+# In a row without `prompt` and `messages`, the first of these columns is the prompt.
 PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
 RESERVED_COLUMNS = ("prompts", "completions")
 
@@ -40,11 +40,11 @@ class _Part(NamedTuple):
 
 
 class _Judge:
-    """Validator that refuses malformed rows, and rows of another form than the first.
+    """Validator that refuses malformed rows, and rows whose form differs from that of the first.
 
     Args:
         names: new names of columns.
-        notes_prompts: keep a digest of each prompt.
+        notes_prompts: whether to keep a digest of each prompt.
     """
 
     def __init__(self, names: Mapping[str, str], *, notes_prompts: bool = False) -> None:
@@ -55,7 +55,7 @@ class _Judge:
 
     @property
     def first(self) -> Problem:
-        """Return the first problem; requires that there is one."""
+        """Return the first problem; needs at least one row."""
         assert self._first is not None
         return self._first[0]
 
@@ -72,22 +72,23 @@ class _Judge:
 class Custom:
     """Prompts and columns of any data set.
 
-    A test split of the data is the held-out split. Without one, training rows are split off: those
-    whose prompts have the smallest SHA-256, at least `num_held_out`, independent of file order and
-    seed; rows with equal prompts stay together.
+    A test split of the data is the held-out split. Without a test split, at least `num_held_out`
+    training rows are held out: the rows whose prompts have the smallest SHA-256. The choice does
+        not
+    depend on file order or seed, and rows with equal prompts stay together.
 
     Args:
         data_path: a source as in `rows`.
-        num_held_out: rows to split off if there is no test split.
-        chat: format a text prompt as a user message.
-        columns: new names of columns, as `task.columns`.
+        num_held_out: number of rows to hold out if the data has no test split.
+        chat: whether to format a text prompt as a user message.
+        columns: new names of columns, as in `task.columns`.
 
     Raises:
-        ValueError: no source; or a malformed row, with file and line.
+        ValueError: the source is missing, or a row is malformed (the message has file and line).
     """
 
     name = "custom"
-    reward = ""  # the config must name one
+    reward = ""  # the config must name a reward
     metric = "reward_mean"
     response_kinds: tuple[str, ...] = ()
 
@@ -230,7 +231,7 @@ def _check_messages(messages: list[Any], where: str) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON stores and restores the value unchanged, as checkpoints need."""
+    """Return whether JSON stores and restores the value unchanged; checkpoints need that."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

@@ -25,13 +25,13 @@ class GSM8K(RowTask):
 
     Args:
         data_path: folder with train.jsonl and test.jsonl as OpenAI published them; empty: the hub.
-        chat: format prompts as user messages.
+        chat: whether to format prompts as user messages.
     """
 
     name = "gsm8k"
     reward = "tba_jax.rewards.numeric:gsm8k_reward"
     metric = "pass_at_1"
-    # marked: ends in "#### number", as the training solutions do; unmarked: some other number
+    # marked: ends in "#### number", as the training solutions do; unmarked: has another number
     response_kinds = ("marked", "unmarked", "no_number")
 
     columns = ("question", "answer")
@@ -48,7 +48,7 @@ class GSM8K(RowTask):
         return MESSAGE.format(question=row["question"])
 
     def response_kind(self, text: str) -> str:
-        """Return whether the response marks its answer like the data, or has any number."""
+        """Return "marked" (an answer after ####), "unmarked" (another number) or "no_number"."""
         marked = gsm8k_gold(text)
         if marked is not None and last_number(marked) is not None:
             return "marked"

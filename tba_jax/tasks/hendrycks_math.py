@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `math` task: the competition problems of Hendrycks et al. (MATH), boxed answers.
+"""The `math` task: the competition problems of Hendrycks et al. (MATH) with boxed answers.
 
 Invariant: a problem's index is its row in the file; MATH-500 problems are never trained on.
 """
@@ -21,7 +21,7 @@ class HendrycksMath(RowTask):
     Args:
         data_path: folder with train.jsonl and test.jsonl whose rows have `problem` and `solution`
             (with the answer in \\boxed{}); empty: the hub.
-        chat: format prompts as user messages.
+        chat: whether to format prompts as user messages.
     """
 
     name = "math"
@@ -53,5 +53,5 @@ class HendrycksMath(RowTask):
         return MESSAGE.format(problem=row["problem"])
 
     def response_kind(self, text: str) -> str:
-        """Return whether the response boxes an answer."""
+        """Return the kind of the response: with or without a boxed answer."""
         return "unboxed" if last_boxed(text) is None else "boxed"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several data sets of the user as one task: shares of the prompts, and figures for each.
+"""Several data sets of the user as one task, with a share of the prompts and metrics for each set.
 
-In a pass every row of every set occurs at least once; rows of sets that are small for their share
-occur again. Every row has a column `data_set`, the name of its set, and the columns of all sets,
-with None where its own set lacks one.
+In an epoch every row of every set occurs at least once. If a set is smaller than its share, its
+rows occur several times. Every row has a column `data_set`, the name of its set, and the columns of
+all sets, with None for columns that its own set lacks.
 """
 
 import functools
@@ -19,19 +19,19 @@ COLUMN = "data_set"
 
 
 class DataSet(NamedTuple):
-    """One of several data sets; weight 0: the share follows the number of rows."""
+    """One of several data sets; with weight 0 its share is proportional to its number of rows."""
 
     path: str
     weight: float
 
 
 def data_sets(data_path: str) -> list[DataSet]:
-    """Return the sets that `task.data_path` names.
+    """Return the data sets that `task.data_path` names.
 
         data_sets("a.jsonl:0.7,b.jsonl:0.3") == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
 
     Raises:
-        ValueError: some have weights and some do not, or a weight is not above 0.
+        ValueError: only some data sets have a weight, or a weight is not above 0.
     """
     if os.path.exists(data_path) or "," not in data_path:
         return [DataSet(data_path, 0.0)]
@@ -51,7 +51,7 @@ def _data_set(text: str) -> DataSet:
     except ValueError:
         return DataSet(text, 0.0)
     if not path or not 0 < number < math.inf:
-        raise ValueError(f"task.data_path: the weight of {path!r} is {weight}. Give one above 0")
+        raise ValueError(f"task.data_path: {path!r} has weight {weight}. Give a weight above 0")
     return DataSet(path, number)
 
 
@@ -60,12 +60,12 @@ class Mixture:
 
     Args:
         sets: two or more data sets.
-        num_held_out: rows to hold out of all together, by the weights, where a set has no test
-            split.
+        num_held_out: number of rows to hold out in all, divided by the weights, if a set has no
+            test split.
         chat, columns: as in `Custom`.
 
     Raises:
-        ValueError: as `Custom`; or two sets have one name.
+        ValueError: as in `Custom`; or two sets have the same name.
     """
 
     name, reward, metric = Custom.name, Custom.reward, Custom.metric
@@ -105,7 +105,7 @@ class Mixture:
 
     @functools.cached_property
     def _columns(self) -> dict[str, None]:
-        """Names of the columns of all sets, as keys."""
+        """Names of the columns of all data sets, as the keys of a dict."""
         columns = {name: None for task in self._tasks for name in task.train_problem(0)[1]}
         if COLUMN in columns:
             raise ValueError(
@@ -122,12 +122,12 @@ class Mixture:
         return columns
 
     def most_held_out(self, share: float) -> int:
-        """Return the largest number of held-out rows that takes at most `share` of every set."""
+        """Return the largest number of held-out rows that uses at most `share` of each data set."""
         sizes = [task.train_size() + task.eval_size() for task in self._tasks]
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def train_size(self) -> int:
-        """Return the number of training problems of an epoch."""
+        """Return the number of training problems in an epoch."""
         return sum(self._counts)
 
     def eval_size(self) -> int:
@@ -166,14 +166,14 @@ def _name(path: str) -> str:
 def custom_task(
     data_path: str, num_held_out: int, chat: bool, columns: str = ""
 ) -> Custom | Mixture:
-    """Return the task `custom` for one data set or several.
+    """Return the task `custom` for one or several data sets.
 
     Args:
-        data_path: as `data_sets` reads it.
+        data_path: as in `data_sets`.
         num_held_out, chat, columns: as in `Custom`.
 
     Raises:
-        ValueError: as `data_sets`, `Custom` and `Mixture`.
+        ValueError: as in `data_sets`, `Custom` and `Mixture`.
     """
     sets = data_sets(data_path)
     if len(sets) == 1:

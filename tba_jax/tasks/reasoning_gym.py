@@ -2,7 +2,7 @@
 """The tasks `reasoning_gym:DATASET`: the procedural problems of reasoning-gym.
 
 The package (extra `reasoning-gym`) is imported when a task is created. Invariant: data set, split
-and index determine a problem; data sets that their seed does not reproduce are refused.
+and index determine a problem; a data set is refused if its seed does not determine its problems.
 """
 
 import functools
@@ -16,7 +16,7 @@ EVAL_SIZE = 1_000
 # The package seeds problem i with seed + i, so the seeds of the splits must be far apart.
 TRAIN_SEED = 0
 EVAL_SEED = 2**30
-# Problems generated twice at the start to test that the data set is reproducible.
+# Number of problems that are generated twice at the start, to test that they are equal.
 NUM_COMPARED = 16
 
 MESSAGE = (
@@ -33,7 +33,7 @@ class ReasoningGym:
     Args:
         dataset: name in reasoning-gym, such as "chain_sum".
         data_path: must be empty.
-        chat: format prompts as user messages.
+        chat: whether to format prompts as user messages.
 
     Raises:
         ValueError: the package or the data set is missing, or the data set cannot be used.
@@ -51,7 +51,7 @@ class ReasoningGym:
                 "it empty"
             )
         try:
-            # No import statement: type checkers would find this module.
+            # An import statement would make type checkers import this module itself.
             package: Any = importlib.import_module("reasoning_gym")
         except ImportError as error:
             raise ValueError(
@@ -103,11 +103,11 @@ class ReasoningGym:
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> Problem:
-        """Return the prompt of a training problem, and the columns of its scorer."""
+        """Return the prompt of a training problem, and the columns that its scorer needs."""
         return self._problem(self._train, TRAIN_SEED, TRAIN_SIZE, index)
 
     def eval_problem(self, index: int) -> Problem:
-        """Return the prompt of a held-out problem, and the columns of its scorer."""
+        """Return the prompt of a held-out problem, and the columns that its scorer needs."""
         return self._problem(self._eval, EVAL_SEED, EVAL_SIZE, index)
 
     def _problem(self, data: Any, seed: int, size: int, index: int) -> Problem:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `redteam` task: one empty prompt, to which every response is an attack on a victim model.
 
-Attacks are graded by the victim and a classifier (`rewards.victim`). Invariant: problem 0 is the
-only one, in both splits; an evaluation draws `eval.num_samples` attacks.
+A victim model and a classifier grade the attacks (`rewards.victim`). Invariant: problem 0 is the
+only problem of both splits; an evaluation samples `eval.num_samples` attacks.
 """
 
 from typing import Any
@@ -32,13 +32,13 @@ class RedTeam:
         return 1
 
     def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the empty prompt, which the tokenizer encodes as beginning-of-sequence."""
+        """Return the empty prompt; the tokenizer encodes it as the beginning-of-sequence token."""
         if index:
             raise ValueError(f"task redteam has only prompt 0, got index {index}")
         return "", {}
 
     def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the empty prompt, as `train_problem`."""
+        """Return the empty prompt, as in `train_problem`."""
         return self.train_problem(index)
 
     def response_kind(self, text: str) -> str | None:

@@ -2,8 +2,8 @@
 """The Task protocol and the registry of tasks.
 
 A task consists of prompts, the columns of its reward, the name of the reward, and the metrics of
-its evaluation. To add one, write its file and its entry here. Invariant: a problem's index means
-the same problem in every process and every run.
+its evaluation. To add a task, write its file, and its entry here. Invariant: an index names the
+same problem in every process and every run.
 """
 
 import functools
@@ -30,12 +30,11 @@ class Task(Protocol):
     A prompt is a text, or a list of chat messages that the model's chat template converts to text;
     the messages are then also the column `prompt`, for the reward.
 
-    Responses from before the run are not part of a task: `task.start_path` names a file of them
-    (`start_data`).
+    A task has no given responses; `task.start_path` names a file of them (`start_data`).
 
     Attributes:
         name: name in the registry.
-        reward: default reward: "package.module:function", or the name of one of `rewards.kinds`;
+        reward: default reward: "package.module:function", or a name of `rewards.kinds`;
             empty if the config must name one.
         metric: headline metric of the run's evaluation: "pass_at_1", "win_rate", "success_rate",
             "reward_mean", ... Evaluation must report it.
@@ -47,7 +46,7 @@ class Task(Protocol):
 
     @property
     def response_kinds(self) -> tuple[str, ...]:
-        """Results of `response_kind`; the report shows the share of the first."""
+        """Results of `response_kind`; the report shows the share of responses of the first kind."""
         ...
 
     def train_size(self) -> int:
@@ -78,13 +77,14 @@ class Entry(NamedTuple):
     """A task in the registry, before it is created.
 
     Attributes:
-        task: class of the task; its class attributes hold for every instance.
+        task: class of the task; its class attributes are valid for every instance.
         make: (data_path, num_held_out, chat) -> the task.
-        has_chat: prompts may be user messages in the model's chat template.
-        needs_data: task.data_path is required.
-        makes_problems: the task generates its problems, so their length is known to this package.
-        has_one_prompt: the task has a single prompt, which every searcher must draw.
-        metrics: names in `evaluation` of further metric functions.
+        has_chat: whether prompts may be user messages in the model's chat template.
+        needs_data: whether task.data_path is required.
+        makes_problems: whether the task generates its problems; this package then knows their
+            length.
+        has_one_prompt: whether the task has a single prompt, which every searcher must draw.
+        metrics: names of further metric functions of `evaluation`.
     """
 
     task: type[Task]
@@ -97,7 +97,7 @@ class Entry(NamedTuple):
 
 
 def _rows(task: Callable[[str, bool], Task]) -> Callable[[str, int, bool], Task]:
-    """Return a constructor of tasks whose data has its own test split."""
+    """Return a constructor of tasks whose data has a test split."""
     return lambda data_path, _, chat: task(data_path, chat)
 
 
@@ -143,7 +143,7 @@ def entry_of(name: str) -> Entry:
     """Return the entry of this name: one of TASKS, or reasoning_gym:DATASET.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     dataset = name.partition(REASONING_GYM_PREFIX)[2] if name not in TASKS else ""
     if dataset:
@@ -161,14 +161,15 @@ def get_task(
     """Return the task of this name.
 
     Args:
-        name: one of the registry's, or reasoning_gym:DATASET.
-        data_path: source of its rows (see `rows`); empty: the task's own source.
-        num_held_out: rows to hold out if the data has no test split; 0: such data is refused.
-        chat: format text prompts as user messages, for models with a chat template.
-        columns: new names of columns, as `task.columns`; only for task custom.
+        name: a name in the registry, or reasoning_gym:DATASET.
+        data_path: source of the rows (see `rows`); empty: the task's own source.
+        num_held_out: number of rows to hold out if the data has no test split; 0: such data is
+            refused.
+        chat: whether to format text prompts as user messages, for models with a chat template.
+        columns: new names of columns, as in `task.columns`; only for task custom.
 
     Raises:
-        ValueError: unknown name, or data that cannot be used.
+        ValueError: the name is unknown, or the data cannot be used.
     """
     if columns:
         return custom_task(data_path, num_held_out, chat, columns)

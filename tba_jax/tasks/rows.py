@@ -21,10 +21,10 @@ from tba_jax.tasks.chats import Problem, asked_by_user
 Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
 Placed = tuple[str, dict[str, Any]]
-"""(place for messages, row)."""
+"""(place of the row for messages, row)."""
 
 HUB_PREFIX = "hf://"
-_MAX_DEPTH = 100  # nested objects and lists in a row
+_MAX_DEPTH = 100  # maximum depth of nested objects and lists in a row
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -32,7 +32,7 @@ def has_split(source: str, split: Split) -> bool:
     """Return whether the source has this split; a single file has none.
 
     Raises:
-        ValueError: a data set of the hub that cannot be read.
+        ValueError: a data set of the hub cannot be read.
     """
     if source.startswith(HUB_PREFIX):
         name, configuration = _hub_name(source)
@@ -45,7 +45,7 @@ def has_split(source: str, split: Split) -> bool:
 class Rows(Sequence[Placed]):
     """Rows of JSON lines files, read on access; thread-safe.
 
-    A file that is replaced stays readable in its old form; a file that is modified is refused.
+    If a file is replaced, the old file stays readable. A file that is modified is refused.
 
     Args:
         files: paths.
@@ -106,10 +106,11 @@ def open_rows(
     Args:
         source: source of the rows.
         split: split to read.
-        judge: validator (place, row), called for each row in order; raises ValueError.
+        judge: function of (place, row) that is called for each row in order; raises ValueError
+            for an invalid row.
 
     Raises:
-        ValueError: as `read_rows` and `judge`.
+        ValueError: as in `read_rows`, or `judge` refuses a row.
     """
     files = [] if source.startswith(HUB_PREFIX) else _files_of(source, split)
     if not files or files[0].endswith(".parquet"):
@@ -132,10 +133,10 @@ def open_rows(
 
 
 def read_rows(source: str, split: Split) -> Iterator[Placed]:
-    """Yield (place, row) of every row of a split in order; of a single file, all rows.
+    """Yield (place, row) of every row of a split in order; for a single file, all rows.
 
     Raises:
-        ValueError: missing data, or a malformed row, with file and line.
+        ValueError: data is missing, or a row is malformed (the message has file and line).
     """
     if source.startswith(HUB_PREFIX):
         yield from _hub_rows(source, split)
@@ -160,7 +161,7 @@ def _files_of(source: str, split: Split) -> list[str]:
     """Return the files of a split.
 
     Raises:
-        ValueError: there is no file, or there are two kinds.
+        ValueError: the split has no file, or files of two formats.
     """
     files = _files(source, split) if os.path.isdir(source) else [source]
     for path in files:
@@ -180,10 +181,10 @@ def _files_of(source: str, split: Split) -> list[str]:
 
 
 def _files(folder: str, split: Split) -> list[str]:
-    """Return the files of a split; [] without any.
+    """Return the files of a split; [] if there are none.
 
     Raises:
-        ValueError: there are two kinds of files.
+        ValueError: the split has files of two formats.
     """
     stem = os.path.join(glob.escape(folder), split)
     kinds = [sorted(glob.glob(stem + end)) for end in (*FILE_SUFFIXES, "-*.parquet")]
@@ -223,7 +224,7 @@ def _json_row(line: bytes, number: int, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where}: not UTF-8 text ({error.reason}). Convert the file to UTF-8"
         ) from None
-    except (ValueError, RecursionError) as error:  # also numbers and nesting without limit
+    except (ValueError, RecursionError) as error:  # also for huge numbers and deep nesting
         got = text.strip()[:80]
         raise ValueError(f"{where}: not JSON ({error}); got {got!r}. Correct that line") from None
     if not isinstance(row, dict):
@@ -287,7 +288,7 @@ def _datasets(source: str) -> Any:
 
 
 def _asked(source: str, question: Any) -> Any:
-    """Return the hub's answer, with its errors as one line."""
+    """Return the answer of the hub; raise an error of the hub as a message of one line."""
     try:
         return question()
     except (OSError, ValueError) as error:  # no connection, no such data set or configuration
@@ -317,13 +318,13 @@ def _checked(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Row:
 class RowTask:
     """Base of tasks whose problems are the rows of a published train and test file.
 
-    A subclass defines `columns`, `hub` (a source for `train` and for `test`), `hub_eval_split` if
-    the held-out split has another name there, `problem` and `message`. Files are read when a split
-    is first used. Invariant: a problem's index is its row in the file.
+    A subclass defines `columns`, `hub` (a source for `train` and for `test`), `problem`, `message`,
+    and `hub_eval_split` if the hub has another name for the held-out split. Files are read when a
+    split is first used. Invariant: a problem's index is its row in the file.
 
     Args:
         data_path: a source with both splits; empty: the hub.
-        chat: format prompts as user messages.
+        chat: whether to format prompts as user messages.
 
     Raises:
         ValueError: the source is a single file.

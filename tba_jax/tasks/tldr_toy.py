@@ -4,10 +4,10 @@
     prompt      gaccgaacgakgcacgaagacgha:
     response    agc
 
-A post repeats a few letters, some more often than others. A good digest names the frequent ones,
-once each; `rewards.digests` defines it exactly and is not used in training. Human digests
-(`human_digest`) are longer or shorter, with repeats and letters that do not occur; they are the
-references of win rates. Posts are generated from their index, so there is no data file.
+A post repeats a few letters, some more often than others. A good digest names each frequent letter
+once. `rewards.digests` defines this exactly and is not used in training. Human digests
+(`human_digest`) may be too long or too short, repeat letters, or have letters that the post lacks;
+win rates compare with them. Posts are generated from their index, so there is no data file.
 
 Invariant: `problem(index, split)` is the same text on every machine and in every release.
 """
@@ -41,12 +41,12 @@ def problem(index: int, split: Split) -> tuple[str, str]:
 
 
 def source(name: str) -> random.Random:
-    """Return random numbers seeded by a name; only Python's `random()` is stable over releases."""
+    """Return a generator seeded by a name; only its method `random` is stable over releases."""
     return random.Random(f"tldr_toy 0 {name}")
 
 
 def make_post(rng: random.Random) -> str:
-    """Return a post: four to seven letters, each less frequent than the one before it."""
+    """Return a post of four to seven letters, each less frequent than the previous letter."""
     letters = sorted(LETTERS, key=lambda _: rng.random())[: 4 + int(4 * rng.random())]
     weights = [0.65**i for i in range(len(letters))]
     return "".join(_choose(letters, weights, rng) for _ in range(POST_CHARS))
@@ -77,8 +77,9 @@ class TLDRToy:
 
     Attributes:
         name: name in the registry.
-        reward: empty: a reward model is configured (`reward.model_path`).
-        metric: share of held-out prompts whose response the gold reward prefers to the human one.
+        reward: empty, because the config names a reward model (`reward.model_path`).
+        metric: share of held-out prompts whose response the gold reward prefers to the human
+            digest.
         response_kinds: results of `response_kind`.
     """
 
@@ -106,5 +107,5 @@ class TLDRToy:
         return f"{post}:", {"answer": digest}
 
     def response_kind(self, text: str) -> str:
-        """Return whether the digest repeats a letter."""
+        """Return the kind of the response: with or without a repeated letter."""
         return "unrepeated" if len(set(text)) == len(text) else "repeated"

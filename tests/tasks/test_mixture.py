@@ -67,7 +67,7 @@ def test_rewards_are_reported_for_each_set():
     ("path", "message"),
     [
         ("a.jsonl:0.5,b.jsonl", "some data sets have a weight and some have none"),
-        ("a.jsonl:0.5,b.jsonl:0", "the weight of 'b.jsonl' is 0. Give one above 0"),
+        ("a.jsonl:0.5,b.jsonl:0", "'b.jsonl' has weight 0. Give a weight above 0"),
     ],
 )
 def test_weights_that_cannot_be(path, message):
