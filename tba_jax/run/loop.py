@@ -89,7 +89,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
     """
     trainer, num_steps = run.trainer, run.config.num_steps
     reports = search.begin(interrupted)
-    extra: dict[str, Any] = {}  # metrics of no single step, for the next metrics line
+    extra: dict[str, Any] = {}  # metrics between two steps, for the next metrics line
     publishes = search.publishes_first
     is_sync_due = publishes and trainer.step_index % run.config.sync_period == 0
     while trainer.step_index < num_steps and not stops(run, interrupted):
@@ -130,7 +130,7 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
     Args:
         run: the run, after a step.
         values: metrics of the step.
-        extra: metrics of no single step.
+        extra: metrics of publications, merges and searchers since the last step.
     """
     step = run.trainer.step_index
     run.clock.note_step()

@@ -137,7 +137,7 @@ def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
 def make_publication(
     model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> tuple[Layout, Any]:
-    """(layout that searchers want, shardings in which the publish program leaves its copy).
+    """Return the layout that searchers want, and the shardings of the published copy.
 
     Args:
         mesh: `Placement.publication_mesh`.
@@ -256,7 +256,7 @@ def make_decoder(
     """Make the decoder of a run, for training and evaluation.
 
     Args:
-        site: the searcher's; one device serves weights on any one device.
+        site: site of the searcher; programs of a single device serve every single device.
 
     Raises:
         ValueError: as `longest_sequence`; or the model has no token of an id in search.stop_ids.
@@ -296,7 +296,7 @@ def make_decoder(
 
 
 def _conversation_lengths(config: Config, longest: int) -> tuple[int, ...]:
-    """Prompt buckets of later turns, which begin with everything before them."""
+    """Return the prompt buckets of later turns, whose prompts contain all earlier turns."""
     if not config.task.environment:
         return ()
     least = config.task.max_prompt_tokens

@@ -29,7 +29,7 @@ def start_cluster(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Cluster:
-    """Set what must precede the first use of a device, and join the other processes of a job.
+    """Set the options that JAX reads at its start, and join the other processes of a job.
 
     Args:
         coordinator, num_processes, process_id: as in `resolve_address`; a placement of one process
@@ -53,10 +53,10 @@ def start_cluster(
 
 
 def _divide_cpu(num_devices: int) -> None:
-    """Have the CPU backend show several devices, at least, where jax runs already.
+    """Divide the CPU into devices; if JAX has started already, check that it has enough.
 
     Raises:
-        UserError: it runs on fewer.
+        UserError: JAX has started with fewer devices.
     """
     import jax
 

@@ -501,7 +501,7 @@ class Machines:
         Worker("machines", self.poll, stop, idle_s=_PERIOD_S).start()
 
     def poll(self) -> bool:
-        """Get the list once."""
+        """Update the list of machines once."""
         alive = {
             str(node["NodeID"]): f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}"
             for node in self._list_nodes()

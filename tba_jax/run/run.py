@@ -257,7 +257,7 @@ class Samples:
 
 
 def _hundredths(values: np.ndarray, kept: np.ndarray) -> list[int]:
-    """Log ratios as whole hundredths, which take little room."""
+    """Return log ratios in whole hundredths, which take little room."""
     return np.rint(100 * np.clip(np.nan_to_num(values[kept]), -99, 99)).astype(int).tolist()
 
 
