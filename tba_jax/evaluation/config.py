@@ -10,26 +10,26 @@ from tba_jax.settings import Dtype, Section, field, need
 class EvalSettings(Section):
     """Evaluation on held-out prompts."""
 
-    period: int = field(50, "steps between evaluations; 0: before and after only", at_least=0)
+    period: int = field(50, "steps between evaluations; 0: before and after training", at_least=0)
     max_new_tokens: int = field(48, "maximum tokens of a response", at_least=1)
-    num_slots: int = field(128, "unfinished responses at a time", at_least=1)
-    num_samples: int = field(1, "responses per prompt; above 1 pass@k is reported too", at_least=1)
+    num_slots: int = field(128, "number of responses decoded at a time", at_least=1)
+    num_samples: int = field(1, "responses per prompt; with more than 1, also pass@k", at_least=1)
     temperature: float = field(0.0, "sampling temperature, with top-p 1; 0: greedy", at_least=0.0)
-    gold_model: str = field("", "reward model that judges the win rate; empty: gold_reward")
+    gold_model: str = field("", "reward model that judges the win rate; set it or gold_reward")
     gold_dtype: Dtype = field("float32", "dtype of weights and activations of gold_model")
     gold_reward: str = field(
-        "", "package.module:function that judges the win rate; empty: gold_model"
+        "", "package.module:function that judges the win rate; set it or gold_model"
     )
     metrics: str = field(
         "",
-        "own metrics: FILE.py:function(responses) -> numbers by name; several with commas",
+        "own metrics: FILE.py:function(responses) returning numbers by name; several with commas",
         on_resume=True,
     )
     reference_metrics: bool = field(
         False, "also report perplexity under the start model and KL to it"
     )
     embedding_path: str = field(
-        "", "task redteam: HF folder or hub id of a sentence embedding model"
+        "", "task redteam: folder or hub ID of a sentence embedding model, for cosine_diversity"
     )
 
     def check(self) -> None:

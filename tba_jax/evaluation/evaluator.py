@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out evaluation of a policy: responses to the task's evaluation split, graded and measured.
 
-It uses the decoder and the reward source of training, at one pinned policy version. Decoding,
-grading and measures work on shards of the prompts, on any process with the weights; metrics are
-computed from all shards together. Invariant: the same weights give the same metrics. A prompt has
-the same random key in every call, and shards do not depend on the number of workers.
+An evaluation uses the decoder and the reward source of training, at one policy version. Any process
+with the weights can decode, grade and measure a shard of the prompts. Metrics are computed from all
+shards together. Invariant: the same weights give the same metrics, because a prompt has the same
+random key in every call, and shards do not depend on the number of workers.
 """
 
 import math
@@ -30,12 +30,12 @@ class Responses(NamedTuple):
     Attributes:
         prompts: p prompts.
         tokens: int32 [p n t], padded.
-        lengths: int [p n], tokens of each response, end-of-sequence included.
+        lengths: int [p n], number of tokens of each response, end-of-sequence included.
         has_eos: bool [p n], False if the length limit cut the response.
         texts: n response texts per prompt.
-        rewards: n rewards per prompt, None for a reward that failed.
-        parts: name -> n values per prompt, reported by the reward source besides the rewards.
-        measured: name -> values per prompt, results of the measures.
+        rewards: n rewards per prompt; None where the reward failed.
+        parts: name -> n values per prompt that the reward source reports besides the rewards.
+        measured: name -> values per prompt that the measures returned.
     """
 
     prompts: Sequence[Prompt]
@@ -49,15 +49,15 @@ class Responses(NamedTuple):
 
 
 # Computes measurements that need the weights or another judge: (weights in the decoder's layout,
-# responses of a shard) -> name and values per prompt, which become `Responses.measured`.
+# responses of a shard) -> {name: values per prompt}. The results become `Responses.measured`.
 Measure = Callable[[Any, Responses], Mapping[str, list[list[float]]]]
 
-# Computes named floats from all responses of one evaluation, e.g. {"win_rate": 0.61}.
+# Computes metrics by name from all responses of one evaluation, such as {"win_rate": 0.61}.
 MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
 class Station(NamedTuple):
-    """Parts that evaluate on one set of devices: decoder, grader, measures, episodes."""
+    """Decoder, grader, measures and episodes that evaluate on one set of devices."""
 
     decoder: Decoder
     grader: Grader
@@ -74,12 +74,12 @@ class Evaluation(NamedTuple):
             `reward_part_NAME` is the mean of one of several rewards. `pass_at_1` is the mean reward
             with failures counted as 0 (accuracy for rewards 0 or 1); if it is the headline,
             `values` also has pass_at_2, 4, ... up to the samples per prompt.
-        n: prompts graded.
-        num_skipped: prompts left out as too long.
-        num_failed: responses whose reward failed.
-        response_length_mean: tokens, end-of-sequence included.
-        kind_share: share of the task's first response kind; 0 for tasks without kinds.
-        num_trials: independent trials of a share: prompts, or the responses to a single prompt.
+        n: number of graded prompts.
+        num_skipped: number of prompts that are left out because they are too long.
+        num_failed: number of responses whose reward failed.
+        response_length_mean: mean number of tokens of a response, end-of-sequence included.
+        kind_share: share of responses of the task's first kind; 0 for tasks without kinds.
+        num_trials: number of independent trials: prompts, or the responses to a single prompt.
         texts: first response to every prompt; with a single prompt, all responses.
         rewards: reward of each response, None for failures.
     """
@@ -110,10 +110,10 @@ class Evaluation(NamedTuple):
 
 
 def pass_at_k(rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
-    """Return pass_at_1, and unbiased pass_at_k for k = 2, 4, ... up to n samples per prompt.
+    """Return pass_at_1, and unbiased estimates of pass_at_k for k = 2, 4, ..., at most n.
 
-    pass_at_1 is the mean reward; failures count as 0. For larger k, with c of n responses correct
-    (reward at least 1): 1 - C(n - c, k) / C(n, k), averaged over prompts.
+    pass_at_1 is the mean reward, in which failures count as 0. For larger k, it is the mean over
+    prompts of 1 - C(n - c, k) / C(n, k), where c of the n responses are correct (reward >= 1).
 
     References:
         Chen et al., arXiv:2107.03374, eq. 1.
@@ -135,15 +135,15 @@ class Evaluator:
 
     Args:
         prompts: the evaluation prompts, the same for every call.
-        num_skipped: prompts that were left out as too long; only reported.
-        stations: sets of devices that evaluate shards, equal except for their devices.
+        num_skipped: number of prompts that were left out because they are too long; only reported.
+        stations: parts that evaluate shards, one station for each set of devices.
         settings: number of responses, sampling and limits.
-        metric: headline: `reward_mean`, `pass_at_1`, or a metric that one of `metrics` returns.
+        metric: headline metric: `reward_mean`, `pass_at_1`, or a metric that `metrics` return.
         min_new_tokens: minimum length of a response.
         metrics: further metric functions, called in this order.
 
     Attributes:
-        shard_size: prompts per shard, as many as fill the slots.
+        shard_size: number of prompts per shard, which fills the slots.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Evaluator:
         """
         first = number * self.shard_size
         stop = min(first + self.shard_size, len(self.prompts))
-        # The last shard is filled up with prompts of the one before: all shards have one shape.
+        # Prompts of the previous shard fill up the last shard, so that all shards have one shape.
         return self._evaluate(params, stop - self.shard_size, stop, first, station)
 
     def merge(self, parts: Sequence[EvaluationShard]) -> Evaluation:
@@ -240,11 +240,11 @@ class Evaluator:
     def _evaluate(
         self, params: Any, begin: int, stop: int, first: int, station: int
     ) -> EvaluationShard:
-        """Decode prompts begin:stop; return the graded and measured results of first:stop."""
+        """Decode prompts[begin:stop]; return the graded and measured prompts[first:stop]."""
         decoder, grader, measures, episodes = self._stations[station]
         n, params = self._num_samples, decoder.weights(params)
         keys = row_keys(jax.random.key(0), len(self.prompts) * n).reshape(-1, n, 2)
-        # Environments are not asked again about the prompts before `first`.
+        # Environments have seen the prompts before `first` already.
         begin = begin if episodes is None else first
         session = open_session(
             decoder,
@@ -297,7 +297,7 @@ class Evaluator:
 def _padded(
     rows: Sequence[Sequence[Sequence[int]]], length: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return padded tokens, int32 [p n length], and lengths, int [p n]."""
+    """Return (padded tokens, int32 [p n length]; lengths, int [p n])."""
     lengths = np.array([[len(tokens) for tokens in row] for row in rows])
     tokens = np.full((*lengths.shape, length), pad_id, np.int32)
     for i, j in np.ndindex(lengths.shape):
@@ -306,7 +306,7 @@ def _padded(
 
 
 def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Responses:
-    """Return the responses of all shards, in order.
+    """Return the responses of all shards, in the order of the prompts.
 
     Raises:
         ValueError: some prompts are missing or repeated.

@@ -33,12 +33,12 @@ _LOGITS_BYTES = 2**28
 class WinRate:
     """Share of responses that a gold reward strictly prefers to the reference response.
 
-    Reports `win_rate`, over all responses, and `gold_reward_mean`. The reference response is the
-    column `answer` of a prompt; it is scored once. A response whose gold reward fails loses, and is
-    not part of the mean.
+    The metrics are `win_rate`, over all responses, and `gold_reward_mean`. A reference response is
+    the column `answer` of a prompt; the judge scores it once. A response whose gold reward fails
+    counts as a loss and is not part of the mean.
 
     Args:
-        gold: the judge.
+        gold: reward source that judges responses.
         tokenizer: tokenizer of the policy; reference responses get its end-of-sequence token.
 
     References:
@@ -48,7 +48,7 @@ class WinRate:
     def __init__(self, gold: RewardSource, tokenizer: Tokenizer) -> None:
         self._gold = gold
         self._tokenizer = tokenizer
-        self._reference: dict[int, float] = {}  # by prompt
+        self._reference: dict[int, float] = {}  # score of the reference response by prompt ID
 
     def measure(self, params: Any, responses: Responses) -> dict[str, list[list[float]]]:
         """Return scores of responses and of reference responses."""
@@ -91,7 +91,7 @@ class WinRate:
         ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> list[float]:
-        """Return a score per response; nan for a failure of the gold reward."""
+        """Return the gold reward of each response; nan if it fails."""
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
         result = self._gold.score(
             [p.text for p in prompts], texts, columns, completion_ids=ids, has_eos=has_eos
@@ -102,21 +102,22 @@ class WinRate:
 class ReferenceDistance:
     """Distance of the policy from the reference model, on the policy's own responses.
 
-    `reference_distance` reports, as means over responses:
+    `reference_distance` returns these means over responses:
 
     - `perplexity`: exp(-(1/t) sum log pi_ref(y_t)) at temperature 1;
     - `perplexity_diluted`: the same with the prompt's tokens in the denominator, as in the
-      official code, which makes it smaller than the true perplexity;
+      official code, which makes the value smaller than the true perplexity;
     - `kl_to_reference`: sum over the response's positions of KL(pi || pi_ref) over the whole
-      vocabulary, nats per response. On responses sampled at the scoring temperature it is an
-      unbiased estimate of the divergence of the policies; on greedy ones it describes those;
-    - `kl_from_reference`: the same of KL(pi_ref || pi), the official code's direction.
+      vocabulary, in nats per response. On responses sampled at the scoring temperature it is an
+      unbiased estimate of the divergence of the policies. On greedy responses it describes only
+      the positions of these responses;
+    - `kl_from_reference`: the same for KL(pi_ref || pi), the direction of the official code.
 
     Args:
-        config: the architecture of both.
+        config: architecture of policy and reference.
         reference_params: returns the reference weights, on the evaluating device.
-        scoring: its temperature divides both models' logits in the divergences, as in training.
-        padding: the compiled shapes.
+        scoring: its temperature divides the logits of both models in the divergences.
+        padding: padded lengths of prompts and responses.
         site: devices of policy and reference.
 
     References:
@@ -138,7 +139,7 @@ class ReferenceDistance:
         self._program = site.locked(make_distance_program(config, scoring, site))
 
     def measure(self, params: Params, responses: Responses) -> dict[str, list[list[float]]]:
-        """Return negative log-likelihood under the reference and both divergences, per response."""
+        """Return negative log-likelihood under the reference and both divergences, by response."""
         _, n, width = responses.tokens.shape
         prompts = [p.tokens for p in responses.prompts for _ in range(n)]
         lengths = responses.lengths.reshape(-1)
@@ -149,7 +150,7 @@ class ReferenceDistance:
         num_rows = distance_rows(len(lengths), t, self._vocab_size)
         found = []
         for start in range(0, len(lengths), num_rows):
-            # The last rows are repeated, so that one shape is compiled.
+            # Repeat the last rows, so that one shape is compiled.
             rows = np.minimum(np.arange(start, start + num_rows), len(lengths) - 1)
             arguments = (tokens[rows], prompt_lengths[rows], lengths[rows])
             values = np.asarray(self._program(params, reference, *arguments, t=t))
@@ -175,14 +176,14 @@ def reference_distance(responses: Responses) -> dict[str, float]:
 
 
 def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
-    """Return the number of responses of `t` tokens that are compared at a time."""
+    """Return the number of responses of `t` tokens that one call of the program compares."""
     return max(1, min(num_responses, _LOGITS_BYTES // (4 * t * vocab_size)))
 
 
 def make_distance_program(
     config: TransformerConfig, scoring: Scoring, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
-    """Return jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b].
+    """Return a jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b].
 
     Args:
         config, scoring, site: as in `ReferenceDistance`.

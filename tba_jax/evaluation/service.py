@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """EvaluationService: asynchronous evaluation of requested versions.
 
-`request` and `poll` return at once. An evaluation is divided into shards, and `step` evaluates one:
-the searchers' threads call it between two chunks, each with the weights on its own devices. Shards
-can be leased to other processes, which may never complete them. Invariant: results come in the
-order of the requests, each computed from all shards.
+`request` and `poll` return at once. An evaluation is divided into shards. `step` evaluates one
+shard; the threads of searchers call it between two chunks, each with weights on its own devices.
+Shards can be leased to other processes, which may never complete them. Invariant: results come in
+the order of the requests, and each is computed from all shards.
 """
 
 import collections
@@ -27,7 +27,7 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass
 class _Version:
-    """A version in evaluation: `left` are shards not started, `missing` counts unfinished ones."""
+    """Evaluation of one version, with `left` shards to start and `missing` shards to finish."""
 
     version: int
     params: list[Any]
@@ -39,17 +39,17 @@ class _Version:
     parts: list[EvaluationShard] = dataclasses.field(default_factory=list)
 
     def release_params(self) -> None:
-        """Release the weights once no shard is left to start here: devices need the memory."""
+        """Release the memory of the weights when this process has no shard left to start."""
         if not self.left and not self.leased:
             self.params = []
 
 
 class EvaluationService:
-    """Evaluations by request; thread-safe.
+    """Thread-safe service that evaluates requested versions.
 
     Args:
         evaluator: evaluates shards and computes metrics.
-        clock: seconds since the run began.
+        clock: returns the seconds since the run began.
     """
 
     def __init__(self, evaluator: Evaluator, clock: Callable[[], float]) -> None:
@@ -62,11 +62,11 @@ class EvaluationService:
         self._finished: collections.deque[Finished] = collections.deque()
 
     def request(self, version: int, params: Sequence[Any]) -> None:
-        """Request an evaluation of these weights.
+        """Request the evaluation of a version.
 
         Args:
-            version: version of the weights.
-            params: weights by station; None for a station without them, which evaluates nothing.
+            version: number of the version.
+            params: weights on each station; None for a station that does not evaluate.
         """
         numbers = collections.deque(range(self._evaluator.num_shards))
         with self._lock:
@@ -79,7 +79,7 @@ class EvaluationService:
         """Evaluate the next shard, or compute metrics; return False if there was nothing to do.
 
         Args:
-            station: station of the evaluator whose devices are used.
+            station: index of the station that evaluates.
         """
         with self._lock:
             version = next(
@@ -101,7 +101,7 @@ class EvaluationService:
         return True
 
     def lease(self) -> Lease | None:
-        """Return a shard for another process to evaluate; None if no shard is left.
+        """Lease a shard to another process; return None if no shard is left.
 
         The shard is unfinished until `complete` or `withdraw` is called for the lease.
         """
@@ -116,7 +116,7 @@ class EvaluationService:
             return Lease(version.version, number)
 
     def complete(self, lease: Lease, shard: EvaluationShard) -> bool:
-        """Accept a leased shard; return False if the lease was withdrawn before."""
+        """Accept the result of a lease; return False if the lease was withdrawn before."""
         with self._lock:
             version = self._end_lease(lease)
             if version is None:
@@ -128,14 +128,14 @@ class EvaluationService:
             return True
 
     def withdraw(self, lease: Lease) -> None:
-        """End an uncompleted lease, so that another searcher gets the shard."""
+        """End a lease without a result, so that another searcher can evaluate the shard."""
         with self._lock:
             version = self._end_lease(lease)
             if version is not None:
                 version.left.appendleft(lease.shard)
 
     def _end_lease(self, lease: Lease) -> _Version | None:
-        """Return the version of an active lease and end the lease; the caller holds the lock."""
+        """End an active lease and return its version; the caller holds the lock."""
         for version in self._requests:
             if version.version == lease.version and lease.shard in version.leased:
                 version.leased.remove(lease.shard)
@@ -144,7 +144,7 @@ class EvaluationService:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Versions with unfinished shards."""
+        """Numbers of the versions with unfinished shards."""
         with self._lock:
             return tuple(v.version for v in self._requests)
 
@@ -154,18 +154,18 @@ class EvaluationService:
 
     @property
     def newest_begun(self) -> int:
-        """Newest version whose evaluation is started and not finished, -1 for none."""
+        """Newest version whose evaluation is started but not finished; -1 without one."""
         with self._lock:
             return max([v.version for v in self._requests if v.is_begun], default=-1)
 
     def forget(self, *, after: int) -> None:
-        """Drop the requests for versions after this one."""
+        """Drop the requests for versions after `after`."""
         with self._lock:
             kept = [v for v in self._requests if v.version <= after]
             self._requests = collections.deque(kept)
 
     def _pass_on(self) -> None:
-        """Move complete requests to the merge queue, in order; the caller holds the lock."""
+        """Move complete evaluations to the merge queue, in order; the caller holds the lock."""
         while self._requests and not self._requests[0].missing:
             done = self._requests.popleft()
             self._complete.append(done)
@@ -189,9 +189,9 @@ class EvaluationService:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all requests are finished."""
+        """Whether all requested evaluations are finished."""
         return not (self._requests or self._complete)
 
     def poll(self) -> list[Finished]:
-        """Return finished evaluations, each once."""
+        """Return the evaluations that finished since the last call."""
         return [self._finished.popleft() for _ in range(len(self._finished))]

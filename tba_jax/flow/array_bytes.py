@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays and JSON as bytes, for messages between processes.
 
-Nothing is pickled. Invariants: the inverse is exact, and damaged bytes are refused. Not for files
-that other versions of tba_jax may read: use npz, which describes its contents.
+Nothing is pickled. Do not use it for files that other versions of tba_jax may read: npz describes
+its contents. Invariants: `unpack_arrays` is the exact inverse, and damaged bytes are refused.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Arrays are aligned to multiples of the largest item.
+# Arrays begin at multiples of the largest item size.
 _ALIGNMENT = 8
 _CHECKSUM = 8
 
@@ -23,10 +23,10 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
 
     Args:
         arrays: name -> array.
-        meta: JSON-compatible.
+        meta: JSON-compatible value.
 
     Raises:
-        ValueError: an array of objects, or of a dtype that numpy lacks (bfloat16).
+        ValueError: an array has objects, or a dtype that numpy lacks (bfloat16).
     """
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in arrays.items():
@@ -34,7 +34,7 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
             raise ValueError(f"array {name!r} has dtype {x.dtype}; wanted one of numpy's own")
     said = {name: [x.dtype.str, x.shape] for name, x in arrays.items()}
     head = json.dumps({"arrays": said, "meta": meta}).encode()
-    # With its checksum and line end.
+    # Length of the header with checksum and line end.
     head += b" " * (-(_CHECKSUM + len(head) + 1) % _ALIGNMENT) + b"\n"
     parts = [head]
     for x in arrays.values():

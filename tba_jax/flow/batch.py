@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of a train step: Batch, padded, or PackedBatch, with several sequences per row.
+"""Input of a train step: Batch with padded rows, or PackedBatch with several sequences per row.
 
-Both are pytrees. Every distinct response is in one row, once, with its number of draws as weight.
+Both are pytrees. A distinct response is in one row, once, and its weight is its number of draws.
 Invariant: the group axis (the K slots of one prompt) is never folded into another axis.
 """
 
@@ -20,41 +20,42 @@ OF_GROUPS = (
     "weights",
     "soft_values",
 )
-"""Fields of a batch with one entry per prompt or slot; the others have rows."""
+"""Fields of a batch with one entry per prompt or slot. The other fields have one per row."""
 
 
 class Batch(NamedTuple):
-    """p prompts with up to K distinct responses each, in padded rows: a prompt and c responses.
+    """Up to K distinct responses to each of p prompts, in padded rows of a prompt and c responses.
 
-    Entry [i, j] of the arrays of responses, for response j to prompt i, is slot i * K + j + 1 of
-    the batch of all hosts. Entries after the distinct responses to a prompt are 0. Rows are laid
-    out as [prompt, left-padded to a bucket | c responses, right-padded to a bucket each], so the
-    first response of every row begins at the same position s - c t. With c > 1, a row has one copy
-    of its prompt and up to c responses to it. The order of rows has no meaning.
+    Entry [i, j] of an array [p k] belongs to response j to prompt i, which has slot i * K + j + 1
+    in the batch of all hosts. Entries after the distinct responses to a prompt are 0. The layout
+    of a row is [prompt, left-padded to a bucket | c responses, each right-padded to a bucket], so
+    the first response of every row begins at position s - c t. With c > 1, a row has one copy of
+    its prompt and up to c responses to it. The order of rows has no meaning.
 
     Attributes:
         tokens: int32 [n s].
         slots: int32 [n c], the slot of each response; 0 for a missing response. A row without a
             first response is padding.
         behavior_token_logprobs: float32 [n c t], 0 at padding.
-        prompt_lengths: int32 [p k], tokens of the prompt without padding.
-        response_lengths: int32 [p k], tokens of the response, end-of-sequence included.
+        prompt_lengths: int32 [p k], number of tokens of the prompt without padding.
+        response_lengths: int32 [p k], number of tokens of the response with end-of-sequence.
         rewards: float32 [p k].
-        reference_logprob: float32 [p k], summed; nan where the trainer scores it.
-        versions: int32 [p k], `version_min` of each trajectory; -1 where it was drawn at another
-            temperature than the policy's, so that no version's log-probs are its behaviour's.
-        weights: float32 [p k], how often each response was drawn; those of a prompt sum to K.
+        reference_logprob: float32 [p k], log-prob of the response under the reference; nan where
+            the trainer computes it.
+        versions: int32 [p k], `version_min` of each trajectory; -1 where the sampling temperature
+            is not the policy's, so that the behaviour log-probs are those of no policy version.
+        weights: float32 [p k], number of draws of each response; their sum for a prompt is K.
         is_sampled: bool [n c t], as in `Trajectory`; None: every response token is sampled.
-        prompts: int32 [q x], the prompts alone, left-padded to a bucket, and empty rows behind them
-            as far as devices divide them; None unless a learned log Z reads them.
+        prompts: int32 [q x], the prompts alone, left-padded to a bucket; then empty rows, so that
+            the devices divide q. None unless a learned log Z reads the prompts.
         token_advantages: float32 [n c t], as in `Trajectory`, 0 at padding; None unless the
-            objective reads them.
-        path_lengths: int32 [n c], number of the path's tokens in each row; None: no episode forks,
-            so `response_lengths` holds. The paths of an episode share one batch slot.
-        places: int32 [n c t], index of each token within its episode; 0 at padding; None: no
+            objective reads advantages of tokens.
+        path_lengths: int32 [n c], number of tokens of the path in each row; the paths of an episode
+            share one batch slot. None: no episode forks, and `response_lengths` has these numbers.
+        places: int32 [n c t], index of each token within its episode; 0 at padding. None: no
             episode forks.
-        soft_values: float32 [p k], of the prompt, nan where none is known; None unless a cached
-            log Z reads them.
+        soft_values: float32 [p k], soft value of the prompt; nan if it is unknown. None unless a
+            cached log Z reads soft values.
     """
 
     tokens: HostOrDeviceArray
@@ -75,7 +76,7 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """A batch as `Batch`, in rows of several sequences: a prompt, then one or more responses to it.
+    """The data of a `Batch` in rows of several sequences: a prompt, then one or more responses.
 
     A row has whole sequences one after the other, then padding (slot 0). A prompt begins at
     position 0, and the responses to it follow up to the next prompt.
@@ -84,7 +85,7 @@ class PackedBatch(NamedTuple):
         tokens: int32 [n s].
         slots: int32 [n s], the slot of the response at each position; at a prompt, the slot of the
             response that follows it.
-        positions: int32 [n s], position in the sequence; responses begin at their prompt's length.
+        positions: int32 [n s], position in the sequence; a response begins at the prompt's length.
         behavior_token_logprobs: float32 [n s], 0 at prompts and padding.
         prompt_lengths, response_lengths, rewards, reference_logprob, versions, weights: [p k], as
             in `Batch`.
@@ -94,8 +95,8 @@ class PackedBatch(NamedTuple):
             the response that follows it. None: no episode forks.
         places: int32 [n s], as in `Batch`; 0 at prompts and padding.
         prompts, soft_values: as in `Batch`.
-        contexts: int32 [n s], which prompt of its row each position belongs or responds to, from 1,
-            0 at padding; None: every response has a separate prompt.
+        contexts: int32 [n s], number of the prompt in the row that a position belongs or responds
+            to, from 1; 0 at padding. None: every response has a separate prompt.
     """
 
     tokens: HostOrDeviceArray

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bin packing: sequences into rows, and whole groups into micro-batches of rows.
+"""Bin packing of sequences into rows, and of whole groups into micro-batches of rows.
 
-First fit, the largest first; equal sizes keep their order. A train step divides its rows into
-micro-batches with `rows_at_once`, as this module does. Invariants: a sequence is never cut, and a
-batch never needs more rows than `most_rows`.
+The algorithm is first fit, with the largest sequence first; equal sizes keep their order. A train
+step and this module divide rows into micro-batches by the same `rows_at_once`. Invariants: a
+sequence is never cut, and a batch never needs more rows than `most_rows`.
 """
 
 import math
@@ -20,8 +20,8 @@ class Places(NamedTuple):
         rows: row of each sequence.
         starts: first position of each sequence in its row.
         num_rows: number of rows.
-        leads: whether the prompt is directly before this sequence; False if the sequence uses the
-            prompt before another sequence of its group.
+        leads: whether a copy of the prompt is directly before the sequence; False if the sequence
+            uses the copy before another sequence of its group.
     """
 
     rows: np.ndarray
@@ -31,26 +31,26 @@ class Places(NamedTuple):
 
 
 def rows_at_once(responses: int, responses_per_row: int, multiple: int) -> int:
-    """Return the rows of a micro-batch of at most `responses` responses; 0 means all rows.
+    """Return the number of rows in a micro-batch of at most `responses` responses; 0 for all rows.
 
     Args:
-        responses: responses of a micro-batch.
-        responses_per_row: c.
-        multiple: divisor of the result (devices that divide the rows).
+        responses: maximum number of responses in a micro-batch; 0: all responses.
+        responses_per_row: c, number of responses in a row.
+        multiple: divisor of the result: number of devices that divide the rows.
     """
     return max(1, responses // multiple // responses_per_row) * multiple if responses else 0
 
 
 def most_rows(num_prompts: int, group_size: int, *, micro_batch_rows: int, is_whole: bool) -> int:
-    """Return rows that always suffice for p groups of K sequences, each no longer than a row.
+    """Return a number of rows that always suffices for p groups of K sequences.
 
-    If groups stay whole, a group skips a micro-batch of m rows only if more than m - K rows are in
-    use, so a micro-batch holds at least m // K groups.
+    No sequence is longer than a row. If groups stay whole, a group does not fit a micro-batch of m
+    rows only if more than m - K rows are in use, so a micro-batch holds at least m // K groups.
 
     Args:
         num_prompts, group_size: p and K.
         micro_batch_rows: divisor of the result; at least K if groups stay whole.
-        is_whole: groups stay whole in micro-batches.
+        is_whole: whether every group is in a single micro-batch.
     """
     if is_whole:
         return math.ceil(num_prompts / (micro_batch_rows // group_size)) * micro_batch_rows
@@ -64,25 +64,24 @@ def place(
     micro_batch_rows: int = 0,
     prompts: Sequence[int] | None = None,
 ) -> Places:
-    """Return positions of all sequences, group by group, in rows of `row_length`.
+    """Return the positions of all sequences, group by group, in rows of `row_length` tokens.
 
     Args:
         lengths: lengths of the sequences of each group, at most `row_length`.
-        row_length: capacity of a row.
-        micro_batch_rows: rows of a micro-batch that must hold whole groups; 0: no such limit.
-            `num_rows` is as small as first fit finds; with several micro-batches a multiple of
-            their rows.
-        prompts: per group, the common prefix length of its sequences, which a row holds once,
-            before the group's sequences in it; None: no shared prefix.
+        row_length: number of tokens that fit in a row.
+        micro_batch_rows: rows of a micro-batch that must hold whole groups; 0: no such limit. With
+            several micro-batches, `num_rows` of the result is a multiple of this number.
+        prompts: length of the common prefix of each group's sequences. A row has the prefix once,
+            before the sequences of the group in that row. None: no shared prefix.
     """
     shared = [0] * len(lengths) if prompts is None else prompts
     if not micro_batch_rows and prompts is None:
         flat = [n for group in lengths for n in group]
         fit = _fit([], flat, row_length, len(flat), 0)
-        assert fit is not None, "as many rows as sequences always suffice"
+        assert fit is not None, "one row for each sequence always suffices"
         return Places(fit.rows, fit.starts, len(fit.loads), fit.leads)
     size = micro_batch_rows or sum(map(len, lengths))
-    bins: list[list[int]] = []  # of each micro-batch, what its rows hold
+    bins: list[list[int]] = []  # used tokens of each row, by micro-batch
     found: dict[int, _Fit] = {}
     for i in sorted(range(len(lengths)), key=lambda i: -sum(lengths[i])):
         if not lengths[i]:
@@ -112,7 +111,7 @@ def place(
 
 
 class _Fit(NamedTuple):
-    """Row and start of each sequence, new loads of the rows, and `leads` as in `Places`."""
+    """Row and start of each sequence, new loads (used tokens) of the rows, `leads` of `Places`."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -123,17 +122,17 @@ class _Fit(NamedTuple):
 def _fit(
     loads: Sequence[int], sizes: Sequence[int], capacity: int, most: int, prompt: int
 ) -> _Fit | None:
-    """Place sequences by first fit in rows with these `loads`; None if they do not fit.
+    """Place sequences by first fit in rows with `loads` used tokens; None if they do not fit.
 
-    Rows are added, up to `most` rows. A row that holds the prompt already is tried first, because a
-    sequence there takes `prompt` tokens less.
+    Rows are added, up to `most` rows. Rows that have the prompt already are tried first, because a
+    sequence takes `prompt` tokens less in such a row.
     """
     loads, smallest, begin = list(loads), min(sizes), 0
     rows, starts = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
     leads = np.ones(len(sizes), bool)
     holding: dict[int, None] = {}
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        # Skip rows that are full for all further sequences.
+        # Skip rows that are too full for all further sequences.
         while begin < len(loads) and loads[begin] + smallest > capacity:
             begin += 1
         own = sizes[i] - prompt

@@ -12,12 +12,12 @@ def edit_distances(
 ) -> Int[np.ndarray, " n"]:
     """Return the edit distance (insert, delete, replace) from `tokens` to each of `others`.
 
-    The rows of all n dynamic programmes advance together, a token of `tokens` at a time: O(m) array
-    operations on [n, longest].
+    The dynamic programs of all n sequences advance together by one token of `tokens`. This takes
+    O(m) array operations on [n, longest].
     """
     lengths = np.array([len(other) for other in others], np.int64)
     width = int(lengths.max(initial=0))
-    table = np.full((len(others), width), -1, np.int64)  # equals no token; never read at the end
+    table = np.full((len(others), width), -1, np.int64)  # -1 is no token
     for row, other in zip(table, others, strict=True):
         row[: len(other)] = other
     columns = np.arange(width + 1)
@@ -34,7 +34,7 @@ def edit_distances(
 def mean_pairwise_distance(
     rows: Sequence[Int[np.ndarray, " _"]], *, max_pairs: int, seed: int
 ) -> float:
-    """Return the mean over pairs of edit distance / length of the longer; 0: all equal.
+    """Return the mean over pairs of rows of edit distance / length of the longer row.
 
     Args:
         rows: token sequences.
@@ -42,13 +42,13 @@ def mean_pairwise_distance(
         seed: seed of that sample.
 
     Returns:
-        A number in [0, 1]; nan for fewer than two rows.
+        A number in [0, 1], 0 if all rows are equal; nan for fewer than two rows.
     """
     n = len(rows)
     if n < 2:
         return float("nan")
     order = np.random.default_rng(seed).permutation(n)
-    # Each row against the next few of a random circle: every pair of rows is as likely.
+    # Compare each row with the next rows in a random circular order: all pairs are equally likely.
     per_row = max(1, min(n // 2, max_pairs // n))
     total = 0.0
     for i in range(n):
@@ -60,6 +60,6 @@ def mean_pairwise_distance(
 
 
 def distinct_n(rows: Sequence[Int[np.ndarray, " _"]], n: int) -> float:
-    """Return distinct n-grams over all n-grams of the rows; 0 if every row is shorter than n."""
+    """Return the share of distinct n-grams among all n-grams; 0 if every row is shorter than n."""
     grams = [tuple(row[i : i + n].tolist()) for row in rows for i in range(len(row) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0

@@ -21,14 +21,14 @@ class EvaluationShard(NamedTuple):
     """Graded responses to some of the held-out prompts, as JSON-compatible lists.
 
     Attributes:
-        first: number of the first prompt of the shard; the others follow it.
+        first: number of the first prompt of the shard; the next prompts follow.
         tokens: token IDs, by prompt and response.
         has_eos: whether a response ended by itself, by prompt and response.
         texts: response texts, by prompt.
-        rewards: rewards by prompt and response, None where one could not be computed.
-        parts: name -> values by prompt and response, reported in addition to the rewards.
-        is_first_kind: whether a response is of the task's first kind, by prompt and response.
-        measured: name -> values by prompt, of the measures that need weights.
+        rewards: rewards by prompt and response; None where no reward could be computed.
+        parts: name -> values by prompt and response that are reported besides the rewards.
+        is_first_kind: whether a response has the task's first kind, by prompt and response.
+        measured: name -> values by prompt, from measures that need weights.
     """
 
     first: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of draws to batches: padded, or with several sequences per row.
+"""Conversion of draws to batches with padded rows, or with several sequences per row.
 
-Invariant: every token, reward and log-prob of a draw is in its batch once, in any layout, with the
-number of draws as weight.
+Invariant: in any layout, every token, reward and log-prob of a draw is in the batch once, and the
+weight of a response is its number of draws.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from tba_jax.flow.bin_packing import Places, most_rows, place, rows_at_once
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
 from tba_jax.flow.trajectory import Draw, Trajectory
 
-# Padded rows: with three lengths of prompts and responses these are enough programs.
+# Numbers of rows to compile for padded rows, which have three lengths of prompts and responses.
 _PADDED_BUCKETS = 4
-# Packed rows have one length.
+# Numbers of rows to compile for packed rows, which have one length.
 _PACKED_BUCKETS = 6
-# If all rows fit one micro-batch: its size, a half and a quarter of it.
+# Numbers of rows to compile if all rows fit one micro-batch: its size, a half and a quarter.
 _PARTS_OF_ONE = 3
 
 
@@ -29,8 +29,8 @@ class Shape(NamedTuple):
     """One possible row layout of a batch.
 
     Attributes:
-        responses: c, responses of a row.
-        at_once: rows of a micro-batch; 0: all rows of the batch.
+        responses: c, number of responses in a row.
+        at_once: number of rows in a micro-batch; 0: all rows of the batch.
         buckets: compiled numbers of rows, ascending.
     """
 
@@ -45,27 +45,27 @@ class Packing:
 
     With micro-batches the number of rows is constant, because micro-batches of padding are skipped.
     Without micro-batches, or if all packed rows fit one micro-batch, the number of rows is one of a
-    few compiled counts. Row q of micro-batch b of `num` is row q * num + b of the batch: a
-    micro-batch has evenly spaced rows, so that sharded rows stay on their device.
+    few compiled numbers. Row q of micro-batch b of `num` is row q * num + b of the batch: the rows
+    of a micro-batch are evenly spaced, so that sharded rows stay on their devices.
 
     Attributes:
-        num_prompts: p of this process.
+        num_prompts: p, number of prompts of this process.
         group_size: K, the sum of the weights of a draw.
         padding: the shapes of padded rows.
-        policy_temperature: divides the policy's logits. A response drawn at another temperature has
-            no version of the policy.
-        row_length: tokens of packed rows; 0: padded rows.
-        shares_prompts: padded rows hold a prompt and up to K responses to it, packed ones a prompt
-            before all of its responses; otherwise each response has its own copy of the prompt.
-        row_multiple: divisor of the number of rows (devices that share them), also of rows with
-            prompts alone.
-        micro_batch_rows: responses of a micro-batch, a divisor of the number of rows; 0: all.
-        is_whole: all rows of a draw are in one micro-batch.
-        has_prompts: the batch has rows with prompts alone.
-        has_soft_values: the batch has soft values of prompts.
-        has_advantages: the batch has advantages of tokens.
-        has_equal_weights: distinct responses of a draw have equal weights with sum K; otherwise the
-            weight of a response is its number of draws.
+        policy_temperature: divides the policy's logits. A response that was drawn at another
+            temperature gets version -1.
+        row_length: number of tokens of a packed row; 0: rows are padded.
+        shares_prompts: a padded row has a prompt and up to K responses, and a packed row has one
+            copy of a prompt before its responses. False: each response has a copy of its prompt.
+        row_multiple: divisor of the number of rows, also of rows with prompts alone: the number
+            of devices that divide the rows.
+        micro_batch_rows: number of responses in a micro-batch, which divides the rows; 0: all.
+        is_whole: whether all rows of a draw are in one micro-batch.
+        has_prompts: whether the batch has rows with prompts alone.
+        has_soft_values: whether the batch has soft values of prompts.
+        has_advantages: whether the batch has advantages of tokens.
+        has_equal_weights: whether distinct responses of a draw have equal weights with sum K.
+            Otherwise the weight of a response is its number of draws.
     """
 
     num_prompts: int
@@ -84,11 +84,11 @@ class Packing:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Compiled row layouts; the first always suffices.
+        """Compiled row layouts, of which the first suffices for every batch.
 
-        Rows may hold K responses, half of K, and so on; narrower rows are shorter and suffice for
-        groups with few distinct responses. A larger group is divided over several rows, each with
-        its own copy of the prompt.
+        A row has space for K responses, for half of K, and so on. Rows for few responses are
+        shorter and suffice for groups with few distinct responses. A larger group is divided over
+        several rows, each with a copy of the prompt.
         """
         if not self.shares_prompts or self.row_length:
             return (self._shape(1),)
@@ -113,17 +113,17 @@ class Packing:
             few = row_buckets(at_once, self.row_multiple, _PARTS_OF_ONE) if self.row_length else ()
             return Shape(c, at_once, (*(n for n in few if n < most), most))
         if self.shares_prompts and not self.row_length:
-            # One for each prompt; where they do not suffice a wider one does.
+            # One row for each prompt. Where these rows do not suffice, another layout does.
             return Shape(c, 0, row_buckets(self.num_prompts, self.row_multiple, 1))
         num = _PACKED_BUCKETS if self.row_length else _PADDED_BUCKETS
         most = self.num_prompts * self.group_size
         return Shape(c, 0, row_buckets(most, self.row_multiple, num))
 
     def batch(self, draws: Sequence[Draw]) -> Batch | PackedBatch:
-        """Return the rows of a batch.
+        """Return the batch of some draws.
 
         Args:
-            draws: p draws, at least one of them with responses.
+            draws: p draws, of which at least one has responses.
 
         Raises:
             ValueError: a prompt or response exceeds its largest bucket, or both exceed a row.
@@ -188,9 +188,9 @@ class Packing:
         )
 
     def _places(self, draws: Sequence[Draw], shape: Shape) -> Places:
-        """Return positions before rows are interleaved over micro-batches.
+        """Return the positions of sequences before rows are interleaved over micro-batches.
 
-        Packed rows: of each sequence. Padded rows: of each c responses of a group.
+        A sequence is a response with its prompt; in padded rows, c responses with their prompt.
 
         Raises:
             ValueError: a sequence is longer than a row.
@@ -224,13 +224,13 @@ class Packing:
         shape: Shape,
         padded: tuple[int, int] | None,
     ) -> Iterator["_Sequence"]:
-        """Yield all sequences with their positions.
+        """Yield all sequences with their places in the rows.
 
         Args:
             draws: p draws.
             places: return value of `_places` for this shape.
             shape: shape of the rows.
-            padded: lengths of prompt and response in padded rows; None: rows are packed.
+            padded: padded lengths of prompt and response; None: rows are packed.
         """
         piece, starts, c = 0, places.starts.tolist(), shape.responses
         empty = np.zeros(0, np.int32)
@@ -251,9 +251,10 @@ class Packing:
 
 
 def _compiled_rows(needed: int, shape: Shape) -> int:
-    """Return the number of rows of a batch that needs `needed` rows.
+    """Return the compiled number of rows for a batch that needs `needed` rows.
 
-    Only forks need more than the largest compiled number; multiples of it are then compiled too.
+    Only episodes that fork need more rows than the largest compiled number. Their batches have a
+    multiple of that number, which is then compiled, too.
     """
     most = shape.buckets[-1]
     if needed > most:
@@ -262,7 +263,7 @@ def _compiled_rows(needed: int, shape: Shape) -> int:
 
 
 def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, response: int) -> int:
-    """Return the index of the layout with the fewest computed tokens, the first of equals."""
+    """Return the index of the layout with the fewest computed tokens; the first of equal ones."""
 
     def tokens(i: int) -> float:
         shape, rows = shapes[i], needed[i]
@@ -281,8 +282,8 @@ def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
     """Return up to `num` row counts to compile for, ascending: `most`, its half, its quarter, ...
 
     Args:
-        most: rows that always suffice.
-        multiple: each is a multiple of this, rounded up.
+        most: number of rows that always suffices.
+        multiple: divisor of the counts, which are rounded up.
         num: maximum number of counts.
 
     Example: row_buckets(256, 8, 4) == (32, 64, 128, 256).
@@ -291,7 +292,7 @@ def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
 
 
 def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
-    """Return the tokens of the longest prompt and of the longest response."""
+    """Return the lengths of the longest prompt and of the longest response in tokens."""
     return (
         max(len(d.prompt.tokens) for d in draws),
         max(len(y.response_tokens) for d in draws for y in d.trajectories),
@@ -299,7 +300,7 @@ def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
 
 
 class _Sequence(NamedTuple):
-    """A path of a response and its prompt, with their place in a packed row.
+    """A path of a response and its prompt, with their place in a row.
 
     Attributes:
         slot: slot of the response in the batch.
@@ -307,9 +308,9 @@ class _Sequence(NamedTuple):
         response: the response.
         path: index of the path.
         row: index of the row.
-        position: position of the first response token in its sequence: the length of the prompt.
-        prompt_end: column of the row after the prompt.
-        first: column of the row with the first response token.
+        position: position of the first response token in the sequence: the prompt's length.
+        prompt_end: first column of the row after the prompt.
+        first: column of the first response token in the row.
     """
 
     slot: int
@@ -324,7 +325,7 @@ class _Sequence(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows [n s] that hold whole sequences; slots and positions are 0 at padding."""
+    """Arrays [n s] of rows with whole sequences; slots and positions are 0 at padding."""
 
     tokens: np.ndarray
     slots: np.ndarray
@@ -344,9 +345,9 @@ class _Rows:
         *,
         has_advantages: bool,
     ) -> "_Rows":
-        """Return rows with all sequences at their positions.
+        """Return rows that contain all sequences at their places.
 
-        `is_sampled` is None if no token comes from an environment, `paths` and `places` are None
+        `is_sampled` is None if no token comes from an environment. `paths` and `places` are None
         if no episode forks.
         """
         sequences = list(sequences)
@@ -389,13 +390,13 @@ class _Rows:
 
     @property
     def contexts(self) -> np.ndarray:
-        """Return contexts as in `PackedBatch`: a prompt begins at position 0."""
+        """Return `PackedBatch.contexts`; a prompt begins at position 0."""
         is_there = self.slots > 0
         begun = np.cumsum(is_there & (self.positions == 0), axis=1, dtype=np.int32)
         return np.where(is_there, begun, 0).astype(np.int32)
 
     def interleaved(self, num: int) -> "_Rows":
-        """Move row b * m + q to row q * num + b: row q of micro-batch b of `num`."""
+        """Move row b * m + q, which is row q of micro-batch b of `num`, to row q * num + b."""
 
         def spread(x: np.ndarray | None) -> Any:
             if x is None or num == 1:
@@ -408,7 +409,7 @@ class _Rows:
 def _of_slots(
     draws: Sequence[Draw], group_size: int, policy_temperature: float
 ) -> dict[str, np.ndarray]:
-    """Return the batch arrays per response, [p k] by name; 0 in empty slots."""
+    """Return name -> array [p k] of the values per response; 0 in empty slots."""
 
     def version(y: Trajectory) -> int:
         return y.version_min if y.sampling_temperature == policy_temperature else -1
@@ -424,7 +425,7 @@ def _of_slots(
     }
     found = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
     for i, d in enumerate(draws):
-        # Also for empty slots, because log Z is computed from the prompt alone.
+        # Empty slots have a prompt length, too, because log Z is computed from the prompt alone.
         found["prompt_lengths"][i, 0] = len(d.prompt.tokens)
         for j, (y, weight) in enumerate(zip(d.trajectories, d.weights, strict=True)):
             found["prompt_lengths"][i, j] = len(d.prompt.tokens)

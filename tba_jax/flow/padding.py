@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded lengths: few shapes for sequences of many lengths, because every shape is compiled.
+"""Padded lengths of sequences, few in number because every shape is compiled.
 
 Invariant: a sequence is never truncated.
 """
@@ -27,7 +27,7 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
 
 
 def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
-    """Return lengths that halve from `max_length` down, ascending, multiples of 8 but the last.
+    """Return `max_length`, its half, its quarter, ..., ascending; all but the last multiples of 8.
 
     Example: length_buckets(96, 3) == (24, 48, 96).
     """
@@ -40,7 +40,7 @@ def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
 
 
 def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray:
-    """Return int32 [b length]: each row right-aligned, `pad_id` before it."""
+    """Return the rows right-aligned in int32 [b length], with `pad_id` before each."""
     out = np.full((len(rows), length), pad_id, np.int32)
     for i, row in enumerate(rows):
         if len(row):
@@ -49,7 +49,7 @@ def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray
 
 
 class PaddedRows(NamedTuple):
-    """Prompts with c responses each, laid out as `Batch.tokens`.
+    """Prompts with c responses each, in the layout of `Batch.tokens`.
 
     Attributes:
         tokens: int32 [b s], prompt left-padded to s - c t, responses right-padded to t.
@@ -71,7 +71,7 @@ class Padding:
     Attributes:
         prompt_buckets: ascending prompt lengths in tokens.
         response_buckets: ascending response lengths in tokens.
-        pad_id: token id at padding.
+        pad_id: token ID at padding.
     """
 
     prompt_buckets: tuple[int, ...]
@@ -80,7 +80,7 @@ class Padding:
 
     @property
     def largest(self) -> "Padding":
-        """Return padding with a single shape, for the longest sequences."""
+        """Return the padding whose single shape is that of the longest sequences."""
         return Padding(self.prompt_buckets[-1:], self.response_buckets[-1:], self.pad_id)
 
     def lengths(self, prompt: int, response: int) -> tuple[int, int]:
@@ -95,12 +95,12 @@ class Padding:
     def rows(
         self, prompts: Sequence[np.ndarray], responses: np.ndarray, response_lengths: np.ndarray
     ) -> PaddedRows:
-        """Return prompts with their responses, at the smallest buckets that hold them.
+        """Return prompts and responses in the smallest buckets that hold them.
 
         Args:
             prompts: b prompts.
-            responses: int32 [b c n], right-padded to no less than the bucket of the longest.
-            response_lengths: int32 [b c]; not all 0.
+            responses: int32 [b c n], right-padded; n is at least the longest response's bucket.
+            response_lengths: int32 [b c], of which at least one is positive.
 
         Raises:
             ValueError: no bucket is large enough.

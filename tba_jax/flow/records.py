@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and trajectories as bytes and table rows, for outbox and buffer.
+"""Prompts and trajectories as bytes and table rows, as outbox and buffer store them.
 
-Token ids and log-probs are bytes, scalar fields are one row of a numpy table, and values shared by
-many trajectories are an index into a table of settings. A million dataclass objects would take
-several times the memory of their tokens. Invariant: unpacking returns exactly what was packed.
+Token IDs and log-probs are bytes. Scalar fields are one row of a numpy table. Values that many
+trajectories share are an index into a table of settings. A million dataclass objects would take
+several times the memory of their tokens. Invariant: unpacking returns exactly the packed values.
 """
 
 import itertools
@@ -27,12 +27,12 @@ ROW_FIELDS = (
 )
 ROW_DTYPE = np.dtype(list(ROW_FIELDS))
 
-# Flat arrays and JSON-compatible metadata, the saved form of a part.
+# The saved form of a part: flat arrays and JSON-compatible metadata.
 Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
 
 class Settings(NamedTuple):
-    """Values that many trajectories share; stored once."""
+    """Values that many trajectories share and that are stored once."""
 
     searcher: int
     sampling_temperature: float
@@ -59,7 +59,7 @@ class SettingsTable:
             self.index(Settings.from_row(row))
 
     def index(self, settings: Settings) -> int:
-        """Return the index of these settings, new or known."""
+        """Return the index of these settings; new settings are added to the table."""
         found = self._index.setdefault(settings, len(self._rows))
         if found == len(self._rows):
             self._rows.append(settings)
@@ -96,16 +96,16 @@ def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
 
 
 def pack_tokens(y: Trajectory) -> bytes:
-    """Return response token ids, 4 bytes each; equal bytes mean equal responses."""
+    """Return the response's token IDs, 4 bytes each; equal bytes mean equal responses."""
     return np.ascontiguousarray(y.response_tokens, "<i4").tobytes()
 
 
 def pack_extras(y: Trajectory) -> bytes:
     """Return behavior log-probs (float32), reward parts (float64), advantages, paths, `is_sampled`.
 
-    Advantages are float32, or absent. Lengths of paths are int32, absent for one path. `is_sampled`
-    is a bit per token, in whole words of 4 bytes; absent if the policy sampled every token. Spans
-    of versions come last, as pairs of int32.
+    Advantages are float32, or absent. Path lengths are int32, absent for a single path.
+    `is_sampled` has a bit per token, in words of 4 bytes; it is absent if the policy sampled every
+    token. Version spans are last, as pairs of int32.
     """
     parts = y.reward_parts.values()
     logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
@@ -125,15 +125,15 @@ def unpack(
     extras: Sequence[bytes],
     table: SettingsTable,
 ) -> list[Trajectory]:
-    """Inverse of the three pack functions; the arrays are read-only views of one shared copy.
+    """Return trajectories from the results of the three pack functions; arrays are read-only views.
 
     Args:
-        rows: fields in the order of ROW_FIELDS (further ones are ignored), as Python numbers.
+        rows: Python numbers in the order of ROW_FIELDS; further numbers are ignored.
         tokens: return value of `pack_tokens`.
         extras: return value of `pack_extras`.
-        table: the table the rows were packed with.
+        table: the table with which the rows were packed.
     """
-    # Two arrays for all: a pair of arrays per trajectory would take a third of the time.
+    # One conversion for all trajectories: a pair of arrays for each would take a third of the time.
     all_tokens = np.frombuffer(b"".join(tokens), np.int32)
     all_extras = np.frombuffer(b"".join(extras), np.float32)
     start = extra_start = 0
@@ -189,7 +189,7 @@ def unpack(
 
 
 def flatten(blobs: Sequence[bytes], name: str) -> dict[str, np.ndarray]:
-    """Return byte strings as two flat arrays, for a file: `name` (uint8), `name_sizes` (int64)."""
+    """Return byte strings as two flat arrays: `name` (uint8) and `name_sizes` (int64)."""
     return {
         name: np.frombuffer(b"".join(blobs), np.uint8),
         f"{name}_sizes": np.fromiter(map(len, blobs), np.int64, len(blobs)),

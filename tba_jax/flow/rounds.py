@@ -2,9 +2,9 @@
 """A finished round: its groups, metrics and times.
 
 A searcher commits a `RoundCommit`, which the buffer adds; the logs keep a `RoundReport`. A searcher
-that decodes without rounds commits tickets: a ticket is a round of one prompt, and may finish
-before one with a lower number. Invariants: a commit accepted by `check_commit` counts every
-response once, and a commit packed for a file is restored exactly.
+that decodes without rounds commits tickets. A ticket is a round of one prompt. It may finish before
+a ticket with a lower number. Invariants: a commit that `check_commit` accepts counts every response
+once, and a commit that is packed for a file is restored exactly.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ from tba_jax.flow.trajectory import Group
 
 
 class PhaseTimes(NamedTuple):
-    """Times of a round: start and end since the run began, and the durations of its phases.
+    """Times of a round in seconds: start and end since the run began, and durations of its phases.
 
-    `decode_s` is the round's share of its searcher's decoding time, `reference_s` the time of the
-    reference after the rewards were computed.
+    `decode_s` is the round's share of the searcher's decoding time. `reference_s` is the time for
+    log-probs of the reference after the rewards were computed.
     """
 
     start_s: float
@@ -78,7 +78,7 @@ class RoundReport(NamedTuple):
     times: PhaseTimes
 
     def record(self) -> dict[str, float]:
-        """Return the fields of a `round` event, flat and JSON-compatible."""
+        """Return the fields of a `round` event, which are flat and JSON-compatible."""
         metrics = self.metrics._asdict()
         further = metrics.pop("further")
         return {**self.times._asdict(), **metrics, **further}
@@ -104,7 +104,7 @@ class RoundReport(NamedTuple):
 
 
 def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
-    """Return search metrics over the rounds merged at one sync; {} without rounds."""
+    """Return search metrics of the rounds that one sync merged; {} without rounds."""
     if not reports:
         return {}
     metrics = [report.metrics for report in reports]
@@ -125,7 +125,7 @@ def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
 
 
 def mean_known(values: Sequence[float]) -> float:
-    """Return the mean of the values that are not nan; nan without any."""
+    """Return the mean of the values that are not nan; nan if there are none."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     return float(known.mean()) if known.size else math.nan
@@ -133,15 +133,15 @@ def mean_known(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RoundCommit:
-    """Result of one finished round of a searcher; committed as a whole.
+    """Result of one finished round of a searcher, committed as a whole.
 
     Attributes:
         searcher: index of the searcher.
-        round: number of the round or ticket, counted from 0 without gaps as prompts are taken.
+        round: number of the round or ticket, counted from 0 without gaps, in the order of prompts.
         version: policy version at the start of the round.
-        groups: the scored groups; a ticket has one group.
+        groups: scored groups; a ticket has one group.
         prompt_state: JSON-compatible state of the prompt stream after the prompts of the round.
-        generated: number of sampled or given responses: trajectories and rejected ones of all
+        generated: number of sampled or given responses: trajectories and rejected responses of all
             groups.
         report: metrics and times of the round.
     """
@@ -156,7 +156,7 @@ class RoundCommit:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the trajectories' arrays."""
+        """Number of bytes in the arrays of the trajectories."""
         return sum(y.num_bytes for g in self.groups for y in g.trajectories)
 
 
@@ -171,14 +171,14 @@ def check_commit(commit: RoundCommit) -> None:
     counted = sum(len(g.trajectories) + sum(g.rejected.values()) for g in commit.groups)
     if counted != commit.generated:
         raise ValueError(
-            f"{where} has a count of {commit.generated} responses, but its groups hold "
+            f"{where} has a count of {commit.generated} responses, but its groups have "
             f"{counted} (trajectories plus rejected); count every response once"
         )
     for group in commit.groups:
         for y in group.trajectories:
             if y.prompt_id != group.prompt.prompt_id:
                 raise ValueError(
-                    f"{where}: a response to prompt {y.prompt_id} lies in the group of prompt "
+                    f"{where}: a response to prompt {y.prompt_id} is in the group of prompt "
                     f"{group.prompt.prompt_id}; put it into its own group"
                 )
             if not math.isfinite(y.reward):
@@ -212,7 +212,7 @@ def check_commit(commit: RoundCommit) -> None:
 
 
 def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:
-    """Return commits as flat arrays and JSON-compatible metadata, exact."""
+    """Return commits as flat arrays and JSON-compatible metadata, without loss."""
     table = SettingsTable()
     groups = [g for c in commits for g in c.groups]
     trajectories = [y for g in groups for y in g.trajectories]

@@ -37,7 +37,7 @@ def test_groups_prompt_state_and_round_number_commit_together():
     assert outbox.committed == (1, {"position": 1})
     bad = make_commit({1: [[5]]}, round=1)
     bad = dataclasses.replace(bad, generated=7)
-    with pytest.raises(ValueError, match="has a count of 7 responses, but its groups hold 1"):
+    with pytest.raises(ValueError, match="has a count of 7 responses, but its groups have 1"):
         outbox.put(bad)
     with pytest.raises(ValueError, match="committed round 0 again; wanted round 1"):
         outbox.put(make_commit({1: [[5]]}, round=0))
