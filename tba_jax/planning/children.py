@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tba_jax.planning.environment import NO_TPU
 
 _MODULE = "tba_jax.planning.compile_one"
-_REPORT_S = 20.0  # between two progress lines of a child
+_REPORT_S = 20.0  # time between two progress lines of a child
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 _TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")
 
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
         failure: reason of the failure in one line; "" on success.
         is_user_error: the child refused the request with a message for the user.
         is_too_large: the compiler reported too little device memory.
-        needed_bytes: memory that the compiler asked for in that case; 0 if it named no size.
+        needed_bytes: memory that the compiler asked for if `is_too_large`; 0 if it named no size.
     """
 
     value: dict[str, Any] | None
@@ -95,7 +95,7 @@ def ask(
 
 def _work(request: Mapping[str, Any]) -> str:
     program = request["program"]
-    return f"compiling {program}" if program else "reading the config and placing it"
+    return f"compiling {program}" if program else "reading the config and choosing its placement"
 
 
 def _failure(returncode: int, stderr: str, seconds: float) -> Answer:

@@ -37,10 +37,10 @@ class Chip:
         hbm_bytes: device memory.
         flops_per_s: peak rate of bfloat16 matrix products.
         bytes_per_s: peak rate of device memory.
-        link_bytes_per_s: bytes sent over all fast links of a device together; 0: unknown.
+        link_bytes_per_s: bytes that a device sends over all its fast links together; 0: unknown.
         network_bytes_per_s: bytes that each device sends over the network to other hosts while all
             devices send; 0: unknown, or fast links connect all hosts.
-        cores: TensorCores of one JAX device.
+        cores: number of TensorCores of one JAX device.
         is_measured: the rates were measured on this machine, not taken from a data sheet.
         overheads: kind -> bytes that programs and their arguments cannot use.
     """
@@ -66,9 +66,8 @@ TPUS = {
     "v5p": Chip("v5p", 95.73 * _GIB, 459e12, 2765e9, 600e9, cores=2),
     "v6e": Chip("v6e", 31.24 * _GIB, 918e12, 1638e9, 400e9),
 }
-# Share of the pool of JAX's allocator that fragmentation makes unusable: blocks are multiples of
-# 256 bytes and chosen by best fit. A cautious estimate; `memory_stats()` of a run gives the real
-# one.
+# Share of the pool of the JAX allocator that fragmentation makes unusable, a cautious value: blocks
+# are multiples of 256 bytes, chosen by best fit. `memory_stats()` of a run has the real share.
 _SLACK = 0.02
 _OUTSIDE = "outside of JAX's pool: CUDA context, kernels, NCCL buffers, libraries"
 _ALLOCATOR = "fragmentation of the allocator"
@@ -103,7 +102,7 @@ class Topology:
         text: text of --topology.
         chip: chip of the slice.
         shape: number of chips along each axis.
-        chips_per_host: chips of one host; 0: the compiler's default (four, fewer in smaller
+        chips_per_host: number of chips of one host; 0: the compiler's default (4, fewer in smaller
             slices).
     """
 
@@ -145,7 +144,7 @@ class GpuHosts:
         text: text of --topology.
         gpu: GPU model of all hosts.
         hosts: number of hosts.
-        per_host: GPUs of each host.
+        per_host: number of GPUs of each host.
     """
 
     text: str
@@ -223,7 +222,7 @@ def attached_chip(devices: Sequence[Any]) -> Chip:
             chip = gpu_chip(gpu)
             if not memory:
                 return chip
-            # The limit of this process's allocator replaces the estimated pool.
+            # The limit of this process's allocator replaces the estimated memory.
             overheads = {_ALLOCATOR: _SLACK * memory}
             return dataclasses.replace(chip, hbm_bytes=float(memory), overheads=overheads)
     if not memory:  # All CPU devices share the machine's memory.

@@ -92,7 +92,7 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
         changed, reason = with_lengths(config)
         config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
     mode = MODES[config.placement]
-    if mode.searches_elsewhere:  # the devices belong to other processes
+    if mode.searches_elsewhere:  # the searchers' devices belong to other processes
         return _on_absent_devices(config)
     if mode.spans_hosts or not open_settings(config):
         return config
@@ -160,13 +160,13 @@ def on_devices(
         found.layout.shares_devices,
     )
     left = open_settings(config)
-    about = f"an estimate for devices of {memory_bytes / 2**30:.1f} GiB"
+    about = f"estimated for devices of {memory_bytes / 2**30:.1f} GiB"
     return _chosen(config, {n: x for n, x in sizes.items() if n in left}, about)
 
 
 def for_platform(config: Config, model_config: TransformerConfig, platform: str) -> Config:
     """Return a config with the dtypes and the compiler options that are faster on a platform."""
-    config = _chosen(config, dtypes_on(config, platform), f"the faster one on {platform}")
+    config = _chosen(config, dtypes_on(config, platform), f"the faster dtype on {platform}")
     if config.xla.options != "auto" or platform != "cpu" or model_config.hidden_size < _WIDE:
         return config
     about = f"faster on CPUs for a hidden size of {model_config.hidden_size}"
@@ -187,7 +187,8 @@ def lines(config: Config) -> list[str]:
 def lowered(config: Config) -> Config | None:
     """Return a config that needs less device memory; None if no chosen value can be lowered.
 
-    Halves the rows of a micro-batch and the decode slots, and recomputes whole layers.
+    The new config has half of the micro-batch rows and of the decode slots, and recomputes whole
+    layers.
     """
     left = {name for name, _ in config.chosen} | set(open_settings(config))
     fields: dict[str, Any] = {}
@@ -205,17 +206,17 @@ def lowered(config: Config) -> Config | None:
 
 
 def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:
-    """Return the config with these fields; `chosen` gets the reason for each changed field."""
+    """Return the config with other fields; `chosen` gets the reason for each changed field."""
     news = tuple((n, reason) for n, value in fields.items() if get_field(config, n) != value)
     earlier = (entry for entry in config.chosen if entry[0] not in dict(news))
     return dataclasses.replace(replace(config, fields), chosen=(*earlier, *news))
 
 
 def _stabilised(config: Config) -> Config:
-    """Return the config, with bounded importance ratios if weights reach searchers late.
+    """Return the config with bounded importance ratios if weights reach searchers late.
 
-    Exact Trajectory Balance learns unsteadily from late weights (docs/results/fleet.md). The config
-    is unchanged if it sets objective.importance, or if its other settings do not support ratios.
+    Exact Trajectory Balance learns unsteadily if weights arrive late (docs/results/fleet.md). The
+    config is unchanged if it sets objective.importance, or if other settings do not support ratios.
     """
     is_open = _leaves_ratios_open(config) and getattr(config.objective.built, "is_exact", False)
     if not is_open or not writes_versions(config):
@@ -225,7 +226,7 @@ def _stabilised(config: Config) -> Config:
     bounded = _chosen(config, dict(zip(_RATIOS, ("token_clip", "drawn"), strict=True)), about)
     try:
         validate(bounded)
-    except ConfigError:  # e.g. data of no sampler: task.start_path
+    except ConfigError:  # for example task.start_path: no sampler drew the start data
         return config
     return bounded
 
@@ -252,13 +253,13 @@ def _placed(
 
 
 def _on_absent_devices(config: Config) -> Config:
-    """Return a fleet's config, with dtypes for its resources and one searcher per process."""
+    """Return a fleet's config with one searcher per process and dtypes for its resources."""
     has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
     model_config = describe_model(config, with_weights=False).config
     config = for_platform(config, model_config, "accelerators" if has_accelerator else "cpu")
     if config.num_searchers:
         return config
-    return _chosen(config, {"num_searchers": 1}, "one for each searcher process")
+    return _chosen(config, {"num_searchers": 1}, "one searcher for each process of searchers")
 
 
 def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
@@ -290,7 +291,7 @@ def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
 
 
 def _memory_bytes(devices: Sequence[Any]) -> float:
-    """Return the memory of a device in bytes; a CPU device has a share of the machine's memory."""
+    """Return the memory of a device in bytes; CPU devices share the memory of the machine."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit:
         return float(limit)

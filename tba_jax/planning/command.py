@@ -5,19 +5,21 @@ python -m tba_jax.plan --config=math[:PRESET] [--topology=v5p:2x2x4] [--search] 
     [--keep_placement] [--compare] [--programs=NAME,...] [--write_cache=DIR] [--timeout_s=N]
     [--config.FIELD=VALUE ...]
 
-Compiles every device program of the run at its largest shapes, each in its own process. Prints
-memory by kind, work, roofline times, memory in use at a time, the balance of searchers and trainer,
-and advice. Needs no weights, only the model's config.json. Exit code 0: the run fits; 1: it does
-not fit or does not compile; 2: the command or the config is invalid.
+The command compiles every device program of the run at its largest shapes, each in its own process.
+It prints memory by kind, work, roofline times, peak memory, the balance of searchers and trainer,
+and advice. It needs only the model's config.json, no weights. The exit code is 0 if the run fits, 1
+if the run does not fit or compile, and 2 if the command or the config is invalid.
 
 Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice, the plan chooses the
-placement and prints it as config flags; --keep_placement keeps the config's own. With
---config.placement=fleet the whole slice trains and searchers run on other devices; with whole_hosts
-half of the hosts train. --compare plans a slice of several hosts in two ways: every host trains and
-searches, or some hosts train while the others search. It prints both rates and the faster placement
-that fits. --search finds the largest micro-batch and number of slots that fit. --write_cache fills
-a persistent compilation cache for runs with JAX_COMPILATION_CACHE_DIR=DIR. --page=FILE plans
-some presets on some slices, or those of --config and --topology, and writes a table.
+placement and prints it as config flags; --keep_placement keeps the placement of the config. With
+--config.placement=fleet the whole slice trains and searchers run on other devices. With
+--config.placement=whole_hosts half of the hosts train.
+
+--compare plans a slice of several hosts in two ways: every host trains and searches, or some hosts
+train while the others search. It prints both rates and the faster placement that fits. --search
+finds the largest micro-batch and number of slots that fit. --write_cache fills a persistent
+compilation cache for runs with JAX_COMPILATION_CACHE_DIR=DIR. --page=FILE writes a table of plans:
+of some presets on some slices, or of the given --config and --topology.
 """
 
 import argparse
@@ -47,10 +49,10 @@ _PROGRAMS = {_ROWS: "train_step", _SLOTS: "decode_chunk"}  # whose memory a size
 
 
 class Planner:
-    """Descriptions and compiled programs of one config on one slice, each from a child process.
+    """Describes configs and compiles their programs on one slice, in child processes.
 
     Args:
-        request: part that all requests share.
+        request: entries that all requests to child processes share.
         timeout_s: timeout of each child process.
         ask: sends a request to a child process and returns its answer.
     """
@@ -67,10 +69,9 @@ class Planner:
         """Return placement, resident memory and programs of a config.
 
         Args:
-            config: nested fields.
-            chooses: choose the placement for the slice.
-            trainer_devices: wanted trainer devices if the placement is chosen, as in
-                `layouts.choose`.
+            config: nested fields of the config.
+            chooses: whether to choose the placement for the slice.
+            trainer_devices: as in `layouts.choose`, if the placement is chosen.
 
         Raises:
             ValueError: the config does not fit the slice, or the child failed.
@@ -87,7 +88,7 @@ class Planner:
         return answer.value
 
     def compile(self, facts: Mapping[str, Any], name: str) -> Program:
-        """Compile one program of a description; each program is compiled once.
+        """Return a compiled program of a description; each program is compiled only once.
 
         Raises:
             ValueError: the child refused the request.
@@ -137,12 +138,12 @@ def largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | Non
 
 
 def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return a chosen placement with the requested micro-batch, if the mesh divides it.
+    """Return a description with the requested micro-batch, if the mesh divides it.
 
     Args:
         planner: describes the other config.
         facts: description with the chosen placement.
-        rows: micro-batch rows of the command line.
+        rows: micro-batch rows that the command line requests.
     """
     chosen = facts["changed_fields"]
     if chosen.get(_ROWS, rows) == rows:
@@ -159,7 +160,7 @@ def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, A
 def search(
     planner: Planner, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[str, int]:
-    """Return config fields with the largest micro-batch and number of slots that fit.
+    """Return the nested fields with the largest micro-batch and number of slots that fit.
 
     Args:
         planner: compiles the trials.
@@ -223,17 +224,17 @@ def confirm(
     *,
     names: Collection[str] = (_ROWS, _SLOTS),
 ) -> dict[str, Any]:
-    """Return a chosen placement with sizes for which the compiled programs fit.
+    """Return a description with sizes for which the compiled programs fit.
 
-    The sizes are estimated from shapes. If a compiled program needs more memory than the device
-    has, two changes are tried in turn: `model.remat=layers` (for rows only), then the largest
-    smaller size that fits. If no size fits, the estimate stays.
+    The given sizes are estimated from shapes. If a compiled program needs more memory than the
+    device has, the function tries `model.remat=layers` (for rows only), and then the largest
+    smaller size that fits. If no size fits, the estimated size stays.
 
     Args:
         planner: compiles the programs.
         facts: description with the chosen placement.
         say: receives a line for each trial.
-        names: the sizes that were chosen.
+        names: settings whose sizes were chosen.
     """
     if _ROWS in names:
         options = facts["sizes"]["micro_batch_options"]
@@ -278,7 +279,7 @@ class Plan(NamedTuple):
     """A described run with its compiled programs, and the conclusions.
 
     Attributes:
-        facts: description.
+        facts: description of the run.
         programs: compiled programs.
         found: memory of each device group.
         weighed: balance of trainer and searchers; None if a program did not compile.
@@ -308,7 +309,7 @@ class Plan(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """Return a clause with layout, trainer devices and rate."""
+        """Return a text with layout, trainer devices and rate."""
         trainer = self.facts["groups"]["trainer"]["devices"]
         what = f"{self.facts['layout']} with {trainer} trainer devices"
         if not self.fits:
@@ -322,7 +323,7 @@ def plan(
     names: Sequence[str],
     say: Callable[[str], None],
 ) -> Plan:
-    """Compile some programs of a described run; `say` receives a line for each."""
+    """Compile some programs of a described run; `say` receives a line for each program."""
     programs = []
     for name in names:
         say(f"compiling {name} of {facts['layout']}")
@@ -384,8 +385,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="for several hosts: also plan whole hosts that only train, and print the faster "
-        "placement",
+        help="for several hosts: also plan a placement in which some hosts only train, and print "
+        "the faster placement",
     )
     parser.add_argument(
         "--programs",
@@ -432,7 +433,7 @@ def _say(line: str) -> None:
 
 
 def _config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """Return the validated config of a command, with length limits measured if it has none."""
+    """Return the validated config of a command; missing length limits are measured."""
     config = override(None, [f"--config={args.config}", *overrides])
     validate(config)
     if not config.task.max_prompt_tokens:

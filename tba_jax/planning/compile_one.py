@@ -3,9 +3,9 @@
 
     python -m tba_jax.planning.compile_one PARENT_PID < REQUEST.json
 
-The request contains config, topology, model shape and the task; the answer is the last line of
-standard output. An invalid request is refused in the answer. If the compiler aborts, the process
-ends, and `children` reports it.
+The request contains config, topology, model shape and the task. The answer is the last line of
+standard output; it may be a refusal of an invalid request. If the compiler aborts, this process
+ends, and `children` reports the end.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         wanted = next(p for p in planned if p.name == request["program"])
         mesh = choice.placement.trainer_mesh
         hosts = len({d.process_index for d in mesh.devices.flat})
-        # A searcher's devices belong to one host.
+        # The devices of a searcher belong to one host.
         return _compile(wanted, mesh.size // hosts if wanted.group == "trainer" else 0)
     assert chip is not None
     least = minima(config, model_config, choice.placement)
@@ -108,7 +108,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
-    """Return a sentence on the part of the train state in host memory, if there is one."""
+    """Return a sentence on the part of the train state that stays in host memory, if any."""
     mesh = choice.placement.trainer_mesh
     size = offloaded_bytes(model_parts.abstract_state(config, model_config, mesh))
     if not size:
@@ -131,7 +131,7 @@ def _place(
     devices: Sequence[Any],
     chip: chips.Chip | None,
 ) -> tuple[Config, layouts.Choice]:
-    """Return the config and its placement, with the sizes that a run would choose if it may."""
+    """Return the config and its placement, with the sizes that a run would choose."""
     config = choices.for_platform(config, model_config, platform_of(devices[0]))
     if request["program"]:
         return config, layouts.place(config, devices)
@@ -156,7 +156,7 @@ def _judge_bytes(
     mesh = Mesh(np.array(devices[:group_size]), ("model",))
     try:
         return sum(judge_residents(config, judges, mesh)["searcher"].values())
-    # The group does not divide them; if no group does, `_groups` raises the reason.
+    # The group does not divide the judges. If no group does, `_groups` raises the reason.
     except ValueError:
         return math.inf
 
@@ -231,7 +231,7 @@ def _compile(planned: Planned, devices_per_host: int) -> dict[str, Any]:
         text, unknown_trips=planned.unknown_trips, devices_per_host=devices_per_host
     )
     hbm = dict(planned.resident)
-    # Padding by the device's own layout of resident arrays counts as input.
+    # Padding of resident arrays by the device's layout counts as input.
     hbm["inputs"] = max(0.0, memory.argument_size_in_bytes - sum(planned.resident.values()))
     hbm[planned.result] = max(0.0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     hbm["temporaries"] = float(memory.temp_size_in_bytes)
@@ -253,7 +253,7 @@ def main() -> int:
     parent = int(sys.argv[1])
 
     def exit_with_parent() -> None:
-        # A killed plan cannot stop a compiler that still has minutes to run.
+        # A killed plan cannot stop its children, whose compiler may run for minutes.
         while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(1)

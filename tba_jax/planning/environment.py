@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment variables with which libtpu compiles for TPUs that are not attached.
 
-With them, libtpu does not look for TPUs and takes no TPU from another process. They must be set
+With these variables libtpu neither looks for TPUs nor takes a TPU from another process. Set them
 before JAX is imported, so this module imports nothing.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a run on its devices, estimated from shapes without compiling.
 
-Used to choose a placement before anything is compiled.
+The estimates serve to choose a placement before any program is compiled.
 
 Invariant: an estimate counts every byte of resident arrays, and the largest program.
 """
@@ -27,15 +27,15 @@ from tba_jax.planning import roofline
 from tba_jax.run import model_parts
 from tba_jax.train.state import HOST_MEMORY, TrainState
 
-# FLOPs of bfloat16 products in the time in which memory delivers a byte: 156 (A100) to 560 (v6e).
+# FLOPs of bfloat16 products per byte that memory delivers: 156 (A100) to 560 (v6e).
 _FLOPS_PER_BYTE = 240.0
 
 
 def trainer_share(config: Config, model_config: TransformerConfig) -> float:
     """Return the share of the devices that should train so that neither side waits for the other.
 
-    Compares rooflines of the work that no program can avoid, as the balance of a plan does:
-    responses are decoded to half of their limit, and rows of training are padded unless packed.
+    The function compares rooflines of the work that no program can avoid, as the balance of a plan
+    does. It assumes responses of half of their limit, and padded rows unless rows are packed.
     """
     x, t = config.task.max_prompt_tokens, max(1, config.search.max_new_tokens // 2)
     padded = t if config.batch.packed_length else config.search.max_new_tokens
@@ -74,8 +74,8 @@ def held_bytes(config: Config, model_config: TransformerConfig) -> float:
     """Return the approximate bytes of the train state, or of the frozen base of adapters."""
     params = num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     if config.lora.rank:
-        return params  # Adapters are small beside their base.
-    # Parameters, two moments, and with reference.placement=trainer a reference.
+        return params  # Adapters are small compared with their base.
+    # The state has parameters, two moments, and a reference with reference.placement=trainer.
     return (4 if config.reference.placement == "trainer" else 3) * params
 
 
@@ -88,13 +88,13 @@ def step_bytes(
 ) -> float:
     """Return the approximate memory of a train step per device, without the train state.
 
-    Counts the attention scores of one layer and their gradient (for flash attention over packed
-    rows, the mask of pairs and its derivatives), the inputs of each layer, the inner activations of
-    one layer and their gradients, the gradient and its sum over micro-batches, and
-    what is kept of every layer instead of recomputed.
+    The estimate has the attention scores of one layer and their gradient (for flash attention over
+    packed rows, the mask of pairs and its derivatives), the inputs of each layer, the inner
+    activations of one layer and their gradients, the gradient and its sum over micro-batches, and
+    the values of every layer that are kept instead of recomputed.
 
     Args:
-        responses: responses of a micro-batch on one device; rows if rows are packed.
+        responses: number of responses (if packed, of rows) of a micro-batch on one device.
         mesh: mesh of the trainer.
         platform: platform of the trainer's devices, which selects the attention kernel.
     """
@@ -131,10 +131,11 @@ def step_bytes(
 
 
 def _kept_values(config: Config, model_config: TransformerConfig) -> float:
-    """Return how many values the backward pass keeps of a token in a layer, besides its input.
+    """Return the number of values of a token that the backward pass keeps in a layer.
 
-    An estimate: with remat=`dots` the outputs of matrix products; with `none` four times as many,
-    because norms, rotations and activations are kept, some in float32.
+    The input of the layer does not count. With remat=`dots` these are the outputs of matrix
+    products. With `none` the estimate is four times as many, because norms, rotations and
+    activations are kept, some in float32.
     """
     heads = model_config.num_heads + 2 * model_config.num_kv_heads
     products = (
@@ -151,7 +152,7 @@ def searcher_bytes(
 ) -> Callable[[int], float]:
     """Return a function from group size to the memory of each searcher device.
 
-    Counts two versions of the weights, the reference, the KV cache, and models that give rewards.
+    The memory has two versions of the weights, the reference, the KV cache, and reward models.
     """
     weights = _weight_bytes(config, model_config, devices[0])
     if config.reference.placement == "searcher":
@@ -171,7 +172,7 @@ def searcher_bytes(
 
 
 def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:
-    """Return the bytes of decoding weights: current and next version, and the base of adapters."""
+    """Return the bytes of a searcher's weights: current and next version, base of adapters."""
 
     def weights(quantization: Quantization) -> Params:
         where, dtype = SingleDeviceSharding(device), jnp.dtype(config.model.rollout_dtype)
@@ -186,7 +187,7 @@ def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) 
 
 
 def num_slots(config: Config) -> int:
-    """Return the decode slots of a searcher: its unfinished responses at a time."""
+    """Return the number of decode slots of a searcher."""
     rows = config.search.prompts_per_round * config.search.samples_per_prompt
     return min(rows, config.search.num_slots or rows)
 

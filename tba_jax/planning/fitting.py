@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, searcher groups and micro-batches that divide a model and a batch and fit the memory.
 
-Computed from shapes, for the modules that choose a placement (`layouts`, `fleets`).
+The sizes are computed from shapes, for the modules that choose a placement (`layouts`, `fleets`).
 
-Invariant: every size returned divides what it must divide. Where no size fits the memory, the
+Invariant: every returned size satisfies its divisibility rules. If no size fits the memory, the
 nearest size is returned, and the verdict of the plan reports the missing memory.
 """
 
@@ -20,8 +20,8 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
 
 SHARE_FOR_PROGRAMS = 0.15
-"""Share of a device's memory for programs: weights, cache and train state leave at least this."""
-_SHARE_FOR_CHOICES = 0.1  # a run is not compiled before it begins, as a plan is
+"""Share of a device's memory for programs, which weights, cache and train state must leave."""
+_SHARE_FOR_CHOICES = 0.1  # a run, unlike a plan, does not compile before it chooses
 _ROWS = "batch.micro_batch_rows"
 
 
@@ -34,7 +34,7 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
     Args:
         size: number of devices.
         config, model_config: config and architecture of the run.
-        hosts: number of hosts with equal parts of the mesh; 0: the trainer has whole hosts.
+        hosts: number of hosts that have equal parts of the mesh; 0: the trainer has whole hosts.
 
     Raises:
         PlacementError: no such mesh divides batch and model.
@@ -45,14 +45,14 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
         divides = (
             size % (fsdp * context) == 0
             and 4 * (-rows % fsdp) <= rows
-            # Attention heads and MLPs are divided within a host, over its fast links.
+            # Only devices of one host divide attention heads and MLPs, because of its fast links.
             and (not hosts or (size // hosts) % model == 0)
             and model_config.hidden_size % (fsdp * context) == 0
             and model_config.num_heads % model == 0
             and model_config.mlp_size % model == 0
         )
         if divides:
-            # Experts are divided within a host, too; the others of its devices divide their rows.
+            # Experts are divided within a host, too; its remaining devices divide the rows.
             expert = math.gcd(model_config.num_experts or 1, fsdp, size // (hosts or 1) // model)
             return MeshShape(1, fsdp // expert, model, expert, context)
     raise PlacementError(
@@ -78,12 +78,12 @@ def mesh_fields(mesh: MeshShape) -> dict[str, Any]:
 def with_divisible_prompts(
     config: Config, model_config: TransformerConfig, sizes: Sequence[int], hosts: int
 ) -> tuple[Config, list[str]]:
-    """Return a config for which a mesh of one of these sizes exists, and a note on the change.
+    """Return (config for which a mesh of one of these sizes exists, note on the change).
 
     If no such mesh exists, batch.num_prompts is raised to the next number for which one exists.
 
     Raises:
-        PlacementError: the model itself does not divide over them.
+        PlacementError: no mesh of these sizes divides the model.
     """
     if any(mesh_exists(n, config, model_config, hosts) for n in sizes):
         return config, []
@@ -105,7 +105,7 @@ def with_divisible_prompts(
 def holds_state(
     size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float, hosts: int
 ) -> bool:
-    """Return whether a mesh of this size exists and leaves memory for programs beside the state."""
+    """Return whether a mesh of this size exists and has memory for train state and programs."""
     if not mesh_exists(size, config, model_config, hosts):
         return False
     held = estimates.held_bytes(config, model_config) / size
@@ -115,10 +115,10 @@ def holds_state(
 def micro_batch_options(config: Config, num_parts: int) -> list[int]:
     """Return the possible numbers of rows of a micro-batch, ascending.
 
-    Each option divides the batch and is divided by `num_parts` devices. Packed rows need not divide
-    the batch: powers of two and whole groups are options. Padded rows are filled with empty rows up
-    to a multiple of the devices. Where one pass over a batch makes several updates, each update
-    gets an equal part of a micro-batch.
+    Each option divides the batch, and `num_parts` devices divide each option. For packed rows,
+    which need not divide the batch, powers of two and whole groups are options. Padded rows are
+    filled with empty rows up to a multiple of the devices. If one pass over a batch makes several
+    updates, each update gets an equal part of a micro-batch.
     """
     k, of_update = config.objective.group_size, num_parts * config.objective.built.minibatches
     responses = config.batch.num_prompts * k
@@ -139,13 +139,14 @@ def micro_batch_rows(
     free_bytes: float,
     platform: Platform,
 ) -> int:
-    """Return the config's micro-batch size if the mesh divides it, else the nearest divisible one.
+    """Return the config's micro-batch size if the mesh divides it, else the nearest divisible size.
 
-    Grows the size where memory allows. Padded rows: to whole groups on each device, if the config
-    asks for whole groups (their prompts are then computed once) or rows share prompts; otherwise
-    groups that share prompts get as many rows as fit, since each part of a group computes the
-    prompt again. Packed rows: as many whole groups as fit, since each micro-batch reads weights
-    and gradients once. A size that does not fit is lowered to the largest that does.
+    The size is raised where memory allows. Padded rows are raised to whole groups on each device
+    if the config asks for whole groups, whose prompts are then computed once, or if rows share
+    prompts. Otherwise groups that share prompts get as many rows as fit, because each part of a
+    group computes the prompt again. Packed rows are raised to as many whole groups as fit, because
+    each micro-batch reads weights and gradients once. A size that does not fit is lowered to the
+    largest size that fits.
     """
     wanted, num_parts = config.batch.micro_batch_rows, mesh.num_parts
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
@@ -189,9 +190,9 @@ def sizes(
 ) -> dict[str, Any]:
     """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
 
-    Decode slots: the responses of a round, halved until they fit the memory. On shared devices, a
-    small micro-batch must fit beside them. Rows of a micro-batch: as many as fit. `model.remat`:
-    `dots` if whole groups then fit each device.
+    The decode slots are the responses of a round, halved until they fit the memory. On shared
+    devices, a small micro-batch must fit in addition. A micro-batch has as many rows as fit.
+    `model.remat` is `dots` if whole groups then fit each device.
 
     Args:
         config: config of the run, with its final placement.
@@ -199,8 +200,8 @@ def sizes(
         mesh: mesh of the trainer.
         devices: devices of the run.
         hbm_bytes: memory of each device.
-        of_searcher: returns the memory that a searcher with a config needs on each device.
-        shares_devices: trainer and searchers share devices.
+        of_searcher: config -> bytes that a searcher needs on each device.
+        shares_devices: whether trainer and searchers share devices.
     """
     fields: dict[str, Any] = {}
     held = estimates.held_bytes(config, model_config) / mesh.size
@@ -248,7 +249,7 @@ def sizes(
 
 
 def _open_slots(config: Config, of_searcher: Callable[[Config], float], room: float) -> int:
-    """Return the decode slots of a round, halved until they fit; at least 1."""
+    """Return the number of responses of a round, halved until their slots fit; at least 1."""
     slots = estimates.num_slots(config)
     while slots > 1 and of_searcher(_with(config, "search", num_slots=slots)) > room:
         slots = -(-slots // 2)
@@ -259,7 +260,7 @@ def _remats(config: Config, *, wants_products: bool) -> list[str]:
     """Return the values of model.remat to try, from least to most recomputation."""
     if config.model.remat != "auto":
         return [config.model.remat]
-    # Float32 steps are bound by memory, and `none` makes any step so (docs/results/plan.md).
+    # Memory bandwidth limits float32 steps, and all steps with `none` (docs/results/plan.md).
     is_bound_by_products = wants_products and config.model.compute_dtype == "bfloat16"
     return ["dots", "layers"] if is_bound_by_products else ["layers"]
 
@@ -271,7 +272,7 @@ def _with(config: Config, section: str, **fields: Any) -> Config:
 
 
 def _rows(config: Config) -> int:
-    """Return the rows of a batch with distinct responses; packed rows count one response each."""
+    """Return the number of rows of a batch of distinct responses; a packed row counts as one."""
     shares = config.batch.share_prompts and not config.batch.packed_length
     return config.batch.num_prompts * (1 if shares else config.objective.group_size)
 
@@ -284,7 +285,7 @@ def group_size(
     devices: Sequence[Any],
     bytes_of: Callable[[int], float],
 ) -> int:
-    """Return the fewest devices of a searcher group that hold weights, cache and reward models."""
+    """Return the smallest number of devices that holds weights, cache and reward models."""
     sizes = group_sizes(model_config, pool, per_host, devices)
     for g in sizes:
         if bytes_of(g) <= free_bytes * (1 - SHARE_FOR_PROGRAMS):
@@ -302,8 +303,8 @@ def group_sizes(
     """Return the possible numbers of devices of a searcher, ascending.
 
     Args:
-        pool: devices of a host that search.
-        per_host: devices of a host.
+        pool: number of devices of a host that search.
+        per_host: number of devices of a host.
         devices: devices of the slice.
     """
     sizes = [g for g in range(1, pool + 1) if pool % g == 0 and model_config.num_heads % g == 0]

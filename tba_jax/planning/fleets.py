@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of a fleet: the whole slice trains, and searchers run on similar devices elsewhere.
 
-The slice is the trainer's: one host, or the hosts of a trainer group (`fleet.trainer_hosts`).
-Searchers may run on any devices; the plan assumes chips like the trainer's.
+The slice belongs to the trainer: one host, or the hosts of a trainer group (`fleet.trainer_hosts`).
+Searchers may run on any devices; the plan assumes chips of the trainer's kind.
 
 Invariant: processes with these devices accept the placement chosen here.
 """
@@ -45,7 +45,7 @@ def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
         )
     validate_devices(config, len(devices) // len(hosts), len(hosts))
     found = place_run(config, devices, hosts[0])
-    # On the last host: libtpu refuses groups that hold the first chip of a slice.
+    # Plan a searcher on the last host: libtpu refuses groups that hold the first chip of a slice.
     own = [d for d in devices if d.process_index == hosts[-1]]
     each = asked(config).searcher_devices
     if each > len(own):

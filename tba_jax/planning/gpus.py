@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA GPUs to plan for: compiler targets and peak rates.
 
-A target describes a GPU to XLA as an attached device would. XLA's plugin takes targets as text and
+A target describes a GPU to XLA, as an attached device does. XLA's plugin takes targets as text and
 not by name, so the numbers of XLA's own files are repeated here. The cuDNN version is the oldest
 that JAX's wheels accept, so that a run can execute whatever a plan compiles.
 
@@ -18,19 +18,19 @@ PER_HOST = 8
 """GPUs of the largest host that is planned for (HGX boards)."""
 
 INSTALL = "pip install 'tba_jax[cuda]'"
-"""What brings the compiler; from a checkout, pip install -e '.[cuda]'."""
+"""Command that installs the compiler; from a checkout, pip install -e '.[cuda]'."""
 
 
 class Gpu(NamedTuple):
     """One GPU model.
 
     Attributes:
-        kind: JAX's `device_kind`.
+        kind: `device_kind` of the device in JAX.
         compute_capability: (major, minor).
-        cores: streaming multiprocessors.
-        fpus: arithmetic units of each core.
-        shared_memory: bytes of (a block by default, a block that asks for more, a core).
-        l2_bytes: second-level cache.
+        cores: number of streaming multiprocessors.
+        fpus: number of arithmetic units of each core.
+        shared_memory: bytes for (a block by default, a block at most, all blocks of a core).
+        l2_bytes: size of the second-level cache.
         clock_ghz: highest clock rate.
         memory_bytes: device memory.
         bytes_per_s: rate of device memory.
@@ -139,4 +139,4 @@ GPUS: dict[str, Gpu] = {
         network_bytes_per_s=50e9,
     ),
 }
-"""Name in --topology -> what it is."""
+"""Name in --topology -> GPU model."""

@@ -2,19 +2,19 @@
 """Cost of one execution of a compiled program on one device, read from its optimised HLO text.
 
 XLA's own `cost_analysis` counts the body of a loop once, so a model scanned over 28 layers looks
-like a model of one layer. Here the body and the condition of a loop are multiplied by its number of
-trips, which is the first of these that exists:
+like a model of one layer. Here the cost of the body and the condition of a loop is multiplied by
+the trip count, which is the first of these that exists:
 
 - XLA's `known_trip_count`;
 - the constant that the condition compares the counter with, less the counter's first value, divided
   by its step (1 in JAX's scan and fori_loop, 2 in some loops that XLA:TPU generates);
 - `unknown_trips` of the caller, for loops whose end depends on data.
 
-Of a conditional the more expensive branch counts. FLOPs are those of matrix products (dot and
-convolution, two per multiply-add), as in every MFU. Bytes are read and written in device memory: a
-fusion counts as one instruction, a slice costs its result, and an update in place costs the update.
-On TPU, buffers in VMEM cost nothing. All figures are per device, because the text is the program of
-one device of a partitioned program.
+The more expensive branch of a conditional counts. FLOPs are those of matrix products (dot and
+convolution, two per multiply-add), as usual for the MFU. Bytes are those read and written in device
+memory: a fusion counts as one instruction, a slice costs its result, and an update in place costs
+the update. On TPU, buffers in VMEM cost nothing. All figures are per device, because the text is
+the program of one device of a partitioned program.
 
 Invariant: nothing is counted twice, and custom calls that cannot be counted are in `uncounted`.
 """
@@ -39,7 +39,7 @@ from tba_jax.planning.hlo_text import (
     target,
 )
 
-# These name their operands or write nothing to memory.
+# These opcodes only rename their operands, or write nothing to memory.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
     "opt-barrier add-dependency domain get-dimension-size".split()
@@ -69,11 +69,11 @@ class Cost:
         collective_bytes: bytes sent to other devices with ring algorithms. Of n devices, each sends
             (n - 1) / n of the result of an all-gather, (n - 1) / n of the operand of a
             reduce-scatter, and twice as much for an all-reduce.
-        network_bytes: bytes that a device sends to other hosts: the members of a group on one host
-            share its outgoing bytes, with one adapter each, as in NCCL's rings.
-        launches: kernels, calls and collectives executed one after the other; on TPU without scalar
-            instructions and prefetches into fast memory.
-        unknown_loops: loops that use the caller's number of trips.
+        network_bytes: bytes that a device sends to other hosts. The members of a group on one host
+            share the outgoing bytes, with one network adapter each, as in NCCL's rings.
+        launches: number of kernels, calls and collectives that are executed one after the other; on
+            TPU without scalar instructions and prefetches into fast memory.
+        unknown_loops: number of loops that use the caller's trip count.
         uncounted: targets of custom calls with unknown FLOPs, sorted.
     """
 
@@ -113,8 +113,8 @@ def program_cost(hlo_text: str, *, unknown_trips: int = 1, devices_per_host: int
 
     Args:
         hlo_text: text of `jax.stages.Compiled.as_text()`.
-        unknown_trips: trips of a loop whose end depends on data.
-        devices_per_host: devices of the program on each host, in host order; 0: all on one host.
+        unknown_trips: trip count of a loop whose end depends on data.
+        devices_per_host: number of the program's devices on each host; 0: all are on one host.
 
     Raises:
         ValueError: the text has no entry computation.
@@ -176,7 +176,7 @@ class _Counter:
         return dataclasses.replace(inner, num_bytes=traffic, launches=1)
 
     def _trips(self, x: Instruction, body: Mapping[str, Instruction]) -> int | None:
-        """Return the trips of a loop whose counter stays below a constant, else None."""
+        """Return the trip count of a loop whose counter stays below a constant, else None."""
         known = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes)
         if known:
             return int(known[1])
@@ -193,7 +193,7 @@ class _Counter:
         return -(-(limit - start) // self._step(called(x, "body")[0], counter))
 
     def _step(self, loop: str, counter: int) -> int:
-        """Return a loop counter's increment, by the tuple element it updates; 1 if unknown."""
+        """Return the increment of a loop counter, which is a tuple element; 1 if it is unknown."""
         body = self._module.computations[loop]
         following = _copied(_root(body), counter, body)
         if following is None:
@@ -205,7 +205,7 @@ class _Counter:
     def _unfused(
         self, x: Instruction, body: Mapping[str, Instruction]
     ) -> tuple[Instruction, list[Instruction]]:
-        """Return an instruction and its operands; for a fusion, those inside and outside it."""
+        """Return an instruction and its operands; for a fusion, those of its root."""
         operands = [body[name] for name in x.operands]
         if x.opcode != "fusion":
             return x, operands
@@ -228,7 +228,7 @@ def _index(x: Instruction) -> int | None:
 
 
 def _copied(x: Instruction, element: int, body: Mapping[str, Instruction]) -> Instruction | None:
-    """Return the source that a tuple element copies; None if no tuple is written out."""
+    """Return the instruction that an element of a tuple copies; None if `x` is not a tuple."""
     if x.opcode != "tuple":
         return None
     found = body[x.operands[element]]
@@ -238,7 +238,7 @@ def _copied(x: Instruction, element: int, body: Mapping[str, Instruction]) -> In
 
 
 def _is_launch(x: Instruction) -> bool:
-    """Return whether an instruction outside fusions is a kernel or call; prefetches are not."""
+    """Return whether an instruction outside fusions launches a kernel or call, not a prefetch."""
     if x.opcode == "custom-call":
         return target(x) not in FREE_CALLS
     is_prefetch = x.opcode in ("copy-start", "slice-start")
@@ -255,7 +255,7 @@ def _total(arrays: Sequence[Array] | Iterator[Array]) -> float:
 
 
 def _logical(array: Array) -> float:
-    """Return the bytes of an array in device memory or in fast memory."""
+    """Return the bytes of an array, whether it is in device memory or in fast memory."""
     return array._replace(is_on_chip=False).num_bytes
 
 
@@ -264,7 +264,7 @@ def _traffic(x: Instruction, body: Mapping[str, Instruction]) -> float:
     written = _total(x.arrays)
     if x.opcode == "custom-call" and target(x) in FREE_CALLS:
         return 0.0
-    if x.opcode.endswith("-start"):  # Results of an asynchronous start include its operands.
+    if x.opcode.endswith("-start"):  # The results of an asynchronous start include its operands.
         source = _total(_operand_arrays(x, body))
         read = source
         if "slice" in x.opcode and source:
@@ -284,7 +284,7 @@ def _traffic(x: Instruction, body: Mapping[str, Instruction]) -> float:
 def _fusion_traffic(
     x: Instruction, body: Mapping[str, Instruction], computations: Computations
 ) -> float:
-    """Return the bytes that enter and leave a fusion."""
+    """Return the bytes that a fusion reads and writes."""
     inside = computations[called(x, "calls")[0]]
     read = 0.0
     for i in inside.values():
@@ -311,7 +311,7 @@ def _fusion_traffic(
 def _is_view(x: Instruction) -> bool:
     """Return whether a fused instruction only changes shape or layout of its operand.
 
-    A nested fusion that aliases its operand only renames tiles (eight-bit types on TPU).
+    A nested fusion that aliases its operand changes only the tiling (8-bit types on TPU).
     """
     retiles = x.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in x.attributes
     return x.opcode in _VIEWS or retiles
@@ -323,7 +323,7 @@ def _read_of(
     inside: Mapping[str, Instruction],
     computations: Computations,
 ) -> float:
-    """Return how many of the `whole` bytes of a value a fused computation reads."""
+    """Return the bytes of a value of `whole` bytes that a fused computation reads."""
     parts = 0.0
     for user in inside.values():
         for index, name in enumerate(user.operands):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs of the matrix products of an instruction of HLO text, two per multiply-add.
 
-Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS and cuDNN. FLOPs of
-cuDNN attention follow from its shapes: two products in the forward pass, five in the backward pass,
-half of each where the mask is causal.
+Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS and cuDNN. The FLOPs
+of cuDNN attention follow from its shapes: two products in the forward pass and five in the backward
+pass, of which a causal mask leaves half.
 
 Invariant: a call whose FLOPs are unknown is named in the result.
 """
@@ -58,7 +58,7 @@ def _attention_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
 
 
 def _convolution_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
-    """Return the FLOPs of a convolution; on TPU every product is one.
+    """Return the FLOPs of a convolution, which represents every matrix product on TPU.
 
     Batch axes of such a product are dilated or padded windows.
     """

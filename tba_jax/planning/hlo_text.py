@@ -28,7 +28,7 @@ FREE_CALLS = frozenset(
         "SPMDShardToFullShape",
     )
 )
-"""Calls that move and compute nothing: markers of compilers, and host-side bookkeeping."""
+"""Calls that neither move nor compute data: markers of compilers, and host-side bookkeeping."""
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 
 
@@ -46,7 +46,7 @@ class Array(NamedTuple):
     @property
     def num_bytes(self) -> float:
         """Return the bytes in device memory; 0 for an array in fast memory."""
-        bits = _BITS.get(self.dtype, 8)  # float8 types
+        bits = _BITS.get(self.dtype, 8)  # other dtypes are float8
         return 0.0 if self.is_on_chip else self.num_elements * bits / 8
 
 
@@ -63,11 +63,11 @@ class Instruction(NamedTuple):
 
 
 Computations = Mapping[str, Mapping[str, Instruction]]
-"""Name of a computation -> name of an instruction -> it."""
+"""Name of a computation -> name of an instruction -> the instruction."""
 
 
 class Module(NamedTuple):
-    """All computations, and the name of the entry computation."""
+    """All computations of a module, and the name of the entry computation."""
 
     entry: str | None
     computations: Computations

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models besides the policy that score or judge responses: their programs and memory.
 
-These are the reward model, gold reward model, victim, classifier, sentence embedder, and the start
-model that an evaluation compares with. Reward models and the start model are divided over the
+These models are the reward model, gold reward model, victim, classifier, sentence embedder, and the
+start model that an evaluation compares with. Reward models and the start model are sharded over the
 devices of a searcher, the gold model over the devices of the first searcher, which evaluates. Each
-searcher holds victim and classifier whole on its first device; the trainer's first device holds the
-embedder. The programs are the run's own, lowered from shapes.
+searcher has whole copies of victim and classifier on its first device; the trainer's first device
+has the embedder. The programs are those of the run, lowered from shapes.
 
 Invariant: the memory of every model that the run loads is counted.
 """
@@ -61,7 +61,7 @@ def judge_paths(config: Config) -> dict[str, str]:
 def judge_residents(
     config: Config, models: Mapping[str, Mapping[str, Any]], mesh: Mesh
 ) -> dict[str, dict[str, float]]:
-    """Return group -> role -> bytes on the fullest device of that group.
+    """Return group -> role -> bytes on the device of the group that has the most.
 
     Args:
         models: role -> contents of config.json.
@@ -83,7 +83,7 @@ def plan_judges(
     models: Mapping[str, Mapping[str, Any]],
     placement: Placement,
 ) -> list[Planned]:
-    """Return the programs of these models.
+    """Return the programs of the models that score or judge.
 
     Args:
         config, models: as in `judge_residents`.
@@ -202,7 +202,7 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
     held = {"victim": shard_bytes(weights)}
     chunk = "chunk_sampled" if v.top_p == 1 else "chunk_truncated"
     in_slots = f"{slots} slots of {columns} columns"
-    # Responses are assumed to have half of their limit, as for the searchers.
+    # Responses are assumed to have half of the maximum length, as for the searchers.
     chunks = attacks * v.num_samples * v.max_new_tokens / 2 / slots / decoder.chunk_steps
     return [
         Planned(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the devices of a slice that train and of those that search.
 
-`place_run` builds the meshes of a given placement and refuses what compilers or runs of several
-hosts refuse. This module chooses the placement and returns it as config fields, so that a run with
-those fields has the same placement. It compares estimates in bytes, without compiling.
+`place_run` builds the meshes of a given placement, and refuses placements that compilers or runs of
+several hosts refuse. This module chooses a placement and returns it as config fields, so that a run
+with these fields has the same placement. It compares estimated bytes, without compiling.
 
 Invariant: `main` accepts the chosen placement on such devices.
 """
@@ -37,9 +37,9 @@ class Choice(NamedTuple):
 
     Attributes:
         name: name of the layout.
-        placement: meshes; the searchers' meshes are those of the last host.
-        num_groups: searcher groups on the whole slice.
-        shares_devices: trainer and searchers share devices.
+        placement: meshes of the run; the searchers' meshes are those on the last host.
+        num_groups: number of searchers on the whole slice.
+        shares_devices: whether trainer and searchers share devices.
         fields: config fields that the choice changed, with their values.
         notes: sentences on changes beyond the placement.
     """
@@ -53,12 +53,12 @@ class Choice(NamedTuple):
 
 
 def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> list[int]:
-    """Return the numbers of trainer devices that a run accepts beside its searchers.
+    """Return the possible numbers of trainer devices, with devices left for searchers.
 
     Args:
         devices: devices of the slice.
-        whole_hosts: the trainer has all devices of some hosts; otherwise the same number on every
-            host.
+        whole_hosts: whether the trainer has all devices of some hosts; otherwise it has the same
+            number of devices on every host.
     """
     if len(hosts_of(devices)) == 1:
         return list(range(1, len(devices)))
@@ -69,9 +69,9 @@ def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> lis
 def usable_options(
     config: Config, model_config: TransformerConfig, devices: Sequence[Any]
 ) -> list[int]:
-    """Return those `trainer_options` for which a mesh divides this batch and this model.
+    """Return the `trainer_options` for which a mesh divides batch and model.
 
-    Empty if searchers run on other devices.
+    The list is empty if searchers run on other devices.
     """
     if MODES[config.placement].searches_elsewhere:
         return []
@@ -82,7 +82,7 @@ def usable_options(
 
 
 def place(config: Config, devices: Sequence[Any]) -> Choice:
-    """Return the config's own placement on these devices.
+    """Return the placement that a config sets, on these devices.
 
     Raises:
         PlacementError: the placement does not fit the devices.
@@ -121,21 +121,23 @@ def choose(
 ) -> tuple[Config, Choice]:
     """Return the config with a placement for these devices, and that placement.
 
-    A fleet stays a fleet (`fleets`), and whole hosts stay whole hosts. One host: `shared` on one
-    device, otherwise `split`, balanced by `estimates.trainer_share`. Several hosts: the trainer
-    gets that share of each host where the chips allow it (v4 and v5p). Where no division holds the
-    train state and the searchers, both share all devices. The trainer's mesh divides parameters
-    over as many devices as divide the rows of a batch; the other axis is tensor-parallel. Searcher
-    groups are as small as weights and cache allow. In a pod, a batch whose prompts no mesh divides
-    gets more prompts, and `notes` says so.
+    The placements `fleet` (see `fleets`) and `whole_hosts` stay. Otherwise one host gets `shared`
+    if it has one device, and else `split`, balanced by `estimates.trainer_share`. On several hosts
+    the trainer gets that share of each host if the chips allow it (v4 and v5p). If no division has
+    memory for train state and searchers, both share all devices.
+
+    The fsdp axis of the trainer's mesh has as many devices as the rows of a batch permit; the other
+    axis is tensor-parallel. Searcher groups are as small as weights and cache allow. In a pod, a
+    batch whose prompts no mesh divides gets more prompts, with a note in `notes`.
 
     Args:
         devices: all devices of the slice.
         hbm_bytes: memory of each device.
-        judge_bytes: group size -> memory of models that give rewards on the first device of a
-            searcher group; infinity if the group does not divide them.
-        trainer_devices: approximate number of trainer devices if whole hosts train and the others
-            search; 0: every host does both, unless the config asks for whole hosts (then half).
+        judge_bytes: group size -> memory of reward models on the first device of a searcher group;
+            infinity if the group does not divide them.
+        trainer_devices: approximate number of trainer devices for a placement in which some hosts
+            train and the others search. 0: every host does both, or, if the config asks for whole
+            hosts, half of them train.
 
     Raises:
         PlacementError: no mesh divides batch and model.
@@ -182,7 +184,7 @@ def _choose_every_host(
             config, model_config, [*sizes, len(devices)], hosts
         )
     searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
-    # Fewer slots are chosen where a round of them does not fit, but not far fewer.
+    # If the slots for a round do not fit, fewer slots are chosen, but not far fewer.
     few = -(-estimates.num_slots(config) // 4)
     least = replace(config, {"search.num_slots": config.search.num_slots or few})
     least_searching = estimates.searcher_bytes(least, model_config, devices, judge_bytes)
@@ -223,7 +225,7 @@ def open_sizes(
     judge_bytes: Callable[[int], float],
     shares_devices: bool,
 ) -> dict[str, Any]:
-    """Return `fitting.sizes` of a config whose placement is decided."""
+    """Return `fitting.sizes` of a config that has its final placement."""
 
     def of_searcher(config: Config) -> float:
         found = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
@@ -281,7 +283,7 @@ def _choose_whole_hosts(
 
 
 def _placed(given: Config, config: Config, devices: Sequence[Any], notes: Sequence[str]) -> Choice:
-    """Return the placement of a chosen config, and the fields that differ from the given one."""
+    """Return the placement of a chosen config, with the fields that differ from `given`."""
     validate(config)
     before, after = flatten(given), flatten(config)
     changed = {name: x for name, x in after.items() if before[name] != x}

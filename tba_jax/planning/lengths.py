@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths of prompts and responses that a config leaves open."""
+"""Choice of the lengths of prompts and responses that a config does not set."""
 
 from tba_jax.config.schema import Config, replace
 from tba_jax.run.model_parts import describe_model
@@ -8,13 +8,13 @@ from tba_jax.tasks.mixture import Mixture, data_sets
 from tba_jax.tasks.registry import get_task
 from tba_jax.tasks.rows import has_split
 
-_LOOKED_AT = 2000  # prompts, evenly spaced
+_LOOKED_AT = 2000  # number of prompts whose length is measured, evenly spaced
 _MULTIPLE = 32  # programs are compiled for few lengths
 _HELD_OUT_SHARE = 5  # at most one in five rows is held out
 
 
 def with_lengths(config: Config) -> tuple[Config, str]:
-    """Return a config with lengths, and the facts from which they were chosen.
+    """Return a config with all lengths, and a text with the facts from which they were chosen.
 
     If `task.max_prompt_tokens` is 0, the function sets three limits: prompts are at most as long as
     the longest prompt of the data, responses fit the rest of the model's context, and at most a
@@ -22,10 +22,10 @@ def with_lengths(config: Config) -> tuple[Config, str]:
     run makes the same choice.
 
     Args:
-        config: validated.
+        config: a validated config.
 
     Raises:
-        ValueError: data or model are not usable.
+        ValueError: the data or the model cannot be used.
     """
     if config.task.max_prompt_tokens:
         return config, ""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower bounds of a program's work on each device: FLOPs of its products, bytes to move.
+"""Lower bounds of a program's work on each device: FLOPs of its products, bytes that it moves.
 
-Computed from shapes, independent of any compiler: every weight is read once, every cache entry is
-read or written once, activations stay in fast memory, and attention is causal. Covers the programs
-of decoder and trainer; programs of judges have no lower bound here.
+The bounds are computed from shapes, independent of any compiler: every weight is read once, every
+cache entry is read or written once, activations stay in fast memory, and attention is causal. They
+cover the programs of decoder and trainer, but not the programs of judges.
 
 Invariant: no compiled program does less work.
 """
@@ -42,16 +42,16 @@ class _Products(NamedTuple):
 
     layers: float  # one token in all layers, without attention over pairs
     head: float  # logits of one token
-    pair: float  # one pair of query and key, in all full layers
-    near_pair: float  # the same, in all window layers
+    pair: float  # one pair of query and key in all layers with full attention
+    near_pair: float  # one pair of query and key in all window layers
     window: int
 
     def causal(self, rows: int, length: int) -> float:
-        """Return the FLOPs of whole rows, with attention and without logits."""
+        """Return the FLOPs of whole rows with causal attention, without logits."""
         return self.after_prompt(rows, 0, 1, length)
 
     def after_prompt(self, rows: int, prompt: int, responses: int, length: int) -> float:
-        """Return the minimum for rows with a prompt and responses that see it and themselves."""
+        """Return the FLOPs of rows: the responses of a row see its prompt, not each other."""
         tokens, pairs = prompt + responses * length, 0.0
         for pair, window in ((self.pair, prompt + length), (self.near_pair, self.window)):
             before = _num_pairs(prompt, window)
@@ -158,6 +158,6 @@ def _of_searcher(
 
 
 def _read_bytes(weights: Params, model_config: TransformerConfig) -> float:
-    """Return the bytes of all weights, each read once; indexed tables count no bytes."""
+    """Return the bytes of all weights; tables that are only indexed count no bytes."""
     looked_up = 0.0 if model_config.tie_embeddings else shard_bytes(weights["embed"])
     return shard_bytes(weights) - looked_up

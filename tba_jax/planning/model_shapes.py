@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architecture of a config's model from its config.json, without its weights.
 
-Sources in order: config.json of a local folder; config.json on the hub; if the hub cannot be
-reached, the table below with the published shapes of the models in our presets.
+The sources are, in this order, config.json of a local folder, config.json on the hub, and, if the
+hub cannot be reached, the table below with published shapes of the presets' models.
 
 Invariant: the source of the shape is always returned with it.
 """
@@ -141,7 +141,7 @@ _QWEN3_30B_A3B = _QWEN3 | {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
-# Settings that are not here are the defaults of transformers, which are those of this model.
+# Settings that are missing here have their defaults in transformers, as in this model.
 _QWEN3_5_9B = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -267,7 +267,7 @@ def published_config(path_or_hub_id: str) -> tuple[dict[str, Any], str]:
     """Return (contents of config.json, their source) of a folder or hub ID without reading weights.
 
     Raises:
-        ValueError: no local folder with config.json, not on the hub, and not in the table.
+        ValueError: neither a local folder, nor the hub, nor the table has the model.
     """
     is_embedded = path_or_hub_id.startswith(folders.EMBEDDED)
     folder = Path(folders.resolve(path_or_hub_id) if is_embedded else path_or_hub_id)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page with the plans of presets on some slices and GPU hosts, one row each.
+"""A page with plans of presets on some slices and GPU hosts, one row for each plan.
 
-A row is written as soon as its plan is ready. Rows that are not planned again stay.
+The page is written after each plan. Rows of other plans stay.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def write(path: Path, configs: Sequence[str], topologies: Sequence[str], plan: P
     """Plan each config on each slice and write the page; return 1 if a run does not fit, else 0.
 
     Args:
-        path: file of the page; its present rows stay, unless they are planned again.
+        path: file of the page; its rows stay unless they are planned again.
         configs, topologies: values of --config and --topology of a plan.
         plan: makes one plan from the arguments of its command and prints it.
     """
@@ -77,7 +77,7 @@ def _facts(plan: Plan, *argv: str) -> dict[str, Any]:
 def _with_own_rows(config: str, topology: str, plan: Plan, chosen: int | None) -> str:
     """Return the roofline of the train step with the preset's rows of a micro-batch.
 
-    "" where the preset leaves the rows open, or the plan has chosen the same.
+    The result is "" if the preset does not set the rows, or the plan has chosen the same number.
     """
     from tba_jax.config.command_line import override
 
@@ -124,7 +124,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _rows_of(path: Path) -> dict[tuple[str, str], list[str]]:
-    """Return the rows of a page by config and slice; {} without a page."""
+    """Return (config, slice) -> cells of the page; {} if there is no page."""
     if not path.exists():
         return {}
     lines = (line.strip("| ").split(" | ") for line in path.read_text().splitlines())

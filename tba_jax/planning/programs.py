@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device programs of a run, from its config and shapes alone, ready to be lowered.
+"""Device programs of a run, ready to be lowered from its config and shapes alone.
 
-The same parts build these functions for the trainer and searchers of a run; only arrays are
-missing. Shapes are the largest that a run meets: the longest prompt and response bucket, full slots
-and a full round.
+The functions are those that trainer and searchers of a run call, with shapes in place of arrays.
+The shapes are the largest of a run: the longest prompt and response buckets, full slots, and a full
+round.
 
 Invariant: a program lowered here is a program of the run, at sizes that the run can reach.
 """
@@ -40,15 +40,15 @@ class Ids(NamedTuple):
     """Fields of a tokenizer that a plan needs; the values of the IDs change no shape.
 
     Attributes:
-        eos_ids: end of sequence.
-        pad_id: padding.
+        eos_ids: IDs of end-of-sequence tokens.
+        pad_id: ID of the padding token.
     """
 
     eos_ids: tuple[int, ...] = (0,)
     pad_id: int = 0
 
     def decode(self, ids: Any, skip_special: bool = True) -> str:
-        """Return an empty string: a plan decodes nothing."""
+        """Return an empty string, because a plan has no tokens to decode."""
         return ""
 
 
@@ -62,11 +62,11 @@ class Planned:
         sizes: description of the shapes.
         lower: lowers the program.
         resident: kind -> bytes per device of the arguments that stay in memory.
-        result: kind of its new results; "outputs" if they do not stay in memory.
-        variants: programs of this kind that a run may load, one per shape.
-        with_cache: the KV cache is in memory while the program runs.
-        unknown_trips: trips of a loop whose end depends on data.
-        calls_per_round: executions in one round of a searcher.
+        result: kind of the new results; "outputs" if the results do not stay in memory.
+        variants: number of programs of this kind that a run may load, one per shape.
+        with_cache: whether the KV cache is in memory while the program runs.
+        unknown_trips: trip count of a loop whose end depends on data.
+        calls_per_round: number of executions in one round of a searcher.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Sizes(NamedTuple):
 
     Attributes:
         prompts, group: P and K of a batch.
-        prompt, response: longest buckets in tokens.
+        prompt, response: lengths of the longest buckets in tokens.
         round_prompts, samples: P and S of a round.
-        num_slots: unfinished responses of a searcher.
-        prefill_prompts: prompts of one prefill call.
+        num_slots: number of decode slots of a searcher.
+        prefill_prompts: number of prompts of one prefill call.
     """
 
     prompts: int
@@ -106,7 +106,7 @@ def sizes_of(config: Config) -> Sizes:
     prompt = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)[-1]
     response = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)[-1]
     slots, samples = num_slots(config), config.search.samples_per_prompt
-    # Like the engine: prompts for all slots at once, within its limit of tokens.
+    # As in the engine, one call prefills prompts for all slots, up to a limit of tokens.
     wanted = min(config.search.prompts_per_round, -(-slots // samples))
     return Sizes(
         prompts=config.batch.num_prompts,
@@ -148,7 +148,7 @@ def residents(
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
     policy, searcher = model_parts.policy_config(config, model_config), {}
     if policy.adapters is not None:
-        # Only adapted weights are merged; the others are shared with the base.
+        # Only adapted weights have a merged copy; the other weights are those of the base.
         searcher[FROZEN] = shard_bytes(_base(config, model_config, placement, policy))
         weights = lora.adapted(weights, policy)
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
@@ -274,7 +274,7 @@ def _searcher_programs(
             resident=cache | waiting,
             variants=buckets * lengths,
             with_cache=True,
-            # On TPU, slots of each prompt.
+            # On TPU, the slots of each prompt.
             unknown_trips=-(-sizes.num_slots // sizes.prefill_prompts),
         ),
         Planned(
@@ -286,7 +286,7 @@ def _searcher_programs(
             variants=lengths,
             with_cache=True,
             unknown_trips=decoder.chunk_steps,
-            # Responses are assumed to have half of their limit.
+            # Responses are assumed to have half of the maximum length.
             calls_per_round=sizes.round_prompts
             * sizes.samples
             * config.search.max_new_tokens
@@ -420,7 +420,7 @@ def _publication(
 
 
 def publication_mesh(config: Config, placement: Placement) -> Mesh:
-    """Return the mesh of the published copy; weights on disk keep the trainer's layout."""
+    """Return the mesh of the published weights; versions on disk keep the trainer's mesh."""
     return placement.trainer_mesh if writes_versions(config) else placement.publication_mesh
 
 
@@ -434,7 +434,7 @@ def abstract_weights(
 
     Args:
         config, model_config, placement: config, architecture and placement of the plan.
-        quantization: the config's for the policy, "none" for models it is compared with.
+        quantization: quantization of the weights: as configured for the policy, else "none".
     """
     mesh = placement.searcher_meshes[0]
     where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
@@ -451,7 +451,7 @@ def abstract_reference(
 
 
 def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
-    """Return the base of trained adapters, the train step's last argument."""
+    """Return the base of the adapters, which is the last argument of the train step."""
     base = model_parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
     if base is None:
         return ()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Roofline bounds: bytes and operations of a workload divided by the rates of this machine.
 
-Models the work of decode and train steps, and measures memory and arithmetic rates.
+The module models the work of decode and train steps, and measures memory and arithmetic rates.
 
-Invariant: only unavoidable work is counted, so waste never raises a share of the roofline. A decode
+Invariant: only unavoidable work counts, so waste never raises a share of the roofline. A decode
 step reads the weights once, each response reads its own live keys and values without padding, and a
 train step computes nothing twice.
 """
@@ -89,15 +89,15 @@ def train_flops(
     response_tokens: int,
     responses_per_prompt: int = 1,
 ) -> float:
-    """Return the floating-point operations of forward and backward pass over rows without padding.
+    """Return the floating-point operations of forward and backward pass, without padding.
 
-    6 per matrix entry and token; the output matrix for response tokens only; attention over visible
-    pairs only. Recomputation in the backward pass is not counted.
+    A token takes 6 operations per matrix entry; the output matrix multiplies response tokens only.
+    Attention counts visible pairs only. Recomputation in the backward pass does not count.
 
     Args:
         num_rows: number of responses.
-        prompt_tokens, response_tokens: tokens of each row.
-        responses_per_prompt: responses that share the computation of their prompt.
+        prompt_tokens, response_tokens: number of tokens in each row.
+        responses_per_prompt: number of responses that share the computation of a prompt.
     """
     x, t, share = prompt_tokens, response_tokens, 1 / responses_per_prompt
     table = config.vocab_size * config.hidden_size
@@ -114,13 +114,13 @@ def _num_attention_layers(config: TransformerConfig) -> int:
 
 
 def state_entries(config: TransformerConfig) -> int:
-    """Return the numbers in the states of all delta layers; each token makes three products."""
+    """Return the number of entries in the states of all delta layers."""
     size = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
     return config.layer_kinds.count("delta") * size
 
 
 def matrix_entries(config: TransformerConfig) -> int:
-    """Return the number of weights that multiply a token: of experts, those of its own."""
+    """Return the number of weights that multiply a token; only the token's experts count."""
     layers = abstract_params(config)["layers"]
     names = ("router", "delta_rate", "delta_decay", *quantized.MATRICES)
     entries = sum(layers[name].size for name in names if name in layers)
@@ -131,7 +131,7 @@ def matrix_entries(config: TransformerConfig) -> int:
 
 
 def step_entries(config: TransformerConfig) -> int:
-    """Return the number of weights that a decode step reads; indexed tables count no entries."""
+    """Return the number of weights that a decode step reads, without tables that are indexed."""
     params = abstract_params(config)
     gathered = {"position_embed"} if config.tie_embeddings else {"position_embed", "embed"}
     return sum(
@@ -140,7 +140,7 @@ def step_entries(config: TransformerConfig) -> int:
 
 
 def measure_rates(dtype: Any, num_bytes: int) -> Rates:
-    """Measure the rates of the default device: the best of a few large operations.
+    """Measure the rates of the default device, as the best of a few large operations.
 
     Args:
         dtype: dtype of the operands.

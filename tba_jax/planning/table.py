@@ -10,7 +10,7 @@ from typing import Any
 
 from tba_jax.planning.verdict import GIB, ROLES, Balance, Occupancy, Program
 
-# column -> kinds of memory in it
+# column -> kinds of memory that it adds up
 _COLUMNS = {
     "params": (
         "parameters",
@@ -41,7 +41,7 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
     hosts = facts["num_hosts"]
     per_host = facts["num_devices"] // hosts
     trainer, searcher = groups["trainer"], groups["searcher"]
-    turns = ", sharing the devices in turn" if facts["shares_devices"] else ""
+    turns = ", on the trainer's devices" if facts["shares_devices"] else ""
     if facts["searches_elsewhere"]:
         turns = ", on other devices like these"
     lines = [
@@ -106,7 +106,7 @@ def occupancy_table(found: Sequence[Occupancy]) -> str:
 
 
 def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
-    """Return the predicted speeds; times are lower bounds."""
+    """Return a text with the predicted speeds; times are lower bounds."""
     sizes = facts["sizes"]
     balanced = f"at {weighed.trainer_devices:.1f} trainer devices of {facts['num_devices']}"
     if facts["searches_elsewhere"]:
@@ -130,7 +130,7 @@ def as_json(
     advice: Sequence[str],
     fits: bool,
 ) -> dict[str, Any]:
-    """Return the object of --json."""
+    """Return the JSON object that --json prints."""
     return {
         "fits": fits,
         "chip": facts["chip"]["name"],

@@ -6,8 +6,8 @@ temporaries of the largest program. If trainer and searchers share devices, the 
 count, and during a trainer program also the memory that an asynchronous searcher holds between two
 of its programs. This module imports no JAX.
 
-Predicted times are rooflines, thus lower bounds. A ratio of two times is fair only if both parts
-come equally near to their rooflines.
+Predicted times are rooflines and therefore lower bounds. A ratio of two times is fair only if both
+parts come equally near to their rooflines.
 
 Invariant: in a plan that fits, every program compiled and the memory of each group is below the
 chip's.
@@ -22,27 +22,27 @@ GIB = 2**30
 ROLES = ("reward model", "gold reward model", "victim", "classifier", "sentence embedder")
 """Kinds of bytes: the parameters of models beside the policy."""
 _CODE = "program code, all length buckets"
-# Share of the remaining memory: the compiler's figures do not include fragmentation.
+# Usable share of the remaining memory: figures of the compiler do not include fragmentation.
 _HEADROOM = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program of one device group; all figures per device.
+    """A compiled program of one device group, with figures per device.
 
     Attributes:
         name: train_step, publish, score_reference, prefill, admit, decode_chunk, ...
         group: trainer or searcher.
-        hbm: kind -> bytes; arguments of resident kinds are counted under those kinds. flops,
-            num_bytes, collective_bytes, network_bytes, launches: cost of one execution.
+        hbm: kind -> bytes; arguments of resident kinds are counted under those kinds.
+        flops, num_bytes, collective_bytes, network_bytes, launches: cost of one execution.
         compile_s: time of the compiler alone.
         roofline_s: lower bound of the time of one execution.
         bound: resource that limits `roofline_s`: compute, memory, links or network.
-        variants: programs of this kind that a run may load, one per shape.
-        with_cache: the KV cache is in memory while the program runs.
-        calls_per_round: executions in one round of a searcher.
-        failure: reason why it did not compile; "" on success.
-        needed_bytes: memory that the compiler asked for if it was too much.
+        variants: number of programs of this kind that a run may load, one per shape.
+        with_cache: whether the KV cache is in memory while the program runs.
+        calls_per_round: number of executions in one round of a searcher.
+        failure: reason why the program did not compile; "" on success.
+        needed_bytes: memory that the compiler asked for if the device has less.
         uncounted: custom calls with unknown FLOPs.
     """
 
@@ -89,7 +89,7 @@ class Occupancy:
 
     @property
     def over_bytes(self) -> float:
-        """Return the missing memory in bytes; 0 if it fits."""
+        """Return the missing memory in bytes; 0 if the memory suffices."""
         return max(0.0, self.peak_bytes - self.capacity_bytes)
 
 
@@ -140,13 +140,13 @@ def _held_between(facts: Mapping[str, Any], programs: Sequence[Program]) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """Predicted speed of trainer and searchers against each other.
+    """Predicted speeds of trainer and searchers, compared with each other.
 
     Attributes:
         step_s: time of a train step.
         round_s: time of a round of one searcher group.
-        made_per_trained: responses that all searchers generate while the trainer trains on one.
-        wanted: the ratio that the config asks for: recency_prob * S / K.
+        made_per_trained: number of responses that all searchers generate per trained response.
+        wanted: `made_per_trained` that the config asks for: recency_prob * S / K.
         trainer_devices: number of trainer devices that would balance the two.
         searchers: number of searchers that would keep this trainer busy.
         steps_per_hour: rate of the slower part, as placed.
@@ -162,7 +162,7 @@ class Balance:
 
 
 def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | None:
-    """Return the balance of searchers and trainer; None if a needed program does not compile."""
+    """Return the balance of searchers and trainer; None if a program of theirs does not compile."""
     by_name = {p.name: p for p in programs if not p.failure}
     if not {"train_step", "prefill", "decode_chunk"} <= by_name.keys():
         return None
@@ -197,7 +197,7 @@ def advice(
     found: Sequence[Occupancy],
     weighed: Balance | None,
 ) -> list[str]:
-    """Return advice, most urgent first; each line names its benefit."""
+    """Return lines of advice, the most urgent first; each line names its benefit."""
     lines = []
     capacity = facts["chip"]["hbm_bytes"] - sum(facts["chip"]["overheads"].values())
     over = {o.group: o for o in found if o.over_bytes}
@@ -251,10 +251,10 @@ def _resident_bytes(facts: Mapping[str, Any], group: str) -> float:
 
 
 def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: float) -> list[str]:
-    """Return settings that make one program smaller, with the size that should fit."""
+    """Return advice on settings that make one program smaller, with the size that should fit."""
     sizes = facts["sizes"]
     free = max(0.0, capacity - resident) * _HEADROOM
-    # A program that did not compile has the compiler's total, with arguments.
+    # If the program did not compile, the figure is the compiler's total, which includes arguments.
     own = p.own_bytes or max(0.0, p.needed_bytes)
     share = free / own if own else 0.0
     too_much = f"{p.name} needs {own / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"
@@ -306,7 +306,7 @@ def _savings(
         frees["--config.batch.num_length_buckets=1 up to {} GiB of code (for more padding)"] = code
     held = facts["groups"]["trainer"]["residents"] if "trainer" in members else {}
     if "searcher" in members and config["search"]["cache_dtype"] != "int8":
-        # int8 leaves one of two or four bytes, plus the scales.
+        # int8 keeps one of two or four bytes, and adds the scales.
         cache = facts["groups"]["searcher"]["transients"].get("KV cache", 0.0)
         dtype = config["search"]["cache_dtype"] or config["model"]["rollout_dtype"]
         frees["--config.search.cache_dtype=int8 {} GiB of KV cache"] = cache * (

@@ -99,4 +99,4 @@ def test_a_child_that_works_for_long_is_reported(child, monkeypatch):
     lines = []
     source = "import time; time.sleep(1); print('{}')"
     assert child(source, say=lines.append).value == {}
-    assert lines and lines[0].startswith("still reading the config and placing it: 0 s")
+    assert lines and lines[0].startswith("still reading the config and choosing its placement: 0 s")

@@ -47,7 +47,7 @@ def test_rows_of_a_micro_batch_fit_the_memory():
     rows = fewer.batch.micro_batch_rows
     assert 0 < fewest < rows < 256 and 256 % rows == 0
     (line,) = [line for line in choices.lines(fewer) if "rows" in line]
-    assert f"batch.micro_batch_rows={rows} (an estimate for devices of 1.0 GiB). To change" in line
+    assert f"batch.micro_batch_rows={rows} (estimated for devices of 1.0 GiB). To change" in line
 
 
 def test_products_are_kept_where_whole_groups_then_fit():
