@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSettings(Section):
-    """Batches of the train step."""
+    """Settings of the batches of a train step."""
 
     num_prompts: int = field(16, "p: prompts per optimiser step", at_least=1)
     num_length_buckets: int = field(
@@ -46,7 +46,7 @@ class BatchSettings(Section):
 
 @dataclass(frozen=True)
 class ObjectiveSettings(Section):
-    """The training objective: the settings that every objective has."""
+    """Settings that every training objective has."""
 
     name: str = field(
         "tb",
@@ -78,7 +78,7 @@ class ObjectiveSettings(Section):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the settings with these values; settings of one objective alone go to `own`.
+        """Return the settings with these values; `own` gets those that only one objective has.
 
         Args:
             values: values by name; None keeps the objective's default.
@@ -116,7 +116,7 @@ class ObjectiveSettings(Section):
 
 @dataclass(frozen=True)
 class OptimizerSettings(Section):
-    """The optimizer and its learning rate."""
+    """Settings of the optimizer and its learning rate."""
 
     name: Literal["adamw", "adafactor"] = field(
         "adamw", "adafactor needs little memory; it ignores b2"
@@ -167,7 +167,7 @@ class OptimizerSettings(Section):
 
 @dataclass(frozen=True)
 class ReferenceSettings(Section):
-    """The reference policy pi_ref."""
+    """Settings of the reference policy pi_ref."""
 
     placement: Literal["searcher", "trainer"] = field(
         "searcher",

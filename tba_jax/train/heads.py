@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads on the policy's hidden states, linear or deeper: a learned log Z(x), or state values.
 
-Log Z is the alternative to VarGrad for small groups and groups of mixed origin. The estimate
-depends on the prompt's tokens alone, not on padding or on any response.
+A learned log Z is an alternative to VarGrad for small groups and for groups from several samplers.
+The estimate depends on the prompt's tokens alone, not on padding or on any response.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 
 class Hidden(NamedTuple):
-    """One hidden layer of a head: matrix, GELU, LayerNorm; float32.
+    """One hidden layer of a head, float32: matrix, GELU, LayerNorm.
 
     Attributes:
         weight: [d d].
@@ -48,7 +48,8 @@ def init_head(hidden_size: int, num_layers: int = 1) -> LogZHead:
 
     Args:
         hidden_size: d.
-        num_layers: 1: linear. FlowRL uses 3 with dropout 0.1; dropout is not implemented here.
+        num_layers: number of layers; 1 is a linear head. FlowRL uses 3 with dropout 0.1; dropout is
+            not implemented here.
     """
     keys = jax.random.split(jax.random.key(0), num_layers)
 
@@ -101,7 +102,7 @@ def log_z(
         prompts: left-padded, as `Batch.prompts`.
         prompt_lengths: tokens of each prompt.
         config: model shape.
-        compute_dtype: matmul inputs of the model; the head is float32.
+        compute_dtype: dtype of matmul inputs of the model; the head is float32.
         remat: as in `transformer.apply`.
         sharding: as in `logprobs.token_logprobs`.
 

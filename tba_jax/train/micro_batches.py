@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and gradients of a batch, computed in micro-batches.
 
-Invariant: the division into micro-batches changes neither result beyond rounding.
+Invariant: the division into micro-batches changes log-probs and gradients by rounding only.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from tba_jax.train.rows import Rows, Tokens
 
 Score = Callable[[Any, Any], Array]
-"""(parameters, inputs of some rows) -> token log-probs; with values, both on a last axis of 2."""
+"""(parameters, inputs of some rows) -> token log-probs, or [..., 2] with values after them."""
 
 LossOf = Callable[[Array, Tokens], Float[Array, ""]]
 """(scores of some rows, tokens of the same rows) -> their contribution to the loss."""
@@ -23,15 +23,15 @@ LossOf = Callable[[Array, Tokens], Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Division of rows into micro-batches.
+    """Division of the rows of a batch into micro-batches.
 
-    Row q of micro-batch b is row q * num + b. Rows sharded over devices then stay on their device
-    if the rows of a micro-batch divide over the devices, too.
+    Row q of micro-batch b is row q * num + b. Sharded rows then stay on their device if the number
+    of devices also divides the rows of a micro-batch.
 
     Attributes:
-        num: number of micro-batches, static.
+        num: number of micro-batches; static.
         is_whole: whether each group is in a single micro-batch.
-        used: number of micro-batches before the first that is all padding; the rest are skipped.
+        used: number of micro-batches before the first that has only padding; the rest is skipped.
     """
 
     num: int
@@ -85,7 +85,7 @@ def gradients(
 
     Args:
         rows: the batch.
-        params: parameters of the policy, with those of a head where `score` takes one.
+        params: parameters of the policy, and of the head if `score` takes a head.
         loss_of: loss of whole groups; losses of disjoint groups add up to the batch's loss.
         cut: division into micro-batches.
         score: `rows.score` or `rows.score_values`.
@@ -126,7 +126,7 @@ def gradients(
 
 
 def score_all(rows: Rows, params: Any, cut: Cut, score: Score) -> Array:
-    """Return the scores of all rows, one micro-batch at a time; 0 in skipped micro-batches."""
+    """Return the scores of all rows, computed by micro-batches; 0 in skipped micro-batches."""
     if cut.num == 1:
         return score(params, rows.inputs)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several optimiser updates per batch: epochs over minibatches, as in PPO.
 
-Invariants: every epoch has the same minibatches, and each row is in exactly one of them. A
-minibatch takes rows from every micro-batch, so that sharded rows stay on their device.
+Invariants: every epoch has the same minibatches, and each row is in exactly one minibatch. A
+minibatch takes rows from every micro-batch, so sharded rows stay on their device.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class Update(NamedTuple):
     """Result of one optimiser update.
 
     Attributes:
-        trained, opt_state: unchanged if the update was not finite.
-        is_finite: loss and gradient were finite.
+        trained, opt_state: parameters and optimizer state; unchanged if the update was not finite.
+        is_finite: whether loss and gradient were finite.
         grad_norm: global norm of the gradient.
     """
 
@@ -40,9 +40,9 @@ class Updates(NamedTuple):
 
     Attributes:
         trained, opt_state: parameters and optimizer state after the last update.
-        made: number of finite updates; the others changed nothing.
+        made: number of finite updates; other updates changed nothing.
         loss, grad_norm: means over the updates.
-        metrics: means of the loss's metrics over the updates, without those of whole groups.
+        metrics: means of the loss's metrics over the updates, without metrics of whole groups.
     """
 
     trained: Any
@@ -77,7 +77,7 @@ def minibatch(rows: Rows, index: Array | int, num_parts: int, cut: Cut) -> Rows:
 
 
 def totals_of(part: Rows) -> Totals:
-    """Return the totals of these rows; each at least 1, because means divide by them."""
+    """Return the totals of these rows; each total is at least 1, because means divide by it."""
     weight = jnp.where(part.is_here(part.tokens), part.responses.weight, 0)
     counted = part.sums(part.tokens.counted.astype(jnp.float32))
     has_any = jnp.any(weight > 0, axis=1).astype(jnp.float32)
@@ -104,10 +104,11 @@ def update_by_parts(
         trained, opt_state: parameters and optimizer state before the first update.
         loss_of: mean loss over some rows.
         score: `rows.score` or `rows.score_values`.
-        cut: division of all rows into micro-batches; a minibatch has as many, with fewer rows.
+        cut: division of all rows into micro-batches; a minibatch has the same number of
+            micro-batches, with fewer rows.
         update: (trained, opt_state, loss, gradient, index of the update) -> Update.
         passes: number of epochs.
-        num_parts: minibatches, and so updates, per epoch.
+        num_parts: number of minibatches per epoch, one update each.
     """
 
     def one(number: Array, carry: tuple[Any, Any, Array, Any]) -> tuple[Any, Any, Array, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates, and the optimisers that follow them, composed of parts of optax.
+"""Learning rates, and optimisers composed of parts of optax.
 
-Invariant: `learning_rate` and `weight_decay` have the same meaning for every optimiser (root mean
-square of a settled update; decay times learning rate, on matrices only).
+Invariant: for every optimiser, `learning_rate` is the root mean square of an update after the first
+steps, and `weight_decay` times the learning rate is the decay, on matrices only.
 """
 
 import functools
@@ -26,7 +26,7 @@ def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step, counted from 0.
 
     If the schedule is longer than the run, the rate does not reach FINAL, as in the paper's
-    Figure 1 run.
+    run of Figure 1.
 
     Args:
         rate: schedule in the settings.
@@ -43,10 +43,10 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return the optimiser of these settings, after global-norm clipping if `clip_norm` > 0.
 
-    adamw: two moments per parameter, in the dtype of the parameters.
-    adafactor: row and column means of the squared gradient instead of two moments, and no
-        momentum; it ignores `b1`, `b2` and `eps`. Updates are not scaled by the parameters' norm,
-        so that a learning rate for AdamW also suits Adafactor.
+    adamw has two moments per parameter, in the dtype of the parameters. adafactor has row and
+    column means of the squared gradient instead of two moments, and no momentum; it ignores `b1`,
+    `b2` and `eps`. Its updates are not scaled by the parameters' norm, so a learning rate for AdamW
+    also suits Adafactor.
 
     References:
         AdamW, arXiv:1711.05101; Adafactor, arXiv:1804.04235.
@@ -67,11 +67,11 @@ def make_optimizer(
 
 
 def with_schedule_count(opt_state: Any, count: Array) -> Any:
-    """Return the optimiser state with the count of its learning-rate schedule set to `count`.
+    """Return the optimiser state with `count` as the count of its learning-rate schedule.
 
     Args:
         opt_state: state of an optimiser, with or without a schedule.
-        count: int32 scalar, updates.
+        count: int32 scalar, number of updates.
     """
 
     def choose(x: Any) -> Any:
@@ -85,12 +85,14 @@ def _is_schedule(x: Any) -> bool:
 
 
 def reset_moments(opt_state: Any, first: Any, begins: Array) -> Any:
-    """Return the state with moments and bias-correction count reset; the schedule count stays.
+    """Return the state, with moments and bias-correction count reset if `begins`.
+
+    The count of the learning-rate schedule stays.
 
     Args:
         opt_state: state of `make_optimizer`'s optimiser.
         first: initial state, from the optimiser's `init`.
-        begins: bool, whether to reset.
+        begins: bool scalar, whether to reset.
     """
 
     def choose(now: Any, new: Any) -> Any:
@@ -102,8 +104,8 @@ def reset_moments(opt_state: Any, first: Any, begins: Array) -> Any:
 def is_matrix(params: Any) -> Any:
     """Return a tree with True for matrices, which decay, and False for norms and biases."""
 
-    # Stacked layers add a leading axis, so norm scales and biases have two axes, too: only names
-    # distinguish them.
+    # Stacked layers add a leading axis, so norm scales and biases also have two axes: only their
+    # names distinguish them from matrices.
     def decide(path: Any, x: Array) -> bool:
         name = jax.tree_util.keystr(path)
         return x.ndim >= 2 and not any(word in name for word in ("norm", "bias"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stochastic rounding of parameters and moments in bfloat16: unbiased, so small updates count.
+"""Unbiased stochastic rounding of parameters and moments in bfloat16, so that small updates count.
 
 bfloat16 has eight significant bits: rounding to nearest loses an update below 1/512 of a weight,
-however often it is repeated. Stochastic rounding keeps the expected sum correct.
+even if the update is repeated. Stochastic rounding keeps the expected sum correct.
 
 Invariant: a rounded number is a neighbour of the exact number, and its mean is the exact number.
 The choice depends on the key and the position in the tree, not on the devices.
@@ -32,10 +32,10 @@ def widened(tree: Any) -> Any:
 
 
 def rounded_like(tree: Any, stored: Any, key: Array) -> Any:
-    """Return the tree, stochastically rounded where `stored` is bfloat16; other arrays unchanged.
+    """Return the tree with each array stochastically rounded if that of `stored` is bfloat16.
 
     Args:
-        tree: float32 where `stored` is bfloat16.
+        tree: tree of arrays; float32 where `stored` is bfloat16.
         stored: tree of the same structure.
         key: JAX PRNG key; every array gets its own random bits.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch as rows that can be scored in any number at a time, padded or packed.
+"""A batch as padded or packed rows, any number of which can be scored at a time.
 
 Invariant: the responses that an objective receives do not depend on the layout.
 """
@@ -31,7 +31,7 @@ from tba_jax.train.objectives.base import GroupData, Totals
 class Tokens(NamedTuple):
     """Data of every token, as n rows [n *r t]; 0 and False outside responses.
 
-    Packed rows have no axis r: responses lie one after another along t. In padded rows, r is the
+    Packed rows have no axis r: their responses follow each other along t. In padded rows, r is the
     axis of a row's c responses.
 
     Attributes:
@@ -64,7 +64,7 @@ class Responses(NamedTuple):
         reward: raw reward.
         weight: number of draws of the response.
         length: number of tokens.
-        staleness: int32, steps since the version that drew it; 0 for responses of no version.
+        staleness: int32, steps since the version that drew the response; 0 if no version drew it.
         soft_value: soft value of the prompt, nan if unknown; None unless log Z is cached.
     """
 
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
         score_values: ((params, head), inputs of m rows) -> log-prob and, second on the last axis,
             the head's value of the state before each token.
         tokens: data of all tokens.
-        is_current: bool, broadcastable to [n *r t], responses drawn by the version in training.
+        is_current: bool, broadcastable to [n *r t], whether the trained version drew the response.
         responses: data of all responses.
     """
 
@@ -101,11 +101,11 @@ class Rows(NamedTuple):
         return _sums(values, self.tokens, self.responses.weight.shape)
 
     def of_first_prompt(self, values: Float[Array, "n *r t"]) -> Float[Array, "k t"]:
-        """Values of the tokens of each response to the first prompt of the batch."""
+        """Return the values of the tokens of each response to the first prompt of the batch."""
         return _by_response(values, tokens=self.tokens, length=self.responses.length[:1])[0]
 
     def is_here(self, tokens: Tokens) -> Bool[Array, "p k"]:
-        """Return which responses lie in the rows of `tokens`."""
+        """Return a mask of the responses that are in the rows of `tokens`."""
         shape = self.responses.weight.shape
         return _sums((tokens.slots > 0).astype(jnp.int32), tokens, shape) > 0
 
@@ -124,12 +124,12 @@ class Rows(NamedTuple):
         tokens: Tokens,
         totals: Totals,
     ) -> GroupData:
-        """Return some rows as an objective receives them; responses elsewhere have weight 0.
+        """Return the data of some rows for an objective; responses in other rows have weight 0.
 
         Args:
             policy: the policy's log-prob of every token.
             values: learned values of the state before each token; None without a value head.
-            tokens: data of the same rows: all rows, or those of some groups.
+            tokens: data of the same rows: all rows, or the rows of some groups.
             totals: totals of the whole batch.
         """
         shape = self.responses.weight.shape
@@ -207,7 +207,7 @@ def make_rows(
 
     Args:
         batch: batch on the device.
-        step: version in training.
+        step: version that is trained.
         config, scoring, remat, sharding: as in `token_logprobs`.
         base: frozen parameters that the adapters extend; None: `score` takes all parameters.
     """
@@ -227,7 +227,7 @@ def make_rows(
 
 
 def all_params(base: Any, params: Any) -> Any:
-    """Return all parameters: the trained ones, or the frozen ones with their adapters."""
+    """Return all parameters: the trained parameters, or the frozen ones with their adapters."""
     return params if base is None else lora.combine(base, params)
 
 
@@ -244,13 +244,13 @@ def _responses(batch: Batch | PackedBatch, step: Array) -> Responses:
 
 
 def _of_rows(values: Array, slots: Array) -> Array:
-    """Return the values of [p k] at each slot index; 0 at padding."""
+    """Return the entry of `values` [p k] at each slot index; 0 at padding."""
     found = values.reshape(-1)[jnp.maximum(slots - 1, 0)]
     return jnp.where(slots > 0, found, jnp.zeros_like(found))
 
 
 Score = Callable[[Any, Any, Readout | None], Array]
-"""(parameters, inputs of some rows, readout of the states) -> as in `Readout`."""
+"""(parameters, inputs of some rows, readout of the states) -> result of the readout."""
 
 
 def _unscored(params: Any, inputs: Any) -> Array:
@@ -295,7 +295,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> t
 
 
 def _only(is_scored: Array, found: Array) -> Array:
-    """Return `found`, with 0 at unscored tokens; it may have one more axis than `is_scored`."""
+    """Return `found` with 0 at unscored tokens; `found` may have one more axis than `is_scored`."""
     is_scored = is_scored if found.ndim == is_scored.ndim else is_scored[..., None]
     return jnp.where(is_scored, found, 0.0)
 
@@ -310,7 +310,7 @@ def _packed_rows(
     if scoring.mask_eos:
         counted = counted & ~jnp.isin(batch.tokens, jnp.array(scoring.eos_ids, jnp.int32))
 
-    # The paths of an episode have one slot, and do not attend to each other.
+    # The paths of an episode share one slot, and do not attend to each other.
     sequences = batch.slots
     if batch.paths is not None:
         sequences = sequences + batch.paths * (batch.weights.size + 1)

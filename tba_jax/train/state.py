@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train state: contents, initialisation and sharding.
+"""The train state: its contents, initialisation and sharding.
 
 Invariant: moments and reference are created and kept with the sharding of their parameters, never
 whole on one device.
@@ -32,13 +32,14 @@ class TrainState(NamedTuple):
     """Everything a train step reads and writes on the device.
 
     Attributes:
-        step: int32, train steps done, including skipped ones.
-        params: trained parameters: the policy's, or its adapters alone.
+        step: int32, number of completed train steps, including skipped steps.
+        params: trained parameters: those of the policy, or its adapters only.
         opt_state: optax state.
-        reference_params: parameters of the reference, like `params`; None unless the trainer
-            scores the reference.
-        skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
-        skipped_in_a_row: int32, skipped steps since the last finite one.
+        reference_params: parameters of the reference, in the structure of `params`; None unless the
+            trainer scores the reference.
+        skipped_steps: int32, number of steps that changed nothing, because loss or gradient was not
+            finite.
+        skipped_in_a_row: int32, number of skipped steps since the last finite step.
         log_z_head: head of a learned log Z or of state values, trained as part of the policy; None
             if the objective has no head.
     """
@@ -85,11 +86,11 @@ class StepShardings(NamedTuple):
         return type(batch)(**fields)
 
     def placed(self, batch: Batch | PackedBatch) -> Batch | PackedBatch:
-        """Constrain a batch to the shardings of `of_batch`, inside a program."""
+        """Constrain a batch to the shardings of `of_batch`; called inside a program."""
         return jax.tree.map(jax.lax.with_sharding_constraint, batch, self.of_batch(batch))
 
     def fetched(self, opt_state: Any) -> Any:
-        """Move the optimiser state to device memory, where a step can compute with it."""
+        """Move the optimiser state to device memory, so that a step can compute with it."""
 
         def fetch(x: Array, sharding: NamedSharding) -> Array:
             if sharding.memory_kind != HOST_MEMORY:
@@ -112,14 +113,14 @@ def step_shardings(
     """Return the shardings of a train step.
 
     Args:
-        config: the architecture; with adapters, only they are the state's parameters.
+        config: architecture; with adapters, the state has only their parameters.
         optimizer: optimiser of the state.
         mesh: the trainer's mesh, with the axes `sharding.MESH_AXES`.
-        keep_reference: the state holds a reference.
-        log_z_layers: layers of the head; 0: no head.
-        offload: the optimiser state is in pinned host memory between steps.
+        keep_reference: whether the state holds a reference.
+        log_z_layers: number of layers of the head; 0: no head.
+        offload: whether the optimiser state is in pinned host memory between steps.
         num_prompts: p of a batch. Arrays per prompt are sharded if the mesh divides p, else
-            replicated. 0: replicated.
+            replicated; 0: they are replicated.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -139,7 +140,7 @@ def step_shardings(
     )
     state = shardings_like(shapes, params, shardings, mesh)
     if offload:
-        # Scalars stay on the device: the partitioner refuses to offload them, with little to gain.
+        # Scalars stay on the device: the partitioner refuses to offload them, and they are small.
         state = state._replace(
             opt_state=jax.tree.map(
                 lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s,
@@ -167,7 +168,7 @@ def make_init_state(
 ) -> Callable[[Any], TrainState]:
     """Return a jitted `init_state` for parameters sharded as `shardings.state`; donates them.
 
-    Moments are created sharded, never whole on one device.
+    Moments are created with their sharding, never whole on one device.
     """
     return jax.jit(
         functools.partial(

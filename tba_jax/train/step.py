@@ -5,13 +5,14 @@ Inputs are state and batch, outputs are state and metrics. The state argument is
 must not use the old state again. Invariant: the division into micro-batches and the layout (padded
 or packed) change neither gradient nor metrics beyond rounding.
 
-With `settings.micro_batch_rows`, gradients are accumulated in float32 over micro-batches. Those
-that are all padding are skipped. If each group lies in one micro-batch (see `Packing`), each row is
-scored once. Otherwise all rows are first scored without gradient, because the gradient with
-respect to each token's log-prob (for TB the centred residual) needs the whole group. Given these
-gradients, rows are independent: each is scored a second time, and the gradient is the same.
-Micro-batches take evenly spaced rows, so that sharded rows stay on their device if the rows of a
-micro-batch divide over the devices, too.
+With `settings.micro_batch_rows`, gradients are accumulated in float32 over micro-batches;
+micro-batches that have only padding are skipped. If each group is in one micro-batch (see
+`Packing`), each row is scored once. Otherwise all rows are first scored without gradient, because
+the gradient with respect to each token's log-prob (for TB the centred residual) needs the whole
+group.
+With these gradients, rows are independent: each row is scored a second time, and the gradient is
+the same. Micro-batches take evenly spaced rows, so that sharded rows stay on their device if the
+number of devices also divides the rows of a micro-batch.
 """
 
 import functools
@@ -60,16 +61,17 @@ def make_train_step(
 
     With `settings.epochs` and `minibatches`, a step makes several updates with one batch. Values
     that the objective holds fixed come from the policy at the start of the step. Loss and gradient
-    norm are then means over the updates; every other metric is of the policy at the start.
+    norm are then means over the updates; every other metric describes the policy at the start.
 
-    A non-finite update changes nothing, and a step without a finite update only counters. Schedules
-    advance every step, the learning rate with steps that made an update.
+    A non-finite update changes nothing, and a step without a finite update changes only counters.
+    Schedules advance with every step, but the learning rate advances with steps that made an
+    update.
 
     Args:
-        config: the architecture; with adapters, only they have gradients.
+        config: architecture; with adapters, only the adapters have gradients.
         optimizer, schedule: optimiser of the parameters and its learning rate.
-        settings: objective, target, micro-batches, dtypes.
-        shardings: return value of `step_shardings`; None: everything on one device.
+        settings: settings of the step: objective, target, micro-batches, dtypes.
+        shardings: return value of `step_shardings`; None: all arrays are on one device.
 
     Returns:
         (state, batch) -> (state, metrics), with adapters (state, batch, base). Metrics are float32
@@ -144,7 +146,7 @@ class _StepFunctions(NamedTuple):
     Attributes:
         trained: trained parameters, the first argument of `score`.
         score, cut: as in `gradients`.
-        apart: splits scores into log-probs and values.
+        apart: splits scores into (log-probs, values).
         loss_of: (scores of some rows, their tokens, further arguments) -> loss.
         update: as in `update_by_parts`.
     """
@@ -182,7 +184,7 @@ def _one_update(
 def _several_updates(
     rows: Rows, stored: tuple[Any, Any], how: _StepFunctions, settings: StepSettings
 ) -> UpdateResult:
-    """Make several updates with minibatches; values that stay fixed are computed first."""
+    """Make several updates with minibatches; first compute the values that stay fixed."""
     scored = score_all(rows, how.trained, how.cut, how.score)
     policy, values = how.apart(scored)
     rows = rows._replace(tokens=rows.tokens._replace(start_values=values))
@@ -228,7 +230,7 @@ def _jitted(
 
 
 def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
-    """Return rows with log pi_ref(y|x): computed if the state has a reference, else as stored."""
+    """Return rows with log pi_ref(y|x), computed if the state has a reference, else stored."""
     if state.reference_params is None:
         return rows
     scored = score_all(rows, state.reference_params, cut, rows.score)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a batch that do not depend on the objective, and its distance from the policy.
 
-Invariant: a response counts as often as it was drawn, except in the number of rows.
+Invariant: a response counts once per draw in every metric except the number of rows.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ class OffPolicyStats(NamedTuple):
     Attributes:
         ess_fraction: effective sample size of the sequence ratios pi / mu, over the batch size.
         log_ratio_p05: 5th percentile of log pi(y|x) - log mu(y|x), in nats per response.
-        log_ratio_p50: median.
-        log_ratio_p95: 95th percentile.
+        log_ratio_p50: median of the same log-ratio.
+        log_ratio_p95: 95th percentile of the same log-ratio.
     """
 
     ess_fraction: Float[Array, ""]
@@ -38,7 +38,7 @@ def off_policy_stats(
     behavior_logprob: Float[Array, "p k"],
     weight: Float[Array, "p k"],
 ) -> OffPolicyStats:
-    """Return statistics of the ratio policy / sampler; TB itself needs no ratio (section 3.3).
+    """Return statistics of the ratio policy / sampler; TB itself needs no ratio.
 
     ess_fraction = (sum v)^2 / (n sum v^2), v = exp(log ratio), computed in log space. Sums run over
     the n drawn responses, each counted `weight` times.
@@ -51,7 +51,7 @@ def off_policy_stats(
 
 # Smallest staleness of each stratum, in steps.
 STRATA = (0, 1, 2, 4, 8, 16, 32)
-# Key of the strata among the metrics of a step; every other metric is a scalar.
+# Key of the strata in the metrics of a step; every other metric is a scalar.
 STRATA_KEY = "strata"
 # Thresholds of the warning: smallest share of a batch and largest ESS fraction of a stratum.
 MIN_WARNED_SHARE, LOW_ESS = 0.05, 0.1
@@ -64,7 +64,7 @@ class Measured(NamedTuple):
         policy, behavior, reference: log-probs.
         tokens: number of counted tokens.
         far_tokens: counted tokens whose ratio to the sampler is outside 0.8 to 1.2.
-        residual: residual of Trajectory Balance minus its group's mean; nan at beta = 0.
+        residual: residual of Trajectory Balance minus the group's mean; nan at beta = 0.
         staleness: staleness in steps.
         weight: number of draws of the response.
     """
@@ -90,7 +90,7 @@ class Stratum(NamedTuple):
         kl_behavior: mean of log mu - log pi: an estimate of KL(mu || pi).
         clip_fraction: share of tokens whose ratio is outside 0.8 to 1.2.
         entropy: entropy of the sampler, in nats per token, estimated from its own samples.
-        unique_share: distinct responses over drawn responses.
+        unique_share: number of distinct responses over number of draws.
     """
 
     share: Float[Array, ""]
@@ -170,9 +170,9 @@ def low_ess_warnings(strata: Mapping[str, float]) -> list[str]:
 def weighted_quantile(
     x: Float[Array, " n"], weight: Float[Array, " n"], q: Float[Array, " q"]
 ) -> Float[Array, " q"]:
-    """Return the `jnp.quantile` of x with each value repeated `weight` times.
+    """Return `jnp.quantile` of x with each value repeated `weight` times.
 
-    Fractional weights give the same step function, with steps of fractional length.
+    Weights may be fractions.
     """
     order = jnp.argsort(x)
     values, ends = x[order], jnp.cumsum(weight[order])
@@ -197,7 +197,7 @@ def largest_gap(
     return jnp.where(gap >= 0, gap, jnp.nan)
 
 
-# Of the log-probs of the first prompt's responses among the metrics of a step.
+# Key of the log-probs of the first prompt's responses in the metrics of a step.
 SHOWN_KEY = "shown"
 
 
@@ -209,7 +209,7 @@ def batch_metrics(
 ) -> dict[str, Array]:
     """Return metrics of a batch under the policy's log-probs, independent of the objective.
 
-    A response counts as often as it was drawn, except in the number of rows.
+    A response counts once per draw in every metric except the number of rows.
     """
     behavior, weight = rows.tokens.behavior, batch.weights
     drawn = jnp.sum(weight)

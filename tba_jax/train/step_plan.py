@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StepPlan: the decision on a step that all trainer processes follow, and sources of batches.
 
-Separate decisions would make processes diverge without an error: one would save while another
-trains and waits forever. So the process with the replay buffer decides each step and draws its
-batch; the others receive both. `Peers` does the communication.
+With separate decisions, processes would diverge without an error: one process would save while
+another trains and waits forever. So the process with the replay buffer decides each step and draws
+its batch; the other processes receive both through `Peers`.
 
 Invariant: every trainer process has the same plan and the same batch for a step.
 """
@@ -25,12 +25,12 @@ class StepPlan(NamedTuple):
     """Decision on one step, the same for every trainer process.
 
     Attributes:
-        wait: make no step now; look for more data first.
-        stop: make no step after this one (with `wait`: not even this one).
-        sync: publish and merge after this step.
-        save: write a checkpoint after this step.
-        publish: with `sync`, also publish; False, unless every version is needed, while a process
-            still writes the last version.
+        wait: whether to wait for more data instead of making this step.
+        stop: whether this step is the last; with `wait`, the previous step was the last.
+        sync: whether to merge, and publish if `publish` is set, after this step.
+        save: whether to write a checkpoint after this step.
+        publish: whether a sync publishes. While a process still writes the last version, this is
+            False unless every version is needed.
     """
 
     wait: bool
@@ -46,7 +46,7 @@ class Decision(NamedTuple):
     Attributes:
         plan: decision on the step.
         batch: batch to train on; None if the plan waits.
-        draws: draws in the batch; empty in processes that did not draw it.
+        draws: draws in the batch; empty in processes that did not draw the batch.
     """
 
     plan: StepPlan
@@ -102,19 +102,20 @@ class NoPeers:
         """Return at once: there is no other process."""
 
     def answer(self, step: int, decision: Decision) -> None:
-        """Do nothing."""
+        """Do nothing: there is no other process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnBatches:
-    """Draws from the replay buffer of this process and decides for all trainer processes.
+    """Draws batches from this process's replay buffer, and decides for all trainer processes.
 
     Args:
         packing: layout of draws in a batch.
         num_steps: steps of the run.
         sync_period: steps between publications.
-        checkpoint_period: steps between checkpoints, 0: none.
-        needs_versions: publish every version, and wait where the last one is still written.
+        checkpoint_period: steps between checkpoints; 0: no checkpoints.
+        needs_versions: whether every version must be published; a publication then waits until the
+            last version is written.
         peers: the other trainer processes.
     """
 
@@ -173,7 +174,7 @@ class ReceivedBatches:
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
     ) -> Decision:
-        """See `Batches.decide`; the plan waits only if the run stops before the step."""
+        """See `Batches.decide`; the plan has `wait` only if the run stops before the step."""
         return unpack_decision(self.receive(step, lambda: (wants_stop(), is_publishing())))
 
 
@@ -186,7 +187,7 @@ def pack_decision(decision: Decision) -> bytes:
 
 
 def unpack_decision(data: bytes) -> Decision:
-    """Inverse of `pack_decision`, without the draws.
+    """Return the decision that `pack_decision` converted, without its draws.
 
     Raises:
         ValueError: the bytes are damaged.

@@ -22,14 +22,14 @@ class StepSettings:
         reference_ema_decay: decay per step of a moving-average reference; 0: no average.
         optimizer_reset_period: steps between resets of the moments; 0: never.
         micro_batch_rows: rows per micro-batch; 0: all.
-        row_multiple: divisor of the rows of a micro-batch (number of devices that share them).
+        row_multiple: number of devices that share the rows of a micro-batch; it divides them.
         is_whole: whether each group is in a single micro-batch.
         remat: as in `transformer.apply`.
         epochs: passes over a batch.
         minibatches: optimiser updates per pass.
         rounding_seed: seed of the stochastic rounding of arrays stored in bfloat16; None: round
             to nearest.
-        shows_tokens: a step also returns token log-probs of one prompt's responses.
+        shows_tokens: whether a step also returns token log-probs of one prompt's responses.
     """
 
     objective: Objective
@@ -50,5 +50,5 @@ class StepSettings:
 
     @property
     def num_updates(self) -> int:
-        """Optimiser updates per batch."""
+        """Number of optimiser updates per batch."""
         return self.epochs * self.minibatches

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training target, pi_ref exp(r / beta) and its tempered forms, and its schedules."""
+"""The training target pi_ref exp(r / beta), its tempered forms, and its schedules."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ def value_at(schedule: Schedule, step: ArrayLike) -> Float[Array, ""]:
 
     Args:
         schedule: schedule with STEPS filled in (`Schedule.over`).
-        step: counted from 0.
+        step: step, counted from 0.
 
     References:
         Linear and step schedules of beta: TBA, arXiv:2503.18929, appendix B.1 and B.2.
@@ -31,7 +31,7 @@ def value_at(schedule: Schedule, step: ArrayLike) -> Float[Array, ""]:
             share = (1 - jnp.cos(jnp.pi * share)) / 2
         value = start + (final - start) * share
     if schedule.warmup:
-        # The first step uses 1 / warmup of START: a rate of 0 would waste the first batch.
+        # The first step uses START / warmup, because a rate of 0 would waste the first batch.
         rising = start * (jnp.asarray(step, jnp.float32) + 1) / schedule.warmup
         value = jnp.where(jnp.asarray(step) < schedule.warmup, rising, value)
     if schedule.jump is not None:

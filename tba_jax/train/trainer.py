@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: optimiser steps, publications and merges.
 
-It publishes weights and merges outboxes at every sync, draws batches from the replay buffer, and
-minimises the objective. It never samples: responses arrive through outboxes and the buffer, weights
-leave through a weight transport. With several trainer processes, the first draws every batch, and
-all follow its StepPlan.
+The trainer publishes weights and merges outboxes at every sync, draws batches from the replay
+buffer,
+and minimises the objective. It never samples: responses arrive through outboxes and the buffer, and
+weights leave through a weight transport. With several trainer processes, the first process draws
+every batch, and all processes follow its StepPlan.
 
 The trainer owns the step counter and checks the ledger at every merge. Invariant: published weights
 share no memory with its state.
@@ -40,7 +41,7 @@ class Shown(NamedTuple):
     Attributes:
         draw: the prompt and n responses.
         policy: float32 [k t], k at least n.
-        reference: the same; None where the trainer does not score it.
+        reference: float32 [k t]; None unless the trainer scores the reference.
     """
 
     draw: Draw
@@ -50,13 +51,14 @@ class Shown(NamedTuple):
 
 @dataclasses.dataclass
 class Counters:
-    """Counts over the whole run.
+    """Counts of waits, publications, tokens and stale responses over the whole run.
 
     Attributes:
         wait_s: seconds without data to train on.
-        num_syncs, sync_total_s, sync_max_s: number of publications; total and longest pause.
+        num_syncs: number of publications.
+        sync_total_s, sync_max_s: total and longest pause of a publication.
         trained_tokens: response tokens of all steps.
-        staleness_counts: uses of responses by staleness in steps.
+        staleness_counts: number of trained responses by staleness in steps.
     """
 
     wait_s: float = 0.0
@@ -67,7 +69,7 @@ class Counters:
     staleness_counts: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def add_sync(self, pause_s: float) -> None:
-        """Count a publication."""
+        """Count a publication that stopped the trainer for `pause_s`."""
         self.num_syncs += 1
         self.sync_total_s += pause_s
         self.sync_max_s = max(self.sync_max_s, pause_s)
@@ -84,11 +86,11 @@ class Counters:
 
 
 MAX_NONFINITE_STEPS = 3
-"""Consecutive steps with a non-finite loss or gradient that end the run."""
+"""Number of consecutive steps with a non-finite loss or gradient after which the run ends."""
 
 
 class Trainer:
-    """Makes one optimiser step per `step()`; also publishes and merges when the driver asks.
+    """Makes one optimiser step per `step()`; the driver also calls `publish` and `merge`.
 
     Args:
         state: initial or restored train state.
@@ -103,7 +105,7 @@ class Trainer:
     Attributes:
         num_merged_groups: groups of the rounds merged by this process.
         version: newest published version.
-        strata: strata of the last step, by name as in the metrics.
+        strata: metrics of the last step by staleness, with their names.
         shown: the first prompt of the last batch; None in processes that did not draw it.
     """
 
@@ -144,7 +146,7 @@ class Trainer:
         self._log_event(event)
 
     def publish(self) -> float:
-        """Publish the current weights as the version of the current step; return the pause in s."""
+        """Publish the current weights as this step's version; return the pause in seconds."""
         start = self._clock()
         self._transport.publish(self.step_index, self.state.params)
         self.version = self.step_index
@@ -209,10 +211,11 @@ class Trainer:
     def step(self, wants_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Make one optimiser step; return None while the buffer has no data to train on.
 
-        With several trainer processes, all must call it; `plan` is then the same everywhere.
+        With several trainer processes, all must call this method; `plan` is the same in all.
 
         Args:
-            wants_stop: whether this process received a stop request; `plan.stop` informs all.
+            wants_stop: whether this process received a stop request; `plan.stop` tells all
+                processes.
 
         Returns:
             Host metrics of the step; metrics of the data only in the process that draws.
@@ -301,7 +304,7 @@ class Trainer:
 
 
 def _bucket(batch: Batch | PackedBatch) -> list[int]:
-    """Return the compiled shape of a batch, in tokens unless noted.
+    """Return the compiled shape of a batch; lengths are in tokens.
 
     Padded: [rows, prompt, response]. Rows of several responses: [rows, prompt, number of
     responses, response]. Packed: [rows, tokens].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of the optimiser, and the train state after a step.
+"""Updates by the optimiser, and the train state after a step.
 
 Invariant: a non-finite update changes nothing, and a step without a finite update changes only
 counters.
@@ -21,14 +21,14 @@ from tba_jax.train.step_settings import StepSettings
 
 
 class UpdateResult(NamedTuple):
-    """Result of the update or updates of a step.
+    """Result of all updates of a step.
 
     Attributes:
         policy: log-prob of every token under the policy at the start of the step.
         loss: loss and its metrics.
         trained, opt_state: parameters and optimizer state after the updates.
         made: int32, number of finite updates.
-        grad_norm: norm of the gradient, or mean over several updates.
+        grad_norm: norm of the gradient; with several updates, the mean of the norms.
     """
 
     policy: Array
@@ -45,7 +45,7 @@ class UpdateResult(NamedTuple):
 
 
 def schedule_step(state: TrainState) -> Array:
-    """Return the step of the learning-rate schedule, int32: steps so far that made an update."""
+    """Return the step of the learning-rate schedule, int32: number of steps with an update."""
     return state.step - state.skipped_steps
 
 
@@ -69,7 +69,7 @@ def update(
     updates: Any
     updates, opt_state = optimizer.update(grads, old_opt_state, old)
     if state.log_z_head is not None:
-        # Scaling the update scales the learning rate: updates are proportional to it here.
+        # Updates are proportional to the learning rate here, so this scales the learning rate.
         updates = updates[0], jax.tree.map(lambda u: settings.log_z_rate * u, updates[1])
     trained = optax.apply_updates(old, updates)
     if seed is not None:
@@ -110,8 +110,8 @@ def next_state(
     )
     if settings.num_updates == 1:
         return new_state
-    # The optimiser counts finite updates only. Without this, one non-finite update among several
-    # would shift the learning rate of every later step.
+    # The optimiser counts finite updates only. Without this correction, one non-finite update among
+    # several would shift the learning rate of every later step.
     count = schedule_step(new_state) * settings.num_updates
     return new_state._replace(opt_state=with_schedule_count(opt_state, count))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of an objective: a frozen value that computes a loss from groups of responses.
 
-Arrays in, a scalar and metrics out. Invariants: nothing is averaged across prompts before log Z is
-computed, every mean is over the whole batch, and a response of weight w counts as w responses.
+Invariants: nothing is averaged across prompts before log Z is computed, every mean is over the
+whole batch, and a response of weight w counts as w responses.
 """
 
 import abc
@@ -22,7 +22,7 @@ class Totals(NamedTuple):
 
     Attributes:
         prompts: p.
-        responses: sum of the weights.
+        responses: sum of the weights of all responses.
         tokens: counted tokens, each with the weight of its response.
     """
 
@@ -34,10 +34,11 @@ class Totals(NamedTuple):
 class GroupData(NamedTuple):
     """Up to K distinct responses to each of p prompts: a batch, or some whole groups of it.
 
-    A response counts `weight` times, K in all for a prompt: the loss equals that of K rows with
-    repeats. Empty slots, and prompts in other parts of the batch, are 0 with weight 0. A prompt
-    without weights must give a loss of 0 and finite gradients; the means below ensure that. Token
-    arrays are 0 at padding. Gradients flow through both forms of the policy's log-probs.
+    A response counts `weight` times, and the weights of a prompt sum to K, so the loss equals that
+    of K rows with repeats. Empty slots, and prompts in other parts of the batch, have values and
+    weights of 0. A prompt whose weights are 0 must give a loss of 0 and finite gradients; the means
+    below ensure that. Token arrays are 0 at padding. Gradients flow through both forms of the
+    policy's log-probs.
 
     Attributes:
         policy_logprob: [p k], log pi(y|x), sum over the counted tokens.
@@ -49,11 +50,12 @@ class GroupData(NamedTuple):
         reward: [p k], raw, not divided by beta.
         weight: [p k], number of draws of each response; 0: empty slot.
         length: [p k], tokens of each response.
-        staleness: [p k], optimiser steps between the version that drew it and the trained one; 0
-            for responses of no version.
-        log_z: [p], learned; None without that head.
+        staleness: [p k], optimiser steps between the version that drew the response and the trained
+            version; 0 for responses that no version drew.
+        log_z: [p], learned log Z; None without that head.
         totals: totals of the whole batch.
-        token_values: [p k t], learned value of the state before each token; None without a head.
+        token_values: [p k t], learned value of the state before each token; None without a value
+            head.
         start_values: [p k t], `token_values` under the policy at the start of the step; None if a
             step makes one update, because both are then equal.
         token_advantages: [p k t], computed by the searcher; None unless the objective reads them.
@@ -88,15 +90,15 @@ class GroupData(NamedTuple):
         return jnp.sum(x * self.weight, axis=1) / jnp.maximum(self.num_drawn, 1)
 
     def mean_over_prompts(self, x: Float[Array, " p"]) -> Float[Array, ""]:
-        """Return these prompts' contribution to the mean over the batch; contributions add up."""
+        """Return the contribution of these prompts to the mean over the batch's prompts."""
         return jnp.sum(jnp.where(self.num_drawn > 0, x, 0)) / self.totals.prompts
 
     def mean_over_responses(self, x: Float[Array, "p k"]) -> Float[Array, ""]:
-        """Return these responses' contribution to the weighted mean over the batch's responses."""
+        """Return the contribution of these responses to the weighted mean over all responses."""
         return jnp.sum(x * self.weight) / self.totals.responses
 
     def mean_over_tokens(self, x: Float[Array, "p k t"]) -> Float[Array, ""]:
-        """Return these tokens' contribution to the weighted mean over all counted tokens."""
+        """Return the contribution of these tokens to the weighted mean over all counted tokens."""
         return jnp.sum(jnp.where(self.mask, x, 0) * self.weight[..., None]) / self.totals.tokens
 
 
@@ -115,24 +117,25 @@ class Loss(NamedTuple):
 class Objective(abc.ABC):
     """An objective: its settings, and its loss on a part of a batch; frozen and hashable.
 
-    A loss takes means with the methods of `GroupData`, so that the losses of parts add up.
+    A loss computes means with the methods of `GroupData`, so that the losses of the parts of a
+    batch sum to the loss of the batch.
 
     Attributes:
-        needs_behavior: the objective assumes that the sampler is the current policy, or that its
-            log-probs come from one policy. Responses of several versions, or of no version of the
-            run's policy, are then refused.
-        needs_token_reference: the objective reads the reference token by token, which requires
-            that the trainer scores the reference.
+        needs_behavior: whether the objective assumes that the sampler is the current policy, or
+            that its log-probs come from one policy. If so, responses of several versions, or of no
+            version of the run's policy, are refused.
+        needs_token_reference: whether the objective reads the reference token by token; the trainer
+            must then score the reference.
         beta_is: positive: the objective divides by beta; any: beta may be 0, which drops the
             reference; unused: the objective does not read beta.
-        needs_soft_value: the objective reads the soft value of each prompt from the buffer.
-        needs_advantages: the objective reads advantages that the searcher computed.
-        epochs, minibatches: passes over a batch, and updates per pass. Only objectives that bound
-            ratios to the sampler, and whose loss is a mean over tokens without need of whole
-            groups, declare them as settings.
-        vine_tokens, vine_samples: tokens between the states whose values searchers estimate, 0 for
-            no estimates, and continuations per state.
-        log_z_layers, log_z_rate: layers and relative learning rate of the head.
+        needs_soft_value: whether the objective reads the soft value of each prompt from the buffer.
+        needs_advantages: whether the objective reads advantages that the searcher computed.
+        epochs, minibatches: passes over a batch, and updates per pass. An objective may declare
+            them as settings if it bounds ratios to the sampler, and its loss is a mean over tokens
+            that does not need whole groups.
+        vine_tokens: tokens between two states whose values searchers estimate; 0: no estimates.
+        vine_samples: continuations per state.
+        log_z_layers, log_z_rate: number of layers and relative learning rate of the head.
         value_temperature: temperature of the soft value, in units of the reward; 0: beta.
     """
 
@@ -194,7 +197,7 @@ def summed(
     log_z: Float[Array, " p"] | None = None,
     weight: Float[Array, "p k"] | None = None,
 ) -> GroupData:
-    """Return groups of responses with known sums, as one-token responses drawn by the policy.
+    """Return groups of one-token responses drawn by the policy, with these log-probs.
 
     Args:
         policy_logprob, reference_logprob, reward, log_z: as in `GroupData`.
@@ -230,12 +233,12 @@ def tb_residual(
 
     residual = log pi(y|x) - log pi_ref(y|x) - r(x, y) / beta
 
-    It is constant over y for a fixed prompt exactly when pi is the target
+    For a fixed prompt, the residual is constant over y exactly when pi is the target
     pi_ref * exp(r / beta) / Z.
 
     Args:
-        policy_logprob: log pi(y|x), summed over response tokens; gradients flow here.
-        reference_logprob: log pi_ref(y|x), same tokens.
+        policy_logprob: log pi(y|x), summed over response tokens; gradients flow through it.
+        reference_logprob: log pi_ref(y|x), summed over the same tokens.
         reward: raw reward, not divided by beta.
         beta: KL coefficient, > 0.
 
@@ -251,8 +254,8 @@ def tb_residual(
 def vargrad_log_z(data: GroupData, residual: Float[Array, "p k"]) -> Float[Array, " p"]:
     """Return the VarGrad estimate of log Z(x): minus the mean residual of the prompt's own group.
 
-    log_z(x) = -(1/K) sum_j weight_j residual(x, y_j), gradient stopped. Stopping the gradient
-    does not change it, because centred residuals of a group sum to zero; it states the intent.
+    log_z(x) = -(1/K) sum_j weight_j residual(x, y_j), gradient stopped. The stop does not change
+    the gradient of the loss, because the centred residuals of a group sum to zero.
 
     References:
         TBA, arXiv:2503.18929, eq. 4; log-partition-variance form, arXiv:2302.05446.
@@ -265,7 +268,8 @@ def balance_metrics(
 ) -> dict[str, Float[Array, ""]]:
     """Return metrics of the distance from balance, for any objective; gradient stopped.
 
-    tb_loss is the mean of (residual + log_z)^2, residual_std its root, log_z the mean estimate.
+    tb_loss is the mean of (residual + log_z)^2, residual_std is its square root, and log_z is the
+    mean estimate of log Z.
     """
     residual, log_z = jax.lax.stop_gradient((residual, log_z))
     tb_loss = data.mean_over_responses(jnp.square(residual + log_z[:, None]))

@@ -20,7 +20,7 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class Cispo(Objective):
-    """Each token's score times a capped ratio without gradient, averaged over a prompt's tokens.
+    """Score of each token times a capped ratio without gradient, averaged over a prompt's tokens.
 
     loss = -(1 / p) sum_i (1 / sum_j w_j |y_ij|) sum_j w_j A_ij sum_t stop(min(rho, cap)) log pi
 
@@ -44,7 +44,7 @@ class Cispo(Objective):
         ratio = jnp.exp(log_ratio(data))
         weight = jax.lax.stop_gradient(jnp.minimum(ratio, self.importance_cap))
         scores = sum_over_tokens(data, weight * data.policy_token_logprobs)
-        # Tokens of a response over the mean number of the prompt's tokens: K of them sum to K.
+        # Tokens of a response over the mean of its group; these factors sum to K over a group.
         per_token = 1 / jnp.maximum(data.mean_over_group(num_counted(data)), 1)
         loss = -data.mean_over_prompts(per_token * data.mean_over_group(advantage * scores))
         share = data.mean_over_tokens((ratio > self.importance_cap).astype(ratio.dtype))

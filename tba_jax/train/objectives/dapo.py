@@ -19,7 +19,7 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class Dapo(Objective):
-    """GRPO with a wider upper clip and a mean over all tokens of the batch, without a KL.
+    """GRPO with a wider upper clip and a mean over all tokens of the batch, without a KL term.
 
     loss = -(1 / sum |y_j|) sum_j w_j sum_t min(rho A_j, clip(rho, 1 - low, 1 + high) A_j)
 

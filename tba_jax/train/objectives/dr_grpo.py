@@ -25,8 +25,8 @@ class DrGrpo(Objective):
     A_j = r_j - mean
     loss = -(1 / (p K)) sum_j w_j sum_t min(rho A_j, clip(rho) A_j),  rho = pi / mu of a token
 
-    The paper divides by a constant, the maximum response length; here it is 1, so that gradients
-    are in units of the reward, as in RLOO. There is no KL.
+    The paper divides by the maximum response length. Here the divisor is 1, so that gradients are
+    in units of the reward, as in RLOO. There is no KL term.
 
     References:
         Understanding R1-Zero-like training, arXiv:2503.20783.

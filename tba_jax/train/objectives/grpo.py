@@ -21,7 +21,7 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class Grpo(Objective):
-    """Clipped token ratios, rewards divided by the group's deviation, and a KL per token.
+    """Clipped token ratios, rewards divided by the group's deviation, and a KL term per token.
 
     A_j = (r_j - mean) / (std + 1e-4), std with K - 1
     loss = -(1 / (p K)) sum_j w_j (1 / |y_j|) sum_t [min(rho A, clip(rho) A) - beta k3]
@@ -29,8 +29,8 @@ class Grpo(Objective):
     for rho = pi / mu of a token and k3 = exp(g) - g - 1, g = log pi_ref - log pi.
 
     Attributes:
-        beta: KL coefficient of the run; read only to detect beta = 0 in every step, which needs no
-            reference.
+        beta: KL coefficient of the run, read only to detect beta = 0 in every step: no reference is
+            needed then.
 
     References:
         DeepSeekMath, arXiv:2402.03300, eq. 3 and 4; TRL `GRPOTrainer`, loss_type="grpo".

@@ -23,7 +23,7 @@ STD_EPS = 1e-4
 def baseline(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, " p"]:
     """Return the mean of each group, clamped to the range of x against rounding.
 
-    Invariant: if all x of a group are equal, the mean is exactly that number.
+    Invariant: if all x of a group are equal, the mean is exactly equal to them.
 
     Args:
         data: the groups.
@@ -40,7 +40,7 @@ def centred(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
 def leave_one_out(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
     """Return the mean of x over the other K - 1 responses, which may repeat the same response.
 
-    In a group of equal x it is exactly x; for K = 1 it is 0.
+    In a group of equal x the result is exactly x; for K = 1 the result is 0.
     """
     k = data.num_drawn[:, None]
     total = jnp.sum(x * data.weight, axis=1, keepdims=True)
@@ -51,7 +51,7 @@ def leave_one_out(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"
 def _within(
     data: GroupData, x: Float[Array, "p k"], mean: Float[Array, "p n"]
 ) -> Float[Array, "p n"]:
-    """Return a mean of x, clamped to the minimum and maximum of its group; unclamped if empty."""
+    """Return a mean of x, clamped to the range of its group; an empty group is not clamped."""
     is_drawn = data.weight > 0
     least = jnp.min(jnp.where(is_drawn, x, jnp.inf), axis=1, keepdims=True)
     greatest = jnp.max(jnp.where(is_drawn, x, -jnp.inf), axis=1, keepdims=True)
@@ -72,17 +72,17 @@ def group_normalised(data: GroupData, reward: Float[Array, "p k"]) -> Float[Arra
 
 
 def log_ratio(data: GroupData) -> Float[Array, "p k t"]:
-    """Return log pi - log behaviour of each counted token, 0 elsewhere."""
+    """Return log pi - log mu of each counted token, mu the sampler; 0 at other tokens."""
     return jnp.where(data.mask, data.policy_token_logprobs - data.behavior_token_logprobs, 0)
 
 
 def summed_behavior(data: GroupData) -> Float[Array, "p k"]:
-    """Return log behaviour(y|x) over the counted tokens."""
+    """Return log mu(y|x), mu the sampler, summed over the counted tokens."""
     return jnp.sum(jnp.where(data.mask, data.behavior_token_logprobs, 0), axis=-1)
 
 
 def num_counted(data: GroupData) -> Float[Array, "p k"]:
-    """Return the counted tokens of each response; at least 1, because means divide by it."""
+    """Return the number of counted tokens of each response; at least 1, as means divide by it."""
     return jnp.maximum(jnp.sum(data.mask, axis=-1), 1)
 
 
@@ -129,8 +129,8 @@ def generalised_advantages(
 ) -> Float[Array, "p k t"]:
     """Return A_t = sum over l of trace^l delta_(t+l), 0 at uncounted tokens; without gradient.
 
-    delta = V(next state) - V(state), at the last token R - V(state): no discount, and the reward
-    comes at the end. Uncounted tokens are not steps.
+    delta is V(next state) - V(state), and R - V(state) at the last token: there is no discount, and
+    the reward comes at the end. Uncounted tokens are not steps.
 
     References:
         Generalised advantages, arXiv:1506.02438, eq. 16.
@@ -176,9 +176,9 @@ def with_balance(
     loss: Float[Array, ""],
     **metrics: Float[Array, ""],
 ) -> Loss:
-    """Return a loss with its own metrics and those of Trajectory Balance.
+    """Return a loss with its own metrics and the metrics of Trajectory Balance.
 
-    The latter are nan at beta = 0, because the target is then no distribution.
+    At beta = 0 the metrics of Trajectory Balance are nan, because the target is no distribution.
     """
     divisor = jnp.where(beta > 0, beta, jnp.nan)
     residual = tb_residual(data.policy_logprob, data.reference_logprob, data.reward, beta=divisor)

@@ -30,10 +30,10 @@ class Ppo(Objective):
     loss = -mean over tokens of min(rho A, clip(rho) A) + value_weight mean over tokens of
            (V(s_t) - stop(A_t + V(s_t)))^2 / 2
 
-    A state is a prompt with the tokens before t. V is a head on the policy's last hidden state; its
-    gradient flows into the policy. With a trace of 1, the default, V is fitted to R. If a step
-    makes several updates (`epochs`, `minibatches`), A and the target of V come from the policy at
-    the start of the step.
+    State s_t is a prompt with the response tokens before t. V is a head on the policy's last hidden
+    state; its gradient flows into the policy. With gae_lambda=1, the default, V is fitted to R. If
+    a step makes several updates (`epochs`, `minibatches`), A and the target of V come from the
+    policy at the start of the step.
 
     Attributes:
         value_weight: weight of the value loss.

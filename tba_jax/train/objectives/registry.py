@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of objectives: every other file of this folder defines one, its `OBJECTIVE` class.
+"""Registry of objectives: other files of this folder define one each, in a class `OBJECTIVE`.
 
 Names come from the folder, so that a config can list them without loading JAX; a file is loaded
 when its objective is used. An objective may also be a class in a user's file,
@@ -48,7 +48,7 @@ def is_objective(name: str) -> bool:
 
 
 def objective_class(name: str) -> "type[Objective]":
-    """Return the objective's class. Loads JAX.
+    """Import JAX, and return the class of the objective.
 
     Raises:
         ConfigError: the name is path/to/file.py:CLASS, and that file has no such objective.
@@ -70,7 +70,7 @@ def objective_class(name: str) -> "type[Objective]":
 
 @functools.lru_cache(maxsize=32)
 def _class_of_file(name: str, changed: int) -> "type[Objective]":
-    """Return the class in a file; a change of the file's time stamp reloads it."""
+    """Return the class in a file; the file is loaded again when its time stamp changes."""
     del changed
     path, _, own = name.rpartition(":")
     try:
@@ -85,7 +85,7 @@ def _class_of_file(name: str, changed: int) -> "type[Objective]":
 
 
 def _checked(name: str, found: Any) -> "type[Objective]":
-    """Return the class of a user's objective; refuse one that cannot be trained."""
+    """Return the class of a user's objective; refuse a class that cannot be trained."""
     from tba_jax.train.objectives.base import Objective
 
     own = name.rpartition(":")[2]
@@ -118,7 +118,7 @@ def call_objective(objective: "Objective", data: "GroupData", beta: "Array") -> 
     """Return the loss of a batch.
 
     Raises:
-        ConfigError: an objective of the user raised an error, or returned something else.
+        ConfigError: an objective of the user raised an error, or did not return a loss.
     """
     from tba_jax.train.objectives.base import Loss
 
@@ -142,16 +142,16 @@ def call_objective(objective: "Objective", data: "GroupData", beta: "Array") -> 
 
 
 def own_settings(name: str) -> tuple[Setting, ...]:
-    """Return the settings that an objective declares in its file. Loads JAX.
+    """Import JAX, and return the settings that an objective declares in its file.
 
-    They are the dataclass fields declared by `settings.field`; their names are "objective.NAME",
-    as on the command line.
+    These settings are the dataclass fields that `settings.field` declares. Their names are
+    "objective.NAME", as on the command line.
     """
     return tuple(declared(objective_class(name), "objective."))
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the names of all objectives' own settings, sorted, without "objective.". Loads JAX."""
+    """Import JAX, and return the sorted names of all objectives' own settings."""
     found = {s.name for name in objective_names() for s in own_settings(name)}
     return tuple(sorted(name.removeprefix("objective.") for name in found))
 
@@ -168,7 +168,7 @@ def make_objective(
 
     Args:
         name: name of the objective.
-        own: the objective's own settings by name; others keep their defaults.
+        own: the objective's own settings by name; settings that are left out keep their defaults.
         shared: settings that every objective has. A dataclass field that is not a setting takes
             the value of the shared setting of the same name.
 
@@ -186,7 +186,7 @@ def make_objective(
 
 
 def _typed(objective: str, known: Mapping[str, Setting], name: str, value: Any) -> Any:
-    """Return the value of one own setting; whole numbers become floats if a float is declared."""
+    """Return the value of an objective's own setting; an int becomes a declared float."""
     has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
     if name not in known:
         raise violation(

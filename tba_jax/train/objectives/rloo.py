@@ -17,10 +17,10 @@ class Rloo(Objective):
     A_j = R_j - mean of the other K - 1, which may repeat y_j
     loss = -(1 / (p K)) sum w_j A_j log pi(y_j|x)
 
-    Pi is the current policy, and there is no ratio to the sampler. So for beta > 0 the gradient
+    Pi is the current policy, and the loss has no ratio to the sampler. So for beta > 0 the gradient
     equals that of Trajectory Balance (`advantage` scale) times K / (K - 1) on any data, including
-    stale data. For a baseline that is biased on stale data, use `proximal_rloo`, whose KL is the
-    sampler's, or beta = 0.
+    stale data. For a baseline that is biased on stale data, use beta = 0 or `proximal_rloo`, whose
+    KL is that of the sampler.
 
     References:
         RLOO, arXiv:2402.14740; TBA, arXiv:2503.18929, section 3.3 and appendix A.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional parts of the Trajectory Balance loss, one function per switch of `tb`.
+"""Optional parts of the Trajectory Balance loss, one function per setting of `tb`.
 
-Invariant: with the default switches nothing here is called, so Trajectory Balance stays exact.
+Invariant: with default settings no function here is called, so Trajectory Balance stays exact.
 """
 
 import functools
@@ -28,9 +28,10 @@ def anchored(
 ) -> Float[Array, "p k"]:
     """Return log pi - log anchor of each response; gradients flow as through log pi.
 
-    ema_surrogate: c (log pi - log mu), c = d / (s (1 - d)) for a decay d per step and data that is
-    s steps stale: an estimate of the log-ratio to an average of the policy's weights, without its
-    forward pass. `kl_clamp` bounds the value of each token, not its gradient.
+    With ema_surrogate the result is c (log pi - log mu), c = d / (s (1 - d)), for a decay d per
+    step and data that is s steps stale. It estimates the log-ratio to an average of the policy's
+    weights without a forward pass of the average. `kl_clamp` bounds the value of each token, not
+    its gradient.
     """
     flow = data.policy_logprob - jax.lax.stop_gradient(data.policy_logprob)
     if anchor == "reference":
@@ -90,13 +91,13 @@ def estimated_log_z(
 
 
 class Turns(NamedTuple):
-    """Turns of every response: the runs of counted tokens, one after another.
+    """Turns of every response: the sequences of consecutive counted tokens.
 
     Attributes:
         begins: [p k t], the first token of each turn.
         index: [p k t], the turn of each counted token, from 0.
-        is_turn: [p k t], entry n of the last axis: the response has a turn n.
-        is_last: [p k t], entry n of the last axis: turn n is the last one.
+        is_turn: [p k t], entry n of the last axis: whether the response has a turn n.
+        is_last: [p k t], entry n of the last axis: whether turn n is the last turn.
     """
 
     begins: Bool[Array, "p k t"]
@@ -105,13 +106,13 @@ class Turns(NamedTuple):
     is_last: Bool[Array, "p k t"]
 
     def sums(self, x: Float[Array, "p k t"]) -> Float[Array, "p k t"]:
-        """Return the sum over each turn, entry n of the last axis; x is 0 at uncounted tokens."""
+        """Return the sum over turn n in entry n of the last axis; x is 0 at uncounted tokens."""
         add = functools.partial(jax.ops.segment_sum, num_segments=x.shape[-1])
         return jax.vmap(jax.vmap(add))(x, self.index)
 
 
 def turns_of(data: GroupData) -> Turns:
-    """Return the turns of every response; observations are the uncounted tokens between them."""
+    """Return the turns of every response; the uncounted tokens between turns are observations."""
     before = jnp.pad(data.mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
     begins = data.mask & ~before
     index = jnp.maximum(jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1, 0)
@@ -132,7 +133,7 @@ def shaped(t: Float[Array, "p k"], shape: str) -> Float[Array, "p k"]:
 def response_weight(
     data: GroupData, importance: str, cap: float, is_good: Float[Array, "p k"]
 ) -> Float[Array, "p k"]:
-    """Return the factor of each response's loss, gradient stopped."""
+    """Return the weight factor of each response's loss, gradient stopped."""
     if importance not in ("sequence_clip", "topr"):
         return jnp.ones_like(data.reward)
     log_weight = jax.lax.stop_gradient(jnp.sum(log_ratio(data), axis=-1))
@@ -142,7 +143,7 @@ def response_weight(
 
 
 def token_flow(data: GroupData, importance: str, floor: float, cap: float) -> Float[Array, "p k"]:
-    """Return 0 with the gradient that converts d/d log pi into one with token weights."""
+    """Return 0, with a gradient that changes d/d log pi to a gradient with token weights."""
     if importance not in ("token_clip", "truncated", "masked"):
         return jnp.zeros_like(data.reward)
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(data)))
@@ -161,7 +162,7 @@ def per_token(data: GroupData) -> Float[Array, "p k"]:
 
 
 def check(o: Any, shared: Any) -> None:
-    """Refuse combinations of switches that have no meaning or can overflow.
+    """Refuse combinations of settings that have no meaning or can overflow.
 
     Args:
         o: the objective.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectory Balance and its relatives: one loss with switches, exact TB by default."""
+"""Trajectory Balance and related methods: one loss with settings, exact TB by default."""
 
 import dataclasses
 from typing import Any, Literal
@@ -27,21 +27,20 @@ class TrajectoryBalance(Objective):
     """Trajectory-balance loss, in VarGrad form unless log Z is learned; accepts any sampler.
 
     paper:      (1 / (p K)) sum_ij w_ij (log_z_i + residual_ij)^2     (no factor 1/2)
-    advantage:  beta / 2 times that, whose gradient is exactly
+    advantage:  beta / 2 times the paper's loss; with VarGrad its gradient is exactly
                 -(1 / (p K)) sum_ij w_ij A_ij grad log pi(y_ij|x_i) with
                 A = (r - mean r) - beta (kl - mean kl), kl = log pi - log pi_ref
 
-    Weights w_ij are numbers of draws, K in all per prompt; means use them.
+    Weights w_ij are numbers of draws, which sum to K per prompt; all means are weighted.
 
     `advantage` keeps the gradient in units of the reward, so that gradient clipping has the same
     meaning at every beta, and a schedule of beta does not change the effective learning rate.
 
-    Every other setting is an independent switch; the defaults are exact Trajectory Balance:
-    residual = (log pi - log anchor) - r / beta, with log_z from the group. t = residual + log_z is
-    the argument of a convex shape. Without an anchor the loss is -A log pi, A without gradient, and
-    beta is not read. docs/objectives.md lists the methods that these settings express. The second
-    form of the gradient above holds for VarGrad alone. With balance=turn the terms of the mean are
-    sums of squares over the turns of an episode.
+    Every other setting is independent, and the defaults are exact Trajectory Balance: residual =
+    (log pi - log anchor) - r / beta, with log_z from the group. The loss is a convex function
+    (`shape`) of t = residual + log_z. Without an anchor the loss is -A log pi, A without gradient,
+    and beta is not read. docs/objectives.md lists the methods that these settings express. With
+    balance=turn the terms of the mean are sums of squares over the turns of an episode.
 
     References:
         TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3; TBA': section 6.
@@ -124,7 +123,7 @@ class TrajectoryBalance(Objective):
 
     @property
     def needs_behavior(self) -> bool:
-        """Whether a switch reads the sampler's log-probs."""
+        """Whether a setting reads the sampler's log-probs."""
         reads = self.anchor in ("behavior", "ema_surrogate") or self.kl_center == "behavior"
         return reads or self.importance != "none" or self.anchor == "none"
 
@@ -152,7 +151,7 @@ class TrajectoryBalance(Objective):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the loss is exact Trajectory Balance: no switch bounds, clips or approximates."""
+        """Whether the loss is exact Trajectory Balance, not bounded, clipped or approximated."""
         plain = TrajectoryBalance(
             self.scale,
             self.log_z,
@@ -199,12 +198,12 @@ class TrajectoryBalance(Objective):
         return Loss(loss, balance_metrics(data, residual, log_z))
 
     def _of_turns(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
-        """Return the loss of exact Trajectory Balance of every turn.
+        """Return the loss of exact Trajectory Balance with a residual for every turn.
 
         residual = log pi - log pi_ref + log Z(s) - target     sums over the tokens of a turn
 
-        log Z(s) is the learned soft value over beta, at the first token of a turn. The target is
-        log Z(s) of the next turn, gradient stopped, or r / beta after the last turn.
+        log Z(s) is the learned soft value divided by beta, at the first token of a turn. The target
+        is log Z(s) of the next turn, gradient stopped; for the last turn it is r / beta.
         """
         assert data.token_values is not None, "balance=turn needs the value head"
         assert data.reference_token_logprobs is not None, "balance=turn needs the reference"

@@ -17,9 +17,9 @@ class VinePpo(Objective):
 
     loss = -mean over tokens of min(rho A_t, clip(rho) A_t),   rho = pi / mu of a token
 
-    A_t comes from `search.state_values`: the value of the next state minus the value before. Each
-    value is the mean reward of continuations by the policy that drew the response. There is no KL
-    and no learned value.
+    A_t comes from `search.state_values`: the value of the next state minus the value of the state.
+    Each value is the mean reward of continuations by the policy that drew the response. There is no
+    KL term and no learned value.
 
     References:
         VinePPO, arXiv:2410.01679.
