@@ -18,7 +18,7 @@ from tba_jax.remote.http_server import HttpServer, bind
 
 Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
 """Returns the response to a request, or a future of the response. The response is empty if the
-future takes longer than a second: the client then requests it again.
+future takes longer than a second; the client then repeats the request.
 
 Raises:
     NotReady: the owner cannot respond yet; the client tries again.
@@ -26,7 +26,7 @@ Raises:
 """
 
 MAX_REQUEST_BYTES = 2**30
-_FUTURE_S = 1.0  # a response that takes longer is empty: the client requests it again
+_FUTURE_S = 1.0  # after this time a response is empty, and the client repeats the request
 
 
 class Unreachable(Exception):
@@ -38,7 +38,7 @@ class ChannelError(RuntimeError):
 
 
 class NotReady(Exception):
-    """The process at the other end is starting, or has failed."""
+    """The process at the other end of the channel is starting, or has failed."""
 
 
 class Endpoint(NamedTuple):
@@ -60,8 +60,8 @@ class ChannelServer:
         handlers: method name -> handler. Handlers run on several threads.
         token: bearer token that every request must carry.
         port: port to listen on; 0: any free port.
-        is_local: listen on the loopback interface alone.
-        num_threads: threads that run handlers.
+        is_local: whether to listen on the loopback interface only.
+        num_threads: number of threads that run handlers.
 
     Raises:
         ChannelError: the port is in use or not permitted.
@@ -123,7 +123,7 @@ class ChannelServer:
 
     async def _result(self, scope: Any, receive: Any) -> tuple[int, bytes]:
         headers = dict(scope["headers"])
-        # Before the body is read: a sender without the token must not fill the memory.
+        # Checked before the body is read: a sender without the token must not fill the memory.
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._authorization):
             return 401, b"wrong token"
         handler = self._handlers.get(scope["path"].strip("/"))
@@ -155,9 +155,9 @@ class Channel:
     """Requests to the channel server of a run; thread-safe.
 
     Args:
-        locate: returns the endpoint; called again after a failure, since a restarted owner may
-            listen elsewhere. Raises `Unreachable` where there is none at the moment.
-        timeout_s: longest wait for a response.
+        locate: returns the endpoint; called again after a failure, because a restarted owner may
+            have another address. Raises `Unreachable` if no owner is running.
+        timeout_s: longest wait for a response, in seconds.
     """
 
     def __init__(self, locate: Callable[[], Endpoint], *, timeout_s: float) -> None:
@@ -173,7 +173,7 @@ class Channel:
         """Return the response to a request.
 
         Raises:
-            Unreachable: no response; the message names every address and its error.
+            Unreachable: no response arrived; the message names every address and its error.
             ChannelError: the token is wrong, or another program answers.
             ValueError: the server refused the request as invalid.
         """
@@ -230,7 +230,7 @@ class Channel:
 
 
 async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
-    """Return the result of a future; empty where it takes too long."""
+    """Return the result of a future; b"" if it takes too long."""
     try:
         return await asyncio.wait_for(future, _FUTURE_S)
     except TimeoutError:
@@ -238,7 +238,7 @@ async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
 
 
 def _brief(error: BaseException) -> str:
-    """Return the innermost cause; urllib3 wraps it in several exceptions."""
+    """Return the innermost cause of an error, which urllib3 wraps in several exceptions."""
     while error.__cause__ is not None or error.__context__ is not None:
         inner = error.__cause__ or error.__context__
         assert inner is not None
@@ -247,14 +247,14 @@ def _brief(error: BaseException) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this machine, the one of the default route first."""
+    """Return the addresses of this machine; the address of the default route comes first."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel chooses the interface
             found.append(probe.getsockname()[0])
         except OSError:
-            pass  # there is no default route
+            pass  # this machine has no default route
     try:
         entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
     except OSError:

@@ -24,9 +24,9 @@ from tba_jax.remote.messages import (
 from tba_jax.remote.search_channel import SearchRequests
 from tba_jax.replay.outbox import Outbox
 
-# Longest time between two heartbeats of a searcher that has enough work.
+# Longest time in seconds between two heartbeats of a searcher that has enough work.
 _HEARTBEAT_S = 2.0
-_SLOW_S = 20.0  # a longer wait for the trainer is reported
+_SLOW_S = 20.0  # a longer wait for the trainer is logged
 
 
 class Rewind(Exception):
@@ -38,7 +38,7 @@ class Dismissed(Exception):
 
 
 class TicketQuota:
-    """Admitted tickets that a searcher has not started; the admission of a remote searcher."""
+    """Admission of a remote searcher: admitted tickets that the searcher has not started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class TicketQuota:
 
 
 class LeasedShard:
-    """The evaluation shard that a searcher works on, at most one at a time."""
+    """Lease of the evaluation shard that a searcher works on; at most one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,12 +82,12 @@ class LeasedShard:
             return self._lease is None
 
     def offer(self, lease: Lease) -> None:
-        """Set the shard to work on next."""
+        """Set the lease of the shard to work on next."""
         with self._lock:
             self._lease, self._is_started = lease, False
 
     def start(self) -> Lease | None:
-        """Return the lease of a shard that is not started; None if there is none."""
+        """Return the lease if work on its shard has not started; else None."""
         with self._lock:
             if self._lease is None or self._is_started:
                 return None
@@ -95,13 +95,13 @@ class LeasedShard:
             return self._lease
 
     def finish(self, lease: Lease, shard: EvaluationShard | None) -> None:
-        """Store the result; None: the searcher could not work on the shard."""
+        """Store the result of a lease; shard None: the searcher could not work on it."""
         with self._lock:
             self._result = lease, shard
 
     @property
     def result(self) -> tuple[Lease, EvaluationShard | None] | None:
-        """A result that was not sent yet."""
+        """Result of the lease; None if there is no result to send."""
         with self._lock:
             return self._result
 
@@ -117,7 +117,7 @@ class Callbacks(NamedTuple):
     Attributes:
         room: returns the number of tickets that the searcher could start now.
         heartbeat: (put latencies) -> metrics of the searcher; `can_evaluate` is set by the client.
-        trace: returns what the searcher did since the last call.
+        trace: returns the actions of the searcher since the last call.
         versions: called with (newest complete policy version, versions under evaluation).
         log: receives a line when the trainer responds after a long wait.
     """
@@ -130,7 +130,7 @@ class Callbacks(NamedTuple):
 
 
 class SearcherClient:
-    """The messages of one searcher; a worker calls `step`.
+    """Sends and receives the messages of one searcher; a worker calls `step`.
 
     Args:
         start: start state of the searcher, from the join response.
@@ -139,8 +139,8 @@ class SearcherClient:
         quota: receives admitted tickets.
         leased: receives leases, and holds their results.
         callbacks: functions of the searcher.
-        clock: monotonic seconds.
-        timeout_s: seconds without a response after which the trainer counts as gone.
+        clock: monotonic clock, in seconds.
+        timeout_s: seconds without a response after which the trainer counts as lost.
     """
 
     def __init__(
@@ -168,13 +168,13 @@ class SearcherClient:
         self._put_s: list[float] = []
         self._first_unseen = int(start.position["next_round"])
         self._next_request_s = self._next_heartbeat_s = clock()
-        self._waits_since_s: float | None = None  # first request without a response
+        self._waits_since_s: float | None = None  # time of the first request without a response
 
     def step(self) -> bool:
-        """Send finished tickets and request more; return False if there was nothing to send.
+        """Send finished tickets and request new ones; return False if there was nothing to send.
 
         Raises:
-            Rewind, Dismissed: by response of the search server.
+            Rewind, Dismissed: the search server responded with rewind, or refused the searcher.
             TimeoutError: the trainer did not respond for `timeout_s`.
         """
         did_put = self._put()
@@ -186,7 +186,7 @@ class SearcherClient:
             self._unsent = self._outbox.take()
             if not self._unsent:
                 return False
-            # After the tickets: the trace has every event that led to them.
+            # The trace is read after the tickets, so that it has every event that led to them.
             self._unsent_trace = self._callbacks.trace()
         start = self._clock()
         message = self._key, self._unsent, self._unsent_trace
@@ -230,7 +230,7 @@ class SearcherClient:
         return bool(response.tickets)
 
     def _send(self, request: Callable[[], Response]) -> Response | None:
-        """Return the response to a request, None where none arrived."""
+        """Return the response to a request; None if no response arrived."""
         if self._waits_since_s is None:
             self._waits_since_s = self._clock()
         try:

@@ -21,7 +21,7 @@ def bind(host: str, port: int) -> socket.socket:
 
     Args:
         host: address.
-        port: 0 for any free port.
+        port: port; 0: any free port.
 
     Raises:
         OSError: the port is in use, not permitted, or no port number.
@@ -41,8 +41,8 @@ class HttpServer:
 
     Args:
         application: handles each request.
-        name: name of the thread.
-        bound: socket of `bind`, which the server closes.
+        name: name of the server's thread.
+        bound: result of `bind`; the server closes this socket.
     """
 
     def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
@@ -74,7 +74,7 @@ class HttpServer:
 
         Raises:
             TimeoutError: the server did not start in time.
-            WorkerError: its thread failed.
+            WorkerError: the thread of the server failed.
         """
         self._worker.start()
         waited = threading.Event()

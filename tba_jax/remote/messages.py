@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between searchers and the search server, and their bytes.
 
-Calls may fail after they succeeded: every message may arrive twice, late, or from a searcher that
-was replaced. Every message therefore names its sender.
+A response may be lost, so every message may arrive twice, late, or from a searcher that was
+replaced. Every message therefore names its sender.
 """
 
 import functools
@@ -25,8 +25,8 @@ class JoinRequest(NamedTuple):
         searchers: IDs of the searchers that the process runs.
         host: name of the machine, for log lines.
         identity: names of the code, model, data and run in that process.
-        given: for each searcher, (number of given responses, number of their rounds); they are
-            its first rounds. Empty: none.
+        given: for each searcher, (number of given responses, number of their rounds), which are its
+            first rounds; empty without given responses.
     """
 
     searchers: tuple[int, ...]
@@ -67,10 +67,10 @@ class JoinResponse(NamedTuple):
     """Response to a join request.
 
     Attributes:
-        starts: start state of each searcher; empty when the process is refused.
-        version: newest complete policy version, -1 for none.
-        refusal: reason why the process may not search, "" when it may. `RUN_ENDED` is no error.
-        run_s: seconds of running time of the run.
+        starts: start state of each searcher; empty if the process is refused.
+        version: newest complete policy version; -1: there is none.
+        refusal: reason why the process may not search; "": it may. `RUN_ENDED` is no error.
+        run_s: running time of the run in seconds.
     """
 
     starts: tuple[SearcherStart, ...]
@@ -98,14 +98,14 @@ class Response(NamedTuple):
     """Response to every other message.
 
     Attributes:
-        status: ok; duplicate: everything in the message had arrived before; rewind: the trainer was
-            restored, and the searcher must join again; fenced: another process runs this searcher;
-            refused: the message is invalid, see `reason`; ended: the run has ended.
+        status: ok; duplicate: all tickets of the message had arrived before; rewind: the trainer
+            was restored, and the searcher must join again; fenced: another process runs this
+            searcher; refused: the message is invalid, see `reason`; ended: the run has ended.
         tickets: tickets that the searcher may start.
         version: newest complete policy version, -1 for none.
-        retry_s: seconds after which the next ticket request may get more.
-        reason: explanation for a person.
-        lease: evaluation shard to work on next, None for none.
+        retry_s: seconds after which another ticket request may return more tickets.
+        reason: explanation for the log.
+        lease: evaluation shard to work on next; None: there is none.
         evaluated: policy versions under evaluation, whose weights are still needed.
     """
 
@@ -127,7 +127,7 @@ class Heartbeat(NamedTuple):
         slot_use: (tokens sampled, decode-slot steps) since the last heartbeat.
         can_evaluate: whether the searcher takes an evaluation shard.
         version: policy version with which the next ticket would start, -1 for none.
-        wants_stop: the process of the searcher received a request to stop.
+        wants_stop: whether the process of the searcher received a stop request.
     """
 
     idle_s: float = 0.0
@@ -145,7 +145,7 @@ def pack_put(key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> 
 
 
 def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit], Trace]:
-    """Inverse of `pack_put`.
+    """Return the put request that `pack_put` converted to bytes.
 
     Raises:
         ValueError: the bytes are damaged, or another version of tba_jax wrote them.
@@ -169,11 +169,11 @@ def pack_json(value: Any) -> bytes:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return the value of a type that JSON values stand for; inverse of `pack_json`.
+    """Return the value of type `kind` that `pack_json` converted.
 
     Args:
-        kind: named tuple, tuple, or a type that JSON has; may also allow None.
-        value: as `json.loads` returns it.
+        kind: named tuple, tuple, or a type of JSON values; may also allow None.
+        value: result of `json.loads`.
 
     Raises:
         ValueError, TypeError: the value has another form.

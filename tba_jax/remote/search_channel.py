@@ -29,7 +29,7 @@ def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, H
     """Return the channel handlers of a search server.
 
     Args:
-        server: returns the search server, None while there is none.
+        server: returns the search server; None before there is one.
     """
 
     def ready() -> SearchServer:
@@ -100,5 +100,5 @@ class RemoteSearchServer:
 SearchRequests = SearchServer | RemoteSearchServer
 """Search server of this process, or a channel to one.
 
-Every method of a channel raises `Unreachable` where no response arrives in time.
+Every method of a channel raises `Unreachable` if no response arrives in time.
 """

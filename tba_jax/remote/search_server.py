@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """SearchServer: accepts the responses of all searchers of a run, each response exactly once.
 
-A process joins with the IDs of its searchers and receives an incarnation and the committed tickets
-of each. A searcher then requests tickets, and puts the responses of finished tickets. The key of a
-ticket is (searcher, incarnation, ticket): a repeated put is acknowledged as a duplicate, an older
-incarnation is fenced, and a ticket that was not admitted is refused. A restored trainer starts a
-server with a new epoch; searchers of the old epoch receive "rewind", join again, and sample again
-what the checkpoint does not hold. A searcher that exceeds the heartbeat timeout is lost: its open
-tickets count as lost until the searcher sends another message.
+A process joins with the IDs of its searchers. It receives an incarnation, and the committed tickets
+of each searcher. A searcher then requests tickets, and puts the responses of finished tickets. The
+key of a ticket is (searcher, incarnation, ticket): a repeated put is acknowledged as a duplicate,
+an older incarnation is fenced, and a ticket that was not admitted is refused. A restored trainer
+starts a server with a new epoch. Searchers of the old epoch receive "rewind", join again, and
+repeat tickets
+that the checkpoint lacks. A searcher that exceeds the heartbeat timeout is lost: its open tickets
+count as lost until the searcher sends another message.
 
 Invariant: after every message the outbox of a searcher counts each response once, as committed or
 as lost, and admission counts the open tickets (tests/remote/test_client.py).
@@ -57,8 +58,9 @@ class SearchServer:
         searchers: counters and outboxes of the searchers; the trainer merges the outboxes.
         admission: decides how many tickets may be open.
         evaluations: evaluations whose shards searchers work on.
-        clock: monotonic seconds; a jump is shortened to a quarter of the heartbeat timeout.
-        run_clock: seconds of running time of the run.
+        clock: monotonic clock in seconds; a jump counts as at most a quarter of the heartbeat
+            timeout.
+        run_clock: running time of the run in seconds.
         log: receives one line for each join, loss and return of a searcher.
         log_event: receives each chunk event of the schedule log.
     """
@@ -95,9 +97,9 @@ class SearchServer:
         self._slot_use = (0, 0)
 
     def join(self, request: JoinRequest) -> JoinResponse:
-        """Let a process run searchers; open tickets of their previous processes are lost.
+        """Let a process run searchers; the open tickets of their previous processes are lost.
 
-        A process without searchers learns whether the run has ended.
+        A process without searchers receives only whether the run has ended.
         """
         with self._lock:
             now = self._clock()
@@ -139,10 +141,10 @@ class SearchServer:
         """Return tickets that the searcher may start, in ascending order.
 
         Args:
-            key: sender.
-            max_tickets: Maximum number of tickets to return. 0 sends a heartbeat only.
-            first_unseen: First ticket the searcher has not received; tickets from here on are sent
-                again.
+            key: sender of the request.
+            max_tickets: maximum number of tickets to return; 0: only the heartbeat is processed.
+            first_unseen: first ticket that the searcher has not received; this and later tickets
+                are sent again.
             heartbeat: metrics of the searcher.
         """
         with self._lock:
@@ -180,7 +182,7 @@ class SearchServer:
         *,
         num_bytes: int = 0,
     ) -> Response:
-        """Accept the responses of finished tickets: all of them, or none.
+        """Accept the responses of finished tickets: those of all tickets, or none.
 
         Args:
             key: sender.
@@ -223,7 +225,7 @@ class SearchServer:
     def return_lease(
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
     ) -> Response:
-        """Accept an evaluation shard; None: the searcher could not work on the shard."""
+        """Accept the result of a lease; None: the searcher could not work on the shard."""
         with self._lock:
             if (refused := self._check_sender(key)) is not None:
                 return refused
@@ -251,7 +253,7 @@ class SearchServer:
 
     @property
     def gives_leases(self) -> bool:
-        """Whether a connected searcher would work on evaluation shards."""
+        """Whether at least one connected searcher can work on evaluation shards."""
         with self._lock:
             return self._gives_leases and any(s.is_connected for s in self._searchers.values())
 
@@ -291,11 +293,11 @@ class SearchServer:
             return found
 
     def lose_host(self, searchers: Sequence[int], reason: str = "") -> None:
-        """Count these searchers as lost at once: their process is known to have ended.
+        """Count these searchers as lost at once, because their process has ended.
 
         Args:
             searchers: IDs of the lost searchers.
-            reason: logged; "": the caller reports the end of the process.
+            reason: reason for the log; "": the caller logs the end of the process.
         """
         with self._lock:
             lost = [i for i in searchers if self._searchers[i].is_connected]
@@ -312,7 +314,7 @@ class SearchServer:
             self._has_ended = True
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the fleet, by metric name."""
+        """Return the metrics of the fleet by name."""
         with self._lock:
             connected = [s for s in self._searchers.values() if s.is_connected]
             figures: dict[str, float] = {
@@ -379,7 +381,7 @@ class SearchServer:
         return ""
 
     def _check_sender(self, key: SearcherKey) -> Response | None:
-        """Record a message; return the refusal of a sender that may not go on, else None."""
+        """Record a message; return the refusal if the sender may not continue, else None."""
         now = self._clock()
         if self._has_ended:
             return Response("ended", reason=RUN_ENDED)
@@ -406,7 +408,7 @@ class SearchServer:
         """Return the commits that did not arrive before.
 
         Raises:
-            ValueError: a commit is not of an open ticket of this searcher.
+            ValueError: a commit does not belong to an open ticket of this searcher.
         """
         new: list[RoundCommit] = []
         for commit in commits:
@@ -445,7 +447,7 @@ class SearchServer:
             record.lease = None
 
     def _recover(self, searcher: int, record: SearcherRecord, silent_s: float) -> None:
-        """Count the open tickets of a searcher again that had exceeded the heartbeat timeout."""
+        """Count the open tickets of a searcher that was lost and has sent a message again."""
         versions = [ticket.version for ticket in _drawn(record)]
         record.outbox.lose(-len(versions) * self._settings.responses_per_ticket)
         self._num_lost -= len(versions)
@@ -466,7 +468,7 @@ class SearchServer:
 
 
 def _drawn(record: SearcherRecord) -> list[OpenTicket]:
-    """Return the open tickets with sampled responses; start data cannot be lost."""
+    """Return the open tickets without those of start data, which cannot be lost."""
     return [ticket for ticket in record.open_tickets.values() if not ticket.is_given]
 
 

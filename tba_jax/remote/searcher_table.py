@@ -14,11 +14,11 @@ class EvaluationQueue(Protocol):
     """Evaluations whose shards searchers work on; implemented by `EvaluationService`."""
 
     def lease(self) -> Lease | None:
-        """Return a shard to work on, None where none is left."""
+        """Return the lease of a shard to work on; None if no shard is left."""
         ...
 
     def complete(self, lease: Lease, shard: EvaluationShard) -> bool:
-        """Accept a leased shard; False where the lease was withdrawn before."""
+        """Accept a leased shard; return False if the lease was withdrawn before."""
         ...
 
     def withdraw(self, lease: Lease) -> None:
@@ -32,7 +32,7 @@ class EvaluationQueue(Protocol):
 
 
 class TicketAdmission(Protocol):
-    """Decides how many tickets may be open; `Admission`, or `RoundAdmission` of driver=sync."""
+    """Decides which tickets may be open: `Admission`, or `RoundAdmission` with driver=sync."""
 
     def admit(self, searcher: int, version: int) -> bool:
         """Return whether this searcher may start a ticket with weights of this version."""
@@ -43,7 +43,7 @@ class TicketAdmission(Protocol):
         ...
 
     def set_open(self, searcher: int, versions: Sequence[int]) -> None:
-        """Set the open tickets of a searcher, by the versions that they were admitted with."""
+        """Set the open tickets of a searcher to tickets admitted with these versions."""
         ...
 
 
@@ -51,11 +51,11 @@ class ServerSettings(NamedTuple):
     """Settings of a search server.
 
     Attributes:
-        epoch: name of this server, different from that of every earlier one.
+        epoch: name of this server, different from the names of all earlier servers.
         identity: names of the code, model, data and run that searchers must have.
-        responses_per_ticket: responses that one ticket yields.
-        heartbeat_timeout_s: a searcher without a message for this long counts as lost.
-        max_tickets: largest number of tickets in one response.
+        responses_per_ticket: number of responses of a ticket.
+        heartbeat_timeout_s: seconds without a message after which a searcher counts as lost.
+        max_tickets: maximum number of tickets in one response.
     """
 
     epoch: str
@@ -71,7 +71,7 @@ class OpenTicket(NamedTuple):
     Attributes:
         admitted_s: time of admission.
         version: policy version that the searcher had at that time.
-        is_given: whether its responses are start data, which need no admission.
+        is_given: whether the responses of the ticket are start data, which need no admission.
     """
 
     admitted_s: float
@@ -90,7 +90,7 @@ class RemoteSearcher:
         idle_s: seconds without work.
         num_chunks: decode chunks that the searcher has done.
         num_given: number of given responses.
-        num_given_rounds: number of rounds of given responses, which come first.
+        num_given_rounds: number of rounds of given responses, the searcher's first rounds.
     """
 
     index: int
@@ -103,11 +103,11 @@ class RemoteSearcher:
 
     @property
     def num_given_rounds_left(self) -> int:
-        """Return the rounds of given responses that have not arrived."""
+        """Return the number of rounds of given responses that have not arrived."""
         return max(0, self.num_given_rounds - self.outbox.committed[0])
 
     def state(self) -> PartState:
-        """Return the counters, as `Searcher.state`."""
+        """Return the counters, in the format of `Searcher.state`."""
         names = ("decoded_tokens", "idle_s", "num_chunks")
         return PartState({}, {name: getattr(self, name) for name in names})
 
@@ -131,7 +131,7 @@ class SearcherRecord:
     num_joins: int = 0
     num_groups: int = 0
     staleness: int = 0  # summed over the groups
-    idle_s: float = 0.0  # of this incarnation
+    idle_s: float = 0.0  # idle time of this incarnation
     wants_stop: bool = False
 
     @property
@@ -144,10 +144,10 @@ class SearcherRecord:
 
 
 class BoundedClock:
-    """Seconds that advance by at most `max_jump_s` between two readings, and never go back.
+    """Clock in seconds that advances by at most `max_jump_s` between two readings.
 
-    Without it a suspended machine or a changed system clock would make every searcher exceed the
-    heartbeat timeout at once.
+    With an ordinary clock, a suspended machine or a changed system time would make every searcher
+    exceed the heartbeat timeout at once.
     """
 
     def __init__(self, clock: Callable[[], float], max_jump_s: float) -> None:

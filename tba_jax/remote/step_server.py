@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StepServer: sends every training step to the trainer processes that do not own the buffer.
 
-The first trainer process decides each step and draws its batch. The others request each step by its
-number, and receive the decision as bytes. A request also has two flags of its sender: a stop
-request, and unfinished publication.
+The first trainer process decides each step and draws its batch. The other processes request each
+step by its number, and receive the decision as bytes. A request also says whether its sender
+received a stop request, and whether it still writes a publication.
 
 Invariant: every process receives the same bytes for a step, however often it requests them
 (tests/remote/test_step_server.py).
@@ -20,8 +20,8 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.remote.channel import Channel, Handler, Unreachable
 
-_CHECK_S = 0.1  # between two checks for a failure while a process waits
-_RETRY_S = 0.2  # between two requests to a process that does not respond
+_CHECK_S = 0.1  # seconds between two checks for a failure while a process waits
+_RETRY_S = 0.2  # seconds between two requests to a process that does not respond
 
 
 class StepRequest(NamedTuple):
@@ -30,8 +30,8 @@ class StepRequest(NamedTuple):
     Attributes:
         process: number of the sender in the job.
         step: number of the step, from 0.
-        wants_stop: the sender received a request to stop.
-        is_publishing: the sender still writes the weights of the last publication.
+        wants_stop: whether the sender received a stop request.
+        is_publishing: whether the sender still writes the weights of the last publication.
     """
 
     process: int
@@ -45,7 +45,7 @@ class StepServer:
 
     Args:
         processes: numbers of the other trainer processes.
-        timeout_s: longest wait for their requests.
+        timeout_s: longest wait for the requests of these processes, in seconds.
     """
 
     def __init__(self, processes: Sequence[int], *, timeout_s: float) -> None:
@@ -86,13 +86,13 @@ class StepServer:
 
     @property
     def wants_stop(self) -> bool:
-        """Return whether a process has a request to stop, by the newest message of each."""
+        """Return whether the newest request of a process reports a stop request."""
         with self._changed:
             return any(request.wants_stop for request in self._requests.values())
 
     @property
     def is_publishing(self) -> bool:
-        """Whether a process still writes published weights, by the newest request of each."""
+        """Whether the newest request of a process reports that it still writes weights."""
         with self._changed:
             return any(request.is_publishing for request in self._requests.values())
 
@@ -100,7 +100,7 @@ class StepServer:
         """Wait until every process has requested this step.
 
         Raises:
-            PeerError: a process did not request it within the timeout.
+            PeerError: a process did not request the step within the timeout.
         """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
@@ -139,17 +139,17 @@ def step_handlers(server: StepServer) -> Mapping[str, Handler]:
 class StepClient:
     """Requests steps from the process that owns the buffer.
 
-    A worker sends the requests, so that `wait` notices failures of this process. It starts with the
-    first step, because processes that only search use nothing but the channel.
+    A worker thread sends the requests, so that `wait` notices failures of this process. The worker
+    starts with the first step, because processes that only search use the channel alone.
 
     Args:
         channel: channel to the owner.
         process: number of this process in the job.
-        timeout_s: seconds without a response after which the owner counts as gone.
+        timeout_s: seconds without a response after which the owner counts as lost.
 
     Attributes:
         channel: channel to the owner.
-        check: raises a failure of this process; called while it waits for a step.
+        check: raises a failure of this process; called while the process waits for a step.
     """
 
     def __init__(self, channel: Channel, process: int, *, timeout_s: float) -> None:
@@ -169,10 +169,10 @@ class StepClient:
 
         Args:
             step: number of the step.
-            facts: returns (wants_stop, is_publishing), asked before every request.
+            facts: returns (wants_stop, is_publishing); called before every request.
 
         Raises:
-            WorkerError: the owner does not respond; its cause says how.
+            WorkerError: the owner does not respond; the error's cause has the reason.
         """
         if self._worker is None:
             self._worker = Worker("step-client", self._request, self._stop)
@@ -206,7 +206,7 @@ class StepClient:
             self._stop.wait(_RETRY_S)
             return True
         self._last_response_s = time.monotonic()
-        if decision:  # empty: there is none yet
+        if decision:  # an empty response: the step is not decided yet
             with self._changed:
                 self._wanted, self._decision = None, decision
                 self._changed.notify_all()

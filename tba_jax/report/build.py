@@ -23,7 +23,7 @@ def build_report(workdir: str | os.PathLike[str], own: str = "") -> Path:
         own: figures of the user, in the format of `report.figures`.
 
     Raises:
-        ValueError: as `load_run`.
+        ValueError: as in `load_run`.
     """
     return write_report(load_run(workdir), own)
 
@@ -45,7 +45,7 @@ def write_report(run: Run, own: str = "") -> Path:
 
 
 def draw_pictures(run: Run, dpi: int = 180) -> dict[str, tuple[bytes, bytes]]:
-    """Return figure name -> PNG files of the light and the dark theme, without empty figures."""
+    """Return figure name -> PNG files (light theme, dark theme); empty figures are left out."""
     pictures = {}
     for figure in FIGURES:
         light, dark = figure.draw(run, plots.LIGHT), figure.draw(run, plots.DARK)

@@ -45,7 +45,7 @@ _BORDERS = ("solid", "dashed", "dotted", "double")
 
 
 def _look(group: int, theme: plots.Theme) -> tuple[str, int]:
-    """Return colour and dashes of a group; groups beyond the number of colours have dashes."""
+    """Return colour and dashes of a group; only groups after the last colour have dashes."""
     colours = (*plots.SERIES, theme.muted)
     return colours[group % len(colours)], group // len(colours) % len(_DASHES)
 
@@ -141,7 +141,7 @@ def _curves(grouped: Sequence[RunGroup]) -> str:
     return section("Curves", f"<p>{text}</p>{body}")
 
 
-_Interval = tuple[float, float, float]  # middle, low, high; low and high are equal without one
+_Interval = tuple[float, float, float]  # middle, low, high; without an interval low is high
 
 
 def _over_runs(values: Sequence[float]) -> _Interval | None:

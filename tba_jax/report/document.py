@@ -25,7 +25,7 @@ def document(
         body: HTML of the page.
         style: additional CSS rules of this page.
         script: the only script that may run; "" for none.
-        fetches: the page may fetch data and pictures from its own server; otherwise nothing.
+        fetches: whether the page may fetch data and pictures from its own server.
     """
     own = " 'self'" if fetches else ""
     policy, code = f"; connect-src{own}" if fetches else "", ""
@@ -54,10 +54,10 @@ def section(title: str, body: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str) -> str:
-    """Return a table, or "" without rows; on a narrow screen it scrolls sideways.
+    """Return a table that scrolls sideways on a narrow screen; "" without rows.
 
     Args:
-        head: names of the columns as text; empty for a table without them.
+        head: names of the columns as text; empty for a table without names.
         rows: cells as HTML; the first cell of a row names the row.
         kind: CSS class of the table.
     """
@@ -82,7 +82,7 @@ def picture(light: str, dark: str, text: str, *, is_lazy: bool = False) -> str:
     Args:
         light, dark: address of the picture for each theme.
         text: description for readers who do not see it.
-        is_lazy: load the picture when it comes into view.
+        is_lazy: whether the browser loads the picture only when it comes into view.
     """
     lazy = ' loading="lazy"' if is_lazy else ""
     return (
@@ -93,7 +93,7 @@ def picture(light: str, dark: str, text: str, *, is_lazy: bool = False) -> str:
 
 
 def png_address(png: bytes) -> str:
-    """Return an address that contains the picture itself."""
+    """Return a data URL that contains the picture."""
     return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 

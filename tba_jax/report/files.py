@@ -30,7 +30,7 @@ class Run:
         config: flat config fields; {} without config.json.
         versions: versions of packages that affect the results; {} without config.json.
         metrics: columns of metrics.jsonl.
-        chosen: settings that the run chose itself, with the reasons.
+        chosen: settings that the run chose, with the reasons.
         schedule_start: byte of schedule.jsonl at which the timeline begins; 0: the whole run.
     """
 
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Return the configured number of steps; without a config, the steps made so far."""
+        """Return the configured number of steps; without a config, the last step."""
         return self.config.get("num_steps") or self.last_step
 
     @property
@@ -100,7 +100,7 @@ class Run:
                 if not isinstance(told[time].get(self.metric), int | float):
                     raise ValueError(
                         f"{self.workdir / 'metrics.jsonl'}: the last eval/metric is "
-                        f"{self.metric!r:.40}, which the evaluations of report.json lack. "
+                        f"{self.metric!r:.40}, but the evaluations of report.json lack it. "
                         "Correct that line, or remove report.json to build the report without it"
                     )
             after_step = ends[-1]["step"] if ends else self.last_step
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def decoding(self) -> str:
-        """Return a clause on how evaluations decode."""
+        """Return the decoding of evaluations as a clause for texts."""
         temperature = self.config.get("eval.temperature", 0.0)
         if not temperature:
             return "greedy decoding"

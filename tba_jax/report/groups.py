@@ -12,7 +12,7 @@ from tba_jax.report.files import Run, flat
 from tba_jax.report.sample_browser import newest_evaluation
 from tba_jax.report.words import plain
 
-# A curve has at most this number of points, for any length of the run.
+# Maximum number of points of a curve, for any length of the run.
 POINTS = 400
 AXES = {"step": "optimiser step", "tokens": "trained tokens", "time": "time since start (min:s)"}
 _MOST_FIELDS = 3
@@ -127,7 +127,7 @@ def curve(run: Run, name: str, axis: str) -> Curve:
 
 
 def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return (x, mean, lowest, highest) where every run has values; None below two runs."""
+    """Return (x, mean, lowest, highest) where all runs have values; None for a single run."""
     curves = [(x, y) for x, y in curves if len(x) > 1]
     if len(curves) < 2:
         return None
@@ -169,6 +169,6 @@ def shared_prompts(runs: Sequence[Run]) -> Mapping[str, list[Mapping[str, Any] |
 
 
 def common_folder(runs: Sequence[Run]) -> Path:
-    """Return the folder of all runs, or the working directory if they have none in common."""
+    """Return the common folder of all runs, or the working directory if there is none."""
     parents = {run.workdir.resolve().parent for run in runs}
     return parents.pop() if len(parents) == 1 else Path.cwd()

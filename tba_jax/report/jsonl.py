@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON-lines logs: appended by a run, read as streams, truncated by a resumed run.
 
-Invariants: a log contains complete lines only (opening a log removes an incomplete last line, which
-a kill may leave); non-finite floats are written as null; reading needs no more memory than the
-records that the caller keeps.
+Invariants: a log has complete lines only (opening a log removes an incomplete last line, which a
+killed process may leave); non-finite floats are written as null; a reader needs only the memory of
+the records that its caller keeps.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import numpy as np
 from tba_jax.storage.whole_files import open_no_follow
 
 _BLOCK = 2**16
-_LINES = 2**22  # bytes of lines read at once
+_LINES = 2**22  # number of bytes read at once
 
 
 class LogError(RuntimeError):
@@ -46,11 +46,11 @@ def jsonable(value: Any) -> Any:
 def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, list[bytes]]]:
     """Yield (number of the first line, from 1; lines), a few megabytes at a time.
 
-    Omits a last line without newline, which a kill left incomplete. Yields nothing without a file.
+    Omits an incomplete last line, which a killed process left. Yields nothing without a file.
 
     Args:
         path: path of the log, or of a compressed log (NAME.gz).
-        start: byte at which a line begins; line numbers count from there.
+        start: byte at which a line begins; that line has number 1.
 
     Raises:
         ValueError: the file cannot be read.
@@ -73,13 +73,13 @@ def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[
 
 
 def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) of every complete line, as `read_blocks`."""
+    """Yield (number from 1, line) of every complete line, as `read_blocks` does."""
     for first, lines in read_blocks(path, start):
         yield from enumerate(lines, first)
 
 
 Wrong = Callable[[Mapping[str, Any]], str]
-"""What is wrong with an object, "" for nothing; as in `report.lines`."""
+"""Function: record -> error of the record, "" for none; see `report.lines`."""
 
 
 def _nothing(record: Mapping[str, Any]) -> str:
@@ -139,7 +139,7 @@ def sample_jsonl(
         always: records whose lines contain these bytes are returned in addition.
 
     Raises:
-        ValueError: as `stream_jsonl`, for the parsed lines.
+        ValueError: as in `stream_jsonl`, for the parsed lines.
     """
     stride = max(1, sum(1 for _ in read_lines(path)) // least)
     last: tuple[str, bytes] | None = None
@@ -228,8 +228,8 @@ class JsonlWriter:
             start: byte at which a line begins; all lines before it stay, and are not read.
 
         Raises:
-            LogError: a line lacks a field that `wanted` reads or has a value of another type there,
-                or the storage failed. The log is then unchanged.
+            LogError: a line lacks a field that `wanted` reads, the field has a value of another
+                type, or the storage failed. The log is then unchanged.
         """
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".new")
@@ -277,13 +277,13 @@ class JsonlWriter:
             except (KeyError, TypeError) as error:
                 why = f"has no {error.args[0]!r}"
                 if isinstance(error, TypeError):
-                    why = f"has a value of another type ({error})"
+                    why = f"has a value of a wrong type ({error})"
                 raise LogError(f"{where}: {why}; got {record!r:.80}. Remove that line") from error
             if is_kept:
                 yield line
 
     def is_replaced(self) -> bool:
-        """Return whether the path of the log now names another file than the open one."""
+        """Return whether another file now has the path of the log."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         return False

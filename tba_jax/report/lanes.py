@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Working times of searchers, trainer and evaluations, as intervals from a schedule log.
 
-Times are arrays, and sets of intervals are [n, 2] arrays of seconds, because a long run has
-millions. Invariant: a log is read once, as a stream, and only the times of its lines are kept.
+A long run has millions of intervals, so sets of intervals are [n, 2] arrays of seconds. Invariant:
+a log is read once, as a stream, and only the times of its lines are kept.
 """
 
 import array
@@ -21,7 +21,7 @@ from tba_jax.report.lines import wrong_times
 Intervals = np.ndarray  # float64 [n, 2]: start and end in seconds
 Lane = dict[str, Intervals]  # by phase
 
-ROUND_PHASES = ("decode", "reward", "reference")  # in the order of drawing within a round
+ROUND_PHASES = ("decode", "reward", "reference")  # in their order within a round
 
 _FIELDS = {
     "round": ("start_s", "end_s", "decode_s", "reward_s", "reference_s", "environment_s"),
@@ -29,8 +29,8 @@ _FIELDS = {
     "sync": ("start_s", "end_s"),
     "eval": ("start_s", "end_s"),
 }
-# A run writes rounds in this form, by far the most frequent events; other forms, and rounds with an
-# environment, are parsed as JSON.
+# A run writes rounds, by far the most frequent events, in this form. Other forms, and rounds with
+# an environment, are parsed as JSON.
 _ROUND = b'{"event": "round"'
 _ROUNDS = re.compile(
     rb'^\{"event": "round", "searcher": (\d+), "round": \d+, .*?'
@@ -47,9 +47,9 @@ class Times(NamedTuple):
     """The times of a schedule log, one row for each event.
 
     Attributes:
-        rounds: searcher -> start, end, and seconds of decode, reward, reference, and of waiting
+        rounds: searcher -> start, end, and seconds of decode, reward and reference, and of the wait
             for an environment (mean over the responses).
-        steps: start, end, and the wait before the start.
+        steps: start, end, and seconds of the wait before the start.
         syncs, evals: start, end.
     """
 
@@ -81,7 +81,7 @@ def read_times(path: Path, start: int = 0) -> Times:
 
 
 class _Rows(collections.defaultdict[tuple[str, int], "array.array[float]"]):
-    """(event, searcher or 0) -> flat times of all its events."""
+    """(event, searcher or 0) -> times of all events of that kind, in one flat array."""
 
     def __init__(self) -> None:
         super().__init__(lambda: array.array("d"))
@@ -133,9 +133,10 @@ def _as_times(rows: _Rows) -> Times:
 def lanes_of(times: Times) -> dict[str, Lane]:
     """Return lane -> phase -> intervals: the searchers in order, the trainer, evaluations.
 
-    The phases of a round follow each other from its start; the rest of a round counts as decode,
-    because a searcher's host work happens there. Overlapping rounds are tickets that are graded
-    while others decode; grading has its own lane. The wait of a step is before its start.
+    The phases of a round follow each other from its start. The remaining time of a round counts as
+    decode, because the searcher works on the host then. Overlapping rounds are tickets, which are
+    graded while other tickets are decoded; grading has its own lane. A step's wait is before its
+    start.
     """
     lanes: dict[str, Lane] = {}
     for searcher, rounds in times.rounds.items():
@@ -172,7 +173,10 @@ def _round_lane(rounds: np.ndarray) -> Lane:
 
 
 def _ticket_lanes(searcher: int, tickets: np.ndarray) -> dict[str, Lane]:
-    """Return a searcher's decoding and grading; tickets graded together end together."""
+    """Return the lanes of a searcher's decoding and grading of tickets.
+
+    Tickets that were graded together end together.
+    """
     end, together = np.unique(tickets[:, 1], return_inverse=True)
     reward_s, reference_s = (np.bincount(together, tickets[:, i]) for i in (3, 4))
     reference = end - reference_s
@@ -192,7 +196,7 @@ def _ticket_lanes(searcher: int, tickets: np.ndarray) -> dict[str, Lane]:
 def waiting_shares(times: Times, edges: np.ndarray) -> dict[str, np.ndarray]:
     """Return lane -> share of the responses that wait for their environment, between the edges.
 
-    The log has the mean time for each ticket; it is spread evenly over the ticket.
+    The log has the mean wait for each ticket; the wait is spread evenly over the ticket.
 
     Args:
         times: times of a schedule log.
@@ -212,7 +216,7 @@ def waiting_shares(times: Times, edges: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def merge_intervals(intervals: Intervals) -> Intervals:
-    """Return the union of intervals, as disjoint ones in ascending order."""
+    """Return the union of intervals, as disjoint intervals in ascending order."""
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
     if not len(intervals):
@@ -247,8 +251,8 @@ def overlap(first: Intervals, second: Intervals) -> float:
 def busy_shares(lanes: Mapping[str, Lane]) -> dict[str, float]:
     """Return the busy shares of each searcher and the trainer, and "both".
 
-    Training time is from the first round to the last step. "both" is the share in which the trainer
-    and at least one searcher work at the same time.
+    Training time is from the first round to the last step. "both" is the share of that time in
+    which the trainer and at least one searcher work.
     """
     searchers = {
         name: np.concatenate([*lane.values()])

@@ -13,7 +13,7 @@ _NUMBERS = (int, float, type(None))
 _LOSS = "train/loss"  # every line of a training step has it
 _NUMBERS_OF_JSON = {int, float, bool, type(None)}
 
-# Types of event fields; fields that end in _s are times.
+# Types of event fields. Fields whose names end in _s are times.
 _EVENT_FIELDS: dict[str, type] = {
     "event": str,
     **dict.fromkeys(("step", "version", "searcher", "round", "chunk", "merge_step"), int),
@@ -40,7 +40,7 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
     if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # true for nearly every line
         record = {name: record[name] for name in others}
     if _lacks_loss(names):
-        return f"has figures of training, and no {_LOSS!r}"
+        return f"has training metrics, but no {_LOSS!r}"
     for name, value in {"step": None, **record}.items():
         if name.endswith("_histogram"):
             is_right = isinstance(value, list) and all(
@@ -59,7 +59,7 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=256)  # A run writes few kinds of lines.
 def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
-    """Return a getter of the numbers in lines with these names, and the other names."""
+    """Return a function that gets the numbers of lines with these names, and the other names."""
     others = [x for x in names if x in ("step", "eval/metric") or x.endswith("_histogram")]
     return _picker([x for x in names if x not in others]), tuple(others)
 
@@ -68,14 +68,14 @@ def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any],
 def _event_layout(
     names: tuple[str, ...],
 ) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
-    """Return a getter of the times in events with these names, and the other checked names."""
+    """Return a function that gets the times of events with these names, and other checked names."""
     others = tuple(x for x in names if x in _EVENT_FIELDS)
     return _picker([x for x in names if x.endswith("_s")]), others
 
 
 @functools.lru_cache(maxsize=256)
 def _lacks_loss(names: tuple[str, ...]) -> bool:
-    """Return whether a line with these names has figures of training without the loss."""
+    """Return whether a line with these names has training metrics without the loss."""
     return _LOSS not in names and any(name.startswith("train/") for name in names)
 
 
@@ -110,7 +110,7 @@ def wrong_event(record: Mapping[str, Any]) -> str:
 
 
 def wrong_times(record: Mapping[str, Any]) -> str:
-    """Return the error in those fields of an event that a timeline reads; "" without one."""
+    """Return the error in the fields of an event that a timeline reads; "" without an error."""
     event = record.get("event")
     if event not in _REQUIRED:
         return f"'event' is {event!r:.40}"

@@ -33,9 +33,9 @@ POINTS = 2000  # number of lines of metrics.jsonl that are kept; the same number
 _UPDATE_BYTES = 2**26  # bytes of metrics.jsonl per update; a longer log takes several updates
 _SCHEDULE_BYTES = 2**22  # bytes of schedule.jsonl that are read, from its end
 _PERIOD_S = 5.0
-_BUSY_SHARE = 0.01  # of all cores of the machine: the most that updates use while the run trains
+_BUSY_SHARE = 0.01  # maximum share of all cores that updates use while the run trains
 _DPI = 110
-_PACE_STEPS = 32  # steps whose pace gives the time left
+_PACE_STEPS = 32  # number of last steps whose speed gives the time left
 _THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
 
 
@@ -44,8 +44,8 @@ class SampledLog:
 
     Args:
         path: path of the log, which need not exist yet.
-        most: minimum number of kept lines, if the log has them; at most twice as many are kept. The
-            same holds for evaluations.
+        most: minimum number of kept lines of a long log; at most 2 * most are kept. The same holds
+            for evaluations.
     """
 
     def __init__(self, path: Path, most: int = POINTS) -> None:
@@ -55,7 +55,7 @@ class SampledLog:
     def _forget(self) -> None:
         self._file = (0, 0)
         self._offset, self._number = 0, 0
-        self._stride = {False: 1, True: 1}  # by whether a line has an evaluation
+        self._stride = {False: 1, True: 1}  # key: whether a line has an evaluation
         self._kept: dict[bool, list[tuple[int, dict[str, Any]]]] = {False: [], True: []}
 
     @property
@@ -64,7 +64,7 @@ class SampledLog:
         return self._path.exists() and self._path.stat().st_size > self._offset + 2**16
 
     def update(self, most_bytes: int = _UPDATE_BYTES) -> bool:
-        """Read new lines, up to a number of bytes; return whether there were any.
+        """Read new lines, up to `most_bytes`; return whether there were new lines.
 
         A log that a resumed run truncated or replaced is read from its beginning.
 
@@ -98,7 +98,7 @@ class SampledLog:
         kept.append((self._number, record))
         if len(kept) > 2 * self._most:
             self._stride[is_evaluation] *= 2
-            # The first and the last evaluation always stay: they are the figures before and after.
+            # The first and the last evaluation always stay: the page compares them.
             self._kept[is_evaluation] = [kept[0], *kept[2:-1:2], kept[-1]]
 
     def metrics(self) -> Metrics:
@@ -120,17 +120,18 @@ def _newest_part(path: Path, num_bytes: int = _SCHEDULE_BYTES) -> int:
 class LivePage:
     """The current page of a run; `update` renders it again after the files have changed.
 
-    A picture is drawn when a browser requests it, from the state of the run that all pictures of
-    the page share. Updates and drawings rest in proportion to their processor time.
+    A picture is drawn when a browser requests it; all pictures of the page show the same state of
+    the run. After an update or drawing the page pauses in proportion to the processor time that it
+    took.
 
     Args:
-        own: figures of the user, in the format of `report.figures`.
-        clock: monotonic seconds.
-        work_clock: processor seconds of this process.
-        num_cores: cores of the machine.
+        own: names of the user's figures, in the format of the setting `report.figures`.
+        clock: monotonic clock, in seconds.
+        work_clock: clock of this process's processor time, in seconds.
+        num_cores: number of cores of the machine.
 
     Attributes:
-        version: number of the page, from 1; 0 before the first.
+        version: number of the page, from 1; 0 before the first page.
         title: window title.
         body: HTML of the page.
     """
@@ -154,7 +155,7 @@ class LivePage:
         self._shown: Run | None = None  # the run that the pictures show
         self._pictures: dict[tuple[str, str], bytes] = {}
         self._own = [*filter(None, map(str.strip, own.split(",")))]
-        self._errors: dict[str, str] = {}  # of the user's figures; one that failed stays undrawn
+        self._errors: dict[str, str] = {}  # errors of the user's figures, which are not drawn again
         self._shown_errors = 0
         self._number, self._next_pictures_s = 0, 0.0
         self.version, self.title, self.body = 0, "", ""
@@ -181,7 +182,7 @@ class LivePage:
         self._next_s = self._clock() + self._pause_s(began)
 
     def _pause_s(self, began: float) -> float:
-        """Return the pause after work that began at a time of the processor clock."""
+        """Return the pause in seconds after work that began when `work_clock` showed `began`."""
         is_over = self._run is not None and self._run.is_finished
         rest = 0.0 if is_over else self._rest * (self._work_clock() - began)
         return max(_PERIOD_S, rest)
@@ -209,7 +210,7 @@ class LivePage:
         return f"{self._number}/light/{name}", f"{self._number}/dark/{name}"
 
     def picture(self, theme: str, name: str) -> bytes:
-        """Return the newest picture of a figure; empty where there is nothing to draw.
+        """Return the newest picture of a figure; empty if there is nothing to draw.
 
         Args:
             theme: light or dark.
@@ -307,14 +308,14 @@ setTimeout(follow, 2000);
 """
 
 
-# Room for pictures that have not loaded, so that only those in view are requested.
+# Pictures that have not loaded get room, so that only pictures in view are requested.
 _STYLE = "figure:not([hidden]) img { min-height: 12rem; }"
 
 
 class LiveServer:
     """HTTP server of a live page, on the loopback interface only.
 
-    Its address has a random part, so that other users of the machine and pages of other sites
+    The address has a random part, so that other users of the machine and pages of other sites
     cannot read the run.
 
     Args:

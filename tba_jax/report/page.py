@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a run's report as HTML text.
 
-A sentence replaces each missing part.
+If a part of the page has no data, a sentence replaces it.
 
 Invariant: the page fetches nothing, and every text in it is escaped, because model outputs may
 contain anything.
@@ -32,11 +32,11 @@ from tba_jax.report.writers import format_count, format_metric, is_share, metric
 _FILE_BYTES, _LIVE_BYTES = 6 * 2**20, 2**20  # bytes of responses in a page and in a live page
 
 
-_NEWEST = 20  # steps of which the speed of a run in progress is the mean
+_NEWEST = 20  # number of last steps whose mean is the speed of a run in progress
 
 
 def headline(run: Run) -> str:
-    """Return one sentence: the improvement, its size and its time."""
+    """Return one sentence: the improvement of the headline metric and the steps for it."""
     evals = run.evals
     seconds = run.report.get("wall_s") or _last_time(run)
     if len(evals) == 2:
@@ -104,7 +104,7 @@ def _notice(run: Run, *, is_live: bool) -> str:
 
 
 def _so_far(run: Run) -> Facts:
-    """Return figures of report.json for a run that has not written it, from its metrics."""
+    """Return the figures of report.json, computed from the metrics of an unfinished run."""
     found: dict[str, Any] = {"tokens_per_s": {}}
     times, steps = run.metrics.column("time_s", "step")
     if (steps >= 1).any():
@@ -199,7 +199,7 @@ def _missing(text: str) -> str:
 
 
 def _mark(reward: Any, *, is_graded: bool) -> str:
-    """Return the mark of a response: right or wrong if graded 1 or 0, else its reward."""
+    """Return the mark of a response: right or wrong if its reward is 1 or 0, else the reward."""
     if reward is None:
         return '<span class="mark none">– no reward</span>'
     if is_graded and reward >= 1:
@@ -210,7 +210,7 @@ def _mark(reward: Any, *, is_graded: bool) -> str:
 
 
 def _gold(answer: str) -> str:
-    """Return the reference answer; a worked solution shows its last line and folds the others."""
+    """Return the reference answer; of a worked solution, only the last line is unfolded."""
     *work, last = answer.strip().splitlines() or [""]
     if work:
         return details(f"answer: {last}", f"<pre>{escaped(answer)}</pre>")
@@ -311,7 +311,7 @@ def _economy(told: Mapping[str, Any]) -> str:
     if told.get("trained_share") is None:
         return ""
     text = (
-        f" The trainer used {percent(told['trained_share'])} of the groups that it could use while "
+        f" The trainer used {percent(told['trained_share'])} of the groups while "
         "they were new; the mean length rank of the trained responses "
         f"is {told['length_rank']:.2f} (0.5 is unbiased), and {percent(told['effective_m'])} of "
         "the batch slots used the newest data"
@@ -399,7 +399,7 @@ def render(
 
     Args:
         pictures: figure -> PNG files of the light and the dark theme.
-        own: the same for the user's figures, or the error of a figure as text.
+        own: the user's figures -> PNG files, or the error of a figure as text.
     """
     addresses = {name: _embedded(*drawn) for name, drawn in pictures.items()}
     own_addresses = {
@@ -429,9 +429,9 @@ def render_body(
 
     Args:
         pictures: addresses of the pictures.
-        own: the same for the user's figures, or the error of a figure as text.
-        is_live: the page follows a running process, so it has no advice on how to continue the
-            run, and loads pictures that come into view.
+        own: addresses of the user's figures, or the error of a figure as text.
+        is_live: whether the page follows a running process. It then has no advice on how to
+            continue the run, and loads pictures when they come into view.
     """
     name = run_name(run)
     seed = run.report.get("seed", run.config.get("seed"))

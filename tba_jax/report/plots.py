@@ -98,7 +98,7 @@ def to_png(figure: "Figure", dpi: int = 180) -> bytes:
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Return the centred moving mean over `width` values, over fewer at the ends."""
+    """Return the centred moving mean over `width` values; at the ends over fewer values."""
     if len(values) == 0:
         return values
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -109,7 +109,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def share_interval(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 90 % confidence interval of a share measured on `n` trials."""
+    """Return Wilson's 90 % confidence interval of a share that was measured in `n` trials."""
     z2 = 1.6449**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
@@ -178,7 +178,7 @@ def _smoothed(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str) -> None:
 def accuracy(run: Run, theme: Theme) -> "Figure | None":
     """Draw the headline metric of every evaluation against time, with steps along the top.
 
-    Shares in percent with their 90 % intervals.
+    Shares are in percent, with their 90 % intervals.
     """
     metrics, metric = run.metrics, run.metric
     name = f"eval/{metric}"
@@ -203,7 +203,7 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
         )
     axes.plot(times, values, "-o", color=theme.main, linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
-        # Below the first value and above the last one, so that a rising curve crosses neither.
+        # Below the first value and above the last value, so that a rising curve crosses no label.
         is_below = i == 0 and len(evals) > 1 and values[-1] >= values[0]
         axes.annotate(
             format_metric(metric, values[i]).replace("%", " %"),
@@ -402,7 +402,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
 
 
 def searcher_changes(run: Run) -> Mapping[str, np.ndarray]:
-    """Return the times of the steps after which more searchers of a fleet had left or joined.
+    """Return the times of steps before which searchers of a fleet left or joined.
 
     Omits searchers that join before the first step.
     """

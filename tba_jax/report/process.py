@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that rewrite and serve the report of a run, which waits for neither."""
+"""The processes that rewrite and serve the report of a run; the run waits for neither."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from tba_jax.report.config import ReportSettings
 
 _COMMAND = (sys.executable, "-m", "tba_jax.report")
 _ANNOUNCE_S, _LINE_BYTES = 0.2, 4096
-_REST = 50.0  # the rest after a rewrite, in multiples of its duration: 2 % of a core at most
+_REST = 50.0  # pause after a rewrite, in multiples of its duration: at most 2 % of a core
 
 
 class ReportProcess:
@@ -24,7 +24,7 @@ class ReportProcess:
     Args:
         settings: how often the page is written, and whether it is served.
         note: prints the address of the page.
-        clock: seconds that never go backwards.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReportProcess:
         self._rewriting: subprocess.Popen[bytes] | None = None
         self._serving: subprocess.Popen[bytes] | None = None
         self._note, self._stop = note, StopFlag()
-        self._printed = tempfile.TemporaryFile()  # of the live page; a pipe would fill up
+        self._printed = tempfile.TemporaryFile()  # output of the live page; a pipe would fill up
         if settings.live:
             self._serving = self._start("--live")
         self._announcing = Worker("live-page", self._announce, self._stop, idle_s=_ANNOUNCE_S)
@@ -66,7 +66,7 @@ class ReportProcess:
         return False
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Rewrite report.html if it is time, after a line of metrics; returns at once."""
+        """Start a rewrite of report.html if one is due; called after a line of metrics."""
         del step, values
         now = self._clock()
         if self._rewriting is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Display of a process without a terminal: another process fetches and shows its output.
 
-Invariant: fetched items can be fetched again, because an answer may be lost.
+Invariant: fetched items can be fetched again, because a response may be lost.
 """
 
 import threading
@@ -56,7 +56,7 @@ class Relay:
         """Return the items from `number` on and the next number to request; drop older items.
 
         Args:
-            number: the next number of the last call; 0 at first.
+            number: number that the last call returned; 0 for the first call.
         """
         with self._lock:
             done = max(0, number - self._first)

@@ -85,7 +85,7 @@ def browser(path: Path, most_bytes: int) -> str:
     """Return the section of a page; `SCRIPT` builds its controls.
 
     Raises:
-        ValueError: as `read_samples`.
+        ValueError: as in `read_samples`.
     """
     samples = read_samples(path, most_bytes)
     if not samples:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of metrics.jsonl as columns.
 
-Invariant: a log is read once, as a stream; only one float for each value, the evaluations, and
+Invariant: a log is read once, as a stream. Only one float for each value, the evaluations and
 counts stay in memory.
 """
 
@@ -21,7 +21,7 @@ class _Table:
 
     Attributes:
         names: name -> position in a row.
-        has_evaluation: some names are figures of an evaluation.
+        has_evaluation: whether some names are metrics of an evaluation.
         values: float64, one row for each line; nan for values that are not numbers.
         lines: index of each line in the log.
     """
@@ -49,7 +49,7 @@ class Metrics:
         records: lines of the log in order; each is read once.
 
     Attributes:
-        evaluations: lines with figures of an evaluation, unchanged.
+        evaluations: lines with metrics of an evaluation, unchanged.
         staleness: staleness in steps -> number of uses, summed over the run.
         last_step: highest step; 0 without a line.
     """
@@ -83,7 +83,7 @@ class Metrics:
         return sorted({name for names in self._tables for name in names})
 
     def _values(self, name: str) -> np.ndarray:
-        """Return float64 [lines]; nan where a line has no number of this name."""
+        """Return the numbers of this name, float64 [lines]; nan for lines without one."""
         values = np.full(self._num_lines, math.nan)
         for table in self._tables.values():
             if name in table.names:

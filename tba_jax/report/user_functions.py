@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions in users' files that return numbers to log. No such function ends a run."""
+"""Functions in users' files that return numbers to log; an error in one does not end a run."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from tba_jax.settings import ConfigError, load_function
 
 
 class UserFunctions:
-    """Calls functions that return numbers by name, or None.
+    """Calls users' functions; each returns a dict of numbers by name, or None.
 
     Args:
         field: setting with the names of the functions, separated by commas.
@@ -21,7 +21,7 @@ class UserFunctions:
         note: prints one line.
 
     Raises:
-        ConfigError: one of them cannot be loaded, or does not take these arguments.
+        ConfigError: a function cannot be loaded, or does not take these arguments.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class UserFunctions:
                     f"Write def {name.rpartition(':')[2]}({', '.join(arguments)})"
                 ) from error
             except ValueError:
-                pass  # some built-in functions do not tell
+                pass  # some built-in functions have no signature
         self._told: set[str] = set()
 
     def __call__(self, *arguments: Any) -> dict[str, float]:
-        """Return the numbers of all functions; one that fails is not called any more."""
+        """Return the numbers of all functions; a function that fails is not called again."""
         numbers_found: dict[str, float] = {}
         for name, function in [*self._functions.items()]:
             try:
@@ -60,7 +60,7 @@ class UserFunctions:
         return numbers_found
 
     def _numbers(self, name: str, found: Any) -> dict[str, float]:
-        """Return the loggable values; report each other value once."""
+        """Return the finite numbers of `found`; print a line once for each other value."""
         if not isinstance(found, Mapping):
             raise TypeError(f"returned {found!r:.60}, wanted numbers by name, or None")
         kept = {}

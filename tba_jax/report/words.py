@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures and facts as words for a report."""
+"""Numbers and JSON values as text for a report."""
 
 import unicodedata
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ _DIRECTION_MARKS = frozenset(
 def shown(text: str) -> str:
     """Return a text with control and direction-changing characters escaped.
 
-    Line breaks and tabs stay, and so do joiners, which emoji and some scripts need.
+    Line breaks, tabs and joiners stay; emoji and some scripts need joiners.
     """
     return "".join(
         char.encode("unicode_escape").decode("ascii")

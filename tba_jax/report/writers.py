@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks for metrics: metrics.jsonl always, a progress display, TensorBoard and W&B on request.
+"""Writers of metrics: the progress display, and TensorBoard and W&B on request.
 
 All sinks implement `MetricWriter`.
 
@@ -26,7 +26,7 @@ _SHOWN_SHARE = 0.05  # smaller shares are not shown
 
 
 class MetricWriter(Protocol):
-    """A sink for the metrics of a run."""
+    """Writes the metrics of a run."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record `values` (metric name -> number, string or list) of one optimiser step."""
@@ -163,7 +163,7 @@ class WandbWriter:
             id=run_id or None,
             resume="allow",
         )
-        # W&B drops values of steps before its newest; an evaluation may end after later steps.
+        # W&B drops values of steps before its newest step; an evaluation may end after later steps.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -204,7 +204,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Return at most three digits with k, M or G, such as "845", "8.1k", "12k" or "1.3M"."""
+    """Return a count in at most three digits with k, M or G, such as "845", "8.1k" or "1.3M"."""
     for unit in ("", "k", "M", "G"):
         if abs(number) < 999.5 or unit == "G":
             break
@@ -232,9 +232,9 @@ class ProgressDisplay:
         title: name of the run, in the frame of the panel.
         kind: name of the response kind that `*/kind_share` counts, such as "worked".
         metric: headline metric of evaluations.
-        console: a rich Console; None means standard output.
-        plain_period_s: minimum seconds between two plain lines.
-        clock: monotonic seconds; tests replace it.
+        console: a rich Console; None: standard output.
+        plain_period_s: minimum number of seconds between two plain lines.
+        clock: monotonic clock, in seconds; tests replace it.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class ProgressDisplay:
                 self._plain_line()
 
     def resume(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Continue the curves and the clock of a run from the lines of its metrics.jsonl."""
+        """Continue the curves and the elapsed time of a run from the lines of its metrics.jsonl."""
         with self._lock:
             for record in records:
                 self._take(_finite_numbers(record))
@@ -337,7 +337,7 @@ class ProgressDisplay:
         return format_duration(self._clock() - self._start)
 
     def _left(self) -> str:
-        """Return the time to the last step at the recent rate; "" before two steps."""
+        """Return the time until the last step at the recent rate; "" before two steps."""
         if len(self._marks) < 2 or self._step >= self._num_steps:
             return ""
         (first_time, first_step), (last_time, last_step) = self._marks[0], self._marks[-1]
@@ -390,7 +390,7 @@ class ProgressDisplay:
         return f" ({', '.join(parts)})" if parts else ""
 
     def _shown_share(self, name: str) -> str:
-        """Return the text of a share; "" for a small one."""
+        """Return the text of a share; "" for a small share."""
         share = self._last.get(name, 0.0)
         return f"{share:.0%}" if share >= _SHOWN_SHARE else ""
 

@@ -95,7 +95,7 @@ class HostState(NamedTuple):
 
 
 def pack(state: HostState) -> bytes:
-    """Return a host state as npz bytes: arrays as `part/key`, facts and metadata as JSON entries."""
+    """Return a host state as npz bytes: arrays as `part/key`, facts and metadata as JSON."""
     arrays = {
         f"{name}/{key}": np.asarray(value)
         for name, part in state.parts.items()

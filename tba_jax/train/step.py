@@ -64,8 +64,7 @@ def make_train_step(
     norm are then means over the updates; every other metric describes the policy at the start.
 
     A non-finite update changes nothing, and a step without a finite update changes only counters.
-    Schedules advance with every step, but the learning rate advances with steps that made an
-    update.
+    The learning rate advances with steps that made an update, other schedules with every step.
 
     Args:
         config: architecture; with adapters, only the adapters have gradients.

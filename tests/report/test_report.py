@@ -262,7 +262,7 @@ def test_a_log_whose_losses_have_another_name_is_refused(tmp_path, capsys):
     log = tmp_path / "metrics.jsonl"
     log.write_text(log.read_text().replace('"train/loss"', '"train/cost"'))
     assert main([str(tmp_path)]) == 1
-    line = "metrics.jsonl, line 2: has figures of training, and no 'train/loss'"
+    line = "metrics.jsonl, line 2: has training metrics, but no 'train/loss'"
     assert line in capsys.readouterr().err
 
 
@@ -512,7 +512,7 @@ def test_no_global_matplotlib_state(full):
 
 def test_the_page_reports_the_use_of_generated_responses(full):
     text = Page(full[1]).text
-    assert "The trainer used 62.0 % of the groups that it could use while they were new" in text
+    assert "The trainer used 62.0 % of the groups while they were new" in text
     assert "mean length rank of the trained responses is 0.41 (0.5 is unbiased)" in text
     assert "newest data, 12.5 % of it late." in text
     assert "Only 62% of the groups that were merged have been trained on: use <less>." in text
