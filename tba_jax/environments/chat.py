@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat formats: messages and tools to prompt tokens, sampled tokens to a message.
+"""Chat formats: messages and tools become prompt tokens, and sampled tokens become messages.
 
-The library `renderers` has the formats of models with tool calls. Without it the tokenizer's chat
-template formats messages, and tools are refused: nothing here parses tool calls. Invariant:
-sampled tokens are never re-encoded from text.
+The library `renderers` has formats of models with tool calls. Without the library, the tokenizer's
+chat template formats messages, and tools are refused, because no code here parses tool calls.
+Invariant: sampled tokens are never re-encoded from text.
 """
 
 import importlib
@@ -24,7 +24,7 @@ class ChatFormat(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a message, besides the model's own."""
+        """Tokens that end a message, in addition to the model's stop tokens."""
         ...
 
     def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
@@ -38,22 +38,22 @@ class ChatFormat(Protocol):
     def bridge(
         self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
     ) -> np.ndarray | None:
-        """Return a prompt that extends an earlier one with its completion by new messages.
+        """Return a prompt that extends an earlier prompt and its completion by new messages.
 
-        None where the format does not permit it: the conversation forks there.
+        The result is None if the format cannot extend the tokens. The conversation then forks.
         """
         ...
 
     def message(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> dict[str, Any]:
-        """Return the message of sampled tokens; `text` is their text up to a stop string."""
+        """Return the message in sampled tokens; `text` is the decoded text up to a stop string."""
         ...
 
     def calls(
         self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
     ) -> list[dict[str, Any]]:
-        """Return the ID, name, and arguments or "error" of each tool call of sampled tokens."""
+        """Return ID, name, and arguments or "error" of each tool call in sampled tokens."""
         ...
 
 
@@ -96,13 +96,13 @@ class TemplateFormat:
 
 
 class RendererFormat:
-    """A format of the library `renderers`, with tools.
+    """A format of the library `renderers`, which supports tools.
 
     Args:
         name: name of the format in the library.
 
     Raises:
-        ValueError: the library is not installed, or has no such format.
+        ValueError: the library is not installed, or has no format of this name.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
@@ -114,7 +114,7 @@ class RendererFormat:
                 f"renderer={name!r} needs the library renderers. Run pip install "
                 "'tba_jax[chat-tools]'"
             ) from error
-        if name == "auto":  # it guesses, and reads no tool calls of a model that it does not know
+        if name == "auto":  # for a model unknown to the library, "auto" would parse no tool calls
             raise ValueError("renderer='auto': give the name of a format, such as qwen3 or llama-3")
         config = configs.config_from_name(name)
         self._renderer: Any = library.create_renderer(tokenizer.library, config)
@@ -184,7 +184,7 @@ class RendererFormat:
             return self._renderer.parse_response(
                 tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
             )
-        except Exception as error:  # of a library that reads arbitrary sampled tokens
+        except Exception as error:  # the library parses arbitrary sampled tokens
             raise ValueError(
                 f"the library renderers cannot read a response: {type(error).__name__}: {error}"
             ) from error
@@ -201,7 +201,7 @@ def extended(
         tokenizer: tokenizer of both.
         before: int32 [s].
         whole: int32 [t].
-        skip_special: the text of special tokens does not count.
+        skip_special: whether to ignore the text of special tokens.
     """
     if np.array_equal(whole[: len(before)], before):
         return whole
@@ -217,7 +217,7 @@ def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:
     """Return the format of this name in the library `renderers`; "": the chat template.
 
     Raises:
-        ValueError: as `RendererFormat`.
+        ValueError: see `RendererFormat`.
     """
     return RendererFormat(tokenizer, renderer) if renderer else TemplateFormat(tokenizer)
 

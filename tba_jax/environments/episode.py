@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finished episodes, and a session whose episodes have one turn and no environment.
 
-A response of one turn is an episode without observations. Searchers and evaluations therefore use
-one kind of session: `SingleTurnSession`, or `EpisodeSession` where a task has an environment.
-Invariant: an episode has the log-prob of each sampled token under the distribution that the token
-was drawn from.
+A response of one turn is an episode without observations. Searchers and evaluations can therefore
+use one interface: `SingleTurnSession`, or its subclass `EpisodeSession` for a task with an
+environment. Invariant: an episode has the log-prob of each sampled token under the distribution
+from which the token was drawn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,24 +19,25 @@ from tba_jax.rewards.source import Verdict
 
 
 class Episode(NamedTuple):
-    """A finished episode; host arrays, t tokens after the prompt.
+    """A finished episode as host arrays, with t tokens after the prompt.
 
     Attributes:
         request: number that `submit` of the session returned.
-        sample: index among the request's samples.
+        sample: index of the episode among the samples of the request.
         tokens: int32 [t], sampled tokens and observations.
-        token_logprobs: float32 [t], of the distribution sampled from; 0 at observations.
+        token_logprobs: float32 [t], log-probs under the sampling distribution; 0 at observations.
         is_sampled: bool [t], False at observations; None: the policy sampled every token.
         finish: reason of the end.
-        version_min, version_max: span of the weight versions that read its prompt or drew a token.
+        version_min, version_max: oldest and newest weight version that read the prompt or drew a
+            token.
         temperature: sampling temperature.
-        verdict: result of the environment: a reward, or the reason why there is none; None: reward
-            functions compute the reward.
-        environment_s: seconds that it waited for its environment; None without one.
+        verdict: result of the environment: a reward, or the reason for a missing reward. None:
+            reward functions compute the reward.
+        environment_s: seconds that the episode waited for its environment; None without one.
         path_lengths: as in `Trajectory`.
-        num_failed_calls: tool calls that could not be read or executed, or whose tool failed.
-        token_versions: int32 [t], the version that drew each token; an observation has the version
-            of the turn before it. None: `version_max` drew every token.
+        num_failed_calls: number of tool calls that could not be parsed or executed, or that failed.
+        token_versions: int32 [t], weight version that drew each token; an observation has the
+            version of the previous turn. None: `version_max` drew every token.
     """
 
     request: int
@@ -56,17 +57,17 @@ class Episode(NamedTuple):
 
     @property
     def has_eos(self) -> bool:
-        """Return whether the episode ended by itself, before any limit."""
+        """Return whether the episode ended by itself, before a limit."""
         return self.finish in ("eos", "done")
 
     @property
     def paths(self) -> list[slice]:
-        """Return the tokens of each path."""
+        """Return the range of tokens of each path."""
         return paths_of(len(self.tokens), self.path_lengths)
 
     @property
     def graded_tokens(self) -> np.ndarray:
-        """Return the tokens that reward functions grade: those from the first sampled one on."""
+        """Return the tokens that reward functions grade: all from the first sampled token."""
         return self.tokens[0 if self.is_sampled is None else int(self.is_sampled.argmax()) :]
 
     @property
@@ -138,7 +139,7 @@ class Sessions(Protocol):
 
 
 class SingleTurnSession:
-    """Episodes of one turn in the slots of a decode session; one thread drives it."""
+    """Session of one-turn episodes in the slots of a decode session; one thread calls it."""
 
     def __init__(self, session: TurnSession) -> None:
         self._session = session
@@ -155,7 +156,7 @@ class SingleTurnSession:
 
     @property
     def statistics(self) -> Statistics:
-        """Return the counts of the decode session; tokens are sampled tokens."""
+        """Return the statistics of the decode session, whose tokens are sampled tokens."""
         return self._session.statistics
 
     @property
@@ -165,7 +166,7 @@ class SingleTurnSession:
 
     @property
     def room(self) -> int:
-        """Return how many episodes could begin; negative if more are queued."""
+        """Return the number of episodes that could begin at once; negative if more are queued."""
         return self._session.room
 
     @property
@@ -174,7 +175,7 @@ class SingleTurnSession:
         return False
 
     def take_answers(self, replayed: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Return the responses of environments since the last call: none."""
+        """Return (), because one-turn episodes have no environments."""
         return []
 
     def swap(self, params: Params, version: int) -> None:
@@ -188,7 +189,7 @@ class SingleTurnSession:
         settings: SamplingSettings,
         temperatures: np.ndarray,
     ) -> int:
-        """Queue episodes of one prompt; arguments and result as of `Session.submit`."""
+        """Queue episodes of one prompt; arguments and result are those of `Session.submit`."""
         return self._session.submit(prompt.tokens, keys, settings, temperatures)
 
     def step(self) -> list[Episode]:

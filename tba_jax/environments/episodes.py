@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes of several turns over a decode session.
 
-A turn is a request with one sample. When a turn ends, its slot is free and the environment receives
-the text. After the environment's response, the conversation (prompt, sampled tokens, observations)
-is prefilled as a new request. No thread waits for an environment. Sampled IDs are never converted
-to text and back. Keys and values of a conversation are computed again for every turn.
+A turn is a request with one sample. When a turn ends, its slot becomes free and the environment
+receives the text. After the environment's response, the conversation (prompt, sampled tokens,
+observations) is prefilled as a new request. No thread waits for an environment. Sampled IDs are
+never converted to text and back. Keys and values of a conversation are recomputed for every turn.
 
-Invariants: a token is an observation or has the log-prob of the distribution it was sampled from;
-sampled tokens depend on prompt, key, turn and observations, not on the time of observations; in
-`run` the order of all requests is fixed too.
+Invariants: every token that is not an observation has the log-prob of the distribution it was
+sampled from. Sampled tokens depend on prompt, key, turn and observations, not on the time of
+observations. In `run` the order of all requests is fixed, too.
 """
 
 import collections
@@ -30,15 +30,15 @@ from tba_jax.flow.trajectory import FinishReason, Prompt
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.source import Verdict
 
-# Folded with the number of a turn into the key of a sample; larger than the number of any token.
+# Folded into the key of a sample with the number of a turn. Larger than the number of any token.
 _TURNS = 2**30
 _POLL_S = 0.001
 MOST_PROCESSES = 128
-"""Episodes under way at a time, unless settings say otherwise."""
+"""Default maximum number of concurrent episodes."""
 
 
 class Texts(Protocol):
-    """Tokenizer functions that episodes need."""
+    """Interface of the tokenizer that episodes need."""
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
         """Return the tokens of a text, int32 [s]."""
@@ -50,11 +50,11 @@ class Texts(Protocol):
 
 
 class TakenAnswer(NamedTuple):
-    """A processed response of an environment, for the schedule log.
+    """A processed answer of an environment, as the schedule log records it.
 
     Attributes:
         request, sample: numbers that identify the episode, as in `Episode`.
-        answer: the response.
+        answer: the answer.
     """
 
     request: int
@@ -63,43 +63,43 @@ class TakenAnswer(NamedTuple):
 
 
 class UnexpectedAnswer(Exception):
-    """The log has an answer for an episode that does not wait for one."""
+    """The schedule log has an answer for an episode that does not wait for an answer."""
 
 
 class ReplayedEnvironment:
-    """Environment, and pool of environments, for a replay: all responses are read from a log."""
+    """Stand-in for an environment and its pool in a replay, where a log has all answers."""
 
     def open(self) -> Any:
-        """Return an environment that receives no requests."""
+        """Return an environment that ignores requests."""
         return self
 
     def begin(self, row: Mapping[str, Any]) -> None:
-        """Do nothing: the response is in the log."""
+        """Do nothing, because the schedule log has the answer."""
 
     def turn(self, text: str, response: Response) -> None:
-        """Do nothing: the response is in the log."""
+        """Do nothing, because the schedule log has the answer."""
 
     def call(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: the response is in the log."""
+        """Do nothing, because the schedule log has the answer."""
 
     def end(self) -> None:
-        """Do nothing: the response is in the log."""
+        """Do nothing, because the schedule log has the answer."""
 
     def poll(self) -> None:
-        """Return None: the response is in the log."""
+        """Return None, because the schedule log has the answer."""
 
     def release(self) -> None:
-        """Do nothing: there is no process."""
+        """Do nothing, because a replay has no environment processes."""
 
     def report(self, name: str, text: str) -> None:
-        """Do nothing: the logged run reported the failure."""
+        """Do nothing, because the logged run has reported the failure."""
 
 
 class _Segment(NamedTuple):
     tokens: np.ndarray
     logprobs: np.ndarray
     is_sampled: bool
-    versions: np.ndarray | None = None  # of each token; None: that of the token before
+    versions: np.ndarray | None = None  # version of each token; None: that of the previous token
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,8 +114,8 @@ class _Attempt:
     temperature: float
     environment: Environment | None = None
     paths: list[list[_Segment]] = dataclasses.field(default_factory=lambda: [[]])
-    path: int = 0  # of the newest turn
-    messages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)  # of a chat
+    path: int = 0  # path of the newest turn
+    messages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)  # chats only
     calls: Sequence[Mapping[str, Any]] = ()  # tool calls of the newest turn of a chat
     versions: list[int] = dataclasses.field(default_factory=list)
     num_turns: int = 0
@@ -151,11 +151,11 @@ class Episodes:
         environments: processes of the environments.
         tokenizer: tokenizer of the policy.
         max_turns: maximum number of the policy's turns in an episode.
-        most: maximum number of concurrent episodes in a session; 0: twice its slots, at most
+        most: maximum number of concurrent episodes in a session; 0: twice the slots, at most
             MOST_PROCESSES.
         chat: format of chats; None: prompts are plain text.
-        is_agent: environments are agents, which write the context themselves.
-        schemas: JSON schemas of the tools; with them the format writes the whole context of chats.
+        is_agent: whether environments are agents, which write the context themselves.
+        schemas: JSON schemas of the tools. If there are any, `chat` formats the whole context.
     """
 
     environments: EnvironmentPool | ReplayedEnvironment
@@ -168,9 +168,9 @@ class Episodes:
 
     @property
     def first_token_only(self) -> bool:
-        """Whether the loss treats only the first token of a prompt as the prompt.
+        """Whether the loss regards only the first token of a prompt as the prompt.
 
-        The other tokens of the prompt are then an observation.
+        The other tokens of the prompt are then observations.
         """
         return self.is_agent or bool(self.schemas)
 
@@ -183,7 +183,7 @@ class Episodes:
         """Refuse a chat format that changes sampled turns when the conversation continues.
 
         Raises:
-            ValueError: it changes them.
+            ValueError: the format changes sampled turns.
         """
         assert self.chat is not None
         user, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -200,14 +200,14 @@ class Episodes:
 
 
 class EpisodeSession(SingleTurnSession):
-    """Episodes of several turns in the slots of a decode session; one thread drives it."""
+    """Session of multi-turn episodes in the slots of a decode session; one thread calls it."""
 
     def __init__(self, session: TurnSession, episodes: Episodes, most: int) -> None:
         super().__init__(session)
         self._episodes, self._most = episodes, most
         self._queued: collections.deque[_Attempt] = collections.deque()
-        self._asked: list[_Attempt] = []  # whose environments have not answered
-        self._sampled: dict[int, _Attempt] = {}  # by the session's number of the request
+        self._asked: list[_Attempt] = []  # episodes whose environments have not answered
+        self._sampled: dict[int, _Attempt] = {}  # by the decode session's number of the request
         self._ended: list[Episode] = []
         self._taken: list[TakenAnswer] = []
         self._num_submitted = 0
@@ -228,14 +228,14 @@ class EpisodeSession(SingleTurnSession):
         return self._session.is_idle and not self._ended
 
     def take_answers(self, replayed: Sequence[TakenAnswer] | None = None) -> list[TakenAnswer]:
-        """Process responses of environments; return those processed since the last call, in order.
+        """Process the answers of environments; return the answers since the last call, in order.
 
         Args:
-            replayed: return value of another session at this chunk. It replaces the responses of
+            replayed: return value of the logged session at this chunk. It replaces the answers of
                 environments, which have no processes in a replay (`ReplayedEnvironment`).
 
         Raises:
-            UnexpectedAnswer: one of `replayed` is for an episode that waits for none.
+            UnexpectedAnswer: an answer in `replayed` is for an episode that waits for no answer.
         """
         if replayed is None:
             self._ask()
@@ -260,7 +260,7 @@ class EpisodeSession(SingleTurnSession):
         settings: SamplingSettings,
         temperatures: np.ndarray,
     ) -> int:
-        """Queue episodes of one prompt; arguments and result as of `Session.submit`.
+        """Queue episodes of one prompt; arguments and result are those of `Session.submit`.
 
         `max_new_tokens` of the settings limits the tokens of an episode, observations included.
         """
@@ -280,7 +280,7 @@ class EpisodeSession(SingleTurnSession):
         return ended
 
     def run(self) -> Iterator[Episode]:
-        """Yield all episodes; waits for every response, so the order depends on no duration."""
+        """Yield all episodes. It waits for every answer, so the order depends on no duration."""
         while not self.is_idle:
             self._begin_queued()
             while self._asked:
@@ -301,12 +301,12 @@ class EpisodeSession(SingleTurnSession):
             yield attempt.environment.is_answered
 
     def _ask(self) -> None:
-        """Begin episodes, and continue those whose environments have responded."""
+        """Begin episodes, and continue episodes whose environments have answered."""
         self._begin_queued()
         self._poll()
 
     def _poll(self) -> None:
-        """Continue episodes whose environments have responded."""
+        """Continue episodes whose environments have answered."""
         asked, self._asked = self._asked, []
         for attempt in asked:
             assert attempt.environment is not None
@@ -347,7 +347,7 @@ class EpisodeSession(SingleTurnSession):
             self._observe(attempt, environment, answer)
 
     def _observe(self, attempt: _Attempt, environment: Environment, answer: Answer) -> None:
-        """Add an observation, and sample the next turn where there is room for one."""
+        """Add an observation, and sample the next turn if no limit is reached."""
         request = None if answer.request is None else Request(*answer.request)
         failure = line = ""
         tokens = np.array([] if request is None else request.tokens, np.int32)
@@ -379,7 +379,7 @@ class EpisodeSession(SingleTurnSession):
         if not (failure or is_full):
             try:
                 self._sample(attempt, tokens, request)
-            except ValueError as error:  # of tokens that an agent sent
+            except ValueError as error:  # an agent may send invalid tokens
                 if request is None:
                     raise
                 failure, line = "environment_request", str(error)
@@ -394,7 +394,7 @@ class EpisodeSession(SingleTurnSession):
         """Return the tokens that an answer adds to the context.
 
         Raises:
-            ValueError: the format of the chat cannot continue the sampled tokens.
+            ValueError: the chat format cannot continue the sampled tokens.
         """
         episodes, text = self._episodes, answer.observation or ""
         chat = episodes.chat
@@ -429,7 +429,7 @@ class EpisodeSession(SingleTurnSession):
         """Queue the next turn, after an observation.
 
         Raises:
-            ValueError: as `Session.submit`.
+            ValueError: see `Session.submit`.
         """
         key = attempt.key
         if attempt.num_turns:
@@ -499,7 +499,7 @@ class EpisodeSession(SingleTurnSession):
 
     def _end(self, attempt: _Attempt, verdict: Verdict | None) -> None:
         paths = [path for path in attempt.paths if any(s.is_sampled for s in path)]
-        if not paths:  # Nothing was sampled; a rejected response still needs one token.
+        if not paths:  # No token was sampled, but a rejected response still needs one.
             none = np.zeros(1, np.float32)
             paths = [[_Segment(attempt.prompt.tokens[-1:], none, True)]]
         segments = [s for path in paths for s in path]
@@ -541,16 +541,16 @@ def open_session(
     version: int = 0,
     is_fed: bool = False,
 ) -> SingleTurnSession:
-    """Return an empty session of episodes.
+    """Return a session of episodes, without requests.
 
     Args:
         decoder: opens decode sessions.
         params: weights, on the devices to run on.
         episodes: settings of a task with an environment; None: episodes of one turn.
-        num_slots: turns sampled at a time.
-        num_samples: samples of a prompt, for the number of prompts in a prefill call.
+        num_slots: number of turns sampled at a time.
+        num_samples: samples per prompt, which determine the number of prompts in a prefill call.
         version: version of the weights.
-        is_fed: episodes are submitted while the session runs.
+        is_fed: whether episodes are submitted while the session runs.
     """
     session = decoder.session(
         params,

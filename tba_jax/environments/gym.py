@@ -14,7 +14,7 @@ class GymLike:
     """Adapter from a gym-like environment to the interface of `host`.
 
     Args:
-        environment: an instance.
+        environment: an instance of the user's class.
     """
 
     has_reward = True
@@ -29,7 +29,7 @@ class GymLike:
         self._environment.init(row["prompt"])
 
     def turn(self, text: str) -> tuple[Any, str]:
-        """Return the observation after a turn, and the reason if the episode ends, or ""."""
+        """Return the observation after a turn, and the reason of the episode's end or ""."""
         step = self._environment.step(text)
         if isinstance(step, Mapping):
             step = step["observations"], step["reward"], step["done"]
@@ -40,5 +40,5 @@ class GymLike:
         return observation, "done" if done else ""
 
     def reward(self) -> Any:
-        """Return the sum of the rewards of the steps."""
+        """Return the sum of the rewards of all steps."""
         return sum(self._rewards)

@@ -5,7 +5,8 @@ Two kinds of classes work unchanged. Classes for TRL's `environment_factory` hav
 typed methods as tools, and optionally `get_reward`. Gym-like classes have `init` and `step`. Typed
 functions are tools, as in TRL's `tools`. An agent is a function `run(base_url, row)` that samples
 from an OpenAI client and returns the reward. The parent process sends one JSON request and waits
-for one JSON answer. Imports neither jax nor, except to describe tools to chat models, transformers.
+for one JSON answer. This module does not import JAX; it imports transformers only to describe tools
+to chat models.
 
 Invariant: every request gets an answer, or the process ends.
 """
@@ -32,19 +33,19 @@ from tba_jax.settings import import_file
 TOOL_START, TOOL_END = "<tool>", "</tool>"
 RESULT = "<result>{}</result>"
 BASE_URL = "base_url"
-"""First argument of an agent, and column of the row that it begins with."""
+"""First argument of an agent, and name of the row's column that has its value."""
 MOST_CHARACTERS = 2**18
-"""Of an observation; a longer one is a failure."""
-_ERROR = "error: "  # start of the result of a failed call
+"""Maximum length of an observation; a longer observation is a failure."""
+_ERROR = "error: "  # the result of a failed tool call begins with this text
 _MOST_TEXT = 4000  # maximum characters of a traceback
 _CALL = re.compile(re.escape(TOOL_START) + "(.*?)" + re.escape(TOOL_END), re.DOTALL)
 
 
 class _Failure(Exception):
-    """The environment broke its contract.
+    """The environment violated its interface.
 
     Attributes:
-        name: name of the rejection.
+        name: name of the failure, by which rejected responses are counted.
     """
 
     def __init__(self, name: str, text: str) -> None:
@@ -58,11 +59,11 @@ class _Kind(Protocol):
     has_reward: bool
 
     def begin(self, row: Mapping[str, Any]) -> Any:
-        """Begin an episode; return the first text or None."""
+        """Begin an episode; return the first observation or None."""
         ...
 
     def turn(self, text: str) -> tuple[Any, str]:
-        """Return the observation after a turn, and the reason if the episode ends, or ""."""
+        """Return the observation after a turn, and the reason of the episode's end or ""."""
         ...
 
     def reward(self) -> Any:
@@ -74,14 +75,14 @@ class Tools:
     """Adapter from a class for TRL's `environment_factory`, or from functions.
 
     Args:
-        environment: an instance; None for functions.
-        functions: tools without a state.
+        environment: an instance of the user's class; None if the tools are functions.
+        functions: functions that are tools.
 
     Attributes:
         failed: results of the newest calls that failed.
 
     Raises:
-        TypeError: a tool lacks annotations or a docstring, or two have one name.
+        TypeError: a tool lacks annotations or a docstring, or two tools have one name.
     """
 
     def __init__(self, environment: Any, functions: Sequence[Callable[..., Any]] = ()) -> None:
@@ -107,7 +108,7 @@ class Tools:
         """Return the JSON schema of each tool, as TRL does.
 
         Raises:
-            Exception: an annotation or docstring that transformers cannot read.
+            Exception: transformers cannot read an annotation or docstring.
         """
         library = importlib.import_module("transformers.utils.chat_template_utils")
         return [library.get_json_schema(tool) for tool in self._tools.values()]
@@ -123,7 +124,7 @@ class Tools:
         return "".join(map(RESULT.format, results)) or None, "" if calls else "eos"
 
     def results(self, calls: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the result of each call, or the error of the call or the tool as text."""
+        """Return the result of each call as text; for a failure, the error of the call or tool."""
         results = list(map(self._called, calls))
         self.failed = [result for result in results if result.startswith(_ERROR)]
         return results
@@ -144,7 +145,7 @@ class Tools:
 
 
 def _parsed(text: str) -> Mapping[str, Any]:
-    """Return a call of the plain format; with the key "error" if it cannot be read."""
+    """Return a tool call in the plain format; with the key "error" if the text is not valid."""
     try:
         call = json.loads(text)
         return call if isinstance(call, dict) else {"error": "the call is not a JSON object"}
@@ -153,7 +154,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
 
 
 class Agent:
-    """Adapter from an agent, which samples its turns itself.
+    """Adapter from an agent, which requests its turns from the policy itself.
 
     Args:
         run: (base URL, row) -> reward; possibly a coroutine function.
@@ -177,7 +178,7 @@ class Agent:
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the offered arguments that a function accepts."""
+    """Return the arguments among `offered` that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)
@@ -194,12 +195,13 @@ def _result(value: Any) -> Any:
 
 
 def load(name: str) -> Callable[[], _Kind]:
-    """Return a function that makes an environment of package.module:NAME or path/to/file.py:NAME.
+    """Return a function that makes an environment, package.module:NAME or path/to/file.py:NAME.
 
-    Several names, separated by commas, are those of tools.
+    Several names, separated by commas, are names of functions that are tools.
 
     Raises:
-        Any exception of the import; AttributeError, TypeError: not an environment.
+        AttributeError, TypeError: the object is not an environment. The import may raise any
+            exception.
     """
     found = list(map(_imported, name.split(",")))
     if len(found) > 1 or _is_tool(found[0]):
@@ -249,7 +251,7 @@ class Host:
         return load(self._name)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Execute a request; return a failure as an answer."""
+        """Execute a request and return the answer, which may be a failure."""
         try:
             return self._answer(request)
         except _Failure as failure:
@@ -335,5 +337,5 @@ def serve(
         try:
             request = json.loads(connection.recv_bytes())
             connection.send_bytes(json.dumps(host.answer(request)).encode())
-        except (EOFError, OSError):  # of the connection; `answer` raises nothing
+        except (EOFError, OSError):  # the connection is closed; `answer` raises no exception
             return

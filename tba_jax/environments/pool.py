@@ -2,10 +2,10 @@
 """Pool of processes that run environments; each concurrent episode has its own process.
 
 An environment is user code with a state: it may hang, raise, end its process, or return invalid
-values. So each episode uses a process alone, and a call that exceeds its deadline is killed. No
+values. So each episode has a process of its own, which is killed if a call exceeds its deadline. No
 call blocks: the driver of the episodes polls for answers.
 
-Invariant: a failure is a named reason, never a reward, and does not affect other episodes.
+Invariant: a failure has a name, gives no reward, and does not affect other episodes.
 """
 
 import json
@@ -22,18 +22,18 @@ from tba_jax.environments.host import serve
 from tba_jax.rewards import containment, output
 
 START_TIMEOUT_S = 60.0
-"""Starting a process and importing the environment's module, in seconds."""
+"""Maximum time for the start of a process and the import of its module, in seconds."""
 _MOST_BYTES = 2**22  # maximum size of an answer
 
 
 class Request(NamedTuple):
-    """Request of an agent for a turn.
+    """Request of an agent for a turn of the policy.
 
     Attributes:
-        tokens: tokens that continue those of a path of the episode; all tokens of a new path.
+        tokens: tokens that follow the present tokens of a path; for a new path, all its tokens.
         max_tokens: maximum number of tokens of the turn.
-        stop: texts that end the turn, instead of the run's; empty: those of the run.
-        path: index of the path; the number of paths so far begins a new one.
+        stop: texts that end the turn; empty: search.stop_strings.
+        path: index of the path; the current number of paths means a new path.
     """
 
     tokens: list[int]
@@ -46,13 +46,13 @@ class Answer(NamedTuple):
     """Answer of an environment.
 
     Attributes:
-        observation: text for the policy; None for no text.
-        finish: reason of the episode's end; "" while it continues.
-        reward: reward of a finished episode; None if the environment gives none.
+        observation: text for the policy; None if there is no text.
+        finish: reason of the episode's end; "" while the episode continues.
+        reward: reward of a finished episode; None if the environment computes no reward.
         failure: name of the failure; "" on success.
         request: request of an agent for the next turn, instead of an observation.
         results: results of the tool calls of a chat, instead of an observation.
-        failed_calls: results of those tool calls of the turn that failed.
+        failed_calls: results of the tool calls of the turn that failed.
     """
 
     observation: str | None = None
@@ -68,7 +68,7 @@ class _Process:
     """A process and its connection.
 
     Attributes:
-        is_started: the process has answered once, so its imports are done.
+        is_started: whether the process has answered a request, so that its imports are done.
     """
 
     def __init__(self, pool: "EnvironmentPool") -> None:
@@ -91,23 +91,23 @@ class _Process:
 
 
 class Environment:
-    """The environment of one episode; for one thread."""
+    """The environment of one episode; one thread calls it."""
 
     def __init__(self, pool: "EnvironmentPool", process: _Process) -> None:
         self._pool, self._process = pool, process
         self._doing, self._deadline_s = "", 0.0
 
     def begin(self, row: Mapping[str, Any]) -> None:
-        """Send the request to begin an episode with a row of the data, prompt included."""
+        """Send the request to begin an episode with a row of the data, including the prompt."""
         doing = "run()" if self._pool.is_agent else "reset"
         self._send(doing, {"do": "begin", "row": dict(row)})
 
     def turn(self, text: str, response: Response | None = None) -> None:
-        """Send a turn of the policy; `response` has its tokens."""
+        """Send the text of a turn of the policy; `response` has the tokens."""
         self._send("a turn", {"do": "turn", "text": text})
 
     def call(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Send the tool calls of a turn of a chat; none: the episode ends."""
+        """Send the tool calls of a turn of a chat; without calls the episode ends."""
         self._send("a turn", {"do": "calls", "calls": calls})
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class Environment:
     def poll(self) -> Answer | None:
         """Return the answer to the newest request; None if it has not arrived.
 
-        After a failure the environment is closed.
+        After a failure the environment's process is closed.
         """
         process, pool = self._process, self._pool
         try:
@@ -174,22 +174,22 @@ class Environment:
         try:
             self._process.connection.send_bytes(json.dumps(request).encode())
         except OSError:
-            self._deadline_s = 0.0  # `poll` finds that it has ended
+            self._deadline_s = 0.0  # `poll` then finds that the process has ended
 
 
 class EnvironmentPool:
     """Thread-safe pool of environment processes.
 
     Args:
-        name: as of `host.load`.
+        name: as in `host.load`.
         timeout_s: deadline of a call in seconds.
         max_memory_bytes: memory limit of each process; 0: none.
-        has_schemas: the policy reads JSON schemas of the tools.
+        has_schemas: whether the policy reads JSON schemas of the tools.
 
     Attributes:
-        groups: finds processes that environments started and did not end.
+        groups: process groups, to find processes that environments started and did not end.
         has_reward, has_tools, is_agent: properties of the environment, set by `check`.
-        schemas: of its tools, set by `check` if they are wanted.
+        schemas: JSON schemas of the tools, set by `check` if `has_schemas`.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class EnvironmentPool:
         """Wait until the environment can be created.
 
         Raises:
-            ValueError: it cannot be created, with the reason.
+            ValueError: the environment cannot be created; the message has the reason.
         """
         if self._is_checked:
             return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sandbox for Python code that a model wrote: one process per call, which the kernel confines.
+"""Sandbox for Python code that a model wrote: each call has a process, which the kernel confines.
 
-The process may read Python's own files, and compute. Landlock refuses all other files. A seccomp
-filter allows a list of system calls, which has none for sockets, processes, programs and signals.
+The process may compute, and read the files of Python. Landlock refuses all other files. A seccomp
+filter allows a list of system calls, without calls for sockets, processes, programs and signals.
 Resource limits bound processor time and memory; the parent bounds output and elapsed time. The
 process cannot write files or start processes, so killing it leaves nothing behind. docs/security.md
 lists what the sandbox does not prevent.
@@ -27,7 +27,7 @@ import traceback
 MAX_OUTPUT_BYTES = 2**14
 MAX_CODE_BYTES = 2**18
 _REFUSED = 120  # exit status of a process that could not be confined
-_START_S = 5.0  # of the interpreter, in addition to the deadline of the code
+_START_S = 5.0  # time to start the interpreter, in addition to the deadline of the code
 
 # No system call of this list names a file to write, another process or the network.
 _ALLOWED = """
@@ -103,14 +103,14 @@ def _read(pipe: int, end_s: float) -> tuple[bytes, str]:
             return b"".join(chunks)[:MAX_OUTPUT_BYTES], "output"
 
 
-# The rest runs in the process of the sandbox.
+# The functions below run in the process of the sandbox.
 
 
 def _confine(max_memory_bytes: int, cpu_s: int) -> None:
-    """Restrict this process for ever.
+    """Restrict this process until it ends.
 
     Raises:
-        OSError: the kernel lacks a restriction.
+        OSError: the kernel does not support a restriction.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
@@ -173,7 +173,7 @@ def _deny_calls() -> None:
 
     def rule(action: int, name: str, *conditions: _Condition) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # this architecture has no such call
+        if number < 0:  # this architecture has no call of this name
             return
         array = (_Condition * len(conditions))(*conditions)
         found = library.seccomp_rule_add_array(context, action, number, len(conditions), array)
@@ -211,7 +211,7 @@ def _main() -> None:
     except (OSError, ValueError) as error:
         print(error, flush=True)
         os._exit(_REFUSED)
-    # Handlers of Python would hide the signal of the limit.
+    # With Python's handlers, the exit status would not show the signal of a limit.
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     names = {"__name__": "__main__"}
     try:

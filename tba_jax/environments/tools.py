@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools for policies: a calculator, Python in a sandbox, and search over a corpus.
 
-They are typed functions, as TRL's trainers take them in `tools`. Name them in task.environment,
-separated by commas, or call them from the methods of an environment.
+The tools are typed functions, as in the argument `tools` of TRL's trainers. Name them in
+task.environment, separated by commas, or call them from the methods of an environment.
 """
 
 import ast
@@ -22,8 +22,8 @@ from tba_jax.environments.sandbox import run_python
 
 PYTHON_TIMEOUT_S = 5.0
 PYTHON_MEMORY_BYTES = 2**30
-_MAX_BITS = 4096  # of an integer
-_MAX_CHARACTERS = 1000  # of an expression, and of a passage
+_MAX_BITS = 4096  # maximum size of an integer
+_MAX_CHARACTERS = 1000  # maximum length of an expression, and of a passage
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -98,13 +98,13 @@ def python(code: str) -> str:
 
 
 class Corpus:
-    """Passages of a file, searched by BM25; needs the library bm25s.
+    """Search for passages of a file by BM25, with the library bm25s.
 
-    The index is built beside the file at first use. All processes map it into memory.
+    The index is built next to the file at the first use. All processes map the index into memory.
 
     Args:
         path: a .jsonl file of rows {"text"}, or a text file with a passage in each line.
-        num_passages: passages of a result.
+        num_passages: number of passages in a result.
     """
 
     def __init__(self, path: str, num_passages: int = 3) -> None:
@@ -156,7 +156,7 @@ class Corpus:
 
 
 def _bm25s() -> Any:
-    """Return the library, imported without jax, whose devices it would initialise."""
+    """Import and return bm25s without JAX, because bm25s would initialise JAX's devices."""
     has_jax = "jax" in sys.modules
     if not has_jax:
         sys.modules["jax"] = None  # pyright: ignore[reportArgumentType]
