@@ -384,6 +384,7 @@ class InferenceServer:
             "stop_token_ids": list(sampling.stop_ids),
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
+            "skip_special_tokens": False,  # a stop string may be one
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

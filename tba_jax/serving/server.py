@@ -208,13 +208,14 @@ class Application:
     async def _change_adapters(self, path: str, body: Mapping[str, Any], send: Any) -> None:
         """Load or unload an adapter; reading it stops no other request."""
         assert self._adapters is not None
-        change, names = self._adapters.unload, ("lora_name",)
-        if path == _ADAPTER_ROUTES[0]:
-            change, names = self._adapters.load, ("lora_name", "lora_path")
-        for name in names:
+        is_load = path == _ADAPTER_ROUTES[0]
+        for name in ("lora_name", "lora_path")[: 1 + is_load]:
             if not isinstance(body.get(name), str) or not body[name]:
                 raise ApiError(f"{name}: wanted a text", param=name)
-        await asyncio.to_thread(change, *(body[name] for name in names))
+        if is_load:
+            await asyncio.to_thread(self._adapters.load, body["lora_name"], body["lora_path"])
+        else:
+            self._adapters.unload(body["lora_name"])
         await _send(send, 200, {"status": "ok"})
 
     async def _post(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
