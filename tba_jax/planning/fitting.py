@@ -16,6 +16,7 @@ from tba_jax.config.resolved import remat_of
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.platform import Platform, platform_of
+from tba_jax.models.scoring import KEPT_BYTES
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
 
@@ -191,7 +192,8 @@ def sizes(
     """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
 
     The decode slots are the responses of a round, halved until they fit the memory. On shared
-    devices, a small micro-batch must fit in addition. A micro-batch has as many rows as fit.
+    devices, a small micro-batch must fit in addition. A micro-batch has as many rows as fit; on
+    CPUs whole groups whose logits are kept for the backward pass, if there are some.
     `model.remat` is `dots` if whole groups then fit each device.
 
     Args:
@@ -241,6 +243,12 @@ def sizes(
         rows = max(possible, default=options[0])
         if possible and rows >= least:
             break
+    if not wanted and platform == "cpu":
+        # Kept logits save a product; more rows at a time save nothing there.
+        tokens = config.batch.packed_length or config.search.max_new_tokens
+        row = 4 * model_config.vocab_size * tokens
+        kept = (n for n in possible if n >= least and n * row <= KEPT_BYTES)
+        rows = max(kept, default=rows)
     if not wanted:
         fields[_ROWS] = 0 if rows == options[-1] else rows
     if config.model.remat == "auto" and remat != remat_of(config):

@@ -50,6 +50,19 @@ def test_rows_of_a_micro_batch_fit_the_memory():
     assert f"batch.micro_batch_rows={rows} (estimated for devices of 1.0 GiB). To change" in line
 
 
+def test_cpus_take_the_rows_whose_logits_are_kept():
+    """Of 8,000 words and 256 tokens: 8 MB a row, so 32 of 256 rows; of 64,000: no whole group."""
+    cpu = jax.local_devices()[:1]
+
+    def rows(vocab_size, **fields):
+        shape = dataclasses.replace(SHAPE, vocab_size=vocab_size)
+        config = make_config(LENGTHS | fields)
+        return choices.on_devices(config, shape, cpu, 2**36).batch.micro_batch_rows
+
+    assert rows(8000) == 32 and rows(64_000) == 0
+    assert rows(8000, **{"batch.micro_batch_rows": 128}) == 128
+
+
 def test_products_are_kept_where_whole_groups_then_fit():
     """Not where memory is slower than products: on CPUs and in float32."""
     assert on_cpu(64 * 2**30, model__compute_dtype="bfloat16").model.remat == "auto"
