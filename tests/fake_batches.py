@@ -22,8 +22,7 @@ from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.state import make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
-from tba_jax.train.step_settings import StepSettings
-from tba_jax.train.target import Target
+from tba_jax.train.step_settings import StepSettings, Target
 
 CONFIG = tiny_config()
 SCORING = Scoring(eos_ids=(2,), chunk_tokens=64)

@@ -44,8 +44,7 @@ from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import TrainState, init_state, step_shardings
 from tba_jax.train.step import make_train_step
-from tba_jax.train.step_settings import StepSettings
-from tba_jax.train.target import Target
+from tba_jax.train.step_settings import StepSettings, Target
 
 
 def main(argv: Sequence[str]) -> int:

@@ -48,8 +48,7 @@ from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.rows import make_rows
 from tba_jax.train.state import StepShardings, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
-from tba_jax.train.step_settings import StepSettings
-from tba_jax.train.target import Target
+from tba_jax.train.step_settings import StepSettings, Target
 
 _PRINT_STEPS = 20  # steps between two printed losses
 _LENGTHS = 3  # compiled lengths of prompts and of responses

@@ -37,8 +37,7 @@ from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.settings import need
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
-from tba_jax.train.step_settings import StepSettings
-from tba_jax.train.target import Target
+from tba_jax.train.step_settings import StepSettings, Target
 from tba_jax.weights.transport import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"

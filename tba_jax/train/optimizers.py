@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.target import value_at
+from tba_jax.train.step_settings import value_at
 
 # Adafactor factors two axes of at least this size. The default of optax, 128, would not factor
 # query matrices [d, heads, 64], because heads are a separate axis.

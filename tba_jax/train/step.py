@@ -30,7 +30,6 @@ from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.train.heads import log_z
 from tba_jax.train.micro_batches import Cut, Score, cut_rows, gradients, score_all
-from tba_jax.train.minibatches import Update, update_by_parts
 from tba_jax.train.objectives.base import Loss, Objective, Totals
 from tba_jax.train.objectives.registry import call_objective
 from tba_jax.train.rows import Rows, Tokens, all_params, make_rows
@@ -43,9 +42,15 @@ from tba_jax.train.step_metrics import (
     padding_share,
     stratified,
 )
-from tba_jax.train.step_settings import StepSettings
-from tba_jax.train.target import tempered_target, value_at
-from tba_jax.train.updates import UpdateResult, next_state, schedule_step, update
+from tba_jax.train.step_settings import StepSettings, tempered_target, value_at
+from tba_jax.train.updates import (
+    Update,
+    UpdateResult,
+    next_state,
+    schedule_step,
+    update,
+    update_by_parts,
+)
 
 _SKIPPED = ("skipped_steps", "skipped_in_a_row")
 

@@ -1,23 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates by the optimiser, and the train state after a step.
+"""Updates by the optimiser, one or several per batch, and the train state after a step.
 
-Invariant: a non-finite update changes nothing, and a step without a finite update changes only
-counters.
+Several updates are epochs over minibatches, as in PPO. Invariants: a non-finite update changes
+nothing, and a step without a finite update changes only counters. Every epoch has the same
+minibatches, and each row is in exactly one minibatch. A minibatch takes rows from every
+micro-batch, so sharded rows stay on their device.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.train.minibatches import Update
-from tba_jax.train.objectives.base import Loss
+from tba_jax.train.micro_batches import Cut, Score, gradients
+from tba_jax.train.objectives.base import BALANCE, Loss, Totals
 from tba_jax.train.optimizers import reset_moments, with_schedule_count
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
+from tba_jax.train.rows import Rows, Tokens
 from tba_jax.train.state import TrainState
 from tba_jax.train.step_settings import StepSettings
+
+LossOf = Callable[[Array, Tokens, Totals], Loss]
+"""(scores of some rows, their tokens, totals of the minibatch for means) -> loss."""
+
+
+class Update(NamedTuple):
+    """Result of one optimiser update.
+
+    Attributes:
+        trained, opt_state: parameters and optimizer state; unchanged if the update was not finite.
+        is_finite: whether loss and gradient were finite.
+        grad_norm: global norm of the gradient.
+    """
+
+    trained: Any
+    opt_state: Any
+    is_finite: Bool[Array, ""]
+    grad_norm: Float[Array, ""]
+
+
+class Updates(NamedTuple):
+    """Result of all updates of a step.
+
+    Attributes:
+        trained, opt_state: parameters and optimizer state after the last update.
+        made: number of finite updates; other updates changed nothing.
+        loss, grad_norm: means over the updates.
+        metrics: means of the loss's metrics over the updates, without metrics of whole groups.
+    """
+
+    trained: Any
+    opt_state: Any
+    made: Int[Array, ""]
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    metrics: dict[str, Float[Array, ""]]
+
+
+def minibatch(rows: Rows, index: Array | int, num_parts: int, cut: Cut) -> Rows:
+    """Return minibatch `index`: every `num_parts`-th row of each micro-batch.
+
+    Raises:
+        ValueError: the minibatches do not divide the rows.
+    """
+    num_rows = rows.tokens.slots.shape[0]
+    if num_rows % (num_parts * cut.num):
+        raise ValueError(
+            f"objective.minibatches={num_parts} does not divide {num_rows} rows in {cut.num} "
+            f"micro-batches. Set --config.objective.minibatches to a divisor of "
+            f"{num_rows // cut.num}"
+        )
+
+    def take(x: Array) -> Array:
+        x = x.reshape(-1, num_parts, cut.num, *x.shape[1:])
+        x = jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
+        return x.reshape(-1, *x.shape[2:])
+
+    inputs, tokens = jax.tree.map(take, (rows.inputs, rows.tokens))
+    return rows._replace(inputs=inputs, tokens=tokens)
+
+
+def totals_of(part: Rows) -> Totals:
+    """Return the totals of these rows; each total is at least 1, because means divide by it."""
+    weight = jnp.where(part.is_here(part.tokens), part.responses.weight, 0)
+    counted = part.sums(part.tokens.counted.astype(jnp.float32))
+    has_any = jnp.any(weight > 0, axis=1).astype(jnp.float32)
+    found = Totals(jnp.sum(has_any), jnp.sum(weight), jnp.sum(counted * weight))
+    return Totals(*(jnp.maximum(x, 1) for x in found))
+
+
+def update_by_parts(
+    rows: Rows,
+    trained: Any,
+    opt_state: Any,
+    *,
+    loss_of: LossOf,
+    score: Score,
+    cut: Cut,
+    update: Callable[[Any, Any, Loss, Any, Array], Update],
+    passes: int,
+    num_parts: int,
+) -> Updates:
+    """Run several epochs over the minibatches of a batch, with one update per minibatch.
+
+    Args:
+        rows: the batch; its tokens include the values that stay fixed over the epochs.
+        trained, opt_state: parameters and optimizer state before the first update.
+        loss_of: mean loss over some rows.
+        score: `rows.score` or `rows.score_values`.
+        cut: division of all rows into micro-batches; a minibatch has the same number of
+            micro-batches, with fewer rows.
+        update: (trained, opt_state, loss, gradient, index of the update) -> Update.
+        passes: number of epochs.
+        num_parts: number of minibatches per epoch, one update each.
+    """
+
+    def one(number: Array, carry: tuple[Any, Any, Array, Any]) -> tuple[Any, Any, Array, Any]:
+        trained, opt_state, made, sums = carry
+        part = minibatch(rows, number % num_parts, num_parts, cut)
+        totals = totals_of(part)
+        scored, grads = gradients(
+            part, trained, lambda x, of_part: loss_of(x, of_part, totals).loss, cut, score
+        )
+        loss = loss_of(scored, part.tokens, totals)
+        done = update(trained, opt_state, loss, grads, number)
+        sums = jax.tree.map(jnp.add, sums, numbers(loss, done.grad_norm))
+        return done.trained, done.opt_state, made + done.is_finite.astype(jnp.int32), sums
+
+    def numbers(loss: Loss, grad_norm: Array) -> dict[str, Array]:
+        known = {name: x for name, x in loss.metrics.items() if name not in BALANCE}
+        return {"loss": loss.loss, "grad_norm": grad_norm, **known}
+
+    def first() -> dict[str, Array]:
+        part = minibatch(rows, 0, num_parts, cut)
+        scored = score(trained, part.inputs)
+        return numbers(loss_of(scored, part.tokens, totals_of(part)), jnp.float32(0))
+
+    zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in jax.eval_shape(first).items()}
+    num = passes * num_parts
+    begin = trained, opt_state, jnp.int32(0), zeros
+    trained, opt_state, made, sums = jax.lax.fori_loop(0, num, one, begin)
+    means = {name: x / num for name, x in sums.items()}
+    return Updates(trained, opt_state, made, means.pop("loss"), means.pop("grad_norm"), means)
 
 
 class UpdateResult(NamedTuple):

@@ -30,7 +30,7 @@ from tba_jax.config.schema import (
 )
 from tba_jax.run.model_parts import make_optimizer_from, make_step_settings
 from tba_jax.settings import Schedule
-from tba_jax.train.target import value_at
+from tba_jax.train.step_settings import value_at
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted(

@@ -18,7 +18,7 @@ from tba_jax.settings import Schedule
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
-from tba_jax.train.target import Target
+from tba_jax.train.step_settings import Target
 
 SIZE = 6
 BETA = 0.25

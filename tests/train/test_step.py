@@ -34,7 +34,7 @@ from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.train.step_metrics import SHOWN_KEY
-from tba_jax.train.target import Target
+from tba_jax.train.step_settings import Target
 from tba_jax.train.updates import next_reference
 
 

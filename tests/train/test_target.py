@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.train.objectives.base import tb_residual
-from tba_jax.train.target import tempered_target
+from tba_jax.train.step_settings import tempered_target
 
 
 def test_tempered_target_is_the_papers_log_reward():
