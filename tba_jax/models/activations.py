@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Of gpt-oss: bound of gate and up, and slope of the sigmoid.
+# Constants of gpt-oss: bound of gate and up, and slope of the sigmoid.
 CLAMP, SLOPE = 7.0, 1.702
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def gated(name: str, gate: Float[Array, "*b f"], up: Float[Array, "*b f"]) -> Float[Array, "*b f"]:
-    """Return the inner state of a gated MLP with the activation of this name."""
+    """Return the inner activations of a gated MLP, for an activation by name."""
     if name == "clamped_swiglu":
         gate = jnp.minimum(gate, CLAMP)
         return gate * jax.nn.sigmoid(SLOPE * gate) * (jnp.clip(up, -CLAMP, CLAMP) + 1)

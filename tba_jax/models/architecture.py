@@ -7,17 +7,17 @@ from typing import Literal, NamedTuple
 from tba_jax.models import rope
 
 LayerKind = Literal["full", "window", "delta"]
-"""What the queries of a layer see: all positions before them, the nearest ones, or a state that
-sums up all of them (`delta`)."""
+"""Kind of a layer: its queries see all earlier positions, the nearest positions, or a state that
+summarises all earlier positions (`delta`)."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 
 
 class Adapters(NamedTuple):
-    """Low-rank adapters on the matrices of every layer: x W becomes x W + alpha / rank (x A) B.
+    """Low-rank adapters on matrices of every layer: x W becomes x W + alpha / rank (x A) B.
 
     Attributes:
-        rank: r, columns of A and rows of B.
+        rank: r, number of columns of A and of rows of B.
         alpha: scale of an adapter, independent of its rank.
         modules: names of the adapted matrices; their A and B are the leaves `lora_names(name)`.
     """
@@ -43,7 +43,7 @@ def num_input_axes(name: str) -> int:
 
 
 def has_leaf(kind: LayerKind, name: str) -> bool:
-    """Return whether layers of this kind have a leaf, if the architecture has it."""
+    """Return whether layers of this kind can have the leaf `name`."""
     if name.startswith("delta_"):
         return kind == "delta"
     return kind != "delta" or name.partition("_")[0] not in ("q", "k", "v", "o", "sinks")
@@ -54,60 +54,60 @@ class TransformerConfig:
     """Architecture of the model; hashable, so it can be a static argument.
 
     Attributes:
-        vocab_size: v, rows of the embedding.
-        hidden_size: d.
-        num_layers: l.
-        num_heads: h, query heads.
-        num_kv_heads: g, key/value heads; divides num_heads.
-        head_dim: e.
+        vocab_size: v, number of rows of the embedding.
+        hidden_size: d, width of the residual stream.
+        num_layers: l, number of layers.
+        num_heads: h, number of query heads.
+        num_kv_heads: g, number of key/value heads; divides num_heads.
+        head_dim: e, size of a head.
         mlp_size: inner width of the MLP.
         family: name of the record in `hf.families`, for config.json and tensor names.
         norm: RMSNorm, or LayerNorm with biases.
-        norm_eps: added to the mean square or the variance.
+        norm_eps: number that norms add to the mean square or the variance.
         parallel_residual: attention and MLP read the same residual stream (GPT-NeoX) instead of
             one after the other.
-        positions: rotated into queries and keys, or a learned table added to the embedding.
-        rotary_fraction: share of head_dim that is rotated, from its start.
+        positions: rotary positions of queries and keys, or a learned table added to the embedding.
+        rotary_fraction: share of a head's dimensions that is rotated: the first ones.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: context extension, or None.
-        qkv_bias: query, key and value projections have a bias.
-        o_bias: the attention output projection has a bias.
-        mlp_bias: the matrices of the MLP have a bias.
-        qk_norm: queries and keys pass an RMSNorm per head before they are rotated (Qwen3).
+        rope_scaling: method of context extension; None: no extension.
+        qkv_bias: whether query, key and value projections have a bias.
+        o_bias: whether the output projection of attention has a bias.
+        mlp_bias: whether the matrices of the MLP have a bias.
+        qk_norm: whether queries and keys pass an RMSNorm per head before rotation (Qwen3).
         qk_norm_is_whole: whether the norm of queries and keys spans all heads (OLMo).
-        activation: of the MLP; `gelu` is exact, `gelu_tanh` its usual approximation;
-            `clamped_swiglu`: up + 1 times gate sigmoid(1.702 gate), both clamped at 7 (gpt-oss).
-        gated_mlp: activation(gate) * up instead of activation(up).
-        tie_embeddings: the embedding is also the output matrix.
-        max_positions: maximum sequence length, in tokens; rows of a learned table.
-        num_labels: outputs of a sequence classifier or reward model; 0: a language model.
+        activation: activation of the MLP. `gelu` is exact, and `gelu_tanh` its usual approximation.
+            `clamped_swiglu` is (up + 1) gate sigmoid(1.702 gate), with up and gate clamped at 7
+            (gpt-oss).
+        gated_mlp: whether the MLP computes activation(gate) * up instead of activation(up).
+        tie_embeddings: whether the embedding is also the output matrix.
+        max_positions: maximum length of a sequence in tokens; number of rows of a learned table.
+        num_labels: number of outputs of a classifier or reward model; 0: a language model.
         adapters: adapters of a policy in training, or None.
-        pattern: kinds of the first layers, repeated over all.
-        window: positions that a query of a window layer sees, its own included.
+        pattern: kinds of the first layers; the pattern repeats over all layers.
+        window: number of positions that a query of a window layer sees, including its own.
         window_rope_theta: base of the rotary frequencies of window layers, which then have no
-            scaling; None: they rotate as full layers do.
-        norms: of the residual stream, before attention and MLP, after them, or both.
-        norm_offset: RMSNorms multiply by 1 + weight (Gemma).
-        scaled_embeddings: embeddings are multiplied by sqrt(d) (Gemma).
-        score_divisor: scores of attention are divided by its square root; None: head_dim.
-        attention_cap: c of c tanh(score / c), applied before the mask (Gemma 2); None: none.
+            `rope_scaling`; None: window layers rotate as full layers do.
+        norms: whether the residual stream has norms before attention and MLP, after them, or both.
+        norm_offset: whether RMSNorms multiply by 1 + weight (Gemma).
+        scaled_embeddings: whether embeddings are multiplied by sqrt(d) (Gemma).
+        score_divisor: number whose square root divides attention scores; None: head_dim.
+        attention_cap: c of c tanh(score / c), applied before the mask (Gemma 2); None: no cap.
         logits_cap: as `attention_cap`, for logits over tokens.
-        sinks: a logit per query head takes a share of the attention and adds nothing (gpt-oss).
-        attention_gate: the output of attention is multiplied by the sigmoid of a projection.
-        delta_key_heads, delta_value_heads: heads of delta layers; each key head serves equally many
-            value heads.
+        sinks: whether a logit per query head takes a share of attention, with value 0 (gpt-oss).
+        attention_gate: whether the sigmoid of a projection multiplies the output of attention.
+        delta_key_heads, delta_value_heads: numbers of heads of delta layers; each key head serves
+            the same number of value heads.
         delta_key_dim, delta_value_dim: sizes of these heads.
-        delta_taps: tokens that the convolution of delta layers spans.
-        num_experts: E; an MLP is the weighted sum of each token's best experts; 0: a dense MLP.
-        experts_per_token: number of these experts.
+        delta_taps: number of tokens that the convolution of delta layers spans.
+        num_experts: E; an MLP is the weighted sum of a token's best experts. 0: a dense MLP.
+        experts_per_token: number of experts that compute each token.
         normalised_experts: whether the weights of the chosen experts sum to 1.
-        router_bias: the matrix that scores experts has a bias.
-        shared_size: inner width of a dense MLP beside the experts, which every token passes; its
-            output is multiplied by the sigmoid of a projection; 0: none.
-        float32_head: the output matrix is stored in float32, and logits are products of it with
-            states that are cast to float32.
-        attention: implementation: auto, the fastest measured one for the platform; xla, without
-            kernels; tpu_kernel, kernels for TPU.
+        router_bias: whether the matrix that scores experts has a bias.
+        shared_size: inner width of a dense MLP that every token passes in addition to its experts;
+            the sigmoid of a projection multiplies the output. 0: no such MLP.
+        float32_head: whether the output matrix is float32 and multiplies states in float32.
+        attention: implementation of attention: auto, the fastest measured one of the platform; xla,
+            without kernels; tpu_kernel, kernels for TPU.
     """
 
     vocab_size: int
@@ -176,7 +176,7 @@ class TransformerConfig:
         if ("window" in self.pattern) != (0 < self.window <= self.max_positions):
             raise ValueError(
                 f"window = {self.window} in a pattern of {', '.join(self.pattern)} layers; window "
-                f"layers need one from 1 to max_positions = {self.max_positions}, others need 0"
+                f"layers need 1 to max_positions = {self.max_positions}, other patterns need 0"
             )
         if not 0 <= self.experts_per_token <= self.num_experts or (
             self.num_experts and not self.experts_per_token
@@ -210,7 +210,7 @@ class TransformerConfig:
 
     @property
     def float32_leaves(self) -> tuple[str, ...]:
-        """Leaves outside the layers that are float32 whatever the dtype of the others."""
+        """Names of the leaves outside the layers that are always float32."""
         return (self.output_table,) * (self.float32_head and not self.num_labels)
 
     @property
@@ -225,5 +225,5 @@ class TransformerConfig:
         return tuple(self.pattern[i % period] for i in range(self.num_layers))
 
     def row(self, name: str, layer: int) -> int:
-        """Return the index of a layer in a leaf, which has a row for each layer that has it."""
+        """Return a layer's row in a stacked leaf, which has rows only for layers with the leaf."""
         return sum(has_leaf(kind, name) for kind in self.layer_kinds[:layer])

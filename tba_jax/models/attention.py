@@ -2,7 +2,7 @@
 """Attention of grouped queries: over whole sequences, and of one new token over a cache.
 
 `choose` selects the implementation from the platform that a program is compiled for, never from the
-process's devices. "xla" is the einsum here. On 2 CPU cores its gradient takes 5 % less processor
+process's devices. "xla" is an einsum. On 2 CPU cores its gradient takes 5 % less processor
 time than that of `jax.nn.dot_product_attention` with the same masks (256 rows of 28, 4 heads of 16;
 and 8 rows of 256, 8 query on 2 key/value heads of 64); the forward pass takes the same. Invariant:
 a masked key has weight exactly 0, and a row without any valid key gives finite numbers.
@@ -27,8 +27,8 @@ Implementation = Literal["xla", "xla_tpu", "cudnn", "tpu_kernel"]
 """Implementation of attention.
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
-xla_tpu: the same with another order of axes: with heads before queries, as XLA:CPU is fastest,
-    XLA:TPU moves more data.
+xla_tpu: as xla with another order of axes. XLA:CPU is fastest with heads before queries, but with
+    that order XLA:TPU moves more data.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
     head_dim a multiple of 8 up to 128. Rows of several sequences use a mask of two bytes per pair
     of positions, the same for all heads. One token over a cache uses `decode_kernel`: cuDNN needs
@@ -46,9 +46,9 @@ class Scores(NamedTuple):
     """Treatment of scores in one kind of layer.
 
     Attributes:
-        window: positions that a query sees, its own included; None: all before it.
-        cap: c of c tanh(score / c), before the mask; None: none.
-        sinks: [g r], a score per query head that takes weight and has no value; None: none.
+        window: number of positions that a query sees, including its own; None: all earlier ones.
+        cap: c of c tanh(score / c), applied before the mask; None: no cap.
+        sinks: [g r], a score per query head with weight but with value 0; None: no sinks.
     """
 
     window: int | None = None
@@ -56,7 +56,7 @@ class Scores(NamedTuple):
     sinks: Array | None = None
 
     def allowed(self, implementation: Implementation, *, is_step: bool = False) -> Implementation:
-        """Return the implementation, or the einsum that replaces kernels without these scores.
+        """Return the implementation, or the einsum if its kernels do not support these scores.
 
         Args:
             implementation: return value of `choose`.
@@ -74,17 +74,18 @@ PLAIN = Scores()
 
 
 class Visible(NamedTuple):
-    """Visibility of keys: a query of a row sees the valid positions up to its own.
+    """Visibility of keys: a query sees the valid positions of its row up to its own position.
 
     Attributes:
         mask: bool [b s], the valid positions; adjacent in each row.
         first: int32 [b], index of the first valid position; None: 0 in every row.
-        segments: int32 [b s] for rows of several sequences, which do not see one another: index of
-            each position's sequence, 0 at padding; None: one sequence per row.
-        prompts: for sequences that also see a prompt before them: the index of the prompt that each
-            query sees, 0 for none, and of the prompt of each key, -1 for none; [b s] both.
-        positions: int32 [b s], positions in the sequences, which windows need if responses share a
-            prompt; None: neighbours in a row are neighbours in the sequence.
+        segments: int32 [b s], index of each position's sequence in rows of several sequences, which
+            do not see one another; 0 at padding. None: one sequence per row.
+        prompts: for sequences that also see an earlier prompt: (index of the prompt that each query
+            sees, 0 without one; index of the prompt that each key belongs to, -1 without one), each
+            [b s].
+        positions: int32 [b s], positions in the sequences, for windows if responses share a prompt.
+            None: neighbours in a row are neighbours in the sequence.
     """
 
     mask: Array
@@ -109,7 +110,7 @@ def causal(mask: Bool[Array, "b s"], *, is_right_padded: bool = False) -> Visibl
 
     Args:
         mask: the valid positions, adjacent in each row; padding on either side.
-        is_right_padded: no row has padding in front, which saves a shift for cuDNN.
+        is_right_padded: whether no row has padding at its start, which saves a shift for cuDNN.
     """
     return Visible(mask, None if is_right_padded else jnp.argmax(mask, axis=1))
 
@@ -119,13 +120,13 @@ def packed(
     contexts: Int[Array, "b s"] | None = None,
     is_prompt: Bool[Array, "b s"] | None = None,
 ) -> Visible:
-    """Return causal visibility within the sequences of rows that hold several.
+    """Return causal visibility within the sequences of rows with several sequences.
 
     Args:
         segments: index of each position's sequence, adjacent in a row; 0 at padding.
         contexts: index of the prompt that each position belongs or responds to; None: each prompt
             is part of the only sequence that sees it.
-        is_prompt: with contexts, which positions are prompts.
+        is_prompt: which positions are prompts; given together with `contexts`.
     """
     if contexts is None or is_prompt is None:
         return Visible(segments > 0, None, segments)
@@ -152,7 +153,7 @@ def attend_causal(
     Args:
         q, k, v: q and k rotated.
         visible: return value of `causal` or `packed`.
-        scores: treatment of scores; kernels without it are replaced by the einsum.
+        scores: treatment of scores; the einsum replaces kernels that do not support it.
         implementation: return value of `choose`.
         sharding: on a mesh, of keys and values as a cache [b g s e]; only for tpu_kernel.
     """
@@ -222,11 +223,11 @@ def _attend_cudnn(
     visible: Visible,
     window: int | None,
 ) -> Float[Array, "b s g r e"]:
-    """Attend within rows of one sequence: cuDNN skips what causal masks and lengths hide."""
+    """Attend within rows of one sequence; cuDNN skips keys that causal masks and lengths hide."""
     b, s, g, r, e = q.shape
     mask, first = visible.mask, visible.first
     valid = mask[:, :, None, None]
-    # Padding may hold anything, and one nan would spread: zero it on input and output.
+    # Padding may contain nan, which would spread, so set it to 0 on input and output.
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
     if first is not None:
         q, k, v = (_turned(x, first) for x in (q, k, v))
@@ -250,8 +251,8 @@ def _attend_cudnn(
 def _turned(x: Float[Array, "b s h e"], by: Int[Array, " b"]) -> Float[Array, "b s h e"]:
     """Rotate each row to the left by `by`.
 
-    The gradient rotates back; the gradient of a gather would be a slower scatter-add, because it
-    does not know that indices are unique.
+    The gradient rotates back. The gradient of a gather would be a slower scatter-add, because XLA
+    does not know that the indices are unique.
     """
     index = (jnp.arange(x.shape[1])[None] + by[:, None]) % x.shape[1]
     return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
@@ -276,14 +277,14 @@ def _attend_masked(
     window: int | None = None,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Float[Array, "b s g r e"]:
-    """Attend within rows of several sequences, with a mask of pairs as dense bias of cuDNN.
+    """Attend within rows of several sequences, with a mask of pairs as cuDNN's dense bias.
 
-    A bias is read once per head; scores by einsum would be written once and read several times.
+    A bias is read once per head; scores of an einsum would be written once and read several times.
     """
     b, s, g, r, e = q.shape
     valid = visible.mask[:, :, None, None]
-    # Padding is zeroed, as in `_attend_cudnn`, and sees itself, so that no row of the softmax is
-    # empty. cuDNN's gradient with a bias needs an even length.
+    # Padding is set to 0, as in `_attend_cudnn`. A padded position sees itself, so that no row of
+    # the softmax is empty. cuDNN's gradient with a bias needs an even length.
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
     odd = (0, s % 2)
     q, k, v = (jnp.pad(x, ((0, 0), odd, (0, 0), (0, 0))) for x in (q, k, v))
@@ -418,10 +419,10 @@ def attend(
     Args:
         q, k, v: q and k rotated.
         bias: added to scores.
-        scores: cap and sinks; the bias has the window.
-        heads_first: move the heads of queries in front before the product. With another order,
-            XLA:CPU transposes the scores, the largest array; XLA:TPU chooses layouts itself and
-            moves more data if one is given.
+        scores: cap and sinks of the scores; `bias` contains the window.
+        heads_first: whether to move the heads of queries to the front before the product. With
+            another order, XLA:CPU transposes the scores, the largest array. XLA:TPU chooses
+            layouts itself, and moves more data if an order is given.
     """
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     rows, axes = (jnp.transpose(q, (0, 2, 3, 1, 4)), "bgrse") if heads_first else (q, "bsgre")
@@ -438,7 +439,7 @@ def attend(
 
 
 def _wide(x: Array) -> Any:
-    """Return the dtype of sums over such arrays: float32, or a wider dtype of the array."""
+    """Return the dtype for sums over an array: float32, or the dtype of the array if wider."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -457,12 +458,12 @@ def attend_cached(
 ) -> tuple[Float[Array, "n g r e"], KVCache]:
     """Return attention of one new token per slot, and `recent` with its key and value.
 
-    The cache has two parts so that a step writes one column, the same for every slot: `history` is
-    read-only, `recent` holds the tokens of this chunk of steps.
+    The cache has two parts, so that a step writes one column, the same for every slot: `history`
+    is read-only, and `recent` has the tokens of this chunk of steps.
 
     Args:
         q, k, v: query, key and value of the new token; k rotated.
-        history: keys and values of earlier chunks, in their dtype or 8-bit.
+        history: keys and values of earlier chunks, in the dtype of k or 8-bit.
         history_length: valid positions of each slot in `history`.
         recent: keys and values of this chunk, [n g m e], not 8-bit.
         index: column of this token; columns up to it are visible.
@@ -516,7 +517,7 @@ def _partial(
 ) -> Partial:
     """Return the softmax over the first `length` positions of each slot, by einsum.
 
-    The `later` positions follow them; the last one is the position of the query.
+    `later` further positions follow; the last one is the position of the query.
     """
     f32 = jnp.float32
     (keys, of_keys), (values, of_values) = (open_part(x, scaled.dtype) for x in cache)

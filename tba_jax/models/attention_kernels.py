@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one new token over its cache on a TPU: a Pallas kernel behind `attention`.
 
-jax's own decode kernels for TPU (paged, ragged) return no log-sum-exp, which is needed to merge the
-two parts of the cache. This small kernel reads only the filled blocks of each slot's cache. Whole
-sequences use `splash`. Invariant: the results are those of `attention.attend_cached`, whatever the
-unfilled columns contain.
+The decode kernels of JAX for TPU (paged, ragged) return no log-sum-exp, which is necessary to merge
+the two parts of the cache. This small kernel reads only the filled blocks of each slot's cache.
+Whole sequences use `splash`. Invariant: results are those of `attention.attend_cached`, whatever
+the unfilled columns contain.
 
-Compiled for TPU and checked in interpret mode, but not measured on a TPU, so it is never chosen
-automatically. On other devices it runs interpreted: correct and very slow.
+The kernel compiles for TPU and is checked in interpret mode, but not measured on a TPU, so it is
+never chosen automatically. On other devices it runs interpreted: correct and very slow.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 from tba_jax.models.partial_softmax import Partial
 from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
 
-_LANES = 128  # of a vector register
+_LANES = 128  # lanes of a vector register
 _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan
 
 # Keys of one block. Two blocks of keys and two of values are in flight, a quarter of the 16 MiB

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of the transformer: its parameters, their logical axes, and its computation.
 
-Flax NNX is used only here and in `transformer`. What queries see is an argument.
+Only this module and `transformer` use Flax NNX. An argument defines which keys the queries see.
 """
 
 import math
@@ -23,7 +23,7 @@ from tba_jax.models.architecture import (
     num_input_axes,
 )
 
-Rope = rope.Rope | None  # None: learned positions, already in the residual stream
+Rope = rope.Rope | None  # None: learned positions, which are in the residual stream already
 Attend = Callable[..., tuple[Array, Any]]
 """(queries [*b g r e], keys [*b g e], values [*b g e], sinks [g r] or None) -> (output [*b g r e],
 anything); queries and keys are rotated. In delta layers: (`delta.Inputs`) -> (output [*b h r f],
@@ -32,7 +32,7 @@ _New = Callable[..., nnx.Param]  # makes a leaf
 
 
 class Block(nnx.Module):
-    """One layer; `attend` defines what queries see."""
+    """One layer; its argument `attend` defines which keys the queries see."""
 
     def __init__(
         self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs, kind: LayerKind = "full"
@@ -225,11 +225,11 @@ class Block(nnx.Module):
     ) -> Array:
         """Return [*b *out_shape]: x times the matrix of this name, plus its bias, in x's dtype.
 
-        As one two-dimensional product: the weight gradient then contracts one long axis instead of
-        several (229 against 262 ms for the gradient of 256 rows x 28 positions of the start model
-        on 2 CPU cores). Keys and values, and gate and up, are separate products: fused into one,
-        they took two to three times as long in training on CPU, and on TPU an axis of two made XLA
-        copy the weights to another layout.
+        The product is two-dimensional, so that the weight gradient contracts one long axis instead
+        of several (229 instead of 262 ms for the gradient of 256 rows x 28 positions of the start
+        model on 2 CPU cores). Keys and values, and gate and up, are separate products. A fused
+        product took two to three times as long in training on CPU, and on TPU an axis of two made
+        XLA copy the weights to another layout.
         """
         kernel = getattr(self, name)[...].astype(x.dtype).reshape(x.shape[-1], -1)
         rows = x.reshape(-1, x.shape[-1])
@@ -252,7 +252,7 @@ class Block(nnx.Module):
         return out
 
     def _norm(self, name: str, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """Apply the norm of this name, if the architecture has it."""
+        """Apply a norm by name, if the architecture has it."""
         if name not in norm_names(self.config):
             return x
         bias = getattr(self, name + "_bias")[...] if self.config.norm == "layer" else None

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one new token over its cache on an NVIDIA GPU: one Pallas (Triton) kernel per step.
 
-By einsum, a layer takes ten launches: two column writes, two products, a maximum and a sum for each
-part of the cache, and the merge. Here one program per slot and key/value head reads the filled
-columns, writes the new key and value into the recent part, and normalises at the end. jax's own
-decode kernel (`jax.experimental.pallas.ops.gpu.decode_attention`) is deprecated, needs caches whose
+With einsum, a layer takes ten launches: two column writes, two products, a maximum and a sum for
+each part of the cache, and the merge. Here one program per slot and key/value head reads the filled
+columns, writes the new key and value into the recent part, and normalises at the end. The decode
+kernel of JAX (`jax.experimental.pallas.ops.gpu.decode_attention`) is deprecated, needs caches whose
 columns its splits divide, and neither writes nor merges. Invariant: the results are those of
 `attention.attend_cached`, whatever the unfilled columns contain.
 
-Compiled for h100 and checked in interpret mode, but not measured on a GPU. On other devices it runs
-interpreted: correct and very slow.
+The kernel compiles for h100 and is checked in interpret mode, but not measured on a GPU. On other
+devices it runs interpreted: correct and very slow.
 """
 
 import functools
@@ -48,15 +48,15 @@ def attend_step(
         history: keys and values [n g c e], in their dtype or 8-bit, which are converted on
             reading; columns from `length` on are ignored.
         length: valid columns of each slot, possibly 0.
-        recent: keys and values of this chunk [n g m e], not 8-bit; columns before `index` are
-            used. Written in place if nothing else refers to them.
+        recent: keys and values of this chunk [n g m e], not 8-bit; the kernel reads columns before
+            `index`. The arrays are written in place if nothing else refers to them.
         index: column of the new token.
         sharding: sharding of the caches on a mesh; None: one device.
     """
     rows, heads = cache_axes(sharding)
     cache = PartitionSpec(rows, heads)
     slot = PartitionSpec(rows)
-    # One array, so that rotations, biases and casts are one launch instead of three.
+    # Use one array, so that rotations, biases and casts are one launch instead of three.
     token = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
     out, *written = per_shard(
         _attend_step,
@@ -139,9 +139,10 @@ def _kernel(
     sizes: tuple[int, int, int],
     num_scales: int,
 ) -> None:
-    """Process one slot and key/value head; `sizes` are r, e, m; blocks are powers of two.
+    """Process one slot and key/value head; `sizes` are r, e and m.
 
-    `refs`: scales of the columns of keys and values, if 8-bit; then the outputs.
+    The sizes of blocks are powers of two. `refs` has the scales of the columns of keys and values,
+    if these are 8-bit, and then the outputs.
     """
     r, e, m = sizes
     scale_refs, (out_ref, *new_refs) = refs[:num_scales], refs[num_scales:]
@@ -152,7 +153,7 @@ def _kernel(
     is_dim = jnp.arange(width) < e
 
     def load(ref: Any, start: Any, num: int, limit: Any) -> Array:
-        """Load [num width]; rows from `limit` on are 0, because 0 times nan would be nan."""
+        """Load [num width] with 0 in rows from `limit` on, because 0 times nan would be nan."""
         seen = start + jnp.arange(num) < limit
         at = ref.at[pl.ds(start, num), pl.ds(0, width)]
         return plgpu.load(at, mask=seen[:, None] & is_dim[None], other=0).astype(dtype)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet: attention with a fixed-size state in place of keys and values.
 
-The state of a head is a matrix S [k f] that maps keys to values. Each token decays it, corrects the
-value that it has for the token's key, and reads it with the token's query:
+The state of a head is a matrix S [k f] that maps keys to values. Each token decays the state,
+corrects the state's value for the token's key, and reads the state with the token's query:
 
     S <- exp(decay) S;  S <- S + rate key (value - key S);  output = query S
 
-`mix` computes it in chunks of tokens; a decode step is a chunk of one token. Invariant: the output
-of a token depends only on the tokens before it in its sequence, up to rounding: not on the division
-into chunks, nor on other sequences of its row.
+`mix` computes the outputs in chunks of tokens; a decode step is a chunk of one token. Invariant: up
+to rounding, the output of a token depends only on the earlier tokens of its sequence, not on the
+division into chunks or on other sequences of the row.
 
 Reference: arXiv:2412.06464; the products within a chunk are those of arXiv:2406.06484.
 """
@@ -27,14 +27,14 @@ CHUNK = 64
 
 
 class Inputs(NamedTuple):
-    """Projections of tokens; h key heads with r value heads each.
+    """Projections of tokens, for h key heads with r value heads each.
 
     Attributes:
         qkv: [*b s h w], queries, keys and values of each key head, w = 2 k + r f.
         taps: [h w t], kernel of the convolution over the last t tokens.
         decay: float32 [*b s h r], at most 0.
         rate: float32 [*b s h r], from 0 to 1.
-        key_dim: k.
+        key_dim: k, size of a key.
     """
 
     qkv: Array
@@ -63,7 +63,7 @@ def mix(
     """
     (b, s, h, w), k = x.qkv.shape, x.key_dim
     valid = visible.mask[:, :, None, None]
-    rows = jnp.where(valid, x.qkv, 0)  # padding changes no state
+    rows = jnp.where(valid, x.qkv, 0)  # zeros do not change a state
     decay, rate = (jnp.where(valid, y, 0) for y in (x.decay, x.rate))
     r = decay.shape[-1]
     wide = jnp.promote_types(jnp.float32, rows.dtype)
@@ -94,7 +94,7 @@ def _unit(x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
 def _convolved(
     extended: Float[Array, "b before_and_s h w"], taps: Float[Array, "h w t"], visible: Visible
 ) -> Float[Array, "b s h w"]:
-    """Return the causal convolution along each sequence, for each channel by itself."""
+    """Return the causal convolution along each sequence, for each channel separately."""
     s, width = visible.mask.shape[1], taps.shape[-1]
     index = jnp.broadcast_to(jnp.arange(s), visible.mask.shape)
     previous, at = _previous(visible, index), index
@@ -102,7 +102,7 @@ def _convolved(
     for back in range(width):
         first = width - 1 - back
         tokens = jax.lax.slice_in_dim(extended, first, first + s, axis=1)
-        if visible.prompts is not None:  # the last tokens of a prompt are not neighbours
+        if visible.prompts is not None:  # a response may not be next to its prompt
             tokens = jnp.take_along_axis(
                 extended[:, width - 1 :], jnp.maximum(at, 0)[:, :, None, None], axis=1
             )
@@ -115,7 +115,7 @@ def _convolved(
 
 
 def _previous(visible: Visible, index: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Return the index of the token before each in its sequence, -1 for none."""
+    """Return the index of the previous token in the sequence of each token; -1 without one."""
     if visible.segments is None:
         return index - 1
     goes_on = jnp.pad(visible.segments[:, 1:] == visible.segments[:, :-1], ((0, 0), (1, 0)))
@@ -127,14 +127,14 @@ def _previous(visible: Visible, index: Int[Array, "b s"]) -> Int[Array, "b s"]:
 
 
 class _Chunks(NamedTuple):
-    """Paths of n chunks of c tokens: the tokens and states that each token continues.
+    """Dependencies of the tokens in n chunks of c tokens: earlier tokens and a state.
 
     Attributes:
-        seen: bool [b n c c], the tokens of the chunk on the path of each token, its own included.
-        from_last: float32 [b n c], 1 if the path continues the state after the chunk before.
-        from_prompt: float32 [b n c], 1 if it continues the state after the last prompt before the
-            chunk instead; None: rows without shared prompts.
-        prompt_end: int32 [b n], index of the last token of a prompt in each chunk, -1 for none.
+        seen: bool [b n c c], the tokens of the chunk that each token depends on, including itself.
+        from_last: float32 [b n c], 1 if a token depends on the state after the previous chunk.
+        from_prompt: float32 [b n c], 1 if a token depends on the state after the last prompt
+            before the chunk; None: rows without shared prompts.
+        prompt_end: int32 [b n], index of the last token of a prompt in each chunk; -1 without one.
     """
 
     seen: Array
@@ -187,14 +187,14 @@ def _delta_rule(
     of = _chunks(visible, c)
 
     def divided(x: Array, axis: int) -> Array:
-        """Return [b n ...] of [b s ...], with the c tokens of a chunk on this axis."""
+        """Reshape [b s ...] to [b n ...] with the c tokens of a chunk on this axis."""
         x = jnp.pad(x, ((0, 0), (0, -s % c), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(b, -1, c, *x.shape[2:]), 2, axis)
 
     q, keys = (divided(x, -2)[:, :, :, None] for x in (q, keys))  # for all value heads of a key
     values, decay, rate = divided(values, -2), divided(decay, -1), divided(rate, -1)
     seen = of.seen[:, :, None, None]
-    # Decay from the state that a token continues, and between two tokens of a path.
+    # Decay from the state on which a token depends, and between two dependent tokens.
     total = jnp.einsum("bnij,bnhrj->bnhri", of.seen.astype(decay.dtype), decay, precision="highest")
     pairs = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
     # The corrections of a chunk's tokens solve a triangular system.
@@ -206,7 +206,7 @@ def _delta_rule(
     own = _product(q, transposed) * pairs
 
     def from_state(continues: Array | None) -> tuple[Array, Array, Array]:
-        """Return what a state is multiplied by in corrections, outputs and later states."""
+        """Return the factors of a state in corrections, outputs and later states."""
         assert continues is not None
         factor = kept * continues[:, :, None, None, :, None]
         return _product(inverse, scaled * factor), q * factor, factor
@@ -231,7 +231,7 @@ def _delta_rule(
 
 
 def _run_chunk(states: tuple[Array, ...], chunk: Any) -> tuple[tuple[Array, ...], Array]:
-    """Return (states after one chunk, its outputs): the only computation that is sequential."""
+    """Return (states after one chunk, outputs of the chunk); only this step is sequential."""
     new, own, keys, pairs, starts, prompt_end = chunk
     out = jnp.zeros_like(new)
     for state, (corrected, read, _) in zip(states, starts, strict=True):
@@ -240,7 +240,7 @@ def _run_chunk(states: tuple[Array, ...], chunk: Any) -> tuple[tuple[Array, ...]
     out = out + _product(own, new)
 
     def after(at: Array | None) -> Array:
-        """Return the state after the token of this index [b] in the chunk; None: the last."""
+        """Return the state after token `at` [b] of the chunk; None: after the last token."""
 
         def row(x: Array) -> Array:
             if at is None:
@@ -260,7 +260,7 @@ def _run_chunk(states: tuple[Array, ...], chunk: Any) -> tuple[tuple[Array, ...]
 
 
 def _product(x: Array, y: Array) -> Array:
-    """Return the matrix product in full float32: states sum up rounding errors of all tokens."""
+    """Return the matrix product in full float32, as rounding errors of all tokens add up."""
     return jnp.matmul(x, y, precision="highest")
 
 
@@ -268,8 +268,9 @@ def _product(x: Array, y: Array) -> Array:
 def _unit_lower_inverse(lower: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
     """Return the inverse of 1 + `lower`, which is strictly lower triangular; c is a power of two.
 
-    The matrix is divided into halves. This is as exact as substitution, and uses matrix products.
-    A series in powers of `lower` has fewer steps, but the powers get large if keys are similar.
+    The matrix is divided into halves recursively. This method uses matrix products and is as exact
+    as substitution. A series in powers of `lower` would have fewer steps, but the powers become
+    large if keys are similar.
     """
     if lower.shape[-1] == 1:
         return jnp.ones_like(lower)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bidirectional encoders: the RoBERTa sequence classifier, and BERT sentence embeddings.
 
-Learned positions, layer norm after each half of a layer, exact GELU. Parameters are plain nested
-dicts of arrays with the layers stacked on a leading axis. A setting of config.json that is not
-implemented is refused by name. Invariant: the result of a row depends on its valid tokens alone,
-not on position, amount or contents of the padding.
+The encoders have learned positions, layer norm after each half of a layer, and exact GELU.
+Parameters are plain nested dicts of arrays, with layers stacked on the first axis. A setting of
+config.json that is not implemented is refused by name. Invariant: the result of a row depends on
+its valid tokens alone, not on position, amount or contents of the padding.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tba_jax.models.hf.tensors import HFTensor, linear, plain, split_vector
 
 Params = Mapping[str, Any]
 
-# Buffers of old checkpoints, and the pooler of the pretraining task; not used here.
+# Unused tensors: buffers of old checkpoints, and the pooler of the pretraining task.
 _SPARE = (
     "embeddings.position_ids",
     "embeddings.token_type_ids",
@@ -56,14 +56,14 @@ class EncoderConfig:
     """Architecture of an encoder; hashable, so it can be a static argument.
 
     Attributes:
-        vocab_size: v, rows of the embedding.
-        hidden_size: d.
-        num_layers: l.
-        num_heads: h; divides hidden_size.
+        vocab_size: v, number of rows of the embedding.
+        hidden_size: d, width of the residual stream.
+        num_layers: l, number of layers.
+        num_heads: h, number of heads; divides hidden_size.
         mlp_size: inner width of the MLP.
-        num_positions: rows of the position table.
-        num_token_types: rows of the token type table; every token has type 0.
-        norm_eps: added to the variance in a layer norm.
+        num_positions: number of rows of the position table.
+        num_token_types: number of rows of the token type table; every token has type 0.
+        norm_eps: number that a layer norm adds to the variance.
         pad_id: RoBERTa's padding token, which has position `pad_id`; other tokens count from
             pad_id + 1. None: all tokens count from 0 (BERT).
         labels: names of the classes, one per logit; empty: no classification head.
@@ -89,7 +89,7 @@ class EncoderConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a row, special tokens included."""
+        """Maximum number of tokens of a row, special tokens included."""
         return self.num_positions - (0 if self.pad_id is None else self.pad_id + 1)
 
 
@@ -200,8 +200,8 @@ def classify(
 ) -> Float32[Array, "b n"]:
     """Return logits of the classes (`config.labels`), from the first valid token, `<s>`.
 
-    Rows may be padded on either side. transformers reads the first slot instead, which with left
-    padding is a padding token.
+    Rows may be padded on either side. transformers reads the first position instead, which is
+    padding if a row is left-padded.
 
     Args:
         params: return value of `load`.
@@ -215,10 +215,10 @@ def classify(
             "checkpoint, or use embed_sentences"
         )
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
-    first = jnp.argmax(mask, axis=1)  # for a row without valid tokens: its first slot
+    first = jnp.argmax(mask, axis=1)  # 0 for a row without valid tokens
     x = jnp.take_along_axis(hidden, first[:, None, None], axis=1)[:, 0]
     x = jnp.tanh(_linear(params, "head", x)).astype(jnp.float32)
-    # float32: scores decide rewards even if nearly equal, and this product is small.
+    # Use float32, because nearly equal scores decide rewards, and this product is small.
     return _linear(params, "logits", x)
 
 
@@ -232,7 +232,7 @@ def embed_sentences(
 ) -> Float32[Array, "b d"]:
     """Return the mean hidden state of each row's valid tokens, scaled to length 1.
 
-    The pooling of all-MiniLM-L6-v2; the dot product of two rows is their cosine similarity.
+    This is the pooling of all-MiniLM-L6-v2. The dot product of two rows is their cosine similarity.
 
     Args:
         params: return value of `load`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: each token passes the MLPs of its best experts, and no token is dropped.
+"""Mixture of experts without dropped tokens: each token passes the MLPs of its best experts.
 
 Tokens are sorted by expert, so that each matrix product is one grouped product
 (`jax.lax.ragged_dot`). On a mesh, `expert` divides the experts and the rows of a batch: devices of
@@ -48,7 +48,7 @@ def feed_forward(
         return _of_rows(rows, leaves, jnp.int32(0), config=config).reshape(y.shape)
     row_axes = context_axis.row_axes(mesh)
     expert = "expert" if "expert" in mesh.shape else None
-    # A decoder's mesh may divide that axis into two (`decoding.compiled.cache_sharding`).
+    # A decoder's mesh may divide the axis `model` into two (`decoding.compiled.cache_sharding`).
     model = tuple(axis for axis in mesh.axis_names if axis.startswith("model"))
     of_experts = {
         "expert_down": PartitionSpec(expert, model or None),
@@ -69,7 +69,7 @@ def feed_forward(
         if expert is not None:
             first = jax.lax.axis_index(expert) * leaves["expert_down"].shape[0]
             rows = jax.lax.all_gather(rows, expert, tiled=True)
-        if model and "expert_down_bias" in leaves:  # added once, not by each part
+        if model and "expert_down_bias" in leaves:  # only one part adds the bias
             is_first = jax.lax.axis_index(model) == 0
             bias = jnp.where(is_first, leaves["expert_down_bias"], 0)
             leaves = {**leaves, "expert_down_bias": bias}
@@ -90,7 +90,7 @@ def feed_forward(
 def route(
     rows: Float[Array, "n d"], leaves: Mapping[str, Array], config: TransformerConfig
 ) -> tuple[Float32[Array, "n k"], Int32[Array, "n k"]]:
-    """Return the weights and numbers of each token's experts; in float32, as in transformers."""
+    """Return weights and numbers of each token's experts, computed in float32."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     router = leaves["router"].astype(rows.dtype)
     logits = jnp.matmul(rows, router, preferred_element_type=wide)
@@ -131,7 +131,7 @@ def _of_rows(
     x = _permuted(jnp.repeat(rows, k, axis=0), order, back)
     inner = gated(config.activation, product("expert_gate", x), product("expert_up", x))
     out = product("expert_down", inner)
-    # Rows of other devices' experts are in no group, and their products are undefined.
+    # Rows for experts on other devices are in no group, and their products are undefined.
     out = jnp.where((expert < num)[:, None], out, 0)
     out = _permuted(out, back, order).reshape(n, k, d)
     wide = weights.dtype
@@ -142,7 +142,7 @@ def _of_rows(
 def _permuted(
     x: Float[Array, "m d"], order: Int[Array, " m"], inverse: Int[Array, " m"]
 ) -> Float[Array, "m d"]:
-    """Return x[order] with a gather as gradient; the gradient of indexing is a scatter."""
+    """Return x[order], with a gather as gradient instead of the scatter of plain indexing."""
     return x[order]
 
 

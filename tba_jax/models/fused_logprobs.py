@@ -6,14 +6,14 @@
 
 The forward pass visits the table block by block, with a running maximum and sums for each token.
 The backward pass, written by hand, recomputes the blocks, so logits exist for one block of the
-vocabulary and one chunk of the tokens at a time. That is a fourth product besides the three
-necessary ones, a third more work. Logits that are small are therefore kept for the backward pass.
-Invariant: no array has a token axis and the whole vocabulary, unless its bytes are allowed.
+vocabulary and one chunk of the tokens at a time. The recomputation adds a fourth product to the
+three necessary ones. Small logits are therefore kept for the backward pass. Invariant: no array has
+a token axis and the whole vocabulary, unless its size is at most `kept_bytes`.
 
-A block of logits is [vocabulary, tokens]: sums over the vocabulary then run over the major axis,
-with one token per lane of a vector unit. In the backward pass blocks are the outer loop and chunks
-the inner one: a block's table gradient is complete in float32 before it is rounded to the table's
-dtype, and the whole gradient exists only once, in that dtype.
+A block of logits is [vocabulary, tokens], so that sums over the vocabulary run over the major axis,
+with one token per lane of a vector unit. In the backward pass, the outer loop is over blocks and
+the inner loop over chunks. The table gradient of a block is therefore complete in float32 before it
+is rounded to the table's dtype, and the whole gradient exists only once, in that dtype.
 """
 
 import functools
@@ -33,11 +33,11 @@ VOCAB_BLOCK = 2048
 """Table rows per block. Each block adds to the hidden gradient [n, d]; reading and writing that
 array costs less than the products only if a block has a thousand rows or more."""
 
-_VOCAB_BLOCK_ON_GPU = 8192  # a launch there costs as much as a small product
+_VOCAB_BLOCK_ON_GPU = 8192  # on a GPU, a launch costs as much as a small product
 
 
 def vocab_block_on(platform: Platform) -> int:
-    """Return the table rows per block for a platform.
+    """Return the number of table rows per block for a platform.
 
     In a train step of 7B for h200, blocks of 2,048 rows cause three quarters of 419,000 launches.
     Blocks four times as large leave 156,000, and move 12 % fewer bytes with equal temporaries.
@@ -45,7 +45,7 @@ def vocab_block_on(platform: Platform) -> int:
     return _VOCAB_BLOCK_ON_GPU if platform in ("cuda", "rocm") else VOCAB_BLOCK
 
 
-# Below any logit; finite, so that the difference of two is never nan.
+# A number below any logit; finite, so that the difference of two such numbers is not nan.
 _LOWEST = -1e30
 
 
@@ -102,15 +102,15 @@ def fused_logprobs(
             block by block.
         targets: token ids in [0, v).
         temperature: divides the logits, > 0.
-        chunk_tokens: maximum tokens, over all devices, whose logits of a block exist at a time.
-            Chunks divide t, so that the division of b is unchanged.
+        chunk_tokens: maximum number of tokens, over all devices, with logits of a block at a time.
+            Chunks divide t, so that b stays divided as before.
         vocab_shards: number of parts into which devices divide the axis v of `table`. Blocks are
             within the parts; a wrong number costs communication, not correctness.
-        vocab_block: rows of each part per block.
+        vocab_block: number of rows of each part in a block.
         kept_bytes: logits up to this size, over all devices, are computed once and kept for the
             backward pass, without blocks and chunks.
-        cap: c of c tanh(logit / c), before the temperature; None: none.
-        is_exact: products of float32 inputs are float32, also where TF32 or bfloat16 is faster.
+        cap: c of c tanh(logit / c), applied before the temperature; None: no cap.
+        is_exact: whether products of float32 inputs are exact float32, not TF32 or bfloat16.
 
     Raises:
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
@@ -198,7 +198,7 @@ def _fused(
     targets: Int[Array, "c n"],
     static: _Static,
 ) -> tuple[Float32[Array, "c n"], Float32[Array, "c n"]]:
-    """Return (log-probs, entropies or zeros) of c chunks; the table in m parts of w rows."""
+    """Return (log-probs, entropies or zeros) of c chunks; the table has m parts of w rows."""
     return _forward(hidden, table, targets, static)[0]
 
 
@@ -233,7 +233,7 @@ def _forward(
         zeros = jnp.zeros((table.shape[0], targets.shape[0]), jnp.float32)
         first = _Sums(zeros + _LOWEST, zeros, zeros, zeros)
         sums = _each_block(table.shape[1], static.vocab_block, visit, first)
-        # The only communication between devices that hold different parts.
+        # Only this merge communicates between devices with different parts.
         top = jnp.max(sums.top, axis=0)
         _, total, weighted, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None], static))
         logsumexp = top + jnp.log(total)
@@ -276,12 +276,12 @@ def _backward(
                 weight = weight + of_entropy[j][None, None] * (logp + entropy[j][None, None])
             chosen = jnp.where(_is_target(ids, targets[j]), of_logprob[j][None, None], 0.0)
             d_logits = chosen - jnp.exp(logp) * weight
-            if static.cap is not None:  # the derivative of the cap
+            if static.cap is not None:  # multiply by the derivative of the cap
                 d_logits = d_logits * (1 - (logits * static.temperature / static.cap) ** 2)
             d_logits = d_logits.astype(hidden.dtype)
             of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows, static)
             if c == 1:
-                d_hidden = d_hidden + of_chunk[None]  # updating a slice would copy it
+                d_hidden = d_hidden + of_chunk[None]  # an update of a slice would copy the array
             else:
                 of_chunk = d_hidden[j] + of_chunk
                 d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
@@ -296,7 +296,7 @@ def _backward(
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_table, d_rows, start, axis=1)
 
     n, d = hidden.shape[1:]
-    # Each part of the table has its own sum, so that devices add them up once, not per block.
+    # Each part of the table has a separate sum, so that devices add up once, not per block.
     d_hidden = jnp.zeros((c, table.shape[0], n, d), jnp.float32)
     first = d_hidden, jnp.zeros_like(table)
     d_hidden, d_table = _each_block(table.shape[1], static.vocab_block, visit, first)
@@ -309,11 +309,11 @@ _fused.defvjp(_forward, _backward)
 def _each_block(
     width: int, block: int, visit: Callable[[Any, int, _Carry], _Carry], carry: _Carry
 ) -> _Carry:
-    """Return `carry` after `visit(start, size, carry)` of all blocks; one may be smaller."""
+    """Return the last `carry` of `visit(start, size, carry)` over blocks; one may be smaller."""
     if block >= width:
         return visit(0, width, carry)
     whole, rest = divmod(width, block)
-    # The smaller block first: after a loop XLA:CPU would copy the table gradient to update it.
+    # The smaller block is first: after a loop, XLA:CPU would copy the table gradient for an update.
     if rest:
         carry = visit(whole * block, rest, carry)
     if whole:
@@ -336,8 +336,8 @@ def _block(
 ) -> Float[Array, "m x d"]:
     """Return one block: `size` rows of each part of the table."""
     rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
-    # Multiply by a one that the compiler cannot see: otherwise it would move the rounding to
-    # bfloat16 out of the loop and keep a rounded copy of the whole table.
+    # Multiply by a 1 that the compiler does not know. Otherwise it would move the rounding
+    # to bfloat16 out of the loop and keep a rounded copy of the whole table.
     rows = rows * jax.lax.optimization_barrier(jnp.ones((), rows.dtype))
     return rows.astype(dtype)
 
@@ -349,7 +349,7 @@ def _ids(table: Float[Array, "m w d"], start: Any, size: int) -> Int[Array, "m x
 
 
 def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array, "m w n"]:
-    # A comparison, because a gather of rows from a divided table would communicate.
+    # Use a comparison, because a gather of rows from a sharded table would communicate.
     return ids[..., None] == targets[None, None]
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of one layer in the decoder's cache: in their dtype, or 8-bit.
 
-A decode step reads the whole cache for one token of each slot, so its time depends on bytes. An
-8-bit key or value is a vector of integers times its own scale, one per slot, head and column.
-Scales are factors of scores and weights, so no wider copy is stored. Invariant: what is read of a
-column does not depend on when, or with which others, it was written.
+A decode step reads the whole cache for one token of each slot, so the size of the cache determines
+the time. An 8-bit key or value is a vector of integers times a scale, with one scale per slot, head
+and column. Scales multiply scores and weights, so no wider copy is stored. Invariant: the contents
+of a column do not depend on the time or the other columns of its write.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ Part = Any
 
 
 class KVCache(NamedTuple):
-    """Keys (after rotation) and values of one layer, [n g c e] for n slots of c positions."""
+    """Rotated keys and values of one layer, [n g c e] for n slots of c positions."""
 
     keys: Part
     values: Part
@@ -67,7 +67,7 @@ def keep(keys: Float[Array, "n g c e"], values: Float[Array, "n g c e"], dtype: 
 
     Args:
         keys, values: keys after rotation, and values.
-        dtype: int8, or a float.
+        dtype: int8 or a floating-point dtype.
     """
     if jnp.dtype(dtype) == jnp.int8:
         return KVCache(_rounded(keys), _rounded(values))
@@ -82,7 +82,7 @@ def _rounded(x: Float[Array, "n g c e"]) -> Rounded:
 
 
 def open_part(part: Part, dtype: Any) -> tuple[Array, Array | None]:
-    """Return (factor of a product [n g c e], scale of its columns [n g c] or None).
+    """Return (array for a product [n g c e], scale of its columns [n g c] or None).
 
     Args:
         part: keys or values.
@@ -94,7 +94,7 @@ def open_part(part: Part, dtype: Any) -> tuple[Array, Array | None]:
 
 
 def empty(shape: tuple[int, int, int, int], dtype: Any) -> KVCache:
-    """Return zeros [n g c e] of a dtype, int8 or a float."""
+    """Return zeros [n g c e] in int8 or a floating-point dtype."""
     zeros: Part = jnp.zeros(shape, dtype)
     if zeros.dtype == jnp.int8:
         zeros = Rounded(zeros, jnp.ones(shape[:3]))
@@ -107,9 +107,9 @@ def empty_layers(
     """Return the caches of all layers without tokens: keys and values, or states.
 
     Args:
-        num_slots: n.
-        length: c.
-        dtype: dtype of keys and values, int8 or a float; states are float32.
+        num_slots: n, number of slots.
+        length: c, number of columns.
+        dtype: dtype of keys and values, int8 or floating-point; states are float32.
     """
     shape = (num_slots, config.num_kv_heads, length, config.head_dim)
 

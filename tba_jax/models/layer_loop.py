@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loop over layers, and rematerialisation in the backward pass.
 
-Invariant: the weights of one layer are gathered once per pass, whatever uses them.
+Invariant: the weights of one layer are gathered once per pass, whatever the number of their uses.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tba_jax.models.architecture import LayerKind, TransformerConfig, has_leaf
 
 Remat = Literal["none", "layers", "dots"]
-"""What the backward pass recomputes instead of keeping it.
+"""Values that the backward pass recomputes instead of keeping them.
 
 none: nothing.
 dots: all except outputs of projections (attention scores, norms and activations).
@@ -45,8 +45,8 @@ def run_layers(
     """Return `x` after all layers.
 
     Args:
-        layers: (x, parameters of a layer) -> x after it, for each kind of the pattern in turn; the
-            loop scans over repeats of the pattern.
+        layers: function (x, parameters of a layer) -> x after the layer, for each layer of the
+            pattern; the loop scans over repeats of the pattern.
         x: residual streams, a tree of arrays [b ...].
         params, config, compute_dtype, remat, sharding: as in `transformer.apply`.
 
@@ -84,7 +84,7 @@ def run_layers(
 
     num, pattern = config.num_layers, config.pattern
     whole = num // len(pattern) * len(pattern)
-    ends = {name: config.row(name, whole) for name in stacked}  # rows of the whole repeats
+    ends = {name: config.row(name, whole) for name in stacked}  # end of the rows of whole repeats
     repeats = {
         name: leaf[: ends[name]].reshape(whole // len(pattern), -1, *leaf.shape[1:])
         for name, leaf in stacked.items()
@@ -102,8 +102,8 @@ def _unstacked(
 ) -> tuple[Mapping[str, Any], ...]:
     """Return the parameters of each layer.
 
-    Its gradient stacks the gradients of the layers. The gradient of plain indexing would instead
-    add up arrays that are zero but for one layer.
+    The gradient stacks the gradients of the layers. The gradient of plain indexing would instead
+    add up arrays that are zero except for one layer.
     """
     rows = {name: iter(range(len(leaf))) for name, leaf in layers.items()}
     return tuple(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token log-probs of given responses: the one definition used for policy and reference.
+"""Token log-probs of given responses, with one definition for policy and reference.
 
-The log-softmax is float32, over the full vocabulary, of logits divided by the sampling temperature,
-at every response token including end-of-sequence. `fused_logprobs` limits logits to one block of
-the vocabulary at a time, unless they are small.
+The log-prob of a response token, end-of-sequence included, is the float32 log-softmax over the full
+vocabulary of logits divided by the sampling temperature. `fused_logprobs` computes logits for one
+block of the vocabulary at a time, unless the logits are small.
 """
 
 import functools
@@ -31,13 +31,13 @@ def response_mask(
     scoring: Scoring,
     is_sampled: Bool[Array, "p k t"] | None = None,
 ) -> Bool[Array, "p k t"]:
-    """Return the positions that count in log pi(y|x): all actions of the response, EOS included.
+    """Return the positions that count in log pi(y|x): all sampled tokens, EOS included.
 
     Args:
         response_tokens: right-padded responses.
-        response_lengths: tokens, EOS included.
+        response_lengths: number of tokens of each response, EOS included.
         scoring: whether EOS counts.
-        is_sampled: tokens that the policy sampled; None: every token of a response.
+        is_sampled: which tokens the policy sampled; None: every token of a response.
     """
     t = response_tokens.shape[-1]
     mask = jnp.arange(t)[None, None] < response_lengths[..., None]
@@ -112,7 +112,7 @@ def token_logprobs(
 def _beside(
     logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
 ) -> Array:
-    """Return log-probs, and the readout of the states if any; 0 at unscored tokens."""
+    """Return log-probs, with the readout of the states if there is one; 0 at unscored tokens."""
     if readout is None:
         return jnp.where(is_scored, logprobs, 0.0)
     both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
@@ -169,7 +169,7 @@ def row_token_logprobs(
         params,
         tokens[:, : tokens.shape[1] - c * t],
         responses,
-        # Rows of padding get a prompt of one token.
+        # Padding rows get a prompt of one token.
         jnp.maximum(prompt_lengths, 1),
         config=config,
         compute_dtype=compute_dtype,
@@ -196,7 +196,7 @@ def _of_tokens(
     """Return log-probs of tokens from the states that predict them."""
     mesh = None if sharding is None else sharding.mesh
     states, targets = (context_axis.as_rows(x, mesh) for x in (states, targets))
-    # The division of the output table into parts of devices, and of a part into blocks.
+    # Divide the output table into the parts of devices, and a part into blocks.
     table = {}
     if sharding is not None:
         table["vocab_shards"] = sharding.vocab_shards
@@ -235,7 +235,7 @@ def _response_logprobs(
             of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in scoring.eos_ids
         ]
         end_prob = jnp.sum(jnp.exp(jnp.stack(ends)), axis=0)
-        # Bounded by a float32 step below 1, so that an EOS probability of 1 stays finite.
+        # Limit the probability of EOS to a float32 step below 1, so that log-probs stay finite.
         others = jnp.log(jnp.maximum(1.0 - end_prob, 2.0**-24))
         logprobs = logprobs.at[:, :num_endless].add(-others)
     return logprobs
@@ -255,16 +255,16 @@ def packed_token_logprobs(
 ) -> Float[Array, "n s *both"]:
     """Return log pi of every token given the tokens before it in its own sequence, float32.
 
-    0 at the first token of a sequence and at padding. Prompts are scored too, because the position
-    of responses differs from row to row.
+    The result is 0 at the first token of a sequence and at padding. Prompts are scored, too,
+    because the position of responses differs from row to row.
 
     Args:
         params: model parameters; gradients flow here.
         tokens: rows of several sequences, as `PackedBatch.tokens`.
-        segments: the sequence of each position, 0 at padding.
+        segments: index of each position's sequence; 0 at padding.
         positions: position in the sequence.
-        shared: empty; or, if responses follow one copy of their prompt, `PackedBatch.contexts` and
-            which positions are prompts; [n s] each.
+        shared: (), or, if responses share a copy of their prompt, `PackedBatch.contexts` and which
+            positions are prompts; [n s] each.
         config, scoring, remat, sharding, readout: as `token_logprobs`; a minimum length is not
             supported.
 
@@ -288,7 +288,7 @@ def packed_token_logprobs(
         sharding=sharding,
     )
     if sharding is not None and context_axis.num_parts(sharding.mesh) > 1:
-        # All positions, because the mesh divides their number; the first one is not scored.
+        # Use all positions, because the mesh divides their number; the first one is not scored.
         states = _states_before(hidden, segments, is_prompt, sharding)
         logprobs = _of_tokens(params, states, tokens, config, scoring, sharding)
         return _beside(logprobs, states, positions > 0, readout)
@@ -310,7 +310,7 @@ def _states_before(
     is_prompt: Bool[Array, "n s"] | None,
     sharding: ComputeSharding,
 ) -> Float[Array, "n s d"]:
-    """Return the state that predicts each token, of sequences that the mesh divides."""
+    """Return the state that predicts each token, for sequences that the mesh divides."""
     mesh = sharding.mesh
     assert mesh is not None, "only a mesh divides sequences"
     if is_prompt is None:
@@ -321,7 +321,7 @@ def _states_before(
 
 
 def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:
-    """Return the position before each; for a response's first token, its prompt's last one."""
+    """Return the position whose state predicts each token: the previous or the prompt's last."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     goes_on = segments == jnp.roll(segments, 1, axis=1)
     last_of_prompt = jax.lax.cummax(jnp.where(is_prompt, index, 0), axis=1)
@@ -337,5 +337,5 @@ def _refuse_classifier(config: TransformerConfig) -> None:
 
 
 def _head_dtype(config: TransformerConfig, scoring: Scoring) -> Any:
-    """Return the dtype of the inputs of logits."""
+    """Return the dtype of the inputs of the product that computes logits."""
     return jnp.dtype("float32" if config.float32_head else scoring.compute_dtype)

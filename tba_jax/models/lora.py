@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters (LoRA): a policy of frozen base parameters and a small trained tree.
+"""Low-rank adapters (LoRA): a policy has frozen base parameters and a small trained tree.
 
 Adapters are a tree like that of the parameters, with two leaves A and B for each adapted matrix,
 stacked over layers. They are float32 for every dtype of the base, because updates may be too small
@@ -27,7 +27,7 @@ from tba_jax.models.hf import hf_weights
 from tba_jax.models.quantized import Quantization, quantize, scale_name
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 
-# First fold of the root key: separates the random A from other uses of the seed.
+# Number folded into the root key, to separate the random A from other uses of the seed.
 _ADAPTER_ROLE = 3
 
 
@@ -42,7 +42,7 @@ def with_adapters(
         modules: names of matrices of a layer.
 
     Raises:
-        ValueError: the model lacks one of them.
+        ValueError: the model lacks one of the modules.
     """
     there = abstract_params(config)["layers"]
     matrices = [name for name in MATRICES if name in there]
@@ -56,7 +56,7 @@ def with_adapters(
 
 
 def split(params: Params) -> tuple[Params, Params]:
-    """Return (base, adapters) of a tree that holds both; leaves may be anything."""
+    """Return (base, adapters) of a tree with both; leaves may have any type."""
     layers = params["layers"]
     leaves = {leaf for name in MATRICES for leaf in lora_names(name)}
     base = {name: x for name, x in layers.items() if name not in leaves}
@@ -75,7 +75,7 @@ def abstract_adapters(config: TransformerConfig) -> Params:
 
 
 def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -> Params:
-    """Return fresh adapters: A uniform within 1 / sqrt(inputs) of zero, B zero.
+    """Return new adapters, with A uniform within 1 / sqrt(inputs) of 0, and B = 0.
 
     Args:
         config: the architecture, with adapters.
@@ -89,7 +89,7 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
         for number, name in enumerate(modules):
             a, b = lora_names(name)
             shape = shapes[a].shape
-            # As in peft, which the paper's code uses.
+            # The distribution of peft, which the paper's code uses.
             limit = 1 / math.sqrt(math.prod(shape[1:-1]))
             layers[a] = jax.random.uniform(
                 jax.random.fold_in(key, number), shape, jnp.float32, -limit, limit
@@ -103,8 +103,8 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
 def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Params:
     """Return plain parameters equal to base with adapters: each matrix is W + alpha/r A B.
 
-    Summed in float32 and rounded to the dtype of the base. Leaves without an adapter are the base's
-    own arrays, the others have the base's sharding.
+    Sums are computed in float32 and rounded to the dtype of the base. Leaves without an adapter are
+    the arrays of the base; merged leaves have the sharding of the base.
 
     Args:
         base: parameters with layers stacked, or separate as in the decoder.
@@ -119,11 +119,11 @@ def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Param
 
 
 class Base(NamedTuple):
-    """Frozen parameters in the decoder's layout, as in a searcher.
+    """Frozen parameters of a searcher, in the decoder's layout.
 
     Attributes:
-        kernels: the adapted matrices of each layer; exact.
-        rest: the tree without them, as the decoder reads it.
+        kernels: adapted matrices of each layer, not quantised.
+        rest: the tree without the adapted matrices, as the decoder reads it.
     """
 
     kernels: tuple[Params, ...]
@@ -136,7 +136,7 @@ def merge_into(
     """Return `merge` in the decoder's layout, quantised like the result of `quantize`.
 
     Args:
-        base: base weights; those without adapters are already quantised.
+        base: base weights; weights without adapters are quantised already.
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
         quantization: quantization of the merged matrices.
@@ -159,7 +159,7 @@ def lower_merge(
 def adapted(base: Params, config: TransformerConfig) -> Any:
     """Return the adapted matrices of a base with their scales: the input of merging.
 
-    Leaves may be anything, as in `unadapted`.
+    Leaves may have any type, as in `unadapted`.
     """
     names, layers = _adapted_leaves(config), base["layers"]
     if isinstance(layers, tuple):
@@ -187,7 +187,7 @@ def _merge_arguments(
     kernels: Any, adapters: Params, config: TransformerConfig, quantization: Quantization = "none"
 ) -> tuple:
     where = [x.sharding for x in jax.tree.leaves(kernels)]
-    # One program for bases on any one device; a sharding would bind it to that device.
+    # One program serves bases on any single device; a sharding would bind it to one device.
     divided = None
     if any(len(x.device_set) > 1 for x in where):
         tree = jax.tree.map(lambda x: x.sharding, kernels)
@@ -219,7 +219,7 @@ def _merge(
     shardings: tuple[Any, ...] | None,
     quantization: Quantization,
 ) -> Any:
-    """Return the kernels, of all layers in one tree or of each in its own, with adapters added."""
+    """Return the kernels with adapters added, in one tree for all layers or a tree for each."""
 
     def add(kernel: Array, a: Array, b: Array) -> Array:
         inputs = math.prod(a.shape[:-1])

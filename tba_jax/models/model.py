@@ -43,13 +43,13 @@ class Description:
     config: TransformerConfig
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load its tokenizer; raises ValueError as `Tokenizer.load`."""
+        """Load the tokenizer of the model; raise ValueError as `Tokenizer.load`."""
         return Tokenizer.load(self.folder)
 
     def load_params(
         self, *, param_dtype: Any = jnp.float32, shardings: Params | None = None
     ) -> Params:
-        """Load its weights, streamed from the files to the devices that hold a part of them.
+        """Load the weights, streamed from the files to the devices that store them.
 
         Args:
             param_dtype: storage dtype; the checkpoint is converted.
@@ -74,7 +74,7 @@ def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = Tru
 
     Args:
         path_or_hub_id: a folder with config.json, a hub ID, or embedded:NAME.
-        with_weights: also download the weights of a hub ID.
+        with_weights: whether to download the weights of a hub ID, too.
 
     Raises:
         ValueError: no such model, or a setting that is not implemented.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a softmax: scores with a cap, and two sets of positions merged by their normalisers."""
+"""Softmax in parts: two sets of positions are merged by their normalisers; caps of scores."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 
 class Partial(NamedTuple):
-    """An unnormalised softmax, to be merged with another one.
+    """Unnormalised softmax over a set of positions, to be merged with that over another set.
 
     Attributes:
         out: float32 [n g r e], sum of exp(score - most) * value.
@@ -23,7 +23,7 @@ class Partial(NamedTuple):
 
 
 def merge(old: Partial, new: Partial) -> Float[Array, "n g r e"]:
-    """Return the softmax over both sets of positions; normalised last, without concatenation."""
+    """Return the normalised softmax over both sets of positions, without concatenation."""
     most = jnp.maximum(old.most, new.most)
     of_old, of_new = jnp.exp(old.most - most), jnp.exp(new.most - most)
     total = old.total * of_old + new.total * of_new
@@ -39,5 +39,5 @@ def with_sinks(part: Partial, sinks: Float[Array, "*n g r 1"]) -> Partial:
 
 
 def capped(scores: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
-    """Return the scores, smoothly limited to the cap."""
+    """Return the scores, smoothly limited to [-cap, cap]; None: unchanged."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)

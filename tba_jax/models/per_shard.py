@@ -33,11 +33,11 @@ def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
 def per_shard(
     function: Callable[..., Any], sharding: NamedSharding | None, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `function` applied to each device's part; on one device the function itself.
+    """Return a function that applies `function` to the part of each device.
 
     Args:
         function: function of arrays.
-        sharding: a sharding on the mesh; None: one device.
+        sharding: a sharding on the mesh; None: one device, and the result is `function` itself.
         in_specs, out_specs: partition of arguments and results.
     """
     if sharding is None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit weights of the decoder: each matrix of a layer as integers or float8, with scales.
 
-A decode step reads every weight for a few rows, so if memory is the limit, half the bytes take
-nearly half the time. Products use the compute dtype: the matrix is converted when read, and the
-scale of an output channel multiplies its sum. Embeddings, output table, norms and biases keep their
-dtype. Invariant: the error of a weight is at most half a step of its channel (int8), or half a unit
-in its last place (fp8).
+A decode step reads every weight for a few rows. If memory bandwidth is the limit, half the bytes
+therefore take nearly half the time. Products use the compute dtype: a matrix is converted when
+it is read, and the scale of an output channel multiplies the sum. Embeddings, output table, norms
+and biases keep their dtype. Invariant: the error of a weight is at most half a step of its channel
+(int8), or half a unit in its last place (fp8).
 """
 
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from tba_jax.models.transformer import Params
 Quantization = Literal["none", "int8", "fp8"]
 """Format of the decoder's layer matrices.
 
-none: as all other weights.
+none: the dtype of all other weights.
 int8: integers from -127 to 127 times a scale for each output channel.
-fp8: float8 e4m3 times such a scale; for GPUs with fast float8 (Hopper).
+fp8: float8 e4m3 times a scale for each output channel; for GPUs with fast float8 (Hopper).
 """
 
 MATRICES = (*config.MATRICES, *experts.MATRICES)
@@ -43,7 +43,7 @@ def quantize(weights: Params, quantization: Quantization) -> Params:
 
     Args:
         weights: layers separate, every matrix with two axes (`transformer.unstack_layers`).
-        quantization: none returns them unchanged.
+        quantization: format; "none" returns the weights unchanged.
     """
     if quantization == "none":
         return weights
@@ -61,7 +61,7 @@ def quantize(weights: Params, quantization: Quantization) -> Params:
 def _rounded(
     matrix: Float[Array, "*e i o"], quantization: Quantization
 ) -> tuple[Array, Float32[Array, "*e o"]]:
-    """Return (8-bit values, scale of each output channel, of each expert)."""
+    """Return (8-bit values, scale of each output channel, separate for each expert)."""
     dtype, largest = _KINDS[quantization]
     x = matrix.astype(jnp.float32)
     most = jnp.max(jnp.abs(x), axis=-2, keepdims=True)

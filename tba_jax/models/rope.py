@@ -24,12 +24,13 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: stretches only wavelengths that are long relative to the original context.
+    """Scaling of Llama 3.1: only wavelengths that are long for the original context are stretched.
 
     Attributes:
         factor: stretch of the longest wavelengths.
-        low_freq_factor: wavelengths above original_max_positions / this are fully stretched.
-        high_freq_factor: wavelengths below original_max_positions / this are not stretched.
+        low_freq_factor: wavelengths above original_max_positions / low_freq_factor are fully
+            stretched.
+        high_freq_factor: wavelengths below original_max_positions / high_freq_factor are unchanged.
         original_max_positions: context before the extension, in tokens.
     """
 
@@ -46,10 +47,10 @@ class YarnScaling:
     Attributes:
         factor: stretch of the slow dimensions.
         original_max_positions: context before the extension, in tokens.
-        attention_factor: multiplies cosines and sines, hence queries and keys.
-        beta_fast: dimensions with more rotations than this over the original context are unchanged.
-        beta_slow: dimensions with fewer rotations are fully stretched.
-        truncate: round the ends of the ramp outwards to whole dimensions.
+        attention_factor: number that multiplies cosines and sines, and thereby queries and keys.
+        beta_fast: number of rotations in the original context above which a dimension is unchanged.
+        beta_slow: number of rotations below which a dimension is fully stretched.
+        truncate: whether to round the ends of the ramp outwards to whole dimensions.
     """
 
     factor: float
@@ -67,7 +68,7 @@ def frequencies(dim: int, theta: float, scaling: Scaling | None) -> Float32[np.n
     """Return the angle per position of each rotated pair.
 
     Args:
-        dim: rotated dimensions of a head; an odd number is rounded up by one.
+        dim: number of rotated dimensions of a head; an odd number is rounded up.
         theta: base of the geometric series.
         scaling: context extension, or None.
     """

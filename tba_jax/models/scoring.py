@@ -17,13 +17,13 @@ class Scoring:
     """Definition of log pi(y|x), and options of its computation.
 
     Attributes:
-        temperature: the sampling temperature; divides the logits.
-        eos_ids: end-of-sequence ids; used if `min_new_tokens` > 0 or `mask_eos`.
-        min_new_tokens: minimum length of a response: before it, `eos_ids` have probability 0, as in
-            decoding, and the other tokens are renormalised.
-        mask_eos: leave EOS out of the sum over a response, as the official GSM8K code does (its
-            tokenizer pads with EOS).
-        chunk_tokens: maximum tokens, over all devices, per block of logits.
+        temperature: sampling temperature, which divides the logits.
+        eos_ids: end-of-sequence IDs; used if `min_new_tokens` > 0 or `mask_eos`.
+        min_new_tokens: minimum length of a response. Earlier, `eos_ids` have probability 0, as in
+            decoding, and the probabilities of the other tokens are renormalised.
+        mask_eos: whether to leave EOS out of the sum over a response, as the official GSM8K code
+            does, whose tokenizer pads with EOS.
+        chunk_tokens: maximum number of tokens, over all devices, in a block of logits.
         kept_bytes: logits up to this size, over all devices, are kept for the backward pass instead
             of recomputed, whatever `chunk_tokens` is.
         compute_dtype: name of the matmul input dtype; the log-softmax is always float32.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardWriter of a large sharded array from pieces on the host, a bounded block at a time.
+"""ShardWriter: fills a large sharded array from pieces on the host, one bounded block at a time.
 
 Each device receives its own part of a piece and writes it into its shard in place, without other
 processes. A shard of at most one block is assembled on the host instead, because compiling the
@@ -35,8 +35,8 @@ class NonFiniteWeights(ValueError):
 class ShardWriter:
     """An array that is being filled.
 
-    The shards of this process are adjacent along the first axis of one array over its devices, so
-    that one program per shape serves all of them and none spans processes.
+    The shards of this process are adjacent along the first axis of one array over the process's
+    devices. One program per shape therefore serves all shards, and no program spans processes.
     """
 
     def __init__(self, name: str, spec: jax.ShapeDtypeStruct, sharding: Any | None):
@@ -94,9 +94,9 @@ class ShardWriter:
 
         Raises:
             ValueError: the sharding divides the axis of layers.
-            NonFiniteWeights: nan or infinite among the values that this process needs.
+            NonFiniteWeights: a value that this process needs is nan or infinite.
         """
-        if not self._origins:  # other processes have all of it
+        if not self._origins:  # this process has no part of the array
             return
         starts = np.zeros(len(self.shape), int)
         view = piece
@@ -120,14 +120,14 @@ class ShardWriter:
         cut = next((axis for axis in order if size[axis] > 1), order[0])
         row_bytes = math.prod(size) // size[cut] * self.dtype.itemsize
         num_blocks = math.ceil(size[cut] / max(1, BLOCK_BYTES // row_bytes))
-        # Equal blocks, of which the last two may overlap: one shape, one compilation.
+        # Blocks are equal, so that one shape is compiled; the last two may overlap.
         rows = math.ceil(size[cut] / num_blocks)
         size[cut], length = rows, size[cut]
         for i in range(num_blocks):
             shift = np.zeros_like(size)
             shift[cut] = min(i * rows, length - rows)
             block = self._block(view, shift, size, order, layer)
-            # Two blocks in flight: one is converted while the one before is written.
+            # Two blocks are in flight: one is converted while the previous one is written.
             jax.block_until_ready(self._array)
             self._array = _write(
                 self._array,
@@ -138,7 +138,7 @@ class ShardWriter:
             )
 
     def finish(self) -> Array:
-        """Return the array, with no other reference to its memory; do not use this object again."""
+        """Return the array, and drop all references to it; do not use this object again."""
         array, self._array = self._array, None
         on_host, self._on_host = self._on_host, {}
         if self.sharding is None:
@@ -163,7 +163,7 @@ class ShardWriter:
         layer: int | None,
     ) -> Array | np.ndarray:
         """Return the part of a piece that each device needs, in the given order of axes."""
-        parts: dict[tuple[int, ...], np.ndarray] = {}  # shared by devices that replicate
+        parts: dict[tuple[int, ...], np.ndarray] = {}  # devices with equal parts share them
 
         def part_of(origin: tuple[int, ...]) -> np.ndarray:
             # Axes that are divided are never offset, so a shard's origin is its position.
@@ -195,7 +195,7 @@ class ShardWriter:
 
 
 def _is_finite(values: np.ndarray) -> bool:
-    """Return whether no value is nan or infinite, by the bits of the exponents."""
+    """Return whether no value is nan or infinite, according to the bits of the exponents."""
     if values.dtype not in _EXPONENTS:
         return bool(np.isfinite(values).all())
     # numpy handles bfloat16 by a slow function per value; integers of this width are fast.

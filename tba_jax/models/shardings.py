@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shardings of a transformer on a mesh: of its parameters, and during computation.
+"""Shardings of a transformer on a mesh: of stored parameters, and of a computation.
 
-Parameters are stored divided over `fsdp` and `model`. A program gathers the parameters of a layer
-over `fsdp` when it reaches that layer, in the compute dtype, and divides their gradient again; the
+Stored parameters are divided over `fsdp` and `model`. When a program reaches a layer, it gathers
+the layer's parameters over `fsdp`, in the compute dtype, and divides their gradient again. The
 division over `model` stays through every matrix product. Invariant: at most one layer and the
 embedding and output tables are whole over `fsdp` at a time.
 """
@@ -46,7 +46,7 @@ def on_mesh(mesh: Mesh, shardings: Any) -> Any:
     """Return a tree of shardings over a mesh; a mesh of one device gives that device."""
     if mesh.size > 1:
         return shardings
-    # A mesh in its arguments' shardings would bind a program to it.
+    # A mesh in the shardings of a program's arguments would bind the program to the mesh.
     where = SingleDeviceSharding(mesh.devices.item())
     return jax.tree.map(lambda _: where, shardings)
 
@@ -54,8 +54,8 @@ def on_mesh(mesh: Mesh, shardings: Any) -> Any:
 class ComputeSharding:
     """Sharding of a forward and backward pass on the devices of a site.
 
-    Parameters that are divided are gathered on use. On one device there are no constraints, so that
-    one program serves any device.
+    Sharded parameters are gathered when they are used. On one device there are no constraints, so
+    that one program serves any device.
 
     Attributes:
         platform: platform of the program.
@@ -122,7 +122,7 @@ def _gather_all(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: Array, stored: NamedSharding, is_end: bool) -> Array:
-    """Return x without its division over fsdp; the gradient is divided again."""
+    """Return x gathered over fsdp; the gradient is divided over fsdp again."""
     return jax.lax.with_sharding_constraint(x, _gathered(stored))
 
 
@@ -138,10 +138,10 @@ def _gather_fwd(x: Array, stored: NamedSharding, is_end: bool) -> tuple[Array, N
 
 
 def _gather_bwd(stored: NamedSharding, is_end: bool, _: None, cotangent: Array) -> tuple[Array]:
-    # The gradient of a lookup is a scatter: with a constraint on a part of each table row, the
-    # partitioner would gather the activations of all devices. For a product it makes the parts
-    # itself; a constraint to a whole gradient (the constraint's transpose) would be an all-reduce
-    # in every layer.
+    # The gradient of a lookup is a scatter. With a constraint on a part of each table row, the
+    # partitioner would gather the activations of all devices. For the gradient of a product, the
+    # partitioner divides the result itself; a constraint to a whole gradient (the transpose of the
+    # constraint) would cause an all-reduce in every layer.
     if is_end:
         cotangent = jax.lax.with_sharding_constraint(cotangent, _gathered(stored))
     return (jax.lax.with_sharding_constraint(cotangent, stored),)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer over prompts with several responses each; every prompt is computed once.
+"""The transformer on prompts with several responses each; every prompt is computed once.
 
 Prompts and responses are two residual streams that pass every layer one after the other, so that
-weights are gathered once per layer. A response sees its whole prompt and itself causally: a softmax
-in two parts, merged by their normalisers, so that no prompt data is repeated per response; flash
-attention repeats keys and values. Invariant: the states equal those of each prompt and response in
-a row of `transformer.apply`, up to rounding.
+weights are gathered once per layer. A response sees its whole prompt, and itself causally. Its
+softmax has two parts, merged by their normalisers, so that no prompt data is repeated per response;
+only flash attention repeats keys and values. Invariant: the states equal those of each prompt and
+response in a row of `transformer.apply`, up to rounding.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Seen(NamedTuple):
     """Keys (after rotation) and values of prompts in one layer.
 
     Attributes:
-        keys, values: [b x g e].
+        keys, values: [b x g e], keys and values of the prompts.
         mask: bool [b x], the valid positions.
     """
 
@@ -63,9 +63,9 @@ def apply(
 
     Args:
         params: parameters from `init_params` or `model.load`, also in the decoder's layout.
-        prompts: left-padded.
-        responses: c per prompt, right-padded.
-        prompt_lengths: tokens of each prompt; at least one.
+        prompts: token IDs of the prompts, left-padded.
+        responses: token IDs of c responses per prompt, right-padded.
+        prompt_lengths: number of tokens of each prompt, at least one.
         config, compute_dtype, remat, sharding: as in `transformer.apply`.
 
     Raises:
@@ -135,9 +135,9 @@ def _apply_in_rows(
     sharding: Any,
     **options: Any,
 ) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"]]:
-    """Return `apply` of one stream, for the mesh axis `context`: packed rows of shared prompts."""
+    """Return `apply` on packed rows of shared prompts, in one stream, for the axis `context`."""
     (b, x), (c, t) = prompts.shape, responses.shape[1:]
-    # The numbers of sequences: 1 for a prompt, then one for each response.
+    # Numbers of the sequences: 1 for the prompt, then one for each response.
     own = jnp.broadcast_to(jnp.repeat(jnp.arange(2, c + 2), t), (b, c * t))
     segments = jnp.concatenate([mask.astype(own.dtype), own], axis=1)
     length = jnp.sum(mask, axis=1, keepdims=True)
@@ -159,7 +159,7 @@ def _apply_in_rows(
 
 
 def _mix_after(x: delta.Inputs, state: State) -> tuple[Float[Array, "b c t h r f"], None]:
-    """Return the outputs of a delta layer for responses [b c t ...] to prompts with this state."""
+    """Return a delta layer's outputs for responses [b c t ...] after the state of their prompt."""
     b, c, t = x.qkv.shape[:3]
 
     def flat(y: Array) -> Array:
@@ -196,7 +196,7 @@ def attend_after(
     """
     implementation = scores.allowed(implementation)
     if implementation == "tpu_kernel":
-        from tba_jax.models import splash  # a slow import: a third of a second
+        from tba_jax.models import splash  # the import takes a third of a second
 
         return splash.attend_after(q, k, v, *seen, sharding)
     if implementation == "cudnn":
@@ -246,7 +246,7 @@ def _in_parts_of_rows(
     (b, c, t, g, r, e), x = q.shape, seen.mask.shape[1]
     scale = e**-0.5
     # The queries of all responses are the rows of one product with the prompt's keys, with batch
-    # axes in front: with another order XLA:CPU transposes the scores, the largest arrays here.
+    # axes first. With another order XLA:CPU transposes the scores, the largest arrays here.
     before = _products(jnp.transpose(q, (0, 3, 4, 1, 2, 5)).reshape(b, g, r * c * t, e), seen.keys)
     padding = jnp.where(seen.mask, 0.0, attention.MASKED)[:, None, None]
     before = capped(before * scale, scores.cap) + padding
@@ -309,11 +309,11 @@ def _attend_in_rows(
     scores: attention.Scores = attention.PLAIN,
     implementation: attention.Implementation = "cudnn",
 ) -> Float[Array, "b c t g r e"]:
-    """Attend with keys and values of the prompt repeated before those of each response.
+    """Attend with the prompt's keys and values repeated before those of each response.
 
-    For flash attention: cuDNN's residual of a part has no gradient, so parts cannot be merged; and
-    its causal mask starts at the first key, so there are query positions for the prompt, too. The
-    savings in the layers of the prompt outweigh these products.
+    Flash attention needs this: cuDNN's residual of a part has no gradient, so parts cannot be
+    merged. cuDNN's causal mask starts at the first key, so there are query positions for the
+    prompt, too. The savings in the layers of the prompt outweigh these products.
     """
     b, c, t = q.shape[:3]
     x = seen.keys.shape[1]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splash attention of jax for TPU on whole sequences: rows, packed rows, and shared prompts.
+"""JAX's splash attention for TPU on whole sequences: rows, packed rows, and shared prompts.
 
-Visibility is given by shapes alone (causal, or responses after their prompt), with segment numbers,
-or by a mask of pairs if these do not suffice. The gradient is the library's. Invariant: the results
-are those of `attention.attend`, whatever the padding contains.
+Visibility follows from shapes (causal, or responses after their prompt) and segment numbers, or
+from a mask of pairs if these do not suffice. The gradient is that of the library. Invariant: the
+results are those of `attention.attend`, whatever the padding contains.
 
-Compiled for TPU and checked in interpret mode, but not measured on a TPU, so it is never chosen
-automatically. On other devices it runs interpreted: correct and very slow.
+The module compiles for TPU and is checked in interpret mode, but not measured on a TPU, so it is
+never chosen automatically. On other devices it runs interpreted: correct and very slow.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ from jaxtyping import Array, Bool, Float, Int
 from tba_jax.devices.sharding import CONTEXT
 from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
 
-_LANES = 128  # of a vector register; splash needs blocks of multiples of it
-# Maximum queries and keys per block. Smaller with a mask of pairs: sequences of a packed row have a
-# few hundred tokens, and blocks without visible pairs are skipped.
+_LANES = 128  # lanes of a vector register; splash needs blocks of multiples of this number
+# Maximum queries and keys per block. With a mask of pairs it is smaller: sequences of a packed row
+# have a few hundred tokens, and blocks without visible pairs are skipped.
 _MOST_BLOCK, _MASKED_BLOCK = 512, 256
 
 
@@ -45,7 +45,7 @@ def attend_causal(
 
     Args:
         q, k, v: queries and keys rotated.
-        segments: which positions are valid, or the index of each one's sequence, 0 at padding.
+        segments: which positions are valid, or the index of each position's sequence; 0 at padding.
         sharding: sharding of k and v as a cache [b g s e] on a mesh; None: one device.
     """
     return _of_rows(_splash_causal, sharding)(q, k, v, segments)
@@ -58,7 +58,7 @@ def attend_masked(
     seen: Bool[Array, "b s s"],
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b s g r e"]:
-    """Return attention with any mask of pairs; splash skips its empty blocks.
+    """Return attention with any mask of pairs; splash skips blocks without visible pairs.
 
     Args:
         q, k, v: queries and keys rotated.
@@ -156,7 +156,7 @@ def _splash_causal(
     v: Float[Array, "b s g e"],
     segments: Bool[Array, "b s"] | Int[Array, "b s"],
 ) -> Float[Array, "b s g r e"]:
-    # Padding is a segment of its own, and segments do not see one another.
+    # Padding is a separate segment, and segments do not see one another.
     size = _up(q.shape[1], _LANES)
     segments = _padded(segments.astype(jnp.int32), size)
     block = _block(size)
@@ -181,7 +181,7 @@ def _splash_after(
 ) -> Float[Array, "b c t g r e"]:
     """Attend from the responses of a prompt, as one row, to their own keys and the prompt's."""
     b, c, t = q.shape[:3]
-    # Blocks no longer than a response, so that those of other responses are skipped.
+    # Blocks are no longer than a response, so that blocks of other responses are skipped.
     block = _block(_up(c * t, _LANES), most=t)
     of_keys = _block(block, most=valid.shape[1])
     own, prompt = _up(c * t, block), _up(valid.shape[1], of_keys)
@@ -207,12 +207,12 @@ def _splash_after(
 
 @dataclasses.dataclass(frozen=True)
 class _AfterPrompt(splash_mask.Mask):
-    """Mask of responses that see themselves causally and the whole prompt; computed per block.
+    """Mask, computed per block, of responses that see themselves causally and the whole prompt.
 
     Attributes:
         own: number of queries, and of keys at the same positions.
-        prompt: number of keys after them.
-        length: length of a response.
+        prompt: number of keys of the prompt, which come after the own keys.
+        length: number of tokens of a response.
     """
 
     own: int
@@ -248,7 +248,7 @@ def _splash_rows(
     mask: splash_mask.Mask,
     blocks: tuple[int, int],
 ) -> Float[Array, "b s h e"]:
-    """Attend with a static mask [s c], the same for all rows; queries see their own segment."""
+    """Attend with a static mask [s c], the same for all rows; queries see only their segment."""
 
     def run(q: Array, k: Array, v: Array, *segments: Array, interpret: bool) -> Array:
         kernel = _splash_kernel(
@@ -273,8 +273,8 @@ def _splash_pairs(
     """Attend with a dynamic mask, the same for all heads, one row after the other."""
     s = q.shape[1]
     size = _up(s, _LANES)
-    # Positions that see nothing see themselves: a block without visible pairs would be skipped, and
-    # its output would be undefined.
+    # Positions that see no other position see themselves: a block without visible pairs would be
+    # skipped, and its output would be undefined.
     seen = jnp.pad(seen, ((0, 0), (0, size - s), (0, size - s)))
     seen = seen | jnp.eye(size, dtype=bool)[None]
     block = _block(size, most=_MASKED_BLOCK)
@@ -282,7 +282,7 @@ def _splash_pairs(
     def run(q: Array, k: Array, v: Array, seen: Array, *, interpret: bool) -> Array:
         def row(q: Array, k: Array, v: Array, seen: Array) -> Any:
             kernel = _splash_kernel(seen[None], (block, block), interpret=interpret)
-            # Created in a trace, this flag would be an array, on which nothing can branch.
+            # If created in a trace, this flag would be an array, on which Python cannot branch.
             kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
             return kernel(q, k, v)
 
@@ -300,7 +300,7 @@ def _splash_kernel(
     interpret: bool,
     q_seq_shards: int = 1,
 ) -> splash.SplashAttentionKernel:
-    """Return (q [h s e], k [g c e], v [g c e], segments) -> [h s e], with these block sizes."""
+    """Return a kernel (q [h s e], k [g c e], v [g c e], segments) -> [h s e]."""
     of_queries, of_keys = blocks
     return splash.make_splash_mha(
         mask,
@@ -325,7 +325,7 @@ def _rows_of_heads(q: Float[Array, "*b g r e"]) -> Float[Array, "*b h e"]:
 
 
 def _padded(x: Float[Array, "b s *rest"], size: int) -> Float[Array, "b n *rest"]:
-    """Return x with `size` positions; the added ones are at the end and 0."""
+    """Return x with `size` positions; added positions are at the end and have zeros."""
     return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
 
 

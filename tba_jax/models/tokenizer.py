@@ -96,7 +96,7 @@ class Tokenizer:
             raise ValueError(f"{folder}: {error}") from error
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
-        """Return int32 [s]: token ids of the text; special tokens in the text are recognised.
+        """Return the token IDs of a text, int32 [s]; special tokens in the text are recognised.
 
         Args:
             text: any text.
@@ -116,9 +116,9 @@ class Tokenizer:
         return self._checked(ids)
 
     def encode_complete(self, text: str, max_tokens: int | None = None) -> np.ndarray:
-        """Return int32 [s]: the text with the special tokens that the tokenizer itself adds.
+        """Return the token IDs of a text and of special tokens that the tokenizer adds, int32 [s].
 
-        Input of encoder models: `<s> text </s>` (RoBERTa), `[CLS] text [SEP]` (BERT).
+        This is the input of encoder models: `<s> text </s>` (RoBERTa), `[CLS] text [SEP]` (BERT).
 
         Args:
             text: any text.
@@ -146,12 +146,12 @@ class Tokenizer:
     def batch_decode(
         self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
     ) -> list[str]:
-        """Return the text of each row of token ids; ids beyond the tokenizer's own are ignored.
+        """Return the text of each row of token IDs; IDs that the tokenizer lacks are ignored.
 
-        A model may have more rows than its tokenizer has tokens, and may sample one of them.
+        A model may have more embedding rows than its tokenizer has tokens, and may sample them.
         """
         return [
-            # Clean-up would delete spaces before punctuation that the model wrote.
+            # Clean-up would delete the spaces that the model wrote before punctuation.
             self._tokenizer.decode(
                 [int(i) for i in row],
                 skip_special_tokens=skip_special,
@@ -167,7 +167,7 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text of n times as many has n tokens or more."""
+        """Characters of the longest token; a text n times as long has at least n tokens."""
         return self._longest_token
 
     @functools.cached_property
@@ -193,8 +193,8 @@ class Tokenizer:
     ) -> str:
         """Format messages with the model's chat template, up to the start of the response.
 
-        If the template writes the beginning-of-sequence token, the text has it; `encode` adds no
-        second one.
+        The text contains the beginning-of-sequence token if the template writes it. `encode` does
+        not add a second one.
 
         Args:
             messages: each with "role" and "content"; a last message of the assistant is the
@@ -236,7 +236,7 @@ class Tokenizer:
             ) from error
 
     def has_vocabulary_of(self, other: "Tokenizer") -> bool:
-        """Return whether every token of `other` has the same id here."""
+        """Return whether every token of `other` has the same ID in this tokenizer."""
         return other._tokenizer.get_vocab().items() <= self._tokenizer.get_vocab().items()
 
     def _has_row(self, token_id: int | None) -> bool:
@@ -281,7 +281,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: list[int]) -> list[str]:
-        """Return a text for each token; a character of several tokens belongs to the first."""
+        """Return a text for each token; a character of several tokens belongs to the first one."""
         texts = [self._one(i) for i in ids]
         for is_part, run in itertools.groupby(range(len(ids)), lambda i: "\ufffd" in texts[i]):
             places = list(run)
@@ -302,7 +302,7 @@ class TokenTexts:
 
 
 def _says_everything(folder: Path, library: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Return whether tokenizer.json suffices, so that transformers would add nothing.
+    """Return whether tokenizer.json suffices, so that transformers is not necessary.
 
     Args:
         folder: folder of the model.
@@ -323,7 +323,7 @@ def _says_everything(folder: Path, library: Mapping[str, Any], settings: Mapping
 
 
 class _Plain:
-    """The methods of a transformers tokenizer that `Tokenizer` uses, by tokenizer.json alone."""
+    """The methods of a transformers tokenizer that `Tokenizer` uses, from tokenizer.json alone."""
 
     chat_template = None
 
@@ -371,9 +371,9 @@ class _Plain:
 
 
 def _of_transformers(folder: Path) -> Any:
-    # Suppresses advice on standard error to install torch, which is not used.
+    # Suppress the advice on standard error to install torch, which is not used.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer  # seconds to import: only when needed
+    from transformers import AutoTokenizer  # imported only if necessary: it takes seconds
 
     # False, because the default asks at the terminal.
     return _read(
@@ -385,7 +385,7 @@ def _of_transformers(folder: Path) -> Any:
 
 
 def _read(folder: Path, load: Callable[[], Any]) -> Any:
-    """Return the tokenizer that `load` makes of the files in `folder`.
+    """Return the tokenizer that `load` makes from the files in `folder`.
 
     Raises:
         ValueError: the library refuses the files.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decoder-only transformer: by its config a model of any family in `hf.families`.
+"""A decoder-only transformer, which can be a model of any family in `hf.families`.
 
-Parameters are plain nested dicts of arrays with the layers stacked on a leading axis; Flax NNX is
-used only here and in `block`. Invariant: there is one layer, `run_layer`; scoring (`apply`) and the
-decoder's prefill and steps differ only in what queries see.
+Parameters are plain nested dicts of arrays with the layers stacked on the first axis. Only this
+module and `block` use Flax NNX. Invariant: scoring (`apply`) and the decoder's prefill and steps
+use the same layer, `run_layer`, and differ only in the keys that queries see.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Ends(nnx.Module):
 
 
 def leaf_dtype(name: str, dtype: Any, config: TransformerConfig) -> Any:
-    """Return the dtype of a leaf outside the layers whose tree has this dtype."""
+    """Return the dtype of a leaf outside the layers, in parameters of dtype `dtype`."""
     return jnp.float32 if name in config.float32_leaves else dtype
 
 
@@ -133,15 +133,15 @@ def apply(
     Args:
         params: parameters from `init_params` or `model.load`, also in the decoder's layout.
         tokens: token ids.
-        positions: position of each token in its sequence (a left-padded row starts at 0 after its
-            padding, each sequence of a packed row at 0).
+        positions: position of each token in its sequence. A left-padded row starts at 0 after its
+            padding, and each sequence of a packed row at 0.
         mask: which tokens are valid.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
         visible: return value of `attention.packed` for packed rows; None: one sequence per row.
         remat: what the backward pass recomputes.
-        sharding: a `shardings.ComputeSharding`: on a mesh it gathers the layers, and `params`
-            outside the layers are gathered already. None: any one device.
+        sharding: a `shardings.ComputeSharding`, which on a mesh gathers the layers; `params`
+            outside the layers are gathered already. None: any single device.
 
     Raises:
         ValueError: `remat` is not the name of a policy, or `mesh.context` does not divide the rows.
@@ -217,7 +217,7 @@ def embed(
 ) -> Float[Array, "*b d"]:
     """Return the input of the first layer.
 
-    A position beyond a learned table reads its last row: keep sequences within max_positions.
+    A position beyond a learned table reads the last row, so keep sequences within max_positions.
     """
     x = params["embed"][tokens].astype(compute_dtype)
     if config.scaled_embeddings:
@@ -256,7 +256,7 @@ def run_layer(
         layer_params: parameters of one layer, without the layer axis; possibly `quantized`.
         x: residual stream; any batch axes, the last of them may be the sequence.
         angles: return value of `rotary` for the layer's kind.
-        attend: defines what queries see.
+        attend: function that attends to the keys that queries see.
         mesh: devices of the program, for experts; None: one device.
     """
     return nnx.merge(_block_graph(config, layer_params), layer_params)(x, angles, attend, mesh)
@@ -300,10 +300,10 @@ def unembed(
 
 
 def unstack_layers(params: Params, config: TransformerConfig) -> Params:
-    """Return the tree with a tuple of layers instead of stacked ones: the decoder's layout.
+    """Return the tree in the decoder's layout: with a tuple of layers instead of stacked layers.
 
-    Slices inside a decode loop would be copied at every step. Matrices have two axes, with heads
-    and head_dim merged: TPU would copy [d h e] to the layout of a matrix in every chunk.
+    Slices of stacked layers would be copied at every step of a decode loop. Matrices have two axes,
+    with heads and head_dim merged: a TPU would copy [d h e] to a matrix layout in every chunk.
     """
 
     def matrix(name: str, x: Array) -> Array:

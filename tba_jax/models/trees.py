@@ -7,7 +7,7 @@ import jax
 
 
 def check_same_tree(old: Any, new: Any) -> None:
-    """Refuse weights that programs compiled for the old ones would not accept.
+    """Refuse weights that programs for the old weights would not accept.
 
     Raises:
         ValueError: names the first leaf with another path, shape or dtype.

@@ -71,7 +71,7 @@ def test_rounds_that_end_out_of_order_are_each_committed_once():
     [
         (make_trajectory(1, [5], reward=float("nan")), "reward is nan, wanted a finite number"),
         (make_trajectory(1, [5], reward=float("inf")), "reward is inf, wanted a finite number"),
-        (make_trajectory(2, [5]), "response to prompt 2 lies in the group of prompt 1"),
+        (make_trajectory(2, [5]), "response to prompt 2 is in the group of prompt 1"),
         (make_trajectory(1, []), "0 response tokens and 0 log-probs"),
         (
             dataclasses.replace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between Hugging Face `config.json` and TransformerConfig, for all `families`.
+"""Conversion between a Hugging Face `config.json` and TransformerConfig, for all `families`.
 
 A setting that this model does not implement is refused by name; a setting that transformers does
 not use at inference (dropout, initialiser range) is ignored. Invariant:
@@ -18,7 +18,7 @@ from tba_jax.models.hf import config_values
 from tba_jax.models.hf.families import FAMILIES, Family, Rotary
 from tba_jax.models.transformer import TransformerConfig
 
-# Boolean fields; a config.json without the setting means False.
+# Boolean fields, which are False if config.json lacks the setting.
 _FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
 _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
@@ -26,14 +26,14 @@ _SIZES = (
     *("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps"),
 )
 _NUMBERS = ("norm_eps", "score_divisor", "attention_cap", "logits_cap")
-# Fields whose setting may be null or missing; null differs from missing if there is a default.
+# Fields whose setting may be null or missing; only a missing setting gets the default.
 _OPTIONAL = {"head_dim", "window", "score_divisor", "attention_cap", "logits_cap"}
 _LAYER_TYPES: Mapping[str, LayerKind] = {
     "full_attention": "full",
     "sliding_attention": "window",
     "linear_attention": "delta",
 }
-# Multimodal models with a language model of a family here: model_type -> that of the part.
+# Multimodal models: model_type -> model_type of the language model inside.
 _MULTIMODAL = {
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
@@ -50,7 +50,7 @@ _ACTIVATIONS: Mapping[Any, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
 }
-# Settings that transformers supports and this model does not, with the only accepted values.
+# Settings that transformers supports and this model does not, with the accepted values.
 _COVERED = {
     "add_cross_attention": False,
     "is_encoder_decoder": False,
@@ -61,7 +61,7 @@ _COVERED = {
 
 
 def language_model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a multimodal model's language model; other files unchanged."""
+    """Return the config.json of the language model in a multimodal model; else the argument."""
     inner = hf_config.get("text_config")
     name = _MULTIMODAL.get(str(hf_config.get("model_type")))
     if name is None or not isinstance(inner, Mapping):
@@ -192,7 +192,7 @@ def _is_classifier(values: Mapping[str, Any], family: Family) -> bool:
 
 
 def _head_dim(ours: Mapping[str, Any], family: Family) -> int:
-    """Return an equal share of the model's width, the default if config.json has no head_dim."""
+    """Return the width divided by the number of heads, the default of head_dim."""
     size, num_heads = ours["hidden_size"], ours["num_heads"]
     if size % num_heads:
         raise ValueError(
@@ -203,7 +203,7 @@ def _head_dim(ours: Mapping[str, Any], family: Family) -> int:
 
 
 def _num_labels(values: Mapping[str, Any]) -> int:
-    """Return the number of labels; transformers omits id2label for its default of two."""
+    """Return the number of labels; transformers omits id2label if there are two."""
     labels = values.get("id2label")
     return int(values.get("num_labels", 2)) if labels is None else len(labels)
 
@@ -258,7 +258,7 @@ def _pattern(values: Mapping[str, Any], family: Family, ours: Mapping[str, Any])
 
 
 def _check_limits(ours: Mapping[str, Any], family: Family) -> None:
-    """Refuse a window longer than the cache, and more experts per token than there are."""
+    """Refuse a window above max_positions, and more experts per token than the model has."""
     for small, large in (("window", "max_positions"), ("experts_per_token", "num_experts")):
         if ours.get(small, 0) > ours.get(large, 0):
             raise ValueError(
@@ -272,9 +272,9 @@ def _positions(
 ) -> dict[str, Any]:
     """Return the fields of TransformerConfig for positions; rotary settings in either format.
 
-    `rope_parameters` is the format of transformers 5. Before, base, `rope_scaling` and rotated
-    share were separate settings, with names that depend on the family. If a file has both scalings,
-    transformers uses the old one.
+    `rope_parameters` is the format of transformers 5. Earlier versions have separate settings for
+    base, scaling and rotated share, with names that depend on the family. If a file has both
+    scalings, transformers uses the earlier format.
     """
     rotary = family.rotary
     if rotary is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of values in a config.json: sizes, numbers and kinds, refused by name.
+"""Checks of sizes, numbers and types in a config.json; an invalid value is refused by name.
 
-Invariant: accepted values can be computed with; no memory was allocated for them yet.
+Invariant: accepted values are usable in computations, and are checked before memory is allocated.
 """
 
 import math

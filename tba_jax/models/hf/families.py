@@ -28,9 +28,9 @@ class Rotary(NamedTuple):
         theta: setting of the base of the frequencies.
         fraction: setting of the rotated share of a head.
         default_fraction: share of rotated dimensions if the setting is missing.
-        may_be_partial: whether it may be less than 1.
-        window_theta: setting of the base in window layers; None: they rotate as full layers do.
-            Such families have an entry per kind of layer in `rope_parameters`.
+        may_be_partial: whether the rotated share may be less than 1.
+        window_theta: setting of the base in window layers. Families with this setting have an entry
+            per kind of layer in `rope_parameters`. None: window layers rotate as full layers do.
     """
 
     theta: str = "rope_theta"
@@ -47,23 +47,23 @@ class Family:
     Attributes:
         name: `model_type` in config.json.
         classes: architectures of a language model, and of a classifier or reward model if any.
-        keys: field of TransformerConfig -> its setting in config.json. Two fields may share a
-            setting; then the family has both or neither.
-        other_settings: other name of a setting in config.json -> the usual one.
+        keys: field of TransformerConfig -> setting in config.json. Two fields may have the same
+            setting; the family then has both features or neither.
+        other_settings: alternative name of a setting in config.json -> usual name.
         traits: fields of TransformerConfig with a fixed value in the family.
         tensors: names and layouts of its tensors, below `prefix`, as they are written.
-        more_tensors: other layouts that are read.
+        more_tensors: further layouts that can be read.
         pattern: kinds of layers, if config.json does not list them and has a window.
         quantization: method of quantised files that can be read; None: none.
         defaults: defaults of transformers for missing settings.
-        covered: settings with their only supported value; None: must be missing or null.
+        covered: setting -> the only supported value; None: the setting must be missing or null.
         rotary: names of the rotary settings; None: positions are a learned table.
         mlp_ratio: default width of the MLP relative to the model's.
         prefix: prefix of the trunk's tensors.
-        more_prefixes: other prefixes that are read.
-        spare: start of names of tensors that are not part of the language model.
-        layers: name before the number of a layer.
-        heads: names of the output matrix; the first is written, all are read.
+        more_prefixes: further prefixes that can be read.
+        spare: prefixes of tensors that are not part of the language model.
+        layers: prefix of a layer's tensors, before the number of the layer.
+        heads: names of the output matrix; the first name is written, and all can be read.
     """
 
     name: str
@@ -122,7 +122,7 @@ def tensors(config: TransformerConfig, found: Collection[str] = ()) -> dict[str,
 def aliases(name: str, config: TransformerConfig) -> tuple[str, ...]:
     """Return other names of a tensor in checkpoints.
 
-    Files saved from the bare trunk lack its prefix; so does GPT-2 itself on the hub.
+    Files that were saved from the trunk alone lack the trunk's prefix, such as GPT-2 on the hub.
     """
     family = FAMILIES[config.family]
     if name.startswith(family.prefix):
@@ -132,7 +132,7 @@ def aliases(name: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def is_spare(name: str, config: TransformerConfig) -> bool:
-    """Return whether a tensor that `tensors` does not list may be present, as it is no parameter.
+    """Return whether a tensor that `tensors` does not list may be present, being no parameter.
 
     Such tensors are buffers of old checkpoints, the copy of a tied embedding, and the other parts
     of a multimodal model.
@@ -204,7 +204,7 @@ GPT_NEOX = Family(
     rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25, may_be_partial=True),
     tensors=layouts.gpt_neox,
     prefix="gpt_neox.",
-    # transformers renamed it in version 5 and reads both names.
+    # transformers renamed this setting in version 5 and reads both names.
     heads=("embed_out.weight", "lm_head.weight"),
 )
 GPT2 = Family(
@@ -280,7 +280,7 @@ _GEMMA_KEYS = (
         "logits_cap": "final_logit_softcapping",
     }
 )
-# What published files of Gemma leave out.
+# Defaults of settings that published files of Gemma omit.
 _GEMMA_DEFAULTS = {
     "hidden_size": 2304,
     "intermediate_size": 9216,

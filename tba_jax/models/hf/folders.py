@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders: their location, and the contents of config.json.
 
-Covers paths, the hub and the models that come with the package; reads no weights.
+A model may be a path, a hub ID, or come with the package. This module reads no weights.
 """
 
 import json
@@ -31,7 +31,7 @@ def resolve(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True
 
     Args:
         path_or_hub_id: folder, hub ID or embedded:NAME.
-        with_weights: also download the weights of a snapshot.
+        with_weights: whether to download the weights of a snapshot, too.
 
     Raises:
         ValueError: neither a folder nor a repository that can be downloaded or is cached.

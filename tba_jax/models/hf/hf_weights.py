@@ -58,9 +58,10 @@ def read(
 ) -> Params:
     """Return the parameters in a folder, for any architecture.
 
-    Each process reads what its own devices hold. Host memory beyond the parameters is two blocks of
-    `shard_writer.BLOCK_BYTES` per device, whatever the size of the model and its tensors; and one
-    matrix of a layer's experts if the files have a tensor for each expert, or four-bit ones.
+    Each process reads the parts that its own devices store. Besides the parameters, host memory has
+    two blocks of `shard_writer.BLOCK_BYTES` per device, whatever the size of the model and its
+    tensors. If the files have a tensor for each expert, or four-bit experts, it also has one matrix
+    of a layer's experts.
 
     Args:
         folder: folder with safetensors.
@@ -69,7 +70,7 @@ def read(
             dtypes, to which the checkpoint is converted.
         shardings: tree of shardings, one per leaf; None: default device.
         family: name of the architecture in errors.
-        aliases: other names of a tensor.
+        aliases: function that returns other names of a tensor.
         is_spare: whether a tensor that is not in `tensors` may be present.
 
     Raises:
@@ -77,7 +78,7 @@ def read(
             named in one message), or values that are not finite.
     """
     sources = _sources(folder, tensors, family, aliases, is_spare)
-    maps: dict[Path, np.ndarray] = {}  # of the current file, or of those of one layer's experts
+    maps: dict[Path, np.ndarray] = {}  # the current file, or the files of one layer's experts
 
     def filling(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> ShardWriter:
         return ShardWriter(jax.tree_util.keystr(path, simple=True, separator="/"), spec, sharding)
@@ -111,14 +112,14 @@ def save(
 ) -> None:
     """Write config.json and safetensors that transformers can load.
 
-    Readers see the old weights, the new ones, or (while several files are replaced) none. With
-    several processes, all must call it, and process 0 writes.
+    Readers find the old weights, the new weights, or (while several files are replaced) no weights.
+    With several processes, all must call this function, and process 0 writes.
 
     Args:
         folder: created if missing; its weights are replaced.
         params: parameters in our layout, on any devices; gathered one tensor at a time.
-        hf_config: contents for config.json (a source's, or `config_json.hf_config`); its dtype is
-            replaced by that of the parameters.
+        hf_config: contents for config.json, from a source model or `config_json.hf_config`; the
+            dtype of the parameters replaces its dtype.
         tokenizer_files_from: model folder whose tokenizer files are copied.
     """
     folder = Path(folder)
@@ -127,7 +128,7 @@ def save(
     if jax.process_index() != 0:
         for header in headers.values():
             for _ in _arrays(header, tensors, params):
-                pass  # gathering needs every process
+                pass  # every process must take part in the gathering
         return
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -162,8 +163,8 @@ def tensor_names(folder: Path) -> set[str]:
 def fingerprint(folder: str | os.PathLike[str]) -> str:
     """Return an identifier of the weights in a folder, whatever files they are divided into.
 
-    A hash of names, dtypes and shapes of all tensors, and of some values of each: weights that were
-    trained further have another fingerprint, and computing it is fast for any model.
+    The fingerprint is a hash of names, dtypes and shapes of all tensors, and of some values of
+    each. It changes if the weights are trained further, and is computed quickly for any model.
 
     Raises:
         ValueError: no weights, or a damaged file.
@@ -174,7 +175,7 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
         mapped = safetensors_file.map_file(entry.path)
         if entry.dtype in safetensors_file.DTYPES:
             values = safetensors_file.view(mapped, entry).reshape(-1)
-        else:  # for example a mask, which loading ignores or refuses
+        else:  # for example a mask, which `read` ignores or refuses
             values = mapped[entry.start : entry.start + entry.num_bytes]
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         middle = values.size // 2
@@ -297,7 +298,7 @@ def _headers(
             file_bytes = 0
         files[-1] |= {part: (dtype, shape) for part, shape in parts.items()}
         file_bytes += num_bytes
-    # Wide dtypes first, for alignment of every tensor.
+    # Wide dtypes are first, so that every tensor is aligned.
     files = [dict(sorted(f.items(), key=lambda x: -x[1][0].itemsize)) for f in files]
     if len(files) == 1:
         return {_SINGLE: files[0]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and layouts of the tensors of Hugging Face checkpoints, a function for each layout.
+"""Names and layouts of the tensors of Hugging Face checkpoints, with one function per layout.
 
 A function returns the tensors of one layer, or of the parts outside the layers, by their names
 below the family's prefix. Invariant: every element of every leaf of `transformer.init_params`
@@ -24,7 +24,7 @@ from tba_jax.models.transformer import TransformerConfig
 _QKV = ("q", "k", "v")
 _QKV_BIAS = ("q_bias", "k_bias", "v_bias")
 
-# Norms of the residual stream: `norms` of the architecture -> names in the files and ours.
+# Norms of the residual stream: `norms` of the architecture -> names in the files and in params.
 _NORMS = {
     "pre": {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
     "post": {
@@ -66,7 +66,7 @@ def separate_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
 
 
 def fused_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    """Return the layout that transformers 5 has in memory: all experts in one tensor."""
+    """Return the layout of transformers 5 in memory, with all experts in one tensor."""
     d, f, num = config.hidden_size, config.mlp_size, config.num_experts
     return {
         "mlp.gate.weight": linear("router", i, (d,), (num,)),
@@ -82,7 +82,7 @@ def fused_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
 def shared_expert(
     config: TransformerConfig, i: int, experts: FeedForward = separate_experts
 ) -> dict[str, HFTensor]:
-    """Return the layout of these experts, and of one more that every token passes."""
+    """Return the layout of some experts, and of one further expert that every token passes."""
     d, shared = config.hidden_size, dataclasses.replace(config, mlp_size=config.shared_size)
     out = experts(config, i)
     for name, tensor in _dense(shared, i).items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One safetensors file: check of its header, memory-mapped tensors, and streamed writing.
 
-The library copies every tensor that it reads, and needs all of them at once for writing. Here
-tensors are views of the mapped file, whose pages the system can drop, and are written one by one.
-Invariant: an accepted header describes bytes that exist.
+The library safetensors copies every tensor that it reads, and needs all tensors at once to write.
+Here tensors are views of the mapped file, whose pages the system can drop, and are written one by
+one. Invariant: an accepted header describes bytes that exist.
 """
 
 import json
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
         dtype: dtype code in the file; `DTYPES` has the codes that can be read.
         shape: shape of the tensor.
         start: first byte, counted from the start of the file.
-        num_bytes: length.
+        num_bytes: number of bytes.
     """
 
     path: Path
@@ -55,7 +55,7 @@ def entries(path: Path) -> dict[str, Entry]:
     """
     try:
         with safe_open(path, framework="np"):
-            pass  # opening checks the header against itself and the file's size
+            pass  # the library checks header and file size when it opens a file
     except SafetensorError as error:
         raise ValueError(
             f"{path}: not a complete safetensors file ({error}). Download it again"
@@ -78,7 +78,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def view(mapped: np.ndarray, entry: Entry) -> np.ndarray:
-    """Return a tensor of a mapped file, without a copy; other dtypes than `DTYPES` as bytes."""
+    """Return a view of a tensor in a mapped file; a dtype that `DTYPES` lacks becomes bytes."""
     data = mapped[entry.start : entry.start + entry.num_bytes]
     return data.view(DTYPES.get(entry.dtype, np.dtype(np.uint8))).reshape(entry.shape)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of a Hugging Face tensor in our leaves.
+"""Layout of a Hugging Face tensor in the leaves of our parameters.
 
 Invariant: `join(split(x)) == x` bit for bit.
 """
@@ -19,20 +19,20 @@ _MXFP4_BLOCK = 32  # values that share a scale
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of a Hugging Face checkpoint, and our leaves (or layers of leaves) in it.
+    """A tensor of a Hugging Face checkpoint, and the leaves (or layers of leaves) that it contains.
 
     Attributes:
         shape: the Hugging Face shape.
-        layer: index of its layer; -1: none.
-        leaves: names in params, or in params["layers"] if it belongs to a layer.
+        layer: index of the tensor's layer; -1: the tensor belongs to no layer.
+        leaves: names in params, or in params["layers"] if the tensor belongs to a layer.
         grid: shape of the same elements with every axis fully factored.
         order: permutation of the grid's axes: first the axis of the leaves, then the axes of a
             leaf in our order.
-        num_experts: number of such tensors, one for each expert, along the first axis of our
-            leaves; their names have the expert's number in place of `*`. 0: one tensor.
+        num_experts: number of tensors, one for each expert, along the first axis of our leaves. In
+            their names, the expert's number replaces `*`. 0: a single tensor.
         widths: sizes of the leaves' parts along the second axis of the grid; the first axis counts
-            groups of such parts. Empty: all leaves have one shape. If set, `order` permutes the
-            axes of one part.
+            groups of such parts, and `order` permutes the axes of one part. Empty: all leaves have
+            one shape.
         shapes: shapes of the leaves, if `widths` are given.
         is_mxfp4: the files have four-bit blocks and their scales in place of the tensor.
     """
@@ -70,7 +70,7 @@ class HFTensor:
         return [np.stack(arrays) for arrays in zip(*map(self.split, parts), strict=True)]
 
     def file_arrays(self, ours: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the arrays of `parts` from those of our leaves; never four-bit ones."""
+        """Return the arrays of `parts`, never four-bit ones, from the arrays of our leaves."""
         if not self.num_experts:
             return [self.join(ours)]
         return [self.join([leaf[i] for leaf in ours]) for i in range(self.num_experts)]
@@ -84,7 +84,7 @@ class HFTensor:
         return list(theirs.reshape(self.grid).transpose(self.order))
 
     def join(self, ours: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the Hugging Face tensor of these arrays, given in the order of `leaves`."""
+        """Return the Hugging Face tensor that contains these arrays, in the order of `leaves`."""
         if self.widths:
             parts = []
             for leaf, width in zip(ours, self.widths, strict=True):
@@ -103,7 +103,7 @@ def plain(leaf: str, layer: int, shape: tuple[int, ...]) -> HFTensor:
 
 
 def split_vector(leaf: str, layer: int, axes: tuple[int, ...]) -> HFTensor:
-    """Return the map of a vector that is stored here with several axes, `axes`."""
+    """Return the map of a vector to a leaf with the axes `axes`."""
     size = int(np.prod(axes))
     order = tuple(range(len(axes) + 1))
     return HFTensor((size,), layer, (leaf,), (1, *axes), order)
@@ -134,10 +134,10 @@ def linear_parts(
     """Return the weight of a torch Linear whose outputs are those of several of our leaves.
 
     Args:
-        leaves: name -> shape of its outputs; the leaf is [size, *outputs].
+        leaves: name -> shape of the outputs; a leaf is [size, *outputs].
         layer: index of the layer.
-        size: inputs.
-        groups: the outputs are groups of equal parts of each leaf.
+        size: number of inputs.
+        groups: number of groups of outputs; each has an equal part of each leaf.
     """
     widths = tuple(int(np.prod(outs)) // groups for outs in leaves.values())
     return HFTensor(
@@ -152,7 +152,7 @@ def linear_parts(
 
 
 def each_expert(num_experts: int, tensor: HFTensor) -> HFTensor:
-    """Return one such tensor for each expert; the first axis of our leaf are the experts."""
+    """Return a map with one tensor for each expert, along the first axis of our leaf."""
     return dataclasses.replace(tensor, num_experts=num_experts)
 
 
