@@ -150,6 +150,9 @@ class Slots:
         """Continue with newer weights."""
         self.version = version
 
+    def forget(self, conversation: np.ndarray) -> None:
+        """Do nothing: there are no caches."""
+
     def step(self) -> list[Response]:
         """Simulate one chunk of decode steps."""
         for slot in np.flatnonzero(self._left == 0).tolist():
@@ -329,7 +332,7 @@ class World:
         trained = np.array([self.lengths[i] for i in self.trained])
         low = np.searchsorted(lengths, trained, "left")
         high = np.searchsorted(lengths, trained, "right")
-        used = [search.slot_use() for search in self.searches]
+        used = [search.decode_counts() for search in self.searches]
         latency = self.admission.latency()
         return {
             **self.case._asdict(),
@@ -339,7 +342,7 @@ class World:
             "trained_share": len(self.trained_groups)
             / max(1, self.num_groups - self.buffer.num_fresh_groups),
             "length_rank": float(((low + high) / 2 / len(lengths)).mean()),
-            "slot_use": sum(t for t, _ in used) / max(1, sum(s for _, s in used)),
+            "slot_use": sum(x.tokens for x in used) / max(1, sum(x.slot_steps for x in used)),
             "effective_m": self.fresh_slots / self.slots,
             "staleness_p95": float(np.quantile(self.staleness, 0.95)),
             "staleness_max": max(self.staleness),

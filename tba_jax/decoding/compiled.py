@@ -95,6 +95,13 @@ class Compiled:
         self.prefill = self._jit(
             programs.prefill, "prefill", **static, cache_dtype=self.cache_dtype
         )
+        self.extend = self._jit(
+            programs.extend,
+            "extend",
+            static_argnames="length",
+            **static,
+            cache_dtype=self.cache_dtype,
+        )
         self.admit = self._jit(programs.admit, "admit", donate_argnums=0)
         self.resize = self._jit(programs.resize, "resize", static_argnames="length")
         self.take = self._jit(programs.take, "take")
@@ -159,6 +166,25 @@ class Compiled:
                 )
             )
         return self._new_cache[where](num_slots, length)
+
+    def cache_bytes(self, num_slots: int, length: int) -> int:
+        """Return the bytes of caches per device, without padding of the device's layout."""
+        size = 0
+        shapes = kv_cache.abstract_layers(self.config, num_slots, length, self.cache_dtype)
+        for x in jax.tree.leaves(shapes):
+            sharding = self.cache_sharding
+            part = x.shape if sharding is None else sharding.shard_shape(x.shape)
+            size += math.prod(part) * x.dtype.itemsize
+        return size
+
+    def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
+        """Return the conversations whose caches are kept.
+
+        Args:
+            num_slots: slots of the session.
+            num_bytes: bytes of the caches on each device; 0: for as many conversations as slots.
+        """
+        return num_bytes // self.cache_bytes(1, self.cache_lengths[-1]) if num_bytes else num_slots
 
     def weights(self, params: Params) -> Params:
         """Return params in the decoder's layout, a tuple of layers; convert them if necessary."""

@@ -54,6 +54,7 @@ class Decoder(Compiled):
         num_stop_ids: int | None = None,
         version: int = 0,
         is_fed: bool = False,
+        prefix_rows: int = 0,
     ) -> Session:
         """Return an empty session on the devices of `params`.
 
@@ -70,9 +71,19 @@ class Decoder(Compiled):
             version: version of the weights.
             is_fed: prompts are submitted while the session runs. The session then keeps its slots,
                 and a prefill call has a row per prompt, rounded up to a power of two.
+            prefix_rows: ended responses whose caches are kept for prompts that continue them. Such
+                prompts depend on other requests by the rounding of their cache.
         """
         return Session(
-            self, params, num_slots, min_slots, prefill_prompts, num_stop_ids, version, is_fed
+            self,
+            params,
+            num_slots,
+            min_slots,
+            prefill_prompts,
+            num_stop_ids,
+            version,
+            is_fed,
+            prefix_rows,
         )
 
     def decode(

@@ -5,7 +5,6 @@ Lowering needs neither weights nor attached devices: devices of `jax.experimenta
 suffice. Invariant: the shapes are those of a `Session`.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.programs import Slots
 from tba_jax.decoding.sampling import RowSettings
+from tba_jax.decoding.session import ADDED_TOKENS, EXTEND_TOKENS
 from tba_jax.devices.absent import traced_for
 from tba_jax.devices.sharding import tree_shardings
 from tba_jax.models import kv_cache, quantized, transformer
@@ -155,6 +155,10 @@ def lower_all(
         return run
 
     yield "prefill", lower(decoder.prefill, weights, *prompts)
+    added = min(cache_length, ADDED_TOKENS[-1])
+    rows = ints(max(1, EXTEND_TOKENS // added))
+    arguments = history, rows, rows, ints(*rows.shape, added), rows
+    yield "extend", lower(decoder.extend, weights, *arguments, length=cache_length)
     prefilled = caches(prefill_prompts, prompt_length)
     yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))
     grown = -(-cache_length * 3 // 2 // 8) * 8
@@ -162,16 +166,6 @@ def lower_all(
     yield "take", lower(decoder.take, history[0], ints(max(1, n // 2)))
     for name, variant in CHUNK_VARIANTS.items():
         yield name, lower(decoder.run_chunk, weights, history, slots, **variant)
-
-
-def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:
-    """Return the bytes of the cache on each device, without padding in the device's layout."""
-    sharding, size = decoder.cache_sharding, 0
-    caches = kv_cache.abstract_layers(decoder.config, num_slots, cache_length, decoder.cache_dtype)
-    for x in jax.tree.leaves(caches):
-        part = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        size += math.prod(part) * x.dtype.itemsize
-    return size
 
 
 def _weight_shapes(config: TransformerConfig, dtype: Any, quantization: Quantization) -> Params:

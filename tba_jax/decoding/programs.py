@@ -114,6 +114,81 @@ def prefill(
     return tuple(caches)
 
 
+def extend(
+    weights: Params,
+    kept: tuple[LayerCache, ...],
+    rows: Int[Array, " p"],
+    before: Int[Array, " p"],
+    tokens: Int[Array, "p s"],
+    lengths: Int[Array, " p"],
+    *,
+    length: int,
+    config: TransformerConfig,
+    compute_dtype: Any,
+    cache_dtype: Any,
+    implementation: attention.Implementation = "xla",
+    cache_sharding: jax.sharding.NamedSharding | None = None,
+) -> tuple[LayerCache, ...]:
+    """Return caches [p g length e] of prompts whose first tokens are in kept caches.
+
+    Args:
+        weights: in the decoder's layout.
+        kept: caches [r g c e] per layer, c >= length.
+        rows: row of each prompt in `kept`.
+        before: tokens of each prompt in `kept`.
+        tokens: the tokens after them, right-padded, without the last token of the prompt.
+        lengths: valid tokens of each, possibly 0; before + lengths <= length.
+        length: columns of the result.
+        config, compute_dtype, cache_dtype, implementation, cache_sharding: as in `prefill`.
+    """
+    s, before = tokens.shape[1], jnp.asarray(before)
+    positions = before[:, None] + jnp.arange(s)[None]
+    ropes = transformer.rotary(positions, config)
+    mask = jnp.arange(s)[None] < jnp.asarray(lengths)[:, None]
+    visible = attention.causal(mask, is_right_padded=True)
+    columns = jnp.arange(length)[None, None]
+
+    @jax.vmap
+    def write(old: Array, new: Array, at: Array) -> Array:
+        # A start near the end would be moved to the front; so the columns are widened for padding.
+        wide = jnp.pad(old, ((0, 0), (0, s), (0, 0))[: old.ndim])
+        return jax.lax.dynamic_update_slice(wide, new, (0, at, 0)[: old.ndim])[:, :length]
+
+    def attend(
+        q: Array, k: Array, v: Array, sinks: Array | None, kind: LayerKind, old: KVCache
+    ) -> tuple[Array, KVCache]:
+        new = kv_cache.keep(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), cache_dtype)
+        cache = jax.tree.map(lambda x, y: write(x, y, before), old, new)
+        scores = transformer.scores_of(kind, config, sinks)
+        seen = columns <= positions[:, :, None]
+        if scores.window is not None:
+            seen = seen & (columns > positions[:, :, None] - scores.window)
+        opened = []
+        for part in cache:
+            values, scale = kv_cache.open_part(part, compute_dtype)
+            values = values if scale is None else (values * scale[..., None]).astype(compute_dtype)
+            opened.append(jnp.swapaxes(values, 1, 2))
+        bias = jnp.where(seen, 0.0, attention.MASKED)
+        heads_first = implementation in ("xla", "cudnn")
+        return attention.attend(q, *opened, bias, scores, heads_first=heads_first), cache
+
+    def mix(x: delta.Inputs, old: kv_cache.State) -> tuple[Array, kv_cache.State]:
+        return delta.mix(x, visible, old, ends=jnp.asarray(lengths))
+
+    x = transformer.embed(weights, tokens, positions, config=config, compute_dtype=compute_dtype)
+    caches = []
+    for layer, kind, whole in zip(weights["layers"], config.layer_kinds, kept, strict=True):
+        is_delta = isinstance(whole, kv_cache.State)
+        old = take(whole if is_delta else resize(whole, length=length), rows)
+        of_kind: Callable[..., Any] = mix if is_delta else functools.partial(attend, kind=kind)
+        of_kind = functools.partial(of_kind, old=old)
+        x, cache = transformer.run_layer(
+            layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
+        )
+        caches.append(cache)
+    return tuple(caches)
+
+
 def admit(
     history: tuple[LayerCache, ...],
     prefilled: tuple[LayerCache, ...],
@@ -240,6 +315,7 @@ def run_chunk(
         )
         caches = history, carry.recent
         x, recent = _run_layers(weights, x, step_ropes, caches, attend, config, cache_sharding)
+        recent = _of_live(carry.recent, recent, carry.is_live)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         if has_minimum:
@@ -267,6 +343,20 @@ def run_chunk(
     )
 
     return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots)
+
+
+def _of_live(
+    old: tuple[LayerCache, ...], new: tuple[LayerCache, ...], is_live: Bool[Array, " n"]
+) -> tuple[LayerCache, ...]:
+    """Return the new caches, with the old state of slots whose response has ended."""
+
+    def of_slots(old: Array, new: Array) -> Array:
+        return jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return tuple(
+        jax.tree.map(of_slots, before, after) if isinstance(after, kv_cache.State) else after
+        for before, after in zip(old, new, strict=True)
+    )
 
 
 def _first_carry(

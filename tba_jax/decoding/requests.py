@@ -81,6 +81,8 @@ class Statistics:
         tokens: number of sampled tokens.
         steps: number of model steps.
         slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
+        prompt_tokens: tokens of prompts that were read.
+        kept_tokens: those of them that were in kept caches.
         prefill_s, chunk_s: wall time of prefill calls and of chunks.
         first_token_s: seconds from the first submission to the end of the first chunk.
     """
@@ -88,6 +90,8 @@ class Statistics:
     tokens: int = 0
     steps: int = 0
     slot_steps: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
     prefill_s: float = 0.0
     chunk_s: float = 0.0
     first_token_s: float = 0.0

@@ -5,6 +5,10 @@ The host repeats: admit prompts to free slots (one prefill per prompt, whose key
 copied to each of its samples), run a jitted chunk of steps, and collect finished responses. A long
 response therefore does not delay others, and weights can be swapped between chunks. The host keeps
 the slots' state; the device only has the cache.
+
+With `prefix_rows`, the caches of ended responses stay on the device until a prompt continues them,
+another response needs the row, or the weights change. Invariant: a kept cache is used with the
+weights that computed all of it.
 """
 
 import collections
@@ -18,6 +22,7 @@ import numpy as np
 
 from tba_jax.decoding import programs
 from tba_jax.decoding.compiled import Compiled
+from tba_jax.decoding.prefixes import Kept, Prefixes
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.flow.padding import bucket_length
@@ -34,6 +39,10 @@ SMALL_PREFILL_TOKENS = 128
 # Fewer slots need another program. By default, a session does not compile that program if all
 # responses end within this number of steps.
 HALVING_STEPS = 64
+# Compiled numbers of tokens after a kept prefix, and the maximum tokens of a call that has several
+# prompts: its attention scores, of every column of the cache, are in memory.
+ADDED_TOKENS = (8, 32, 128, 512)
+EXTEND_TOKENS = 2048
 
 
 class _Request(NamedTuple):
@@ -76,6 +85,7 @@ class Session:
         num_stop_ids: int | None,
         version: int,
         is_fed: bool,
+        prefix_rows: int = 0,
     ):
         if num_slots < 1:
             raise ValueError(f"decoding got num_slots = {num_slots}; wanted at least 1")
@@ -113,6 +123,9 @@ class Session:
             stop_ids=np.full((n, num_stop_ids), -1, np.int32),
         )
         self._history: tuple[LayerCache, ...] | None = None
+        self._prefixes = Prefixes(prefix_rows)
+        self._has_states = "delta" in decoder.config.layer_kinds
+        self._kept: tuple[LayerCache, ...] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -218,6 +231,15 @@ class Session:
         weights = self.decoder.weights(params)
         check_same_tree(self._weights, weights)
         self._weights, self.version = weights, version
+        self._prefixes.clear()
+
+    def forget(self, conversation: np.ndarray) -> None:
+        """Free the kept cache of a conversation that has ended.
+
+        Args:
+            conversation: prompt and response of its last turn.
+        """
+        self._prefixes.drop(conversation[:-1])
 
     def run(self) -> Iterator[Response]:
         """Yield responses as they finish, until the session is idle."""
@@ -273,21 +295,43 @@ class Session:
             max([of_attention(w.caches).keys.shape[2] for w, _, _ in admitted], default=0),
         )
         for waiting, slots, rows in admitted:
-            # For few compiled shapes, unused entries have slot n, which does not exist.
-            size = min(self.num_slots, 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1))
-            rest = size - len(slots)
-            self._history = self.decoder.admit(
-                self._history,
-                waiting.caches,
-                np.array(slots + [self.num_slots] * rest, np.int32),
-                np.array(rows + [0] * rest, np.int32),
-            )
+            self._history = self._copied(self._history, waiting.caches, slots, rows, self.num_slots)
+
+    def _copied(
+        self,
+        into: tuple[LayerCache, ...] | None,
+        source: tuple[LayerCache, ...],
+        slots: list[int],
+        rows: list[int],
+        none: int,
+    ) -> tuple[LayerCache, ...]:
+        """Return `into` with rows of `source` copied to its slots; `none` is no slot of it."""
+        # Few shapes: unused entries have a slot that does not exist.
+        rest = min(self.num_slots, _power_of_4(len(slots))) - len(slots)
+        return self.decoder.admit(
+            into,
+            source,
+            np.array(slots + [none] * rest, np.int32),
+            np.array(rows + [0] * rest, np.int32),
+        )
 
     def _prefill_next(self) -> _Waiting | None:
         """Prefill the next prompts of the queue; few different numbers of rows are compiled."""
         if not self._requests:
             return None
         start = time.perf_counter()
+        kept = self._prefixes.find(self._requests[0].prompt)
+        batch, caches = self._prefill() if kept is None else self._extend()
+        jax.block_until_ready(caches)  # for separate timing; the chunk would wait for it anyway
+        samples = collections.deque(
+            (row, request, j) for row, request in enumerate(batch) for j in range(len(request.keys))
+        )
+        self.statistics.prompt_tokens += sum(len(request.prompt) - 1 for request in batch)
+        self.statistics.prefill_s += time.perf_counter() - start
+        return _Waiting(self.version, caches, samples)
+
+    def _prefill(self) -> tuple[list[_Request], tuple[LayerCache, ...]]:
+        """Prefill whole prompts."""
         decoder = self.decoder
         ahead = itertools.islice(self._requests, self._prefill_prompts)
         longest = max(len(request.prompt) for request in ahead)
@@ -296,18 +340,69 @@ class Session:
         if self._is_fed and size * length > SMALL_PREFILL_TOKENS:
             # Few prompts come at a time, and a row of padding costs as much as a prompt.
             size = min(size, 1 << (len(self._requests) - 1).bit_length())
-        batch = [self._requests.popleft() for _ in range(min(size, len(self._requests)))]
+        batch = [self._requests.popleft()]
+        while self._requests and len(batch) < size:
+            if self._prefixes.find(self._requests[0].prompt) is not None:
+                break
+            batch.append(self._requests.popleft())
         tokens = np.zeros((size, length), np.int32)
         lengths = np.zeros(size, np.int32)
-        samples: collections.deque[tuple[int, _Request, int]] = collections.deque()
         for row, request in enumerate(batch):
             lengths[row] = len(request.prompt) - 1
             tokens[row, : lengths[row]] = request.prompt[:-1]
-            samples.extend((row, request, j) for j in range(len(request.keys)))
-        caches = decoder.prefill(self._weights, tokens, lengths)
-        jax.block_until_ready(caches)  # for separate timing; the chunk would wait for it anyway
-        self.statistics.prefill_s += time.perf_counter() - start
-        return _Waiting(self.version, caches, samples)
+        return batch, decoder.prefill(self._weights, tokens, lengths)
+
+    def _extend(self) -> tuple[list[_Request], tuple[LayerCache, ...]]:
+        """Prefill the tokens after kept prefixes, and free the rows of these."""
+        decoder, history = self.decoder, self._history
+        assert history is not None, "a kept cache was in a slot"
+        longest = decoder.cache_lengths[-1]
+        widths = (*(n for n in ADDED_TOKENS if n < longest), longest)
+        batch, found, width = list[_Request](), list[Kept](), 0
+        while self._requests and len(batch) < self._prefill_prompts:
+            prompt = self._requests[0].prompt
+            if (kept := self._prefixes.find(prompt)) is None:
+                break
+            wider = max(width, bucket_length(len(prompt) - 1 - kept.length, widths))
+            if batch and (len(batch) + 1) * wider > EXTEND_TOKENS:
+                break
+            self._prefixes.drop(prompt[: kept.length])
+            batch.append(self._requests.popleft())
+            found.append(kept)
+            width = wider
+        size = max(1, min(_power_of_4(len(batch)), EXTEND_TOKENS // width))
+        tokens = np.zeros((size, width), np.int32)
+        rows, before, lengths = np.zeros((3, size), np.int32)
+        for i, (request, kept) in enumerate(zip(batch, found, strict=True)):
+            added = request.prompt[kept.length : -1]
+            rows[i], before[i], lengths[i] = kept.row, kept.length, len(added)
+            tokens[i, : len(added)] = added
+        # At least as long as the cache of the slots, which saves programs.
+        length = bucket_length(max(len(r.prompt) for r in batch), decoder.cache_lengths)
+        length = max(length, of_attention(history).keys.shape[2])
+        self.statistics.kept_tokens += sum(kept.length for kept in found)
+        return batch, decoder.extend(
+            self._weights, self._kept, rows, before, tokens, lengths, length=length
+        )
+
+    def _keep(self, ended: list[tuple[int, np.ndarray]]) -> None:
+        """Keep the caches of ended responses.
+
+        Args:
+            ended: slot and cached tokens of each.
+        """
+        num = self._prefixes.num_rows
+        if not num or not ended:
+            return
+        assert self._history is not None
+        if self._kept is None:
+            where = jax.tree.leaves(self._weights)[0].sharding
+            self._kept = self.decoder.new_cache(num, self.decoder.cache_lengths[-1], where)
+        # Of equal conversations, one; more than all rows are not kept.
+        distinct = {tokens.tobytes(): (slot, tokens) for slot, tokens in reversed(ended)}
+        last = sorted(distinct.values(), key=lambda each: each[0])[-num:]
+        rows = [self._prefixes.put(tokens) for _, tokens in last]
+        self._kept = self._copied(self._kept, self._history, rows, [i for i, _ in last], num)
 
     def _occupy(self, slot: int, request: _Request, sample: int, version: int) -> None:
         slots, settings = self._slots, request.settings
@@ -382,13 +477,13 @@ class Session:
         stops = is_stop.any(axis=0)
         # Tokens of each slot up to its first stop token, inclusive.
         ends = np.where(stops, is_stop.argmax(axis=0) + 1, len(tokens)).tolist()
-        finished, longest = [], 0
+        finished, longest, kept = [], 0, []
         for slot, occupant in enumerate(self._occupants):
             if occupant is None:
                 continue
             drawn = tokens[:, slot]
             limit = int(slots.max_new_tokens[slot] - slots.count[slot])
-            num = min(ends[slot], limit)
+            num = decoded = min(ends[slot], limit)
             longest = max(longest, num)
             has_ended = bool(stops[slot]) and ends[slot] <= limit
             stop_strings = occupant.request.settings.stop_strings or self.decoder.stop_strings
@@ -407,6 +502,11 @@ class Session:
             if has_ended or slots.count[slot] == slots.max_new_tokens[slot]:
                 slots.is_live[slot] = False
                 self._occupants[slot] = None
+                # A state cannot go back to the token that completed a stop string.
+                is_exact = num == decoded or not self._has_states
+                if self._prefixes.num_rows and is_exact and occupant.version_min == self.version:
+                    parts = (occupant.request.prompt, *occupant.tokens)
+                    kept.append((slot, np.concatenate(parts)[:-1]))
                 finished.append(
                     Response(
                         request=occupant.request.index,
@@ -424,7 +524,13 @@ class Session:
                 )
         self.statistics.steps += longest
         self.statistics.slot_steps += longest * self.num_slots
+        self._keep(kept)
         return finished
+
+
+def _power_of_4(num: int) -> int:
+    """Return the least power of 4 that is at least `num` and 4."""
+    return 4 ** max(1, (num - 1).bit_length() + 1 >> 1)
 
 
 def _host(array: np.ndarray) -> Any:

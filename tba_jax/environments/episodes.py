@@ -4,11 +4,11 @@
 A turn is a request with one sample. When a turn ends, its slot becomes free and the environment
 receives the text. After the environment's response, the conversation (prompt, sampled tokens,
 observations) is prefilled as a new request. No thread waits for an environment. Sampled IDs are
-never converted to text and back. Keys and values of a conversation are recomputed for every turn.
+never converted to text and back. Caches of waiting conversations are kept while there is room.
 
 Invariants: every token that is not an observation has the log-prob of the distribution it was
-sampled from. Sampled tokens depend on prompt, key, turn and observations, not on the time of
-observations. In `run` the order of all requests is fixed, too.
+sampled from. Sampled tokens depend on prompt, key, turn and observations. The time of observations
+changes only the rounding of log-probs. In `run` the order of all requests is fixed, too.
 """
 
 import collections
@@ -156,6 +156,8 @@ class Episodes:
         chat: format of chats; None: prompts are plain text.
         is_agent: whether environments are agents, which write the context themselves.
         schemas: JSON schemas of the tools. If there are any, `chat` formats the whole context.
+        prefix_cache_bytes: bytes per device of the caches of waiting conversations; 0: as many
+            conversations as slots.
     """
 
     environments: EnvironmentPool | ReplayedEnvironment
@@ -165,6 +167,7 @@ class Episodes:
     chat: ChatFormat | None = None
     is_agent: bool = False
     schemas: Messages = ()
+    prefix_cache_bytes: int = 0
 
     @property
     def first_token_only(self) -> bool:
@@ -498,6 +501,9 @@ class EpisodeSession(SingleTurnSession):
         self._asked.append(attempt)
 
     def _end(self, attempt: _Attempt, verdict: Verdict | None) -> None:
+        for path in attempt.paths:
+            parts = [self._context(attempt), *(s.tokens for s in path)]
+            self._session.forget(np.concatenate(parts))
         paths = [path for path in attempt.paths if any(s.is_sampled for s in path)]
         if not paths:  # No token was sampled, but a rejected response still needs one.
             none = np.zeros(1, np.float32)
@@ -558,5 +564,6 @@ def open_session(
         prefill_prompts=-(-num_slots // num_samples),
         version=version,
         is_fed=is_fed or episodes is not None,
+        prefix_rows=decoder.prefix_rows(num_slots, episodes.prefix_cache_bytes) if episodes else 0,
     )
     return SingleTurnSession(session) if episodes is None else episodes.over(session)

@@ -46,6 +46,22 @@ class PhaseTimes(NamedTuple):
     reference_s: float
 
 
+class DecodeCounts(NamedTuple):
+    """Counts of decode sessions, as in their `Statistics`."""
+
+    tokens: int
+    slot_steps: int
+    prompt_tokens: int
+    kept_tokens: int
+
+    def plus(self, other: "DecodeCounts") -> "DecodeCounts":
+        """Return the sums of both."""
+        return DecodeCounts(*map(sum, zip(self, other, strict=True)))
+
+
+NO_COUNTS = DecodeCounts(0, 0, 0, 0)
+
+
 class RoundMetrics(NamedTuple):
     """Metrics of the responses of a round.
 

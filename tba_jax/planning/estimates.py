@@ -160,6 +160,8 @@ def searcher_bytes(
     columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
     dtype = config.search.cache_dtype or config.model.rollout_dtype
     cache = shard_bytes(kv_cache.abstract_layers(model_config, num_slots(config), columns, dtype))
+    if config.task.environment:
+        cache += config.search.prefix_cache_bytes or cache
 
     def bytes_of(g: int) -> float:
         return (

@@ -12,7 +12,6 @@ import math
 from typing import NamedTuple
 
 from tba_jax.config.schema import Config
-from tba_jax.decoding import lowering
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import PackedBatch
@@ -131,9 +130,9 @@ def _of_searcher(
     decoder = model_parts.make_decoder(config, model_config, programs.Ids(), Site(mesh))
     weights = programs.abstract_weights(config, model_config, placement, config.search.quantization)
     columns, steps = decoder.cache_lengths[-1], decoder.chunk_steps
-    cache = lowering.cache_bytes(decoder, sizes.num_slots, columns)
-    waiting = lowering.cache_bytes(decoder, sizes.prefill_prompts, sizes.prompt)
-    admitted = lowering.cache_bytes(decoder, sizes.num_slots, sizes.prompt)
+    cache = decoder.cache_bytes(sizes.num_slots, columns)
+    waiting = decoder.cache_bytes(sizes.prefill_prompts, sizes.prompt)
+    admitted = decoder.cache_bytes(sizes.num_slots, sizes.prompt)
     token = of.step(columns)
     read = _read_bytes(weights, model_config)
     # A prompt needs only keys and values of the last layer.

@@ -169,13 +169,17 @@ def residents(
     sizes = sizes_of(config)
     columns = decoder.cache_lengths[-1]
     slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
-    cache = lowering.cache_bytes(decoder, slots, columns)
-    waiting = lowering.cache_bytes(decoder, sizes.prefill_prompts, sizes.prompt)
+    cache = decoder.cache_bytes(slots, columns)
+    waiting = decoder.cache_bytes(sizes.prefill_prompts, sizes.prompt)
+    kept = {}
+    if config.task.environment:
+        rows = decoder.prefix_rows(slots, config.search.prefix_cache_bytes)
+        kept["caches of waiting conversations"] = decoder.cache_bytes(rows, columns)
     return {
         "trainer": {"residents": trainer, "transients": {}},
         "searcher": {
             "residents": searcher,
-            "transients": {"KV cache": cache, "prefilled prompts": waiting},
+            "transients": {"KV cache": cache, "prefilled prompts": waiting, **kept},
         },
     }
 
@@ -247,12 +251,8 @@ def _searcher_programs(
         )
     )
     held = {"parameters": shard_bytes(weights)}
-    cache = {"KV cache": float(lowering.cache_bytes(decoder, sizes.num_slots, columns))}
-    waiting = {
-        "prefilled prompts": float(
-            lowering.cache_bytes(decoder, sizes.prefill_prompts, sizes.prompt)
-        )
-    }
+    cache = {"KV cache": float(decoder.cache_bytes(sizes.num_slots, columns))}
+    waiting = {"prefilled prompts": float(decoder.cache_bytes(sizes.prefill_prompts, sizes.prompt))}
     buckets, lengths = config.batch.num_length_buckets, len(decoder.cache_lengths)
     found = [
         Planned(

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
 from tba_jax.flow.evaluation_shard import Lease
-from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
+from tba_jax.flow.rounds import NO_COUNTS, DecodeCounts, RoundCommit, pack_commits, unpack_commits
 
 RUN_ENDED = "the run has ended"
 
@@ -124,7 +124,7 @@ class Heartbeat(NamedTuple):
     Attributes:
         idle_s: seconds without work since the searcher joined.
         put_s: seconds from sending to acknowledgement of each put since the last heartbeat.
-        slot_use: (tokens sampled, decode-slot steps) since the last heartbeat.
+        decoded: counts of the decode session since the last heartbeat.
         can_evaluate: whether the searcher takes an evaluation shard.
         version: policy version with which the next ticket would start, -1 for none.
         wants_stop: whether the process of the searcher received a stop request.
@@ -132,7 +132,7 @@ class Heartbeat(NamedTuple):
 
     idle_s: float = 0.0
     put_s: tuple[float, ...] = ()
-    slot_use: tuple[int, int] = (0, 0)
+    decoded: DecodeCounts = NO_COUNTS
     can_evaluate: bool = False
     version: int = -1
     wants_stop: bool = False

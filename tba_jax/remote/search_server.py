@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
-from tba_jax.flow.rounds import RoundCommit, check_commit
+from tba_jax.flow.rounds import NO_COUNTS, DecodeCounts, RoundCommit, check_commit
 from tba_jax.remote.messages import (
     RUN_ENDED,
     Heartbeat,
@@ -94,7 +94,7 @@ class SearchServer:
         self._num_lost = self._num_duplicates = self._num_fenced = 0
         self._num_bytes = 0
         self._put_s: collections.deque[float] = collections.deque(maxlen=_KEPT_LATENCIES)
-        self._slot_use = (0, 0)
+        self._decoded = NO_COUNTS
 
     def join(self, request: JoinRequest) -> JoinResponse:
         """Let a process run searchers; the open tickets of their previous processes are lost.
@@ -154,8 +154,7 @@ class SearchServer:
             record.searcher.idle_s += heartbeat.idle_s - record.idle_s
             record.idle_s = heartbeat.idle_s
             self._put_s.extend(heartbeat.put_s)
-            (tokens, steps), (more_tokens, more_steps) = self._slot_use, heartbeat.slot_use
-            self._slot_use = tokens + more_tokens, steps + more_steps
+            self._decoded = self._decoded.plus(heartbeat.decoded)
             tickets = [ticket for ticket in record.open_tickets if ticket >= first_unseen]
             record.wants_stop = heartbeat.wants_stop
             limit = min(max_tickets, self._settings.max_tickets)
@@ -357,11 +356,11 @@ class SearchServer:
                 for searcher, record in self._searchers.items()
             ]
 
-    def take_slot_use(self) -> tuple[int, int]:
-        """Return (tokens sampled, decode-slot steps) of all searchers since the last call."""
+    def take_decode_counts(self) -> DecodeCounts:
+        """Return the counts of all searchers since the last call."""
         with self._lock:
-            used, self._slot_use = self._slot_use, (0, 0)
-            return used
+            counts, self._decoded = self._decoded, NO_COUNTS
+            return counts
 
     def _refusal(self, request: JoinRequest) -> str:
         if self._has_ended:

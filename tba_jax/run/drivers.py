@@ -25,7 +25,7 @@ from typing import Any
 
 from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.flow.rounds import RoundReport
+from tba_jax.flow.rounds import NO_COUNTS, RoundReport
 from tba_jax.remote.messages import RUN_ENDED
 from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.remote.step_server import StepClient
@@ -401,11 +401,15 @@ class AsynchronousSearch(Search):
             **self._service.metrics(),
             **failed_requests(run),
         }
-        used = [search.slot_use() for search in self._searches]
+        counts = NO_COUNTS
         if self._service.server is not None:
-            used.append(self._service.server.take_slot_use())
-        if steps := sum(steps for _, steps in used):
-            extra["search/slot_use"] = sum(tokens for tokens, _ in used) / steps
+            counts = self._service.server.take_decode_counts()
+        for each in self._searches:
+            counts = counts.plus(each.decode_counts())
+        if counts.slot_steps:
+            extra["search/slot_use"] = counts.tokens / counts.slot_steps
+        if counts.prompt_tokens and run.config.task.environment:
+            extra["search/kept_prefix"] = counts.kept_tokens / counts.prompt_tokens
         if (lock := run.shared.sites.trainer.lock) is not None:
             extra["sync/turn_wait_s"] = lock.wait_s
         return extra

@@ -405,7 +405,7 @@ def _workers(
             heartbeat=lambda put_s: Heartbeat(
                 decoding.idle_total_s,
                 put_s,
-                worked.slot_use(),
+                worked.decode_counts(),
                 version=weights.newest(i),
                 wants_stop=process.wants_stop(),
             ),

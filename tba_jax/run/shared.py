@@ -228,6 +228,7 @@ def make_episodes(
         chat if is_chat else None,
         is_agent,
         environments.schemas if is_chat else (),
+        search.prefix_cache_bytes,
     )
     if is_chat:
         episodes.check_template()

@@ -40,6 +40,13 @@ class SearchSettings(Section):
         at_least=0,
         on_resume=True,
     )
+    prefix_cache_bytes: int = field(
+        0,
+        "with task.environment: bytes per device of the caches of waiting conversations, which "
+        "are not computed again; 0: as many conversations as slots; 1: none",
+        at_least=0,
+        on_resume=True,
+    )
     num_devices: int = field(
         1,
         "devices of each searcher, which divide its weights and cache",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tba_jax.decoding.requests import Statistics
 from tba_jax.environments.episodes import TakenAnswer
-from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
+from tba_jax.flow.rounds import NO_COUNTS, DecodeCounts, PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.groups import measure
 from tba_jax.search.sampler import GroupSession, SampledGroup
@@ -211,13 +211,13 @@ class ContinuousSearch:
         other._next_number = self._next_number
         return other
 
-    def slot_use(self) -> tuple[int, int]:
-        """Return (tokens drawn, slot-steps) since the last call."""
+    def decode_counts(self) -> DecodeCounts:
+        """Return the counts since the last call."""
         if self._groups is None:
-            return 0, 0
+            return NO_COUNTS
         now, before = dataclasses.replace(self._groups.session.statistics), self._reported
         self._reported = now
-        return now.tokens - before.tokens, now.slot_steps - before.slot_steps
+        return DecodeCounts(*(getattr(now, x) - getattr(before, x) for x in DecodeCounts._fields))
 
     def _opened(self, published: Published) -> GroupSession:
         if self._groups is None:
@@ -332,6 +332,6 @@ class RoundSearch:
         """Number of rounds that could start now."""
         return 0 if self._is_busy else 1
 
-    def slot_use(self) -> tuple[int, int]:
+    def decode_counts(self) -> DecodeCounts:
         """Return zeros: the use of slots is not measured for rounds."""
-        return 0, 0
+        return NO_COUNTS

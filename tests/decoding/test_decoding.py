@@ -339,11 +339,11 @@ def test_weights_are_swapped_between_chunks(params, decoder):
     kwargs = {"num_samples": 1, "key": KEY, "settings": settings, "num_slots": 2}
     plain = decoder.decode(params, PROMPTS, **kwargs)
     swapped = decoder.decode(other, PROMPTS, **kwargs)
-    count = decoder.compile_count
     session = decoder.session(params, num_slots=2, prefill_prompts=2, version=3)
     for prompt, keys in zip(PROMPTS, row_keys(KEY, len(PROMPTS))[:, None], strict=True):
         session.submit(prompt, keys, settings)
     responses = [*session.step(), *session.step()]
+    count = decoder.compile_count
     session.swap(other, 7)
     responses = sorted([*responses, *session.run()], key=lambda r: r.request)
     assert decoder.compile_count == count

@@ -88,7 +88,7 @@ def compiled(name, num_devices, cache_dtype=None):
     found = lower().compile({"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k": 1})
     text, memory = found.as_text(), found.memory_analysis()
     assert text is not None and memory is not None
-    return text, memory, lowering.cache_bytes(decoder, 16, 1024)
+    return text, memory, decoder.cache_bytes(16, 1024)
 
 
 def launches(text, computation):

@@ -58,7 +58,7 @@ def test_the_cache_is_donated_and_never_copied(name):
     decoder = make_decoder(max_length=504)
     program = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))[name]
     memory = program().compile().memory_analysis()
-    size = lowering.cache_bytes(decoder, SIZES["num_slots"], SIZES["cache_length"])
+    size = decoder.cache_bytes(SIZES["num_slots"], SIZES["cache_length"])
     assert size == 2 * 2 * 4 * 2 * 512 * 16 * 4  # keys and values, layers, slots, heads, ...
     assert memory.alias_size_in_bytes == size
     # The tokens and log-probs of a chunk, and the bookkeeping of the output tuple.

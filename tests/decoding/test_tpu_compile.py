@@ -66,7 +66,7 @@ def compile_all(topology, parts, implementation, names=None):
     if implementation == "tpu_kernel":
         for name in compiled.keys() & {"prefill", "chunk_sampled"}:
             assert "tpu_custom_call" in compiled[name].as_text(), f"{name} has no kernel in it"
-    size = lowering.cache_bytes(decoder, SIZES["num_slots"], SIZES["cache_length"])
+    size = decoder.cache_bytes(SIZES["num_slots"], SIZES["cache_length"])
     return {name: program.memory_analysis() for name, program in compiled.items()}, size
 
 
@@ -117,7 +117,7 @@ def test_a_chunk_of_a_large_model_copies_neither_weights_nor_cache():
     sizes = {"num_slots": 128, "cache_length": 1024, "prompt_length": 256}
     programs = dict(lowering.lower_all(decoder, weights, **sizes))
     figures = programs["chunk_sampled"]().compile().memory_analysis()
-    assert figures.alias_size_in_bytes == lowering.cache_bytes(decoder, 128, 1024) == 3_758_096_384
+    assert figures.alias_size_in_bytes == decoder.cache_bytes(128, 1024) == 3_758_096_384
     # Two copies of the logits [128, 151936] in float32; the weights have 3.1 GB.
     assert figures.temp_size_in_bytes < 2 * 128 * 151936 * 4
 

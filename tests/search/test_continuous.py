@@ -101,11 +101,11 @@ def test_slow_grades_stop_decoding_not_memory():
     assert world.search.grade() and world.search.step()
 
 
-def test_slot_use_is_counted_from_one_question_to_the_next():
+def test_decoding_is_counted_from_one_question_to_the_next():
     world = World(lambda i, j: 1)
     world.run(2)
-    assert world.search.slot_use() == (8, 8)
-    assert world.search.slot_use() == (0, 0)
+    assert world.search.decode_counts() == (8, 8, 0, 0)
+    assert world.search.decode_counts() == (0, 0, 0, 0)
 
 
 def test_a_grader_that_fails_stops_its_searcher_and_is_named():

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations that continue over kept caches: the same tokens and log-probs as without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_models import random_params, tiny_config
+
+from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.prefixes import Kept, Prefixes
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.stop_strings import StopStrings
+
+PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6, 2], [7, 8, 9, 10, 11])]
+TURNS, TOKENS = 3, 6
+ADDED = [(), (3, 3, 7), tuple(range(3, 13))]  # observations after each turn; 0 to 10 tokens
+
+
+def make_decoder(config, **changes):
+    arguments = {"prompt_buckets": (6, 56), "max_length": 56, "chunk_steps": 4, **changes}
+    return Decoder(config, compute_dtype=jnp.float32, eos_ids=(0,), pad_id=2, **arguments)
+
+
+def talked(decoder, params, prefix_rows, *, change=lambda session, turn: None, settings=None):
+    """Responses of three conversations, turn by turn, and the session."""
+    session = decoder.session(
+        params, num_slots=3, prefill_prompts=3, is_fed=True, prefix_rows=prefix_rows
+    )
+    settings = settings or SamplingSettings(TOKENS, stop_ids=())
+    conversations, found = PROMPTS, []
+    for turn in range(TURNS):
+        change(session, turn)
+        for i, tokens in enumerate(conversations):
+            session.submit(tokens, row_keys(jax.random.key(10 * turn + i), 1), settings)
+        responses = sorted(session.run(), key=lambda y: y.request)
+        conversations = [
+            np.concatenate([tokens, y.tokens, ADDED[(turn + i) % 3]]).astype(np.int32)
+            for i, (tokens, y) in enumerate(zip(conversations, responses, strict=True))
+        ]
+        found += responses
+    return found, session
+
+
+def assert_alike(found, wanted, atol=2e-5):
+    """Rounding of float32 with another order of sums, as in test_decoding."""
+    for y, z in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(y.tokens, z.tokens)
+        np.testing.assert_allclose(y.token_logprobs, z.token_logprobs, atol=atol)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt_oss", "gemma2", "qwen3_5_text"])
+def test_tokens_and_log_probs_are_those_without_kept_caches(family):
+    config = tiny_config(family=family)
+    params, decoder = random_params(config), make_decoder(config)
+    plain, without = talked(decoder, params, 0)
+    found, session = talked(decoder, params, 3)
+    assert_alike(found, plain)
+    counts = session.statistics
+    assert without.statistics.kept_tokens == 0
+    assert counts.prompt_tokens == without.statistics.prompt_tokens
+    # Of a later turn, only the observation is read.
+    first = sum(len(tokens) - 1 for tokens in PROMPTS)
+    observed = sum(len(ADDED[(turn + i) % 3]) for turn in range(TURNS - 1) for i in range(3))
+    assert counts.prompt_tokens - counts.kept_tokens == first + observed
+
+
+def test_an_8_bit_cache_is_kept_with_its_scales():
+    config = tiny_config()
+    params, decoder = random_params(config), make_decoder(config, cache_dtype=jnp.int8)
+    plain, _ = talked(decoder, params, 0)
+    found, session = talked(decoder, params, 3)
+    assert session.statistics.kept_tokens > 0
+    for y, z in zip(found[:3], plain[:3], strict=True):
+        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
+    # Later turns read observations with rounded keys.
+    same = [
+        (y, z) for y, z in zip(found, plain, strict=True) if y.tokens.tolist() == z.tokens.tolist()
+    ]
+    assert len(same) > 5
+    for y, z in same:
+        np.testing.assert_allclose(y.token_logprobs, z.token_logprobs, atol=0.2)
+
+
+def test_a_cache_of_other_weights_is_not_used():
+    config = tiny_config()
+    params, decoder = random_params(config), make_decoder(config)
+    other = jax.tree.map(lambda x: x * 1.1, params)
+
+    def swap(session, turn):
+        if turn == 1:
+            session.swap(other, 7)
+
+    plain, _ = talked(decoder, params, 0, change=swap)
+    found, session = talked(decoder, params, 3, change=swap)
+    assert_alike(found, plain)
+    assert session.statistics.kept_tokens > 0  # of the last turn
+    assert [y.version_min for y in found] == [0] * 3 + [7] * 6
+
+
+def test_a_cache_that_two_weights_have_written_is_not_kept():
+    config = tiny_config()
+    params, decoder = random_params(config), make_decoder(config)
+    session = decoder.session(params, num_slots=1, is_fed=True, prefix_rows=1)
+    settings = SamplingSettings(TOKENS, stop_ids=())
+    session.submit(PROMPTS[0], row_keys(jax.random.key(0), 1), settings)
+    assert session.step() == []
+    session.swap(jax.tree.map(lambda x: x * 1.1, params), 1)
+    (y,) = session.run()
+    session.submit(np.concatenate([PROMPTS[0], y.tokens]), row_keys(jax.random.key(1), 1), settings)
+    assert len(list(session.run())) == 1 and session.statistics.kept_tokens == 0
+
+
+def test_a_state_after_the_end_of_a_stop_string_is_not_kept():
+    """The device decodes to the end of the chunk; keys can be cut, a state cannot."""
+    stop = StopStrings(("x",), lambda ids: "".join("x" if i % 5 == 4 else "-" for i in ids))
+    settings = SamplingSettings(TOKENS, stop_ids=(), stop_strings=stop)
+    for family in ("qwen3_5_text", "llama"):
+        config = tiny_config(family=family)
+        params, decoder = random_params(config), make_decoder(config)
+        plain, _ = talked(decoder, params, 0, settings=settings)
+        found, session = talked(decoder, params, 3, settings=settings)
+        assert {len(y.tokens) % 4 for y in found} > {0}
+        assert_alike(found, plain)
+        kept = [len(y.tokens) % 4 == 0 or not y.has_eos for y in found[:6]]
+        assert (session.statistics.kept_tokens > 0) == (family == "llama" or any(kept))
+
+
+def test_the_conversations_kept_are_the_newest_that_fit_the_bytes():
+    config = tiny_config()
+    decoder = make_decoder(config)
+    a_row = decoder.cache_bytes(1, decoder.cache_lengths[-1])
+    assert decoder.prefix_rows(8, 0) == 8 and decoder.prefix_rows(8, 1) == 0
+    assert decoder.prefix_rows(8, 3 * a_row - 1) == 2
+    params = random_params(config)
+    plain, _ = talked(decoder, params, 0)
+    found, session = talked(decoder, params, 2)
+    assert_alike(found, plain)
+    full = talked(decoder, params, 3)[1].statistics.kept_tokens
+    assert 0 < session.statistics.kept_tokens < full
+    assert_alike(talked(decoder, params, 1)[0], plain)
+
+
+def test_the_longest_prefix_is_found_and_the_oldest_evicted():
+    tokens = np.arange(10, dtype=np.int32)
+    prefixes = Prefixes(2)
+    first, second = prefixes.put(tokens[:2]), prefixes.put(tokens[:5])
+    assert prefixes.find(tokens) == Kept(second, 5)
+    assert prefixes.find(tokens[:5]) == Kept(first, 2)  # the last token is not in a cache
+    assert prefixes.find(tokens[1:]) is None
+    assert prefixes.put(tokens[1:4]) == first
+    assert prefixes.find(tokens[:5]) is None
+    prefixes.drop(tokens[:5])
+    assert prefixes.find(tokens) is None and prefixes.put(tokens[:9]) == second
+    prefixes.clear()
+    assert (
+        prefixes.find(tokens[1:]) is None and len({prefixes.put(tokens[:i]) for i in (1, 2)}) == 2
+    )
