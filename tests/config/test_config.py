@@ -517,6 +517,11 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
     ("changes", "message"),
     [
         ({"objective.name": "rloo"}, "accepts any sampler.*objective.name to one of tb"),
+        # Its states would lack the continuations that a searcher samples.
+        (
+            {"objective.name": "vineppo", "placement": "shared"},
+            "accepts any sampler.*objective.name to one of tb",
+        ),
         ({"driver": "sync", "search.exact_lag": 2}, "search.exact_lag=0"),
     ],
 )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations that continue over kept caches: the same tokens and log-probs as without."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +34,9 @@ def talked(decoder, params, prefix_rows, *, change=lambda session, turn: None, s
     for turn in range(TURNS):
         change(session, turn)
         for i, tokens in enumerate(conversations):
-            session.submit(tokens, row_keys(jax.random.key(10 * turn + i), 1), settings)
+            # Turns end at different steps of a chunk.
+            own = dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens + i)
+            session.submit(tokens, row_keys(jax.random.key(10 * turn + i), 1), own)
         responses = sorted(session.run(), key=lambda y: y.request)
         conversations = [
             np.concatenate([tokens, y.tokens, ADDED[(turn + i) % 3]]).astype(np.int32)
@@ -120,10 +124,9 @@ def test_a_state_after_the_end_of_a_stop_string_is_not_kept():
         params, decoder = random_params(config), make_decoder(config)
         plain, _ = talked(decoder, params, 0, settings=settings)
         found, session = talked(decoder, params, 3, settings=settings)
-        assert {len(y.tokens) % 4 for y in found} > {0}
+        assert any(y.has_eos and len(y.tokens) % 4 for y in found[:6])
         assert_alike(found, plain)
-        kept = [len(y.tokens) % 4 == 0 or not y.has_eos for y in found[:6]]
-        assert (session.statistics.kept_tokens > 0) == (family == "llama" or any(kept))
+        assert session.statistics.kept_tokens > 0 or family == "qwen3_5_text"
 
 
 def test_the_conversations_kept_are_the_newest_that_fit_the_bytes():

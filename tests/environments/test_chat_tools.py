@@ -33,6 +33,9 @@ class Scripted:
         self.is_idle = False
         return len(self.contexts) - 1
 
+    def forget(self, conversation):
+        self.forgotten = conversation
+
     def step(self):
         if self.is_idle:
             return []
@@ -125,3 +128,33 @@ def test_a_turn_that_the_format_cannot_continue_is_a_rejection_by_name(
     y, _ = played(pools[0], qwen_like_tokenizer(tmp_path), turns, messages)
     assert y.verdict == Verdict(None, "environment_template")
     assert "rejected as environment_template" in capsys.readouterr().err
+
+
+def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episode(
+    pools, tmp_path, capsys
+):
+    """The library cannot read the second turn; the first one's call has been executed."""
+    tokenizer = qwen_like_tokenizer(tmp_path)
+    turns = [call("add", '{"n": 4}'), call("add", '{"n": 5}')]
+    messages = [{"role": "user", "content": "Count "}]
+    with pytest.MonkeyPatch.context() as patch:
+        parse = RendererFormat.__dict__["calls"]
+        num = iter(range(2))
+
+        def fails(self, tokens, *others):
+            if next(num):
+
+                def unreadable(tokens, **options):
+                    raise KeyError("name")
+
+                patch.setattr(self._renderer, "parse_response", unreadable)
+            return parse(self, tokens, *others)
+
+        patch.setattr(RendererFormat, "calls", fails)
+        y, session = played(pools[0], tokenizer, turns, messages)
+    assert y.verdict == Verdict(None, "environment_template")
+    assert len(session.contexts) == 2 and y.num_sampled > 2
+    error = capsys.readouterr().err
+    assert "rejected as environment_template" in error and "KeyError: 'name'" in error
+    again, _ = played(pools[0], tokenizer, [call("add", '{"n": 4}'), f"7{END}"], messages)
+    assert again.verdict == Verdict(7.0, None)  # the process serves the next episode

@@ -106,11 +106,27 @@ def prompts_of(tokenizer):
     return [Prompt(i, x, tokenizer.encode(x, add_bos=True), {}) for i, x in enumerate(texts)]
 
 
-def drawn(model, world, *, in_turn, max_turns=4, limit=LIMIT, num=2, log=None, replayed=None):
+def drawn(
+    model,
+    world,
+    *,
+    in_turn,
+    max_turns=4,
+    limit=LIMIT,
+    num=2,
+    log=None,
+    replayed=None,
+    prefix_rows=4,
+):
     """All episodes, in order."""
     config, params, tokenizer, settings, decoder = model
     inner = decoder.session(
-        unstack_layers(params, config), num_slots=4, prefill_prompts=4, is_fed=True, version=3
+        unstack_layers(params, config),
+        num_slots=4,
+        prefill_prompts=4,
+        is_fed=True,
+        version=3,
+        prefix_rows=prefix_rows,
     )
     session = Episodes(world, tokenizer, max_turns).over(inner)
     sampling = dataclasses.replace(sampling_settings(settings.search), max_new_tokens=limit)
@@ -133,6 +149,8 @@ def drawn(model, world, *, in_turn, max_turns=4, limit=LIMIT, num=2, log=None, r
                 if log is not None:
                     log.append(taken)
     assert session.is_idle and session.room == 4
+    assert (session.statistics.kept_tokens > 0) == (prefix_rows > 0 and max_turns > 1)
+    assert not inner._prefixes._rows  # an episode that has ended keeps nothing
     return sorted(found, key=lambda y: (y.request, y.sample))
 
 
@@ -166,6 +184,13 @@ def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
         places = np.flatnonzero(y.is_sampled)
         own = scored(model, [y] * len(places), np.eye(len(y.tokens), dtype=bool)[places])
         np.testing.assert_allclose(y.token_logprobs[places], own, atol=1e-5)
+
+
+def test_kept_caches_change_nothing_but_rounding(model):
+    without = drawn(model, World(), in_turn=True, prefix_rows=0)
+    for y, z in zip(drawn(model, World(), in_turn=True), without, strict=True):
+        assert (y.tokens.tolist(), y.verdict) == (z.tokens.tolist(), z.verdict)
+        np.testing.assert_allclose(y.token_logprobs, z.token_logprobs, atol=1e-5)
 
 
 def test_one_wrong_mark_on_one_observation_token_is_seen(model):
