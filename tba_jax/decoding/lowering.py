@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.programs import Slots
+from tba_jax.decoding.programs import Prefixes, Slots
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.decoding.session import ADDED_TOKENS, EXTEND_TOKENS
 from tba_jax.devices.absent import traced_for
@@ -157,8 +157,8 @@ def lower_all(
     yield "prefill", lower(decoder.prefill, weights, *prompts)
     added = min(cache_length, ADDED_TOKENS[-1])
     rows = ints(max(1, EXTEND_TOKENS // added))
-    arguments = history, rows, rows, ints(*rows.shape, added), rows
-    yield "extend", lower(decoder.extend, weights, *arguments, length=cache_length)
+    added_tokens = Prefixes(history, rows, rows), ints(*rows.shape, added), rows
+    yield "extend", lower(decoder.extend, weights, *added_tokens, length=cache_length)
     prefilled = caches(prefill_prompts, prompt_length)
     yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))
     grown = -(-cache_length * 3 // 2 // 8) * 8

@@ -23,7 +23,7 @@ class Kept(NamedTuple):
     length: int
 
 
-class Prefixes:
+class PrefixRows:
     """Tokens of the conversations in the rows of a prefix cache.
 
     Args:

@@ -47,6 +47,20 @@ class Slots(NamedTuple):
     stop_ids: Any
 
 
+class Prefixes(NamedTuple):
+    """The first tokens of p prompts, in kept caches.
+
+    Attributes:
+        caches: [r g c e] per layer.
+        rows: int32 [p], row of each prompt.
+        lengths: int32 [p], tokens of each prompt in its row.
+    """
+
+    caches: tuple[LayerCache, ...]
+    rows: Any
+    lengths: Any
+
+
 class _Carry(NamedTuple):
     step: Int[Array, ""]
     last: Int[Array, " n"]
@@ -116,9 +130,7 @@ def prefill(
 
 def extend(
     weights: Params,
-    kept: tuple[LayerCache, ...],
-    rows: Int[Array, " p"],
-    before: Int[Array, " p"],
+    prefixes: Prefixes,
     tokens: Int[Array, "p s"],
     lengths: Int[Array, " p"],
     *,
@@ -133,15 +145,13 @@ def extend(
 
     Args:
         weights: in the decoder's layout.
-        kept: caches [r g c e] per layer, c >= length.
-        rows: row of each prompt in `kept`.
-        before: tokens of each prompt in `kept`.
+        prefixes: the first tokens of the prompts.
         tokens: the tokens after them, right-padded, without the last token of the prompt.
-        lengths: valid tokens of each, possibly 0; before + lengths <= length.
-        length: columns of the result.
+        lengths: valid tokens of each, possibly 0.
+        length: columns of the result, at least the tokens of each prompt but the last.
         config, compute_dtype, cache_dtype, implementation, cache_sharding: as in `prefill`.
     """
-    s, before = tokens.shape[1], jnp.asarray(before)
+    s, before = tokens.shape[1], jnp.asarray(prefixes.lengths)
     positions = before[:, None] + jnp.arange(s)[None]
     ropes = transformer.rotary(positions, config)
     mask = jnp.arange(s)[None] < jnp.asarray(lengths)[:, None]
@@ -177,9 +187,11 @@ def extend(
 
     x = transformer.embed(weights, tokens, positions, config=config, compute_dtype=compute_dtype)
     caches = []
-    for layer, kind, whole in zip(weights["layers"], config.layer_kinds, kept, strict=True):
+    for layer, kind, whole in zip(
+        weights["layers"], config.layer_kinds, prefixes.caches, strict=True
+    ):
         is_delta = isinstance(whole, kv_cache.State)
-        old = take(whole if is_delta else resize(whole, length=length), rows)
+        old = take(whole if is_delta else resize(whole, length=length), prefixes.rows)
         of_kind: Callable[..., Any] = mix if is_delta else functools.partial(attend, kind=kind)
         of_kind = functools.partial(of_kind, old=old)
         x, cache = transformer.run_layer(
@@ -315,7 +327,6 @@ def run_chunk(
         )
         caches = history, carry.recent
         x, recent = _run_layers(weights, x, step_ropes, caches, attend, config, cache_sharding)
-        recent = _of_live(carry.recent, recent, carry.is_live)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         if has_minimum:
@@ -333,7 +344,7 @@ def run_chunk(
             is_live=carry.is_live & ~is_stop & (count < slots.max_new_tokens),
             tokens=carry.tokens.at[step].set(tokens),
             logprobs=carry.logprobs.at[step].set(jnp.where(carry.is_live, logprobs, 0.0)),
-            recent=recent,
+            recent=_of_live(carry.recent, recent, carry.is_live),
         )
 
     carry = jax.lax.while_loop(

@@ -22,7 +22,7 @@ import numpy as np
 
 from tba_jax.decoding import programs
 from tba_jax.decoding.compiled import Compiled
-from tba_jax.decoding.prefixes import Kept, Prefixes
+from tba_jax.decoding.prefixes import Kept, PrefixRows
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.flow.padding import bucket_length
@@ -123,7 +123,7 @@ class Session:
             stop_ids=np.full((n, num_stop_ids), -1, np.int32),
         )
         self._history: tuple[LayerCache, ...] | None = None
-        self._prefixes = Prefixes(prefix_rows)
+        self._prefixes = PrefixRows(prefix_rows)
         self._has_states = "delta" in decoder.config.layer_kinds
         self._kept: tuple[LayerCache, ...] | None = None
 
@@ -381,9 +381,9 @@ class Session:
         length = bucket_length(max(len(r.prompt) for r in batch), decoder.cache_lengths)
         length = max(length, of_attention(history).keys.shape[2])
         self.statistics.kept_tokens += sum(kept.length for kept in found)
-        return batch, decoder.extend(
-            self._weights, self._kept, rows, before, tokens, lengths, length=length
-        )
+        assert self._kept is not None
+        prefixes = programs.Prefixes(self._kept, rows, before)
+        return batch, decoder.extend(self._weights, prefixes, tokens, lengths, length=length)
 
     def _keep(self, ended: list[tuple[int, np.ndarray]]) -> None:
         """Keep the caches of ended responses.

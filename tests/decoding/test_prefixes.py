@@ -10,7 +10,7 @@ import pytest
 from fake_models import random_params, tiny_config
 
 from tba_jax.decoding.engine import Decoder, row_keys
-from tba_jax.decoding.prefixes import Kept, Prefixes
+from tba_jax.decoding.prefixes import Kept, PrefixRows
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 
@@ -146,7 +146,7 @@ def test_the_conversations_kept_are_the_newest_that_fit_the_bytes():
 
 def test_the_longest_prefix_is_found_and_the_oldest_evicted():
     tokens = np.arange(10, dtype=np.int32)
-    prefixes = Prefixes(2)
+    prefixes = PrefixRows(2)
     first, second = prefixes.put(tokens[:2]), prefixes.put(tokens[:5])
     assert prefixes.find(tokens) == Kept(second, 5)
     assert prefixes.find(tokens[:5]) == Kept(first, 2)  # the last token is not in a cache
