@@ -35,7 +35,7 @@ _TEXT = """# Plans of the presets by their default choices
 
 Each program is compiled for devices that are not attached; nothing ran on them. The command writes
 this page. `--config` and `--topology` restrict it to some rows, and the others stay. How to read
-the figures: [plan.md](../plan.md#how-to-read-it). The fourth last column has the train step with
+the figures: [plan.md](../plan.md#how-to-read-it). "With the preset's rows" is the train step with
 the rows of a micro-batch that the preset sets by hand. {versions}
 
 """
