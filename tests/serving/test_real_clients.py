@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fake_models import load_folder
 from qwen_tokenizer import qwen_like_tokenizer
-from served_model import NUM_SLOTS, ServedModel, folder_with_template
+from served_model import NUM_SLOTS, TEMPLATE, ServedModel, folder_with_template
 
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.environments.chat import RendererFormat
@@ -134,32 +134,34 @@ def num_turns(branches):
 def test_tasksets_of_verifiers_are_environments_of_a_training_run(tmp_path, monkeypatch):
     """Episodes of two paths: the harness drops its history after a turn."""
     monkeypatch.setenv("AGENT_PYTHON", verifiers_python())
-    monkeypatch.setenv("AGENT_MODEL", str(folder_with_template(tmp_path / "model")))
+    # The task's prompts begin with the token of the beginning, so chats do, too.
+    folder = folder_with_template(tmp_path / "model", "{{ bos_token }}" + TEMPLATE)
+    monkeypatch.setenv("AGENT_MODEL", str(folder))
     workdir = tmp_path / "run"
     agent = SCRIPT.with_name("agents_for_tests.py")
-    small = ("samples_per_prompt=2", "prompts_per_round=2", "max_new_tokens=60", "max_episodes=2")
+    small = ("samples_per_prompt=2", "prompts_per_round=1", "max_new_tokens=60", "max_episodes=2")
     done = commands.run(
         workdir,
+        *commands.SYNC,
         f"task.environment={agent}:with_verifiers",
         "task.num_eval_prompts=1",
         "eval.period=0",
         "eval.max_new_tokens=60",
-        "num_steps=2",
-        "batch.num_prompts=2",
+        "num_steps=1",
+        "batch.num_prompts=1",
         "objective.group_size=2",
-        "reward.timeout_s=100",
+        "reward.timeout_s=300",
         *(f"search.{each}" for each in small),
         cache=tmp_path / "cache",
         timeout=800,
     )
     assert done.returncode == 0, done.stderr
     ledger = json.loads((workdir / "report.json").read_text())["ledger"]
-    assert ledger["rejected"] == {} and ledger["generated"] >= 2 * 2 * 2
-    records = [r for r in commands.lines(workdir / "metrics.jsonl") if "train/loss" in r]
-    assert [r["step"] for r in records] == [1, 2]
-    assert all(r["search/episode_paths"] == 2 for r in records if "search/episode_paths" in r)
+    assert ledger["rejected"] == {} and ledger["generated"] == 2
+    (record,) = (r for r in commands.lines(workdir / "metrics.jsonl") if "train/loss" in r)
+    assert record["search/episode_paths"] == 2
     # Forked episodes: as of agents whose paths are scored (test_agents).
-    assert all(r["train/sampler_gap"] < 1e-4 for r in records if r["train/sampler_gap"] is not None)
+    assert record["train/sampler_gap"] < 1e-4
 
 
 class ScriptedSession:
