@@ -313,7 +313,7 @@ class Setting:
     Attributes:
         name: name with the section, as on the command line: "search.top_p".
         type: type of the values.
-        default, meaning, on_resume, at_least, above, at_most, among: as given to `field`.
+        default, meaning, on_resume, at_least, above, at_most, among: arguments of `field`.
     """
 
     name: str

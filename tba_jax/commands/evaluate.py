@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--published",
         default="",
-        help="with --workdir: a published version, or newest, instead of the newest checkpoint",
+        help="with --workdir: a published version, or newest; default: the newest checkpoint",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)

@@ -92,7 +92,7 @@ def batches(examples: Sequence[Example], packing: Packing, seed: int) -> Iterato
 
 
 def _in_order(examples: Sequence[Example], packing: Packing) -> Iterator[Any]:
-    """Yield batches with every example once; the last one may have empty rows."""
+    """Yield batches that have every example once; the last batch may have empty rows."""
     size = packing.num_prompts
     for start in range(0, len(examples), size):
         draws = [_draw(x) for x in examples[start : start + size]]

@@ -151,7 +151,7 @@ def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved config with settings that were joined later, or moved to an objective."""
+    """Return a saved config after the conversion of settings that were merged or moved."""
     found = dict(saved)
     if "search.explore_share" in found:
         names = ("share", "min_temperature", "max_temperature")

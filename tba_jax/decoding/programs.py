@@ -447,7 +447,7 @@ def _init_recent(
 def _kept(
     history: tuple[LayerCache, ...], recent: tuple[LayerCache, ...], slots: Slots
 ) -> tuple[LayerCache, ...]:
-    """Return the history after a chunk: its columns are appended to each slot; states are new."""
+    """Append the columns of a chunk to the history of each slot, and replace its states."""
 
     @jax.vmap
     def write(old: Array, new: Array, at: Array) -> Array:

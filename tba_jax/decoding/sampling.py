@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of one token per row of logits, with the token's log-prob.
 
-Invariants: a log-prob is that of the distribution that was sampled from (after temperature, top-k
-and top-p, renormalised; 0 for a greedy draw); a token of weight zero is never drawn; a row's draw
-depends on its own logits, settings and two random words only.
+Invariants: a log-prob is that of the sampling distribution (after temperature, top-k and top-p,
+renormalised; 0 for a greedy draw). A token of weight zero is never drawn. The draw of a row depends
+only on the row's logits, settings and two random words.
 
 A draw inverts the cumulative distribution in two levels, first a block of about sqrt(v) tokens,
 then a token of that block. Cumulative sums are integers, hence exact: a float32 running sum over
 152,064 tokens gives most of them no probability at all. Remaining rounding errors are the float32
 exponential and block sums, and the fixed-point masses of `_FULL` units per level. The total
-variation distance to the exact softmax stays below 1e-6 at that size. A token can never be drawn
-only if its block has less than 2.4e-10 of the probability, or the token less than that share of its
-block.
+variation distance to the exact softmax stays below 1e-6 at that size. Every token can be drawn if
+its block has at least 2.4e-10 of the probability and the token at least that share of its block.
 """
 
 import math

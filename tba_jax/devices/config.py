@@ -53,7 +53,7 @@ class XlaSettings(Section):
     options: str = field(
         "auto",
         "compiler options NAME=VALUE and presets for the trainer's platform, separated by commas; "
-        "later ones override earlier ones: auto: eigen on CPU for a hidden size of at least 512, "
+        "a later option overrides an earlier one. auto: eigen on CPU for a hidden size from 512, "
         "else none; overlap: collectives concurrent with matrix products, on several GPUs or "
         "TPU chips (effect: results/structure.md); eigen: Eigen instead of YNNPACK on CPU, faster "
         "for large products and slower for small ones (results/train_step.md)",

@@ -167,7 +167,7 @@ def hand_over(tree: Any, shardings: Any) -> Any:
 
     Args:
         tree: arrays; this process must hold the parts that `shardings` place on its devices.
-        shardings: over devices of this process, a tree or one for all arrays.
+        shardings: tree of shardings over devices of this process, or one sharding for all arrays.
 
     Raises:
         ValueError: other processes hold some of the parts.

@@ -23,7 +23,7 @@ class Site:
     Attributes:
         mesh: the devices; an empty mesh: any single device, that of a program's arguments.
         lock: lock of threads that launch programs there; None: they cannot block one another.
-        any_of: with an empty mesh, the platform of the device.
+        any_of: platform of the device if the mesh is empty.
     """
 
     mesh: Mesh
@@ -46,7 +46,7 @@ class Site:
         return self if self.is_divided else any_device(self.platform)
 
     def locked(self, program: Program) -> Program:
-        """Return the program with launches under the device lock.
+        """Return a function that launches a program while it holds the device lock.
 
         A program of one device waits for no other device and needs no lock. With the lock, results
         are ready on return; an exception releases the lock.

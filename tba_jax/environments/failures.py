@@ -13,7 +13,7 @@ class FailureLines:
     """Failures of one subject; thread-safe.
 
     Args:
-        subject: begins each line.
+        subject: text at the start of each line.
     """
 
     def __init__(self, subject: str) -> None:

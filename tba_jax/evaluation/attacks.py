@@ -162,7 +162,7 @@ class SentenceEmbedder:
 
 
 def make_embed_program(config: encoder.EncoderConfig) -> Any:
-    """Return the jitted (params, tokens [b s], mask [b s]) -> unit vectors [b d], in float32."""
+    """Return a jitted function (params, tokens [b s], mask [b s]) -> float32 unit vectors [b d]."""
     return jax.jit(
         functools.partial(encoder.embed_sentences, config=config, compute_dtype=jnp.float32)
     )

@@ -240,7 +240,7 @@ class Evaluator:
     def _evaluate(
         self, params: Any, begin: int, stop: int, first: int, station: int
     ) -> EvaluationShard:
-        """Decode prompts[begin:stop]; return the graded and measured prompts[first:stop]."""
+        """Decode prompts[begin:stop]; return the graded responses to prompts[first:stop]."""
         decoder, grader, measures, episodes = self._stations[station]
         n, params = self._num_samples, decoder.weights(params)
         keys = row_keys(jax.random.key(0), len(self.prompts) * n).reshape(-1, n, 2)

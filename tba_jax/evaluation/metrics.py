@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metric functions of evaluation that need another judge or the reference model.
 
-Win rate over reference responses by a gold reward, perplexity under the reference model, and KL
-divergence between the next-token distributions of policy and reference. Each has an
-`evaluator.Measure` of responses and an `evaluator.MetricFunction` of the measurements. Invariant:
-at most `_LOGITS_BYTES` of logits per model exist at a time.
+The metrics are the win rate over reference responses by a gold reward, the perplexity under the
+reference model, and the KL divergence between the next-token distributions of policy and reference.
+Each metric has an `evaluator.Measure` of responses and an `evaluator.MetricFunction` of the
+measurements. Invariant: at most `_LOGITS_BYTES` of logits per model exist at a time.
 """
 
 import functools

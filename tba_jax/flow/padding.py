@@ -22,7 +22,7 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
             return bucket
     raise ValueError(
         f"a sequence of {length} tokens does not fit the largest length bucket {buckets[-1]}; "
-        "raise the length limit that the buckets were made from"
+        "raise the limit of tokens, from which the buckets follow"
     )
 
 

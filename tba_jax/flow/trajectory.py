@@ -46,23 +46,23 @@ class Trajectory:
         prompt_id: ID of the prompt.
         response_tokens: int32 [t], unpadded, with the end-of-sequence token if one was drawn.
         reward: raw reward r(x, y), not divided by beta.
-        reward_parts: values of several rewards by name, before weights; nan for a reward that does
+        reward_parts: name -> value of each of several rewards, before weights; nan if a reward does
             not apply; empty if there is only one reward.
         behavior_token_logprobs: float32 [t], log-probs of the distribution that was sampled from;
             0 where is_sampled is False.
         reference_logprob: log pi_ref(y|x) summed over the response (float32 arithmetic), or nan
             if the trainer scores the reference.
         version_min: oldest policy version that drew a token of this response.
-        version_max: newest such version; differs if weights were swapped during the response.
-        searcher: ID of the searcher that drew it.
+        version_max: newest policy version that drew a token of this response.
+        searcher: ID of the searcher that drew the response.
         round: number of the round of that searcher.
         sampling_temperature: temperature of the draw.
-        finish_reason: reason of the end.
+        finish_reason: reason of the response's end.
         is_sampled: bool [t], True where the policy sampled the token and False where an environment
             wrote it; None: every token is sampled.
         token_advantages: float32 [t], estimated by sampling continuations from states of the
             response; None: not estimated.
-        path_lengths: tokens of each path of an episode that forks; (): one path.
+        path_lengths: number of tokens of each path of an episode that forks; (): one path.
         version_spans: (policy version, number of tokens) of consecutive tokens of one version;
             (): version_max drew every token.
     """
@@ -96,12 +96,12 @@ class Trajectory:
 
     @property
     def paths(self) -> list[slice]:
-        """Return the tokens of each path."""
+        """Return the range of the tokens of each path."""
         return paths_of(len(self.response_tokens), self.path_lengths)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arrays it holds."""
+        """Number of bytes in the arrays of the trajectory."""
         own = (self.is_sampled, self.token_advantages)
         more = sum(x.nbytes for x in own if x is not None)
         return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + more
@@ -119,7 +119,7 @@ def spans_of(token_versions: np.ndarray, version_max: int) -> tuple[tuple[int, i
 
 
 def paths_of(num_tokens: int, path_lengths: Sequence[int]) -> list[slice]:
-    """Return the tokens of each path of an episode; arguments as in `Trajectory`."""
+    """Return the range of the tokens of each path; arguments are fields of `Trajectory`."""
     ends = list(itertools.accumulate(path_lengths or (num_tokens,)))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -128,8 +128,8 @@ def paths_of(num_tokens: int, path_lengths: Sequence[int]) -> list[slice]:
 class Group:
     """The S scored responses of one round to one prompt, in sampling order.
 
-    `rejected` counts the responses of this group that got no reward, by named reason; generated =
-    len(trajectories) + sum(rejected).
+    `rejected` has the number of responses without a reward, by the name of the reason. The number
+    of generated responses is len(trajectories) + sum(rejected.values()).
     """
 
     prompt: Prompt
@@ -142,9 +142,9 @@ class Draw(NamedTuple):
 
     Attributes:
         prompt: the prompt.
-        trajectories: n <= K responses; none where the slot stays empty.
+        trajectories: n <= K responses; empty if the slot stays empty.
         weights: times that each trajectory was drawn, at least 1; their sum is K, or 0 without any.
-        is_fresh: drawn from the newest data (True) or from the whole history (False).
+        is_fresh: whether the slot is drawn from the newest data, instead of the whole history.
         trajectory_ids: buffer ids of the n responses, for the schedule log.
         num_repeats: repeats among the K draws, because fewer than K distinct responses were stored.
         soft_value: soft value of the prompt in the buffer; nan if the buffer has none.

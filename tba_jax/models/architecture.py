@@ -92,7 +92,7 @@ class TransformerConfig:
         scaled_embeddings: whether embeddings are multiplied by sqrt(d) (Gemma).
         score_divisor: number whose square root divides attention scores; None: head_dim.
         attention_cap: c of c tanh(score / c), applied before the mask (Gemma 2); None: no cap.
-        logits_cap: as `attention_cap`, for logits over tokens.
+        logits_cap: c of c tanh(logit / c) for logits over tokens; None: no cap.
         sinks: whether a logit per query head takes a share of attention, with value 0 (gpt-oss).
         attention_gate: whether the sigmoid of a projection multiplies the output of attention.
         delta_key_heads, delta_value_heads: numbers of heads of delta layers; each key head serves

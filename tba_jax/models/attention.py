@@ -155,7 +155,7 @@ def attend_causal(
         visible: return value of `causal` or `packed`.
         scores: treatment of scores; the einsum replaces kernels that do not support it.
         implementation: return value of `choose`.
-        sharding: on a mesh, of keys and values as a cache [b g s e]; only for tpu_kernel.
+        sharding: sharding of keys and values as a cache [b g s e] on a mesh; only for tpu_kernel.
     """
     implementation = scores.allowed(implementation)
     if implementation == "cudnn" and visible.segments is not None:
@@ -341,7 +341,7 @@ def attend_part(
     Args:
         q: the queries from the index `first` of each row.
         k, v: whole rows; k rotated.
-        visible: of whole rows.
+        visible: visibility of keys in whole rows.
         first: index of the first query.
         scores: as in `attend_causal`.
         implementation: "tpu_kernel" is not supported.
@@ -469,7 +469,7 @@ def attend_cached(
         index: column of this token; columns up to it are visible.
         scores: as in `attend_causal`.
         implementation: return value of `choose`.
-        sharding: of the caches on a mesh; only for kernels.
+        sharding: sharding of the caches on a mesh; only for kernels.
 
     Raises:
         ValueError: tpu_kernel with an 8-bit cache.

@@ -96,10 +96,10 @@ def attend_causal(
     """Return `attention.attend_causal` of n parts of each sequence, from `as_rows`.
 
     Args:
-        q, k, v, scores, implementation: as there; splash attention needs parts of a multiple of 256
+        q, k, v, scores, implementation: as in that function; splash needs parts of multiples of 256
             tokens and no shared prompts, else the einsum replaces it.
-        visible: of whole sequences, [b s].
-        sharding: of keys and values as a cache [nb g t e].
+        visible: visibility of keys in whole sequences, [b s].
+        sharding: sharding of keys and values as a cache [nb g t e].
     """
     if sharding is None or num_parts(sharding.mesh) == 1:
         how: Any = {"scores": scores, "implementation": implementation, "sharding": sharding}

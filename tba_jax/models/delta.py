@@ -56,8 +56,8 @@ def mix(
 
     Args:
         x: projections of rows.
-        visible: from `attention.causal` or `attention.packed`; the state after a packed row has no
-            meaning.
+        visible: return value of `attention.causal` or `attention.packed`; the state after a packed
+            row has no meaning.
         state: state before each row, with one sequence per row; None: no tokens.
         ends: index after the last valid position of each row; None: the length of the rows.
     """

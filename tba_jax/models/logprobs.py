@@ -265,7 +265,7 @@ def packed_token_logprobs(
         positions: position in the sequence.
         shared: (), or, if responses share a copy of their prompt, `PackedBatch.contexts` and which
             positions are prompts; [n s] each.
-        config, scoring, remat, sharding, readout: as `token_logprobs`; a minimum length is not
+        config, scoring, remat, sharding, readout: as in `token_logprobs`; a minimum length is not
             supported.
 
     Raises:

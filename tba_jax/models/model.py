@@ -93,7 +93,7 @@ def load(
     """Return a model with weights divided over a mesh.
 
     Args:
-        path_or_hub_id: as for `describe`.
+        path_or_hub_id: as in `describe`.
         param_dtype: storage dtype.
         mesh: mesh with any of the axes of `devices.sharding`; None: the default device.
 

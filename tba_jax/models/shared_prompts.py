@@ -192,7 +192,7 @@ def attend_after(
         scores: as in `attention.attend_causal`.
         implementation: xla: two parts, without repetition; tpu_kernel: one mask, without
             repetition; cudnn: one row per response.
-        sharding: on a mesh, of keys and values as a cache [b g x e]; only for tpu_kernel.
+        sharding: sharding of keys and values as a cache [b g x e] on a mesh; only for tpu_kernel.
     """
     implementation = scores.allowed(implementation)
     if implementation == "tpu_kernel":

@@ -121,9 +121,9 @@ def attend_part(
     """Return causal attention of a device's queries to whole rows.
 
     Args:
-        kernel: from `balanced_kernel`, in `shard_map`.
+        kernel: kernel that `balanced_kernel` returned, inside `shard_map`.
         q, k, v: queries in the kernel's order; queries and keys rotated.
-        of_queries, of_keys: which positions are valid, or the index of each one's sequence.
+        of_queries, of_keys: which positions are valid, or the index of each position's sequence.
     """
 
     def run(q: Array, k: Array, v: Array, *segments: Array, interpret: bool) -> Array:

@@ -75,15 +75,15 @@ def open_settings(config: Config) -> list[str]:
 def choose(config: Config, saved: Mapping[str, Any]) -> Config:
     """Choose the settings that this process can choose alone; return the config with them.
 
-    `choose_together` chooses those that depend on the devices of several hosts. `Config.chosen` has
-    the reasons.
+    `choose_together` chooses the settings that depend on the devices of several hosts.
+    `Config.chosen` has the reasons.
 
     Args:
         config: validated config.
         saved: fields of the config of the resumed run; empty for a new run.
 
     Raises:
-        ValueError: data or model are not usable.
+        ValueError: the data or the model cannot be used.
     """
     if saved:
         return _as_saved(config, saved)

@@ -251,7 +251,7 @@ def _lowered(
     name: str,
     options: Sequence[int],
 ) -> dict[str, Any]:
-    """Return a description in which one size is as large as fits, but no larger than now."""
+    """Return a description in which one size is the largest that fits, at most the current size."""
     config, now = facts["config"], facts["sizes"][name.split(".")[1]]
     fits = _fits(planner, config, name, _PROGRAMS[name], say)
     is_lighter = name == _ROWS and facts["changed_fields"].get(_REMAT) == "dots"
@@ -337,7 +337,7 @@ def compare(
     facts: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> tuple[Mapping[str, Any], str]:
-    """Return (the faster placement, a sentence on both) for a slice of several hosts.
+    """Return (the faster placement, a sentence about both) for a slice of several hosts.
 
     Args:
         planner: compiles both placements.

@@ -57,16 +57,17 @@ def decode_work(
 ) -> Work:
     """Return the work of decoding some responses, without the prefill of their prompts.
 
-        bytes = steps * weights + keys, values and states seen by each token FLOPs = tokens * 2 *
-        matrix entries + attention scores and sums + three products with each state
+        bytes = steps * weights + keys, values and states that each token reads
+        FLOPs = tokens * 2 * matrix entries + scores and sums of attention
+            + three products with each state
 
-    Logits and activations are not counted: at most a few per cent for the measured shapes.
+    Logits and activations are not counted; they are at most a few per cent of the measured shapes.
 
     Args:
         itemsize: bytes per entry of weights and cache.
         num_steps: model steps in which all responses were decoded together.
         prompt_tokens: length of each prompt.
-        response_lengths: tokens of each response.
+        response_lengths: number of tokens of each response.
     """
     lengths = np.asarray(response_lengths, np.float64)
     # Token i of a response sees the prompt and the i tokens before it.

@@ -117,7 +117,8 @@ def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
             f"({sizes['round_rows']} responses, {sizes['response_tokens']:.0f} tokens each)",
             f"{weighed.made_per_trained:.2f} responses are generated for each trained response; "
             f"the config asks for {weighed.wanted:.2f} (recency_prob x S / K)",
-            f"balanced {balanced}; as placed at most {weighed.steps_per_hour:,.0f} steps an hour",
+            f"trainer and searchers are equally fast {balanced}; this placement makes at most "
+            f"{weighed.steps_per_hour:,.0f} steps an hour",
         ]
     )
 

@@ -4,9 +4,9 @@
     python -m tba_jax.main --config=agent[:PRESET]
 
 toy (default)
-    Sums with a calculator, the embedded start model, offline on 2 CPU cores. The start model calls
-    the calculator in a quarter of its episodes and guesses in the others. Episodes with a call have
-    a higher mean reward.
+    The task is sums with a calculator, for the embedded start model. Offline on 2 CPU cores. The
+    start model calls the calculator in a quarter of its episodes and guesses in the others.
+    Episodes with a call have a higher mean reward.
 """
 
 from ml_collections import ConfigDict

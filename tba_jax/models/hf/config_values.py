@@ -44,7 +44,7 @@ def check_sizes(values: Mapping[str, Any], settings: Mapping[str, str]) -> None:
 
     Args:
         values: contents of config.json.
-        settings: our size -> the setting that has it; missing settings pass.
+        settings: size in TransformerConfig -> setting in config.json, which may be missing.
 
     Raises:
         ValueError: names the setting and its value.
