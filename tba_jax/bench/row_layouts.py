@@ -88,11 +88,11 @@ def num_tokens(
 ) -> int:
     """Return the computed tokens of a batch, with padding."""
     buckets, longest = _LAYOUTS[layout]
-    lengths = (length_buckets(n, buckets) for n in (prompt_tokens, response_tokens))
+    prompts, responses = (length_buckets(n, buckets) for n in (prompt_tokens, response_tokens))
     packing = Packing(
         num_prompts=num_prompts,
         group_size=size,
-        padding=Padding(*lengths, 0),
+        padding=Padding(prompts, responses, 0),
         policy_temperature=1.0,
         shares_prompts=True,
         row_length=longest * (prompt_tokens + response_tokens),
