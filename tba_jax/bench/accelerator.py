@@ -6,9 +6,9 @@
 Parts: device, versions and measured rates; results of every program against CPU; planned against
 measured memory; decoding against the memory rate; the train step against the matmul rate; the main
 job with the asynchronous and the synchronous driver. Each part runs in its own process with a time
-limit and writes its result to DIR when it ends, so a part that fails, hangs or exceeds the time
-affects no other part. DIR contains results.json, page.md and the output of every part. --dry_run
-does the same at tiny sizes on CPU in a minute or two.
+limit and writes its result to DIR when it ends, so a part that fails, hangs or exceeds its limit
+does not affect the other parts. DIR contains results.json, page.md and the output of every part.
+--dry_run runs all parts at tiny sizes on CPU in a minute or two.
 """
 
 import datetime
@@ -38,10 +38,10 @@ class Part(NamedTuple):
     """One part of the measurement.
 
     Attributes:
-        name: stem of its files.
-        question: question that it answers.
-        limit_s: time limit of its process.
-        module: module and arguments, as after `python -m`; {out} is replaced by its folder.
+        name: stem of the part's files.
+        question: question that the part answers.
+        limit_s: time limit of the part's process.
+        module: module and arguments, as after `python -m`; {out} stands for the part's folder.
         dry: arguments of a dry run; later arguments override earlier ones.
     """
 
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 PARTS = (
     Part(
         "device",
-        "Which device, which versions, and what does it do in a second?",
+        "Which device, which versions, and which measured rates?",
         60,
         (*_PROBE, "device"),
     ),
@@ -108,7 +108,7 @@ def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str
 
     Args:
         part: the part.
-        out: folder for its files.
+        out: folder for the part's files.
         limit_s: seconds after which the process and its children are ended.
         is_dry: run at tiny sizes on CPU.
     """
@@ -119,7 +119,7 @@ def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str
     environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if is_dry else {})
     start = time.monotonic()
     with (out / f"{part.name}.log").open("w") as log:
-        # A session of its own, so that children of the part end with it.
+        # The part gets its own session, so that its children end with it.
         process = subprocess.Popen(
             [sys.executable, *command],
             stdout=log,
@@ -144,14 +144,14 @@ def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str
 
 
 def _figures(log: Path, report: Path) -> dict[str, Any]:
-    """Return the result of a part: the last object that it printed, or the report of a run."""
+    """Return the result of a part: the last JSON object in its log, or the report of a run."""
     if report.exists():
         return json.loads(report.read_text())
     for line in reversed(log.read_text(errors="replace").splitlines()):
         if line.startswith("{"):
             try:
                 return json.loads(line)
-            except json.JSONDecodeError:  # An incomplete last object.
+            except json.JSONDecodeError:  # the last object is incomplete
                 continue
     return {}
 
@@ -164,7 +164,7 @@ def measure(
     Args:
         parts: parts, most important first.
         out: folder of the results.
-        budget_s: time limit of all parts; later parts are not started.
+        budget_s: time limit of all parts together; after it, no part is started.
         is_dry: run at tiny sizes on CPU.
     """
     results: dict[str, dict[str, Any]] = {}
@@ -174,7 +174,7 @@ def measure(
         if left <= 0:
             results[part.name] = {
                 "question": part.question,
-                "status": f"not begun within {budget_s:.0f} s (--budget_s)",
+                "status": f"not started within {budget_s:.0f} s (--budget_s)",
                 "figures": {},
             }
         else:

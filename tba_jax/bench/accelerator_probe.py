@@ -3,9 +3,10 @@
 
 python -m tba_jax.bench.accelerator_probe device|parity|memory [--dry_run]
 
-device: versions, devices, measured rates. parity: log-probs, gradients and decoding on the device
-against CPU. memory: the compiler's memory of a program against the device's own figure after
-running it. The last line of output is a JSON object.
+device: versions, devices and measured rates. parity: log-probs, gradients and decoding on the
+device
+against CPU. memory: memory of a program by the compiler, against the device's measurement after the
+program has run. The last line of output is a JSON object.
 """
 
 import dataclasses
@@ -49,8 +50,8 @@ _TINY = dataclasses.replace(
     _SHAPE, vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, mlp_size=32
 )
 _ROWS, _PROMPT, _RESPONSE = 4, 96, 32
-# Norm of the difference divided by the norm. A float32 product on tensor cores keeps 10 bits of its
-# factors, bfloat16 keeps 7.
+# Limit of the norm of the difference divided by the norm. A float32 product on tensor cores keeps
+# 10 bits of its factors, bfloat16 keeps 7.
 _TOLERANCE = {"float32": 0.005, "bfloat16": 0.05}
 
 
@@ -75,7 +76,7 @@ def parity(is_dry: bool) -> dict[str, Any]:
     """Compare every computation of a run at a small shape on the device with CPU in float32.
 
     Raises:
-        ValueError: results differ by more than rounding explains; the message names them.
+        ValueError: results differ by more than rounding; the message names them.
     """
     config = _TINY if is_dry else _SHAPE
     here, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
@@ -143,7 +144,7 @@ def _outputs(
 
 
 def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any) -> float:
-    """Return the difference of the decoder's log-probs of responses from their scores on CPU."""
+    """Return the difference between the decoder's log-probs of responses and scores on CPU."""
     prompts = np.random.default_rng(1).integers(0, config.vocab_size, (_ROWS, _PROMPT))
     with jax.default_device(here):
         decoder = Decoder(
@@ -177,7 +178,7 @@ def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any)
 def memory(is_dry: bool) -> dict[str, Any]:
     """Return the memory of a decode chunk and a train step: compiler's estimate and measured peak.
 
-    The device reports a peak since the process began, so the smaller program runs first.
+    The device reports the peak since the start of the process, so the smaller program runs first.
     """
     preset = "math:arithmetic" if is_dry else "math:gsm8k"
     devices = jax.local_devices()[:1]

@@ -44,7 +44,7 @@ _SIDES = {
     "sync": {"driver": "sync", "placement": "shared"},
     "async": {"placement": "whole_hosts"},
 }
-# Equal responses are separate rows, and steps do no other work.
+# Equal responses are separate rows, and steps do only the measured work.
 _COMMON = {
     "num_cpu_devices": 1,
     "replay.deduplicate": False,
@@ -79,7 +79,7 @@ class Figures(NamedTuple):
         step_s: seconds per step.
         search_s, train_s: busy seconds of searching and training per step.
         generated: generated responses per trained response.
-        staleness: mean, in steps.
+        staleness: mean staleness in steps.
     """
 
     step_s: float
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         write_model(folder / "model")
         fields |= _BALANCED | {"model.path": str(folder / "model")}
     runs: dict[str, list[Figures]] = {side: [] for side in _SIDES}
-    for number in range(-1, args.repeats):  # the first of each fills the compilation cache
+    for number in range(-1, args.repeats):  # the first run of each side fills the compilation cache
         for side, found in runs.items():
             if number < 0:
                 _run(side, args, fields, folder / f"{side}-first", cores, args.skip)
@@ -153,10 +153,10 @@ def read(workdir: Path, skip: int) -> Figures:
     """Return the figures of a finished run.
 
     Args:
-        skip: number of first steps that are ignored.
+        skip: number of first steps to ignore.
 
     Raises:
-        ValueError: its logs are incomplete.
+        ValueError: the logs of the run are incomplete.
     """
 
     def lines(name: str) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ a quiet machine: a large `cpu_s`, the processor time, shows disturbed repeats.
 decode step needs at the measured memory bandwidth or matmul rate, whichever is slower, divided by
 its measured time. --queued=64,256,1024,4096 adds the cost per token by the length of the queue.
 
-This module only starts processes and compares their reports. It imports no JAX, so it occupies no
+This module only starts processes and compares their reports. It does not import JAX, so it uses no
 device.
 """
 
@@ -47,7 +47,7 @@ class Workload:
         num_prompts, num_samples: p prompts, S responses to each.
         prompt_tokens: length of every prompt.
         max_new_tokens: length limit of responses.
-        has_eos: responses may end before the length limit.
+        has_eos: whether responses may end before the length limit.
     """
 
     num_prompts: int
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         folder: empty folder for checkpoints and messages between processes.
 
     Raises:
-        ValueError: an option, a model or an environment that cannot be measured; a side failed.
+        ValueError: an option, a model or an environment cannot be measured, or a side failed.
     """
     workload = _workload(args)
     queued = _numbers(args.queued)
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     if workload.has_eos and not eos_ids:
         raise ValueError(
-            f"{args.model}: config.json names no eos_token_id, which --workload=rl needs. Take "
+            f"{args.model}: config.json names no eos_token_id, which --workload=rl needs. Use "
             "--workload=uniform, or a model that ends its responses"
         )
     shape = (workload.num_prompts, workload.prompt_tokens)
@@ -152,7 +152,7 @@ def length_statistics(eos_prob: float, limit: int) -> tuple[float, float]:
 
     Args:
         eos_prob: probability that a token is the last one.
-        limit: tokens after which every response is cut.
+        limit: number of tokens after which every response is cut.
     """
     survival = (1 - eos_prob) ** np.arange(limit)  # P(length > i)
     mean = survival.sum()
@@ -181,7 +181,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _vocabulary(folder: Path, *, is_ours: bool) -> tuple[int, list[int]]:
-    """Return (vocabulary size, EOS IDs) of a model folder; our own checkpoint names no EOS."""
+    """Return (vocabulary size, EOS IDs) of a model folder; [] for our checkpoint's EOS IDs."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"--model={folder}: no config.json there. Give a Hugging Face folder")
@@ -295,10 +295,10 @@ def _peer_figures(
 def _length_figures(
     lengths: Sequence[int], workload: Workload, eos_prob: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the number of sampled tokens and the deviation of their mean, if that is known.
+    """Return the number of sampled tokens, and the deviation `z` of their mean if it is known.
 
-    `z` is in standard errors: with several correct sides, a value above 4 has a probability below
-    1 in 10,000.
+    `z` is in standard errors: for correct sides, a value above 4 has a probability below 1 in
+    10,000.
     """
     quartiles = np.percentile(lengths, (25, 50, 75))
     found = {"mean": float(np.mean(lengths)), "n": len(lengths), "max": max(lengths)}

@@ -69,7 +69,7 @@ SHAPES = {
     ),
 }
 _MOST_WARM_UPS = 6
-# Share of the mean square of the residual stream that its constant dimension has.
+# Share of the constant dimension in the mean square of the residual stream.
 _CONSTANT_SHARE = 0.9
 _QUEUE_SLOTS, _QUEUE_PROMPT, _QUEUE_TOKENS = 32, 16, 32
 # Short queues are measured several times, until as many responses are drawn.
@@ -99,15 +99,15 @@ def with_eos(
 ) -> tuple[Params, np.ndarray]:
     """Return (params with a nearly constant probability of EOS, that probability in 512 contexts).
 
-    There is no bias on the logits, so dimension 0 of the residual stream is made constant: every
-    token's embedding has the same value there, and no layer reads or writes it. The last row of the
-    tied embedding has only that dimension, so its logit is constant except for the final norm,
-    whose mean square is mostly the constant. Its scale comes from a run over random contexts. The
-    other logits are random with a standard deviation of about 0.3.
+    The logits have no bias, so dimension 0 of the residual stream is made constant: every token's
+    embedding has the same value in this dimension, and no layer reads or writes it. The last row of
+    the tied embedding is zero except in this dimension. Its logit is therefore constant up to the
+    final norm, whose mean square is mostly the constant. The scale of that row comes from a run
+    over random contexts. The other logits are random with a standard deviation of about 0.3.
     """
     d, share = config.hidden_size, _CONSTANT_SHARE
     constant = math.sqrt(d * share / (1 - share))
-    others = math.sqrt(1 / (1 - share))  # Cancels the effect of the constant on a norm.
+    others = math.sqrt(1 / (1 - share))  # cancels the effect of the constant on a norm
     layers = dict(params["layers"])
     for name in ("attn_norm", "mlp_norm"):
         layers[name] = (layers[name] * others).at[:, 0].set(0)
@@ -265,7 +265,7 @@ def _draw(
     num_slots: int,
     seed: int,
 ) -> tuple[Session, list[int]]:
-    """Return (an idle session, lengths of its responses), with everything submitted at once."""
+    """Submit all prompts at once; return (idle session, lengths of its responses)."""
     settings = SamplingSettings(max_new_tokens=decoder.max_length - prompts.shape[1])
     session = decoder.session(
         weights, num_slots=num_slots, prefill_prompts=-(-num_slots // num_samples)
@@ -279,7 +279,7 @@ def _draw(
 def _warm_up(decoder: Decoder, call: Callable[[int], object]) -> int:
     """Run until two consecutive runs compile nothing; return the number of runs.
 
-    The programs of a run depend on the ends of its responses.
+    Which programs a run compiles depends on the lengths of its responses.
     """
     quiet = 0
     for run in range(_MOST_WARM_UPS):

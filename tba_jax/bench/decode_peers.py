@@ -5,10 +5,10 @@
 
 `hf` is `generate` of transformers, with a dynamic and a static cache; `tunix` is the sampler of
 google-tunix. Both load the checkpoint with their own loader and receive all rows in one call. This
-file imports nothing of tba_jax, so that peers may run in their own environment.
+file does not import tba_jax, so that peers may run in their own environment.
 
-Invariant: warm-up runs the measured programs, cut after a few tokens, and no peer does unnecessary
-work (tunix gets a tokenizer that does nothing).
+Invariant: warm-up runs the measured programs for a few tokens, and no peer does unnecessary work
+(tunix gets a tokenizer that does nothing).
 """
 
 import functools
@@ -68,7 +68,7 @@ def _hf(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], dict[
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=getattr(torch, job["dtype"])
     ).to(device)
-    # `generate` reads None as "the checkpoint's value", so it is set here.
+    # `generate` replaces None by the checkpoint's value, so the value is set here.
     model.generation_config.eos_token_id = job["eos_ids"] or None
     model.generation_config.pad_token_id = job["pad_id"]
     whole = torch.tensor(prompts, dtype=torch.int64, device=device)
@@ -166,7 +166,7 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
             top_p=1.0,
             seed=seed,
         )
-        # Tunix drops the EOS token, which every side counts.
+        # Tunix drops the EOS token; add it, because every side counts it.
         return [min(len(row) + 1, most) for row in out.tokens], sampler.first
 
     result = {
@@ -178,7 +178,7 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
 
 
 def _tunix_model(job: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the model of a Qwen2 checkpoint and its config, in Tunix's form."""
+    """Return the Tunix model of a Qwen2 checkpoint, and its Tunix config."""
     import jax.numpy as jnp
 
     model_lib = importlib.import_module("tunix.models.qwen2.model")
@@ -212,7 +212,7 @@ def _tunix_model(job: dict[str, Any]) -> tuple[Any, Any]:
 def _watched(sampler_class: Any, prompt_tokens: int, most: int) -> Any:
     """Return a subclass of Tunix's sampler that records the time of the first token.
 
-    Its attribute `limit` ends generation after that number of tokens: a smaller
+    Its attribute `limit` ends generation after that number of tokens, because a smaller
     max_generation_steps would compile another program.
     """
     import jax

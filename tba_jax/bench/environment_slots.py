@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: share of decode slots in use while environments take their time, with a fake clock.
+"""Command: share of decode slots in use with slow environments, in simulated time.
 
     python -m tba_jax.bench.environment_slots [--episodes=2000] [--json]
 
@@ -7,9 +7,8 @@ Decoding and environments are simulated; turns, slots and limits are those of an
 turn has a lognormal number of tokens with mean 128, and a decode step takes 20 ms. An environment
 takes a lognormal time with median 1 s, limited to 0.1 to 10 s. An episode has four turns.
 
-Prints for each limit of episodes under way (`search.max_episodes`) the share of slot steps, idle
-time included, that sampled a token; completed episodes per minute; and the mean time from the begin
-of an episode to its end.
+Prints for each limit of open episodes (`search.max_episodes`) the share of slot steps, including
+idle time, that sampled a token; completed episodes per minute; and the mean duration of an episode.
 """
 
 import heapq
@@ -41,11 +40,11 @@ class Clock:
         self._responses: list[float] = []
 
     def respond(self, time_s: float) -> None:
-        """Note the time of a response."""
+        """Record the time of a response."""
         heapq.heappush(self._responses, time_s)
 
     def skip(self) -> None:
-        """Move on to the next response."""
+        """Advance to the time of the next response."""
         while self._responses and self._responses[0] <= self.now_s:
             heapq.heappop(self._responses)
         self.now_s = self._responses[0]
@@ -72,11 +71,11 @@ class SlowEnvironment:
 
     @property
     def is_answered(self) -> bool:
-        """Return whether the time of the response has come."""
+        """Return whether the environment has responded at the simulated time."""
         return self._pool.clock.now_s >= self._ready_s
 
     def poll(self) -> Answer | None:
-        """Return the response; None before its time."""
+        """Return the response; None before the time of the response."""
         if not self.is_answered:
             return None
         if self._num_turns == TURNS:
@@ -88,12 +87,12 @@ class SlowEnvironment:
 
 
 class SlowEnvironments:
-    """Pool of such environments.
+    """Pool of `SlowEnvironment`.
 
     Args:
         clock: simulated time.
         seed: seed of the durations.
-        is_instant: environments respond at once.
+        is_instant: whether environments respond at once.
     """
 
     def __init__(self, clock: Clock, seed: int, *, is_instant: bool) -> None:
@@ -113,11 +112,11 @@ class Letters:
     """Tokenizer with one token per letter."""
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
-        """Return a token per letter."""
+        """Return one token per letter of the text."""
         return np.ones(len(text), np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Return a letter per token."""
+        """Return one letter per token."""
         return "x" * len(ids)
 
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -128,11 +127,11 @@ class Letters:
 def simulate(
     num_episodes: int, under_way: int, *, seed: int = 0, is_instant: bool = False
 ) -> dict[str, Any]:
-    """Run episodes in a session that is never short of prompts; return its figures.
+    """Run episodes in a session that always has prompts; return the measurements.
 
     Args:
-        num_episodes: completed episodes.
-        under_way: episodes under way at a time.
+        num_episodes: number of completed episodes.
+        under_way: number of concurrent episodes.
         seed: seed of lengths and durations.
         is_instant: environments respond at once.
     """
@@ -169,7 +168,7 @@ def measure(num_episodes: int) -> dict[str, Any]:
     """Return the figures of all cases.
 
     Raises:
-        ValueError: no episode is wanted.
+        ValueError: `num_episodes` is less than 1.
     """
     if num_episodes < 1:
         raise ValueError(f"--episodes={num_episodes}: wanted at least 1")

@@ -8,11 +8,12 @@ Searchers are simulated in one process: each requests tickets and sends `--respo
 server, outboxes and a replay buffer; one of its threads merges, draws a batch and multiplies
 matrices for about `--step_ms`. Each process is pinned to one core if there are two.
 
-Windows with and without results alternate, because the speed of a shared machine varies: `step` is
-the mean step time relative to the neighbouring window without results (median and range over
-`--windows` pairs; 0 searchers show the noise of the machine). Further columns are the time of a put
-until its acknowledgement (p50, p99) and bytes per second. Lower --period_s until one figure
-degrades; the trainer's share of its core shows the bottleneck.
+Windows with and without responses alternate, because the speed of a shared machine varies: `step`
+is
+the mean step time relative to the neighbouring window without responses (median and range over
+`--windows` pairs; 0 searchers show the noise of the machine). Other columns are the time of a put
+until its acknowledgement (p50, p99) and bytes per second. Lower --period_s until a figure degrades;
+the trainer's share of its core shows the bottleneck.
 """
 
 import argparse
@@ -95,7 +96,7 @@ class Trainer:
         self._num_bytes, self._since, self._cpu = 0, 0.0, 0.0
 
     def run(self) -> None:
-        """Make steps until `end`; a step's work is calibrated to `step_ms` at the start."""
+        """Make steps until `stop`; the work of a step is calibrated to `step_ms` at the start."""
         matrix = np.full((MATRIX, MATRIX), 0.5, np.float32)
         product = np.matmul(matrix, matrix)
         start, count = time.perf_counter(), 0
@@ -117,7 +118,7 @@ class Trainer:
             step += 1
 
     def ready(self) -> None:
-        """Wait for the first steps."""
+        """Wait until the first steps are done."""
         while len(self._steps) < 3:
             time.sleep(0.05)
 
@@ -128,7 +129,7 @@ class Trainer:
         self._num_bytes = int(self.server.metrics()["fleet/put_bytes"])
 
     def end(self) -> dict[str, float]:
-        """Figures of the window; the mean time of its steps is nan without any."""
+        """End the window; return its measurements, with a mean step time of nan without steps."""
         seconds = time.perf_counter() - self._since
         steps = list(self._steps)
         received = self.server.metrics()["fleet/put_bytes"] - self._num_bytes
@@ -140,7 +141,7 @@ class Trainer:
         }
 
     def stop(self) -> None:
-        """End `run`."""
+        """Make `run` return."""
         self._stop.set()
 
 
@@ -189,7 +190,7 @@ def make_commits(
 
 
 class Searchers:
-    """Simulated searchers of one process, which send their results one after the other.
+    """Simulated searchers of one process, which send their responses one after the other.
 
     Args:
         server: the trainer's search server.
@@ -198,7 +199,7 @@ class Searchers:
 
     Attributes:
         latencies: seconds of each put until its acknowledgement.
-        num_late: puts that started late because no thread was free.
+        num_late: number of puts that started late because no thread was free.
     """
 
     def __init__(self, server: RemoteSearchServer, args: argparse.Namespace, number: int) -> None:
@@ -215,7 +216,7 @@ class Searchers:
             self._keys += [start.key for start in server.join(request).starts]
 
     def work(self, seconds: float) -> None:
-        """Send the results due in the next seconds; simulated searchers pause between calls."""
+        """Send the responses that are due in the next seconds; searchers pause between calls."""
         until = self._elapsed + seconds
         begun = time.perf_counter() - self._elapsed
         threads = self._args.threads
@@ -257,10 +258,10 @@ class Searchers:
 def summary(
     pairs: Sequence[tuple[dict[str, float], dict[str, float]]], latencies: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the figures of one number of searchers.
+    """Return the measurements for one number of searchers.
 
     Args:
-        pairs: figures of neighbouring windows, (without results, with results).
+        pairs: measurements of neighbouring windows: (without responses, with responses).
         latencies: seconds of each put.
     """
     ratios = [busy["step_ms"] / free["step_ms"] for free, busy in pairs]

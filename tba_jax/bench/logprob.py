@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: time and memory of the fused log-probs compared with the naive form, both passes.
+"""Command: time and memory of fused log-probs and their gradients, compared with the naive form.
 
     python -m tba_jax.bench.logprob --d=2048 --vocab_size=152064 --tokens=2048 --json
 
@@ -38,7 +38,7 @@ from tba_jax.planning import roofline
 
 _MIB = 2**20
 _TEMPERATURE = 0.7
-# libtpu then searches no TPU and takes none from another process.
+# With this setting libtpu does not search for a TPU and takes none from another process.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """
     names = ("d", "vocab_size", "tokens", "chunk_tokens", "repeats")
     reporting.check_least(args, dict.fromkeys(names, 1) | {"vocab_block": 0})
-    # This fails soonest.
+    # This check comes first, because it fails fastest.
     result_of_tpu = {}
     if args.topology:
         memory = temporary_bytes(args, SingleDeviceSharding(tpu_device(args.topology)))

@@ -184,7 +184,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _records(step: int, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield the records of one step, every hundredth time with an evaluation."""
+    """Yield the records of one step; every hundredth step also has an evaluation."""
     record: dict[str, Any] = {"step": step, "time_s": step * _STEP_S}
     record |= {name: rng.random() for name in _METRICS}
     record["buffer/staleness_histogram"] = [[i, rng.randrange(100)] for i in range(6)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sides of a benchmark in fresh processes.
+"""Runs the sides of a benchmark in fresh processes.
 
 Invariant: a side that fails, hangs or lacks a package raises one ValueError with the reason.
 """
@@ -48,7 +48,7 @@ def run_side(
             )
         except subprocess.TimeoutExpired as error:
             raise ValueError(
-                f"{side} took more than {TIMEOUT_S} s. Give a smaller load, or fewer --peers"
+                f"{side} took more than {TIMEOUT_S} s. Give a smaller workload, or fewer --peers"
             ) from error
     if done.returncode or not result.exists():
         raise failure(side, done.returncode, log)
@@ -70,7 +70,7 @@ def failure(side: str, code: int | None, log: Path) -> ValueError:
 
 
 def peers_of(text: str, packages_of: Mapping[str, Sequence[str]], python: str) -> list[str]:
-    """Return the peers of --peers, all known and with their packages installed.
+    """Return the peers of --peers; check that they are known and their packages are installed.
 
     Args:
         text: names separated by commas.

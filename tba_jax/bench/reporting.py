@@ -31,8 +31,8 @@ def add_comparison_flags(parser: argparse.ArgumentParser, peers: str) -> None:
     """Define the flags of a benchmark whose sides run in separate processes.
 
     Args:
-        parser: gets --peers, --peer_python, --dtype, --repeats and --seed.
-        peers: names that --peers takes, for its help.
+        parser: parser that gets --peers, --peer_python, --dtype, --repeats and --seed.
+        peers: values of --peers, for its help text.
     """
     parser.add_argument("--peers", default="", help=f"comma-separated: {peers}")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peers")
@@ -42,7 +42,7 @@ def add_comparison_flags(parser: argparse.ArgumentParser, peers: str) -> None:
 
 
 def check_least(args: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Raise ValueError if a flag is below its least value; None is the default of the command."""
+    """Raise ValueError if a flag is below its minimum; a flag that is None is not checked."""
     for name, value in least.items():
         given = getattr(args, name)
         if given is not None and given < value:
@@ -58,10 +58,10 @@ def run_command(
     """Parse, measure and print; return the exit code.
 
     Args:
-        parser: its `prog` is the command as a user types it. It gets the flag --json: the result
-            as a JSON object, the last line of output.
+        parser: parser whose `prog` is the command as a user types it. It gets the flag --json,
+            which prints the result as a JSON object in the last line of output.
         argv: command-line arguments; None: those of this process.
-        measure: returns figures by name; a ValueError is printed as one line.
+        measure: returns the result by name; a ValueError is printed as one line.
         table: formats the result, with `command` and `date`, as lines of text.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -88,7 +88,7 @@ def run_in_folder(
     measure: Callable[[argparse.Namespace, Path], dict[str, Any]],
     table: Callable[[dict[str, Any]], Iterable[str]],
 ) -> int:
-    """Do the same as `run_command`; `measure` also receives an empty folder, deleted at the end."""
+    """Do `run_command` with a `measure` that also receives an empty temporary folder."""
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         return run_command(parser, argv, lambda args: measure(args, Path(folder)), table)
 

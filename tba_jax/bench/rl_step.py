@@ -38,7 +38,7 @@ _OURS: dict[str, dict[str, Any]] = {
     "tba_jax": {},
     "separate_prompts": {"batch.share_prompts": False},
 }
-# Settings by hand to compare with the run's own choices. Rows: a share of the batch.
+# Settings by hand, for comparison with the run's own choices. Rows are a share of the batch.
 _GRIDS: dict[str, dict[str, dict[str, Any]]] = {
     "sizes": {
         f"rows {share:g}, remat {remat}, chunk {steps}, xla {options or 'none'}": {
@@ -133,7 +133,7 @@ def measure_grid(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _write(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the load; return the job of every side, and facts of the model."""
+    """Write the workload; return the job of every side, and properties of the model."""
     names = (*_SIZES, "micro_batch_rows", "peer_micro_batch_rows", "warm_steps", "steps", "seed")
     job = {name: getattr(args, name) for name in names} | {"folder": str(folder)}
     job |= {"beta": 0.05, "learning_rate": 1e-6}

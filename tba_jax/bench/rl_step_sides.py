@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own processes of `tba_jax.bench.rl_step`: the workload and the synchronous driver.
+"""Processes of `tba_jax.bench.rl_step` that run tba_jax: the workload and the synchronous driver.
 
     python -m tba_jax.bench.rl_step_sides JOB.json
 
@@ -142,7 +142,8 @@ def run_config(job: Mapping[str, Any]) -> Config:
             "replay.recency_prob": 1.0,
             "reward.num_workers": 1,
             "checkpoint.period": 0,
-            # Two evaluations, before and after all steps, of one response with one token each.
+            # There are two evaluations, before and after all steps, each of one response with one
+            # token.
             "eval.period": 0,
             "eval.max_new_tokens": 1,
             "eval.num_slots": 1,

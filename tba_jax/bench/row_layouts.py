@@ -3,11 +3,11 @@
 
     python -m tba_jax.bench.row_layouts --json
 
-For batches whose responses are as long as the limit, or have geometric lengths with a mean of a
-share of the limit, the command counts the tokens of padded rows with 1, 3 and 6 length buckets,
-and of packed rows of the longest prompt and response (`packed 1x`) and of twice that length. All
-layouts compute a prompt once for the responses behind it. Prompts have a quarter of their limit to
-the limit. Counts do not depend on the machine.
+The responses of a batch are as long as the limit, or have geometric lengths whose mean is a share
+of the limit. Prompt lengths are between a quarter of the limit and the limit. The command counts
+the tokens of padded rows with 1, 3 and 6 length buckets, of packed rows as long as the longest
+prompt with response (`packed 1x`), and of packed rows of twice that length. All layouts compute a
+prompt once for the responses of its row. Counts do not depend on the machine.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt
 
 _MEANS = (1.0, 2 / 3, 1 / 3, 0.1)
-# prompts, responses to each, limits of prompts and responses in tokens
+# numbers of prompts and of responses to each; limits of prompts and responses in tokens
 _BATCHES = ((8, 8, 256, 256), (4, 16, 64, 256), (4, 16, 256, 128), (7, 20, 512, 512))
 _LAYOUTS = {
     "1 bucket": (1, 0),
@@ -56,7 +56,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def make_draws(
     num_prompts: int, size: int, prompt_tokens: int, response_tokens: int, mean: float
 ) -> list[Draw]:
-    """Return the draws of a batch; `mean` is a share of the limit, 1: all responses reach it."""
+    """Return the draws of a batch with this mean length, as a share of the limit.
+
+    With `mean` 1, all responses are as long as the limit.
+    """
     rng = np.random.default_rng(0)
     draws = []
     for i in range(num_prompts):
@@ -86,7 +89,7 @@ def num_tokens(
     response_tokens: int,
     layout: str,
 ) -> int:
-    """Return the computed tokens of a batch, with padding."""
+    """Return the number of computed tokens of a batch, with padding."""
     buckets, longest = _LAYOUTS[layout]
     prompts, responses = (length_buckets(n, buckets) for n in (prompt_tokens, response_tokens))
     packing = Packing(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: share of generated responses that are trained on, with real buffers and a fake clock.
+"""Command: share of generated responses that are trained on, with real buffers in simulated time.
 
     python -m tba_jax.bench.search_economy [--steps=300] [--json]
 
@@ -7,8 +7,8 @@ Only decoding and training are simulated. A session has slots whose responses ha
 lengths, multiplied by the difficulty of the prompt (factor e between easiest and hardest), and a
 step of the trainer takes one unit of time. Tickets, admission, commits, merges and draws are those
 of a run. Prints for each case the share of groups that were trained on, the mean rank of their
-lengths among all (0.5 is unbiased), the share of slot steps that sampled a token, the share of
-fresh batch slots, and the staleness.
+lengths among all lengths (0.5 is unbiased), the share of slot steps that sampled a token, the share
+of fresh batch slots, and the staleness.
 """
 
 import heapq
@@ -49,9 +49,10 @@ class Case(NamedTuple):
         supply: responses that searchers can generate, relative to the trainer's demand.
         bound: replay.max_staleness in steps.
         recency_prob: m.
-        waits: replay.pace=trainer; otherwise a batch with too few new groups repeats newest groups.
+        waits: whether replay.pace=trainer; if not, a batch with too few new groups repeats the
+            newest groups.
         delivery: publication latency in steps.
-        late: replay.late.
+        late: value of replay.late.
     """
 
     searchers: int
@@ -63,7 +64,7 @@ class Case(NamedTuple):
     late: Literal["train", "wait", "drop"] = "train"
 
 
-# Responses take longer if more searchers share the same work: about n / 4 steps on average.
+# With n searchers for the same work, a response takes about n / 4 steps on average.
 CASES = (
     *(Case(n, 1.0, max(1, n // 8)) for n in (4, 16, 32, 64)),
     *(Case(n, 1.0, n) for n in (4, 16, 32, 64)),
@@ -108,7 +109,7 @@ def difficulty(prompt_id: int) -> float:
 
 
 class Slots:
-    """A simulated decode session: slots, and the remaining tokens of their responses.
+    """A simulated decode session: its slots, and the remaining tokens of their responses.
 
     The first token of a response is the number of the response in the run, which identifies it.
     """
@@ -118,7 +119,7 @@ class Slots:
     ) -> None:
         self.version, self.num_slots = version, num_slots
         self.statistics = Statistics()
-        self.steps = 0  # of the last chunk
+        self.steps = 0  # decode steps of the last chunk
         self._serial = serial
         self._rng = np.random.default_rng([seed, 7])
         self._queue: list[tuple[int, int, int]] = []
@@ -129,7 +130,7 @@ class Slots:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is queued or unfinished."""
+        """Return whether no response is queued or unfinished."""
         return not self._queue and not self._left.any()
 
     @property
@@ -210,7 +211,7 @@ class World:
         self.now = 0.0  # in steps of the trainer
         self.staleness: list[int] = []
         self.trained: set[int] = set()  # numbers of responses
-        self.trained_groups: set[int] = set()  # smallest number of each group
+        self.trained_groups: set[int] = set()  # smallest response number of each group
         self.lengths: dict[int, int] = {}
         self.num_groups = self.fresh_slots = self.slots = 0
         self.wait = 0.0
@@ -232,7 +233,7 @@ class World:
         self.published = [(0.0, 0)]  # (when, version), those that may still be the newest delivered
         self.samplers = [SlotSampler(serial, seed * 1000 + i) for i in range(case.searchers)]
         self.searches = [self._search(i) for i in range(case.searchers)]
-        # With all slots in use, all searchers generate `supply` times the responses of a step.
+        # With all slots in use, the searchers generate `supply` times the responses of a step.
         demand = PROMPTS * case.recency_prob * SAMPLES * MEAN_LENGTH
         self.token_time = SLOTS * case.searchers / (demand * case.supply)
 
@@ -253,7 +254,7 @@ class World:
         )
 
     def _delivered(self) -> Published:
-        """Return the newest weights that have arrived; the first are available at once."""
+        """Return the newest delivered weights; the first version is available at once."""
         published, delivery = self.published, self.case.delivery
         while len(published) > 1 and published[1][0] + delivery <= self.now:
             published.pop(0)

@@ -4,10 +4,10 @@
 python -m tba_jax.bench.structure [--config=math:gsm8k] [--targets=h100:8,v5e:2x4,v5p:2x2x1]
     [--programs=decode_chunk,...] [--json] [--config.FIELD=VALUE ...]
 
-These counts are exact and equal on every machine, unlike times. Each program of a plan is compiled
-for each target in its own process, and its optimised text is compared with the minimum that follows
-from shapes (`planning.minimum`). A launch is a kernel, a library call or a collective; on TPU, one
-instruction. Figures of a decode chunk are per step.
+Unlike times, these counts are exact and equal on every machine. Each program of a plan is compiled
+for each target in its own process. Its optimised HLO is compared with the minimum that follows from
+shapes (`planning.minimum`). A launch is a kernel, a library call or a collective; on TPU, one
+instruction. Counts of a decode chunk are per step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PROGRAMS = ("decode_chunk", "admit", "prefill", "train_step", "score_reference",
 
 
 def row(planned: dict[str, Any], found: Program, num_layers: int) -> dict[str, Any]:
-    """Return the figures of one execution per device; of a decode chunk, those of one step.
+    """Return the counts of one execution per device; for a decode chunk, those of one step.
 
     Args:
         planned: the program's entry in a description of the run.

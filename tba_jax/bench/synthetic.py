@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses, rounds and checkpoints without meaning, for benchmarks."""
+"""Artificial responses, rounds and checkpoints for benchmarks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from tba_jax.models.hf import config_json, hf_weights
 
 
 def response(prompt_id: int, tokens: np.ndarray, reward: float, **fields: Any) -> Trajectory:
-    """Return a response of version 0 with a log-prob of -1 per token; `fields` replace values."""
+    """Return a response of version 0 with log-probs of -1; `fields` replace other values."""
     given: dict[str, Any] = {
         "prompt_id": prompt_id,
         "response_tokens": tokens,

@@ -6,10 +6,9 @@
 Both sides train the embedded start model on the embedded sums, with equal batches, the same reward
 and equal linear schedules, and evaluate the same held-out problems greedily at equal intervals.
 `ours_cold` begins with an empty compilation cache, `ours_warm` with the cache of an earlier run.
-The peer's learning rate is the fastest of the given rates; these trials also load its files into
-the file cache. Then
-each side runs once per seed, alternating, on the cores of this process. A process ends when it
-reaches the accuracy.
+The peer's learning rate is the fastest of the given rates; the trials of the rates also load its
+files into the file cache. Then each side runs once per seed, alternating, on the cores of this
+process. A process ends when it reaches the accuracy.
 
 `from_command_s` counts from the start of the process to the evaluation that reached the accuracy,
 `after_first_step_s` from the end of the first step; `over_trl` are medians of ratios for equal
@@ -40,7 +39,7 @@ from tba_jax.tasks.arithmetic import TRAIN_SIZE, Arithmetic
 
 _PACKAGES = {"trl": trl_peer.PACKAGES}
 _POLL_S = 0.02
-# Of the preset; the peer gets the same.
+# Warmup steps of the preset; the peer gets the same number.
 _MAX_NEW_TOKENS, _WARMUP_STEPS = 16, 5
 
 
@@ -51,7 +50,7 @@ class Reached(NamedTuple):
         from_command_s: end of the first evaluation at the accuracy; None: never reached.
         first_step_s: end of the first step.
         step: step of the evaluation that reached the accuracy, or None.
-        accuracies: (step, accuracy, seconds) of every evaluation after the start model's.
+        accuracies: (step, accuracy, seconds) of every evaluation except that of the start model.
     """
 
     from_command_s: float | None
@@ -85,8 +84,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         folder: empty folder for the runs.
 
     Raises:
-        ValueError: an option or an environment that cannot be measured; a side failed, or none of
-            its processes reached the accuracy.
+        ValueError: an option or an environment cannot be measured, a side failed, or no process of
+            a side reached the accuracy.
     """
     least = ("seeds", "num_steps", "eval_period", "num_held_out", "num_prompts")
     reporting.check_least(args, dict.fromkeys(least, 1) | {"group_size": 2})
@@ -224,11 +223,13 @@ def watch(
         try:
             is_over = False
             while not is_over:
-                # checked first, so that the last lines are read too
+                # checked before the read, so that the last lines are read, too
                 is_over = process.poll() is not None
                 now = time.perf_counter() - start
                 if now > processes.TIMEOUT_S:
-                    raise ValueError(f"{side} took more than {processes.TIMEOUT_S} s")
+                    raise ValueError(
+                        f"{side} took more than {processes.TIMEOUT_S} s. Lower --num_steps"
+                    )
                 for text in (x for _, lines in read_blocks(log, offset) for x in lines):
                     offset += len(text)
                     line = json.loads(text)
@@ -298,7 +299,7 @@ def _ratios(ours: Sequence[Reached], theirs: Sequence[Reached]) -> dict[str, flo
         if x.from_command_s is not None and y.from_command_s is not None
     ]
     if not pairs:
-        raise ValueError("no seed has both sides at the accuracy; give more --seeds")
+        raise ValueError("with no seed did both sides reach the accuracy. Give more --seeds")
     return {
         "from_command": statistics.median(
             (x.from_command_s or 0.0) / (y.from_command_s or 1.0) for x, y in pairs

@@ -29,7 +29,7 @@ from tba_jax.devices import xla
 _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 128}
 _PACKAGES = {"torch": train_step_torch.PACKAGES}
-# small against differences between models, large against rounding of sums of log-probs
+# smaller than differences between models, larger than rounding of sums of log-probs
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
@@ -123,15 +123,15 @@ def _check_losses(losses: Mapping[str, float], dtype: str) -> None:
     for name, loss in losses.items():
         if not math.isclose(loss, wanted, rel_tol=_LOSS_TOLERANCE[dtype]):
             raise ValueError(
-                f"the first step of {name} has the loss {loss}, ours {wanted}; they do not compute "
-                "the same, so their times say nothing. Report this with the versions of both"
+                f"the first step of {name} has the loss {loss}, ours has {wanted}: the sides do not "
+                "compute the same, so their times cannot be compared. Report this with the versions"
             )
 
 
 def _figures(
     reports: Sequence[Mapping[str, Any]], tokens: int, model_flops: float
 ) -> dict[str, Any]:
-    """Figures of one side over all repeats."""
+    """Return the measurements of one side over all repeats."""
     first, times = reports[0], [x for report in reports for x in report["step_s"]]
     step_s = statistics.median(times)
     kept = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own processes of `tba_jax.bench.train_step`: the checkpoint, our steps and a naive step.
+"""Processes of `tba_jax.bench.train_step` that run JAX: checkpoint, our steps, a naive step.
 
     python -m tba_jax.bench.train_step_sides JOB.json
 
@@ -65,7 +65,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
         job["batch"],
         tokens=tokens,
         rewards=rng.integers(0, 2, (p, k)).astype(np.float32),
-        # Random tokens have about this log-prob under random weights.
+        # Approximate log-prob of random tokens under random weights.
         reference_logprob=rng.normal(-t * np.log(config.vocab_size), 3, (p, k)),
     )
     sizes = {"num_rows": p * k, "prompt_tokens": x, "response_tokens": t}

@@ -38,7 +38,7 @@ def test_what_has_no_time_left_is_not_begun(tmp_path):
     parts = [part("first", "import time; time.sleep(2)"), part("second", "1")]
     results = accelerator.measure(parts, tmp_path, 1.0, is_dry=True)
     assert results["first"]["status"] == "ended after its 1 s"
-    assert results["second"]["status"] == "not begun within 1 s (--budget_s)"
+    assert results["second"]["status"] == "not started within 1 s (--budget_s)"
 
 
 def test_results_are_there_while_later_parts_run(tmp_path):
