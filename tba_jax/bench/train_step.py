@@ -123,7 +123,7 @@ def _check_losses(losses: Mapping[str, float], dtype: str) -> None:
     for name, loss in losses.items():
         if not math.isclose(loss, wanted, rel_tol=_LOSS_TOLERANCE[dtype]):
             raise ValueError(
-                f"the first step of {name} has the loss {loss}, ours has {wanted}: the sides do not "
+                f"the first step of {name} has the loss {loss}, ours {wanted}: the sides do not "
                 "compute the same, so their times cannot be compared. Report this with the versions"
             )
 

@@ -71,7 +71,7 @@ from tba_jax.train.trainer import Trainer
 from tba_jax.weights.transport import Transport
 
 SHORT_TOKENS = 64
-"""Largest response length, in tokens, at which most responses to a prompt repeat each other."""
+"""Length in tokens up to which most responses to a prompt are expected to be equal."""
 PUBLICATION = "publication"
 """Job name of the publish program in the `Precompiler`."""
 _TAIL_BYTES = 2**16
@@ -83,7 +83,7 @@ def check_prompts(
     phase: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Survey the training prompts once, and report the prompts that will be skipped or cut.
+    """Survey the training prompts once, and report prompts that are too long.
 
     Args:
         shared: parts of the run; only the first process reads the prompts.
@@ -118,7 +118,8 @@ def check_prompts(
 def check_rewards(shared: Shared) -> None:
     """Try the reward functions of a run on one row.
 
-    Tries them here also if only other processes will call them: an error then appears early.
+    This process tries the functions even if only other processes will call them, so that an error
+    appears early.
 
     Raises:
         ValueError, RewardFailure, RuntimeError: a reward cannot be used.
@@ -151,9 +152,8 @@ def make_step_program(shared: Shared) -> StepProgram:
 def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompiler:
     """Compile the publish program and the train step of the likely first batches in the background.
 
-    Compiles nothing ahead of time in three cases: with driver=sync, whose only thread would wait;
-    with several hosts, whose compilers must compile in the same order; and with several padded
-    lengths.
+    Nothing is compiled ahead of time in three cases: with driver=sync, whose only thread would
+    wait; with several hosts, which must compile in the same order; and with several padded lengths.
     """
     config = shared.config
     is_alone = shared.cluster.num_processes == 1
@@ -194,10 +194,10 @@ def _lower_publication(shared: Shared, publish: Any) -> jax.stages.Lowered:
 
 
 def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
-    """Return a made-up batch with the likely shape of the first batch.
+    """Return an artificial batch with the likely shape of the first batch.
 
-    Each distinct response takes one row. Of short responses a quarter is assumed to be distinct, of
-    long responses all.
+    Each distinct response takes one row. A quarter of short responses, and all long responses, are
+    assumed to be distinct.
     """
     prompts, size = packing.num_prompts, packing.group_size
     is_short = config.search.max_new_tokens <= SHORT_TOKENS
@@ -264,7 +264,7 @@ def open_start(
     Raises:
         ValueError: weights or prompts are not usable.
         UserError: another input of the run changed.
-        CheckpointError: no checkpoint is intact, the newest intact one cannot be read, or it
+        CheckpointError: no checkpoint is intact, or the newest intact checkpoint cannot be read or
             belongs to another run.
     """
     config, sites, model = shared.config, shared.sites, shared.model
@@ -354,8 +354,8 @@ def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
         if "lost" in answer:
             raise CheckpointError(answer["lost"])
         note(
-            f"checkpoint {step} is damaged ({found[0]}) and was put aside as {answer['kept']}; "
-            "the run continues from the one before it"
+            f"checkpoint {step} is damaged ({found[0]}) and was moved to {answer['kept']}; "
+            "the run continues from the previous checkpoint"
         )
         checkpoints.look_again()
 
@@ -393,7 +393,7 @@ def build_trainer(
         shardings = step.shardings.of_batch(batch)
         if is_alone:
             placed = jax.device_put(batch, shardings)
-        else:  # Every process has all rows; each device copies its own.
+        else:  # every process has all rows, and each device copies its own rows
             placed = jax.tree.map(_from_whole, batch, shardings)
         return program(state, placed, *frozen)
 
@@ -452,19 +452,20 @@ def build(
     """Build every part of a run and restore the newest checkpoint of its work directory.
 
     Args:
-        config: validated.
-        workdir: existing folder.
+        config: validated config of the run.
+        workdir: existing work directory.
         cluster: the processes of the run; all of them call this function.
         clock: clock that started with the process.
         progress: display of the phases.
         extra_writers: additional metric writers.
         accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
-        link, confirm: as in `conduct` and in `open_shared`.
+        link: as in `conduct`.
+        confirm: as in `open_shared`.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: the model folder, the data or a reward function is not usable.
-        UserError, CheckpointError: as `open_start`.
+        UserError, CheckpointError: as in `open_start`.
     """
     with all_problems(config):
         shared = open_shared(
@@ -475,7 +476,7 @@ def build(
     ahead = compile_ahead(shared, step, publish)
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
-        with all_problems(config):  # Before weights are read, while programs are compiled.
+        with all_problems(config):  # runs before weights are read, while programs are compiled
             check_rewards(shared)
         start = open_start(shared, progress.phase, progress.note, accept_changed)
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers), confirm)

@@ -149,7 +149,7 @@ class _Manager(ocp.CheckpointManager):
 
 
 class Checkpoints:
-    """The checkpoints of one run under `folder`.
+    """The checkpoints of one run, in `folder`.
 
     Args:
         folder: for example WORKDIR/checkpoints; created if it is missing, unless `read_only`.
@@ -157,9 +157,9 @@ class Checkpoints:
         timeout_s: seconds after which an incomplete save counts as failed.
         read_only: True for commands that only read a run.
         processes: processes that save together; None: this process alone.
-        confirm: function that raises if this process may no longer write to the folder. Called
-            before each removal of unfinished folders, start of a save, commit of a save, and
-            removal of a damaged checkpoint.
+        confirm: function that raises an error if this process may no longer write to the folder.
+            Called before unfinished folders are removed, a save starts, a save is committed, and a
+            damaged checkpoint is moved.
 
     Attributes:
         list_s: seconds that the newest save needed to write the digests of its files.
@@ -239,7 +239,7 @@ class Checkpoints:
         raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
 
     def damage(self, step: int, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
-        """Return one clause for each file of a checkpoint that is missing or changed.
+        """Return a description of each file of a checkpoint that is missing or changed.
 
         Args:
             step: step of the checkpoint.
@@ -249,10 +249,10 @@ class Checkpoints:
         return digests.damage(self._folder / str(step), below=below, share=share)
 
     def damaged(self, step: int, found: Sequence[str]) -> CheckpointError:
-        """Return the error for a damaged checkpoint, including what the user can do."""
+        """Return the error for a damaged checkpoint; its message says what the user can do."""
         older = [s for s in self._manager.all_steps() if s < step]
         way_out = (
-            "There is no older checkpoint. Put back an intact copy of that folder, or start again "
+            "There is no older checkpoint. Restore an intact copy of that folder, or start again "
             "in another work directory"
         )
         if older:
@@ -348,7 +348,7 @@ class Checkpoints:
     def abandon(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for the current save, after the run failed.
 
-        Raises no error of the save, because the failure of the run is the one to report. An
+        An error of the save is not raised, because the failure of the run is reported. An
         incomplete save stays invisible.
         """
 
@@ -356,7 +356,7 @@ class Checkpoints:
             with contextlib.suppress(CheckpointError):
                 self.wait()
             if self._is_saving:
-                with contextlib.suppress(OSError):  # The folder is gone, or its storage failed.
+                with contextlib.suppress(OSError):  # the folder was removed, or its storage failed
                     self._writer.remove_unfinished()
 
         thread = threading.Thread(target=finish, name="last-save", daemon=True)
@@ -364,7 +364,7 @@ class Checkpoints:
         thread.join(timeout_s)
 
     def _guard(self, action: Callable[[], Any]) -> None:
-        # Orbax reports storage trouble as OSError, ValueError (TensorStore) or RuntimeError.
+        # Orbax reports failures of storage as OSError, ValueError (TensorStore) or RuntimeError.
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
@@ -384,8 +384,8 @@ class Checkpoints:
                 )
             raise CheckpointError(
                 f"writing checkpoint {where} failed: {why}. "
-                f"Complete checkpoints kept: {complete or 'none'}. Make room or fix the storage, "
-                "then run the same command again to continue from the newest one"
+                f"Complete checkpoints: {complete or 'none'}. Free space or repair the storage, "
+                "then run the same command again to continue from the newest checkpoint"
             ) from error
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, HostState]:
@@ -413,7 +413,7 @@ class Checkpoints:
         return step, restored["train_state"], restored["host_state"]
 
     def restore_host_state(self, step: int | None = None) -> tuple[int, HostState]:
-        """Read the host state and check its digests, for commands that inspect a run."""
+        """Read a host state and check its digests; for commands that inspect a run."""
         step = self._resolve(step)
         if found := self.damage(step, below="host_state/"):
             raise self.damaged(step, found)
@@ -439,7 +439,7 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=args)
         except CheckpointError:
-            raise  # Its message is already for the user.
+            raise  # the message of this error is already for the user
         except Exception as error:
             # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
             is_array = type(error) is Exception

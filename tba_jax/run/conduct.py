@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run from start to end in a claimed work directory: build, train, evaluate, report.
+"""One run in a claimed work directory, from the build to the report.
 
 Also writes report.json, and an emergency checkpoint if the work directory is removed.
 """
@@ -51,7 +51,7 @@ Drive = Callable[[Run, Callable[[], bool]], None]
 """Driver of a run: trains until the last step, or until the given function returns True."""
 
 _SHOWN = 500
-"""Maximum number of metrics.jsonl lines, besides evaluations, in the display of a resumed run."""
+"""Maximum number of metrics.jsonl lines without evaluations that a resumed run displays."""
 
 
 def conduct(
@@ -70,7 +70,7 @@ def conduct(
     """Build a run, train, evaluate the final policy, write the report.
 
     Args:
-        config: validated.
+        config: validated config of the run.
         workdir: claimed work directory.
         cluster: the processes of the run; all of them call this function.
         interrupted: function that returns True if the run must stop; called between steps.
@@ -85,7 +85,7 @@ def conduct(
         OutOfMemory: device memory ran out before the first update.
         UserError: the reward function cannot be used.
         WorkdirLost: the work directory was removed, or another process has taken it over.
-        ValueError, RuntimeError, OSError: as `build` and the drivers.
+        ValueError, RuntimeError, OSError: as in `build` and the drivers.
     """
     if display is None:
         display = make_display(config, workdir, is_shown=cluster.is_primary)
@@ -112,7 +112,7 @@ def conduct(
             raise
         raise WorkdirLost(f"{lost}. {rescue(run)}") from error
     run.close()
-    run.confirm_hold()  # Closing may have taken long.
+    run.confirm_hold()  # closing may have taken long
     report = write_report_json(run) if cluster.is_primary else {}
     if is_finished and cluster.is_primary:
         from tba_jax.report.build import build_report  # Loads the plotting library.
@@ -123,7 +123,7 @@ def conduct(
 
 
 def make_display(config: Config, workdir: Path, *, is_shown: bool = True) -> ProgressDisplay:
-    """Return a display on standard output, or one that shows nothing."""
+    """Return a display on standard output, or a display that shows nothing."""
     task = make_task(config)
     return ProgressDisplay(
         config.num_steps,
@@ -192,7 +192,7 @@ def _taken_over(hold: Hold | None, workdir: Path) -> WorkdirLost | None:
         hold.confirm()
     except WorkdirLost as lost:
         return lost
-    except Exception:  # The caller is already handling a failure and reports that one.
+    except Exception:  # the caller already handles a failure, and reports that failure
         return None
     return None
 
@@ -245,7 +245,7 @@ def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list
 
 
 def _evaluate_at_the_end(run: Run) -> None:
-    """Evaluate the start model and the final policy, unless already evaluated."""
+    """Evaluate the start model and the final policy, unless they are already evaluated."""
     if run.evaluated.before is None:
         run.evaluate_start_model()
     run.evaluate_last()
@@ -314,7 +314,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
         sealed.write(path, report)
     except OSError as error:
         raise LogError(
-            f"writing {path} failed: {error}. Make room or fix the storage, then run the same "
+            f"writing {path} failed: {error}. Free space or repair the storage, then run the same "
             "command again"
         ) from error
     return report
@@ -328,7 +328,7 @@ def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _samples(run: Run) -> list[dict[str, Any]]:
-    """Return the first held-out prompts with a response before and one after training."""
+    """Return the first held-out prompts, with a response before and a response after training."""
     before, after = run.evaluated.before, run.evaluated.after
     if before is None or after is None:
         return []
@@ -352,11 +352,11 @@ def _samples(run: Run) -> list[dict[str, Any]]:
 
 
 def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) -> dict[str, Any]:
-    """Return how many of the searchers' responses were used, and warnings.
+    """Return the shares of used responses and groups, and warnings.
 
     Args:
-        economy: counters of how often the responses of the replay buffer were used.
-        waiting: number of groups without any drawn response.
+        economy: counters of the use of the replay buffer's responses.
+        waiting: number of groups without a drawn response.
         settings: settings of the replay buffer.
     """
     figures = economy.stats(waiting, settings.max_staleness)
@@ -397,11 +397,11 @@ def rescue(run: Run) -> str:
     shared, step = run.shared, run.trainer.step_index
     if shared.workdir.exists():
         names = " and ".join(run.logs.replaced())
-        lines = "it drops the log lines of these steps"
+        lines = "it drops the log lines of the repeated steps"
         if names:
             lines = (
-                f"it has replaced {names} by copies, so the last lines of this process are in no "
-                "log"
+                f"it has replaced {names} by copies, so the logs lack the last lines of this "
+                "process"
             )
         return (
             f"This process ends at step {step}. The other process continues from the newest "

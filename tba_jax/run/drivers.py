@@ -9,7 +9,7 @@ publications train on responses of version 0, which are sampled in advance.
 
 driver=async: searchers sample while the trainer trains. A searcher is two threads of this process
 (decoding and grading), or a part of another process. Trainer and searchers wait for each other only
-because of `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
+with `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
 
 `follow` is the driver of a trainer process that does not own the replay buffer.
 
@@ -48,16 +48,16 @@ from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
 from tba_jax.train.step_metrics import low_ess_warnings
 from tba_jax.weights.transport import DELIVERY_S, PublishedWeights
 
-_WARN_AFTER = 50  # Steps before diagnostics: compilation distorts the first measurements.
-_CHECK_S = 0.05  # Between two checks for a failure.
-_LATE_SHARE = 0.05  # Smallest share of late responses that is reported.
+_WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the first measurements
+_CHECK_S = 0.05  # seconds between two checks for a failure
+_LATE_SHARE = 0.05  # smallest share of late responses that is reported
 # A run counts as starved after it has merged this many batches of groups without a step. The number
 # is large because a policy that repeats its responses may add few new ones for some time.
 _STARVED_BATCHES = 20
 
 
 def rounds_per_sync(run: Run) -> int:
-    """Return how many rounds each searcher does per publication to fill the fresh batch rows."""
+    """Return the number of rounds per searcher and publication that fill the fresh batch rows."""
     config = run.config
     prompts = config.batch.num_prompts * config.sync_period
     return -(-prompts // (config.search.prompts_per_round * run.shared.sites.num_searchers))
@@ -133,7 +133,7 @@ class SynchronousSearch(Search):
             targets: total number of finished rounds to wait for, by searcher ID.
 
         Raises:
-            PeerError: no round arrives for `log.watchdog_s`.
+            PeerError: no round arrives within `log.watchdog_s`.
         """
         outboxes = {s.index: s.outbox for s in self._run.search.remote}
         limit_s = self._run.config.log.watchdog_s
@@ -178,7 +178,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     admission = make_exact_lag(run) if run.config.search.exact_lag else make_admission(run)
     with serving(run, admission) as service:
         AsynchronousSearch(run, service, admission).drive(interrupted)
-        if run.search.remote:  # while the searchers are there
+        if run.search.remote:  # evaluate before the searchers of other processes end
             run.evaluate_last()
 
 
@@ -233,7 +233,7 @@ def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
 
 
 def failed_requests(run: Run) -> dict[str, int]:
-    """Return the failed requests of searchers to their server since the last step, by metric."""
+    """Return metrics: failed requests of searchers to their server since the last step."""
     return {f"search/{name}": number for name, number in run.search.take_failures().items()}
 
 
@@ -293,7 +293,7 @@ class AsynchronousSearch(Search):
                 worker.start()
             loop(run, self, interrupted)
         except BaseException:
-            # Stop all workers first, so that no later failure hides the first one.
+            # Stop all workers first, so that no later failure hides the first failure.
             self._stop.set()
             # Join the workers: a thread in native code may crash when the interpreter ends.
             run.shared.rewards.close()  # Ends a `score` call that waits for a reward.
@@ -312,7 +312,7 @@ class AsynchronousSearch(Search):
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def _step_of(self, station: int, search: ContinuousSearch) -> Callable[[], bool]:
-        """Return the step function of a decoding thread, which prefers evaluation shards."""
+        """Return the step function of a decoding thread; it works on evaluation shards first."""
         return lambda: self._run.evaluations.step(station) or search.step()
 
     def _deliver(self) -> bool:
@@ -321,7 +321,7 @@ class AsynchronousSearch(Search):
         return is_delivered
 
     def _count(self) -> None:
-        """Update the idle seconds of the searchers of this process."""
+        """Update the idle seconds of the searchers in this process."""
         for i, worker in enumerate(self._decoding):
             self._run.search.local[i].idle_s = self._idle_before[i] + worker.idle_total_s
 
@@ -330,7 +330,7 @@ class AsynchronousSearch(Search):
         reports = self._fill(interrupted)
         # Request the evaluation after the fill, so that it does not delay the first responses.
         self._request_evaluation(self._run.trainer.step_index)
-        return reports + self.merge()  # An interrupted fill may leave responses in the outboxes.
+        return reports + self.merge()  # an interrupted fill may leave responses in the outboxes
 
     def check(self) -> None:
         """Raise the failure of a thread."""
@@ -363,7 +363,7 @@ class AsynchronousSearch(Search):
         if is_late or self._admission.holds(step):
             return True
         if self._run.config.replay.late == "wait":
-            self._reports += self.merge()  # Responses that may be late after this step.
+            self._reports += self.merge()  # merge responses that would be late after this step
         return False
 
     def wait(self) -> None:
@@ -380,7 +380,7 @@ class AsynchronousSearch(Search):
             self._watchdog.kick()
 
     def no_batch(self) -> list[RoundReport]:
-        """Wait and merge; raise StarvedError if many merged responses gave no batch."""
+        """Wait and merge; raise StarvedError if many merged responses did not fill a batch."""
         self._stop.wait(POLL_S)
         reports = self.merge()
         self._record_evaluations()
@@ -432,7 +432,7 @@ class AsynchronousSearch(Search):
         run.request_evaluation(version)
 
     def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
-        """Wait, before the first step, for given responses and `search.initial_fill` more.
+        """Wait, before the first step, for given responses and `search.initial_fill` sampled ones.
 
         Returns:
             Reports of the responses that filled the buffer.
@@ -443,7 +443,7 @@ class AsynchronousSearch(Search):
         searchers = run.search.searchers
 
         def target() -> float:
-            """Return the number of responses to wait for; unknown (inf) until searcher 0 joins."""
+            """Return the number of responses to wait for; inf (unknown) until searcher 0 joins."""
             given = sum(searcher.num_given for searcher in searchers)
             is_known = given or not run.config.task.start_path
             return given + run.config.search.initial_fill if is_known else math.inf
@@ -492,16 +492,16 @@ class AsynchronousSearch(Search):
                 self._run.logs.progress.note(line)
 
     def _record_evaluations(self) -> None:
-        """Record finished evaluations, and reset the watchdog if there are any."""
+        """Record finished evaluations; reset the watchdog if an evaluation has finished."""
         if self._run.record_evaluations():
             self._watchdog.kick()
 
 
 def follow(run: Run, interrupted: Callable[[], bool]) -> None:
-    """Train on what the owner draws, until the last step or an interruption.
+    """Train on the batches that the owner draws, until the last step or an interruption.
 
     Raises:
-        WorkerError: a searcher failed, or the owner does not respond; its cause says which.
+        WorkerError: a searcher failed, or the owner does not respond; the error has its cause.
     """
     link = run.link
     assert isinstance(link, StepClient)
@@ -514,7 +514,7 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
     server = RemoteSearchServer(link.channel)
 
     def work() -> bool:
-        """Search until the owner says that the run has ended."""
+        """Search until the owner reports the end of the run."""
         reason = search(process, server, host, run.logs.progress.note, ended)
         if reason and not reason.endswith(RUN_ENDED):
             raise PeerError(f"process {run.cluster.number} may not search: {reason}")
@@ -563,7 +563,7 @@ class FollowingSearch(Search):
         self._newest_eval = run.evaluated.last_eval_step
 
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
-        """Keep the weights of the first evaluation, as the owner requests it."""
+        """Keep the weights of the first evaluation, which the owner requests."""
         if not self.publishes_first:
             self._keep(self._run.trainer.step_index)
         return []
@@ -584,7 +584,7 @@ class FollowingSearch(Search):
         time.sleep(_CHECK_S)
 
     def _keep(self, step: int) -> None:
-        """Keep a version that will be evaluated."""
+        """Keep the weights of a version that will be evaluated."""
         if self._run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
             if self._run.search.local:

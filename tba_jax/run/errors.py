@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of a run, and their output at the command-line entry points.
 
-Invariant: a command that fails prints one line. A file has the traceback of an unexpected error.
+Invariant: a command that fails prints one line. The traceback of an unexpected error is in a file.
 """
 
 import errno
@@ -45,7 +45,7 @@ class OutOfMemory(RuntimeError):
         reason: first line of the runtime's error.
 
     Attributes:
-        smaller: smaller sizes that the run recorded for its next attempt, in words; "": none.
+        smaller: description of the smaller sizes that the next start uses; "": none.
     """
 
     def __init__(self, reason: str) -> None:
@@ -62,16 +62,16 @@ class OutOfMemory(RuntimeError):
             "python -m tba_jax.plan shows what a device holds"
         )
         if self.smaller:
-            advice = f"Run the same command again: it takes {self.smaller}"
+            advice = f"Run the same command again: it uses {self.smaller}"
         return f"device memory ran out before the first update ({self.reason}). {advice}"
 
 
 class WorkdirLost(RuntimeError):
-    """The work directory is gone, or another process has taken it over."""
+    """The work directory was removed, or another process has taken it over."""
 
 
 def tell(error: BaseException) -> int:
-    """Print an error as one line and return the exit code; unexpected tracebacks go to a file."""
+    """Print an error as one line, write an unexpected traceback to a file; return the exit code."""
     from tba_jax.devices.worker import WorkerError
     from tba_jax.settings import ConfigError
 
@@ -108,7 +108,7 @@ def _kept(error: BaseException) -> str:
             "w", prefix="tba_jax-", suffix="-traceback.txt", delete=False, encoding="utf-8"
         ) as file:
             file.write(text)
-    except OSError:  # A full disk must not hide the error.
+    except OSError:  # a full disk must not hide the error
         print(text, file=sys.stderr)
         return ""
     return f" (unexpected error: the traceback is in {file.name}, attach it to a bug report)"
@@ -117,7 +117,7 @@ def _kept(error: BaseException) -> str:
 def is_mendable(error: BaseException) -> bool:
     """Return whether the message of an error tells the user what to do.
 
-    True for the named errors of this package and for a ValueError that it raised itself. A
+    Return True for the errors of this package and for a ValueError that this package raised. A
     ValueError from numpy or jax is a bug of this package, and its traceback is kept.
     """
     from tba_jax.devices.cluster import PeerError
@@ -188,5 +188,5 @@ class Watchdog:
                 flush=True,
             )
             faulthandler.dump_traceback(file=sys.stderr)
-            os._exit(3)  # A thread that hangs in native code cannot be stopped in another way.
+            os._exit(3)  # a thread that hangs in native code cannot be stopped in another way
         return False

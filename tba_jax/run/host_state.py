@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a process of a run: states of its parts by name, and facts that identify the run.
 
-Serialises them, refuses files of other versions, and divides them over another number of
-searchers. The facts have the ID of the run and digests of its inputs: weights, tokenizer, data,
-reward, objective. A resumed run compares them, because a change would alter its results
-without an error.
+This module serialises host states, refuses files of other versions, and divides a state over
+another
+number of searchers. The facts have the ID of the run and digests of its inputs: weights, tokenizer,
+data, reward, objective. A resumed run compares the digests, because a change would alter its
+results without an error.
 
-Invariants: nothing on disk is pickled. A checkpoint of another run is refused, and a change is
-named (tests/run/test_identity.py).
+Invariants: no file has pickled objects. A checkpoint of another run is refused, and the message
+names the changed input (tests/run/test_identity.py).
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ from tba_jax.storage import digests
 if TYPE_CHECKING:
     from tba_jax.tasks.registry import Task
 
-ITEMS_FILE = "_CHECKPOINT_METADATA"  # written by Orbax: the classes that wrote the items
+ITEMS_FILE = "_CHECKPOINT_METADATA"  # file of Orbax with the classes that wrote the items
 # Names in the folder of a checkpoint.
 CHECKPOINT_ENTRIES = frozenset(
     {"train_state", "host_state", ITEMS_FILE, "commit_success.txt", digests.NAME}
@@ -49,23 +50,23 @@ FORMAT = 6
 _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
 
 KINDS = ("data", "model", "objective", "reward", "tokenizer")
-"""What --accept_changed may name."""
+"""Values of --accept_changed: inputs that may have changed."""
 
 _SAMPLED_PROBLEMS = 512  # evenly spaced in each split; data made by a program has no file to digest
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The run that a host state belongs to.
+    """Facts that identify the run of a host state.
 
     Attributes:
         seed: seed of the run.
-        num_searchers: searchers of the whole run.
+        num_searchers: number of searchers of the whole run.
         run_id: unique name of the run.
         fingerprints: digests of model, data and more, by kind (`host_state.KINDS`).
         format: version of the file format.
-        step: step of the checkpoint; -1 in old checkpoints without it.
-        config: flat config of the run; {} in checkpoints that do not hold it.
+        step: step of the checkpoint; -1 in old checkpoints without this field.
+        config: flat config of the run; {} in old checkpoints without this field.
     """
 
     seed: int
@@ -137,7 +138,7 @@ def _facts(entries: Any) -> Facts:
 
 
 def unpack(data: bytes) -> HostState:
-    """Inverse of `pack`.
+    """Return the host state that `pack` converted to bytes.
 
     Raises:
         CheckpointError: a format that this version does not know.
@@ -159,7 +160,7 @@ class RunClock:
     """Running time of a run in seconds, summed over all processes that resumed it.
 
     Attributes:
-        time_to_first_step_s: running time at the end of the first step, None before.
+        time_to_first_step_s: running time at the end of the first step; None before that.
     """
 
     def __init__(self, now: Callable[[], float], start: float) -> None:
@@ -176,7 +177,7 @@ class RunClock:
         self._start = self._now() - elapsed_s
 
     def note_step(self) -> None:
-        """Record the time of the first step."""
+        """Record the running time at the end of the first step."""
         if self.time_to_first_step_s is None:
             self.time_to_first_step_s = self()
 
@@ -196,8 +197,8 @@ def with_searchers(
 ) -> HostState:
     """Return a state for another number of searchers.
 
-    Unmerged rounds are merged first. Every searcher continues to count its rounds from the highest
-    number so far, so that no random number is used twice, and prompt streams begin a new pass.
+    Unmerged rounds are merged first. Every searcher counts its rounds from the highest number so
+    far, so that no random number is used twice. Prompt streams begin a new epoch.
 
     Args:
         state: saved state.
@@ -245,7 +246,7 @@ def _next_number(position: Mapping[str, Any]) -> int:
 
 
 def _counters(state: HostState, num_searchers: int) -> dict[str, PartState]:
-    """Return the counters of the searchers; searcher 0 takes the tokens of removed searchers."""
+    """Return the counters of the searchers; searcher 0 gets the tokens of removed ones."""
     known = {name: part.meta for name, part in state.named("searcher_").items()}
     names = [f"searcher_{i}" for i in range(num_searchers)]
     lost = sum(meta["decoded_tokens"] for name, meta in known.items() if name not in names)
@@ -264,7 +265,7 @@ def fingerprints(config: Config, task: "Task", model_folder: Path) -> dict[str, 
         model_folder: folder of the start model and its tokenizer.
 
     Raises:
-        ValueError: one of them cannot be read.
+        ValueError: a file cannot be read.
     """
     from tba_jax.models.hf import hf_weights
 
@@ -288,14 +289,14 @@ def check_facts(step: int, saved: Facts, now: Facts, accepted: Collection[str]) 
         step: step of the checkpoint.
         saved: facts in the checkpoint.
         now: facts of this process.
-        accepted: kinds of KINDS that may have changed.
+        accepted: names in KINDS of inputs that may have changed.
 
     Returns:
         A line for each change that is accepted.
 
     Raises:
         CheckpointError: the checkpoint is of another run.
-        UserError: a kind changed that is not accepted.
+        UserError: an input changed that is not in `accepted`.
     """
     for name, before, after in (
         ("run", saved.run_id, now.run_id),
@@ -303,9 +304,9 @@ def check_facts(step: int, saved: Facts, now: Facts, accepted: Collection[str]) 
     ):
         if before != after:
             raise CheckpointError(
-                f"checkpoint {step} is of {name} {before}, and the work directory is of {name} "
-                f"{after}: it was copied in. Move it away, or put back the config.json that it "
-                "came with"
+                f"checkpoint {step} is of {name} {before}, but the work directory is of {name} "
+                f"{after}: the checkpoint was copied there. Move it away, or restore the "
+                "config.json of its run"
             )
     # Old checkpoints have no fingerprint of the objective.
     then = {"objective": now.fingerprints["objective"], **saved.fingerprints}
@@ -317,7 +318,7 @@ def check_facts(step: int, saved: Facts, now: Facts, accepted: Collection[str]) 
             + "; ".join(
                 f"{kind}: {then[kind]} then, {now.fingerprints[kind]} now" for kind in refused
             )
-            + "). Put back what the run began with, or go on with what is there now: "
+            + "). Restore the files of the start of the run, or continue with the changed files: "
             + " ".join(f"--accept_changed={kind}" for kind in refused)
         )
     return [f"{kind} changed since checkpoint {step} was written; accepted" for kind in changed]
@@ -358,7 +359,7 @@ def _reward(config: Config, task: "Task") -> Iterator[str]:
     environment = [config.task.environment] if config.task.environment else []
     for name in (config.task.reward or task.reward, config.eval.gold_reward, *environment):
         if ":" not in name:
-            yield name  # a kind, or none
+            yield name  # the name of a learned reward, or ""
             continue
         for function in split_functions(name):
             module = function.rpartition(":")[0]
@@ -374,7 +375,7 @@ def _reward(config: Config, task: "Task") -> Iterator[str]:
 
 
 def _source(module: str) -> Path | None:
-    """Return the file of a module; None where it is not found (loading it reports that)."""
+    """Return the file of a module; None if it is not found, which its import will report."""
     if module.endswith(".py"):
         path = Path(module).expanduser().absolute()
         return path if path.is_file() else None

@@ -3,10 +3,10 @@
 
 The N-th holder creates `WORKDIR/lock/N.json` exclusively; the highest N is the current holder. This
 needs no locks of the file system, so it works on network file systems and in object stores with
-conditional creation. The holder counts a heartbeat in its file every few seconds. A waiting process
-takes over after it has seen no heartbeat for `expire_s` by its own monotonic clock; on the same
-machine it checks the process itself. A holder that was suspended and replaced finds a higher number
-and ends before it writes a checkpoint.
+conditional creation. The holder writes a heartbeat to its file every few seconds. A waiting process
+takes over after it has seen no heartbeat for `expire_s` of its own monotonic clock. On the same
+machine it checks whether the holder's process exists. A holder that was suspended and replaced
+finds a higher number, and ends before it writes a checkpoint.
 
 A run with its work directory in an object store works in a local folder, and `Mirroring` uploads
 new files. Invariant: nothing is uploaded under a lost lease, and a run that ends normally has
@@ -41,7 +41,7 @@ PERIOD_S = 5.0
 
 
 class LockFolder:
-    """WORKDIR/lock of a local work directory, with the methods of a `Bucket` that a lock needs.
+    """The folder WORKDIR/lock, with the methods of a `Bucket` that a lock needs.
 
     Args:
         workdir: work directory; created with the first file.
@@ -104,11 +104,11 @@ class Hold:
 
     Attributes:
         number: fencing number.
-        taken_over: one line about a previous holder whose heartbeat stopped; "" without one.
-        companion: worker that starts with the run and that `check` also checks; None: none.
+        taken_over: line about a previous holder whose heartbeat stopped; "": there was none.
+        companion: worker that starts with the run and that `check` also checks; None: no worker.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds the directory.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Hold:
         """Raise a failure of the heartbeat or of the companion, without any I/O.
 
         Raises:
-            WorkdirLost: the directory is gone, or another process has taken it over.
+            WorkdirLost: the directory was removed, or another process has taken it over.
         """
         if self.companion is not None:
             self.companion.check()
@@ -160,7 +160,7 @@ class Hold:
         """Check the lease on disk, before a write that must not come from two processes.
 
         Raises:
-            WorkdirLost: as `check`.
+            WorkdirLost: as in `check`.
         """
         self.check()
         numbers = self._numbers()
@@ -173,14 +173,14 @@ class Hold:
             )
         if self.number not in numbers:
             raise WorkdirLost(
-                f"the work directory {self._store} is gone: it was deleted or moved during the run"
+                f"the work directory {self._store} was deleted or moved during the run"
             )
 
     def release(self) -> None:
         """Release the directory; the next holder gets the next number."""
         self._stop.set()
         self._worker.join(self._expire_s)
-        # Where the directory is gone nothing is left to release; `check` has reported it.
+        # If the directory was removed, `check` has reported that, and there is nothing to release.
         with contextlib.suppress(OSError):
             if self.number in self._numbers():
                 self._write(self.number, {**self._entry, "released": True})
@@ -197,7 +197,7 @@ class Hold:
                     f"no heartbeat could be written to {self._store} for {self._expire_s:.0f} s "
                     f"({error}), so that another process may take it over"
                 ) from error
-        return False  # and sleeps until the next
+        return False  # the worker sleeps until the next call
 
     def _acquire(self) -> tuple[int, str]:
         try:
@@ -213,7 +213,7 @@ class Hold:
         return newest + 1, line
 
     def _wait_until_gone(self, number: int) -> str:
-        """Wait until a holder is gone; return one line about it unless it released the lease.
+        """Wait until a holder has ended; return a line about it unless it released the lease.
 
         Raises:
             UserError: the holder is alive.
@@ -225,7 +225,7 @@ class Hold:
         if entry.get("machine") == self._entry["machine"]:
             if _is_alive(entry):
                 raise self._held(who)
-            return ""  # killed; the usual way to continue
+            return ""  # the holder was killed on this machine, which needs no line
         start = self._clock()
         while self._clock() - start < self._expire_s:
             self._sleep(self._beat_s)
@@ -249,7 +249,7 @@ class Hold:
         return self._store.create(_name(number), json.dumps(self._entry).encode())
 
     def _read(self, number: int) -> dict[str, Any] | None:
-        """Return an entry; {} while it is being written, None where it is gone."""
+        """Return an entry; {} while it is being written, None if it does not exist."""
         content = self._store.read(_name(number))
         if content is None:
             return None
@@ -273,9 +273,9 @@ def _name(number: int) -> str:
 
 
 def _here() -> dict[str, Any]:
-    """Describe this process; `machine` is equal where process IDs are comparable."""
+    """Describe this process; process IDs are comparable between entries with equal `machine`."""
     machine = ""
-    with contextlib.suppress(OSError):  # not Linux: no process counts as being on the same machine
+    with contextlib.suppress(OSError):  # without Linux, all processes count as on other machines
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return {
@@ -307,7 +307,7 @@ class Mirroring:
     Args:
         mirror: copies files between the run's folder and the bucket.
         hold: lease of the bucket.
-        patience_s: errors of the store that last longer end the run.
+        patience_s: seconds after which errors of the store end the run.
         period_s: seconds between two uploads.
         clock: monotonic clock in seconds.
     """
@@ -340,7 +340,8 @@ class Mirroring:
         """Raise a failure of the worker.
 
         Raises:
-            StorageError: the store has refused for too long. WorkdirLost: as `Hold.confirm`.
+            StorageError: the store has failed for too long.
+            WorkdirLost: as in `Hold.confirm`.
         """
         try:
             self._stop.check()
@@ -349,7 +350,7 @@ class Mirroring:
             raise cause if cause is not None else error from None
 
     def finish(self) -> None:
-        """Upload the rest and wait for it.
+        """Upload the remaining files, and wait for the upload.
 
         Raises:
             StorageError: the store failed; the message names the local folder.
@@ -389,7 +390,7 @@ class Mirroring:
             self._pushed_at = self._clock()
         except OSError as error:
             self._give_up_late(error)
-        return False  # and sleeps until the next
+        return False  # the worker sleeps until the next call
 
     def _give_up_late(self, error: OSError) -> None:
         if self._clock() - self._pushed_at > self._patience_s:

@@ -8,11 +8,11 @@
     every step:                 trainer.step()      draw groups, loss, gradient, update
                                 log and save
 
-Both drivers run this loop. They differ in who samples when: `drivers.SynchronousSearch` samples
-on this thread between publication and merge; with `drivers.AsynchronousSearch` searchers work
-concurrently, on threads of this process or in other processes. With several trainer processes each
-runs the same loop; publications, steps and checkpoints are calls of all of them, which the StepPlan
-decides.
+Both drivers run this loop. They differ in sampling: `drivers.SynchronousSearch` samples on this
+thread between publication and merge; with `drivers.AsynchronousSearch` searchers sample
+concurrently, on threads of this process or in other processes. With several trainer processes, each
+process runs this loop. All of them take part in each publication, step and checkpoint, as the
+StepPlan decides.
 
 Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and algorithm 1.
 """
@@ -27,10 +27,10 @@ from tba_jax.run.run import Run
 
 
 class Search:
-    """Search during the training loop; each driver overrides what differs.
+    """Search during the training loop; the base class of the searches of both drivers.
 
     Attributes:
-        publishes_first: whether the loop begins with a publication: else `begin` has published.
+        publishes_first: whether the loop begins with a publication; if not, `begin` has published.
     """
 
     publishes_first = True
@@ -44,7 +44,7 @@ class Search:
         """Raise the failure of a searcher."""
 
     def may_publish(self) -> bool:
-        """Return whether the newest weights may be followed by newer ones."""
+        """Return whether the next weights may be published now."""
         return True
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ class Search:
         return False
 
     def wait(self) -> None:
-        """Sleep a moment, and record evaluations that are done."""
+        """Sleep for a moment, and record finished evaluations."""
 
     def no_batch(self) -> list[RoundReport]:
         """React to a buffer that cannot fill a batch: wait and merge, or raise StarvedError."""
@@ -81,10 +81,11 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
     Args:
         run: the connected parts; restored.
         search: search of the driver.
-        interrupted: checked between steps.
+        interrupted: returns True if the run must stop; called between steps.
 
     Raises:
-        StarvedError: no batch can be drawn. NonFiniteError: loss or gradient is not finite.
+        StarvedError: no batch can be drawn.
+        NonFiniteError: loss or gradient is not finite.
         WorkerError: a searcher failed.
     """
     trainer, num_steps = run.trainer, run.config.num_steps
@@ -150,10 +151,10 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
 
 
 def stops(run: Run, interrupted: Callable[[], bool]) -> bool:
-    """Return whether the run ends here.
+    """Return whether the run ends after this step.
 
-    With several trainer processes none may stop by itself: an interruption is part of its next
-    request, and the plan of that step stops all of them.
+    With several trainer processes no process may stop alone: its next request reports the
+    interruption, and the plan of that step stops all processes.
     """
     if run.cluster.num_processes > 1:
         return run.trainer.plan.stop
@@ -161,7 +162,7 @@ def stops(run: Run, interrupted: Callable[[], bool]) -> bool:
 
 
 def starved(run: Run, why: str) -> StarvedError:
-    """Return the error of a run whose buffer gives no batch, with the fates of its responses."""
+    """Return the error of a run whose buffer gives no batch, with the counts of its responses."""
     counts = {name: n for name, n in run.buffer.ledger().items() if n}
     return StarvedError(
         f"no batch of {run.config.batch.num_prompts} prompts can be drawn from the replay buffer: "

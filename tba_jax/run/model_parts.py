@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that config and model alone decide: policy, shardings, decoder, train step, batches."""
+"""Parts that depend on config and model alone: policy, shardings, decoder, step, batches."""
 
 import dataclasses
 import functools
@@ -44,18 +44,18 @@ START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"
 
 
 def model_path(config: Config) -> str:
-    """Return the configured model path, or that of the embedded start model."""
+    """Return the configured model path, or the path of the embedded start model."""
     return config.model.path or str(START_MODEL)
 
 
 def describe_model(config: Config, *, with_weights: bool = True) -> models.Description:
-    """Describe the start model of a run, with its settings.
+    """Describe the start model of a run, with the settings of the run.
 
     Args:
         with_weights: as in `models.describe`.
 
     Raises:
-        ValueError: as `models.describe`.
+        ValueError: as in `models.describe`.
     """
     found = models.describe(model_path(config), with_weights=with_weights)
     return dataclasses.replace(found, config=with_settings(found.config, config))
@@ -70,7 +70,7 @@ def with_settings(architecture: TransformerConfig, config: Config) -> Transforme
 
 
 def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
-    """Return the architecture that is trained, with adapters if lora.rank is set.
+    """Return the architecture of the policy, with adapters if lora.rank is set.
 
     Raises:
         ValueError: lora.modules names a matrix that this model lacks.
@@ -151,8 +151,8 @@ def make_publication_program(
 ) -> Callable[[Any], Any]:
     """Return the jitted program of a publication: copy and cast the trained weights.
 
-    Whole weights that stay in memory get the decoder's layout; adapters and weights for files keep
-    the trainer's layout. The caller takes the device lock (`locked`).
+    Weights without adapters that stay in memory get the decoder's layout; adapters and weights for
+    files keep the trainer's layout. The caller holds the device lock (`locked`).
 
     Args:
         where: `Placement.publication_mesh`.
@@ -176,7 +176,7 @@ def decoder_weights(
     """Convert parameters to the rollout dtype and the decoder's layout on a searcher's mesh.
 
     Args:
-        params: parameters, layers stacked.
+        params: parameters with stacked layers.
         source: mesh of `params`, with the axes `sharding.MESH_AXES`.
     """
     layout, published = make_publication(model_config, source)
@@ -189,11 +189,11 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     """Load the start model's weights in the form of `decoder_weights`.
 
     Args:
-        model_config: the architecture that is wanted.
+        model_config: expected architecture.
         source: mesh on which the files are read.
 
     Raises:
-        ValueError: config.model.path is a model of another architecture.
+        ValueError: the model at config.model.path has another architecture.
     """
     dtype = jnp.dtype(config.model.rollout_dtype)
     shardings = param_shardings(model_config, source)
@@ -209,7 +209,7 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
 
 
 class SpecialIds(Protocol):
-    """The tokenizer interface of a decoder."""
+    """Methods of a tokenizer that a decoder needs."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ class SpecialIds(Protocol):
 
 
 def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
-    """Return the tokens that prompt and response may take.
+    """Return the maximum number of tokens of prompt and response together.
 
     Raises:
         ValueError: the model has fewer positions.
@@ -258,7 +258,8 @@ def make_decoder(
         site: site of the searcher; programs of a single device serve every single device.
 
     Raises:
-        ValueError: as `longest_sequence`; or the model has no token of an id in search.stop_ids.
+        ValueError: as in `longest_sequence`; or search.stop_ids has an ID that is no token of the
+            model.
     """
     longest = longest_sequence(config, model_config)
     ids = end_ids(config, tokenizer.eos_ids)
@@ -288,7 +289,7 @@ def make_decoder(
     if config.task.environment:
         stop_strings = (*stop_strings, TOOL_END)
     if stop_strings:
-        # Special tokens keep their text, so that one can be a stop string.
+        # Special tokens keep their text, so that a stop string can be a special token.
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(stop_strings, text_of)
     return decoder
@@ -310,9 +311,9 @@ def make_step_settings(
 
     Args:
         eos_ids: end tokens of the tokenizer.
-        mesh: mesh of the trainer; None: as `config.mesh`.
+        mesh: mesh of the trainer; None: the mesh of `config.mesh`.
 
-    Raises:
+        Raises:
         ConfigError: the objective needs token log-probs of the reference, but searchers store sums.
     """
     o, objective = config.objective, config.objective.built
@@ -320,7 +321,7 @@ def make_step_settings(
         not objective.needs_token_reference or config.reference.placement == "trainer",
         "reference.placement",
         config.reference.placement,
-        f"objective.name={o.name} reads the reference token by token, and searchers keep sums",
+        f"objective.name={o.name} reads the reference token by token, but searchers store sums",
         "Set --config.reference.placement=trainer.",
     )
     return StepSettings(
@@ -349,7 +350,7 @@ def make_step_settings(
 def make_optimizer_from(config: Config) -> tuple[Any, Any]:
     """Return (optax transformation, learning-rate schedule) of a config.
 
-    The schedule counts steps; all updates of a step have the rate of the step.
+    The schedule counts steps; all updates of a step have the same rate.
     """
     schedule = learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
     num_updates = config.objective.built.num_updates
@@ -358,7 +359,7 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
 
 
 def micro_batch_rows(config: Config) -> int:
-    """Return the responses of a micro-batch; 0 (all at once) where a batch is not larger."""
+    """Return the number of responses of a micro-batch; 0 if one micro-batch holds the batch."""
     wanted = config.batch.micro_batch_rows
     return wanted if wanted < config.batch.num_prompts * config.objective.group_size else 0
 
@@ -366,17 +367,17 @@ def micro_batch_rows(config: Config) -> int:
 def groups_stay_whole(config: Config) -> bool:
     """Return whether micro-batches hold whole groups, so that rows are scored once.
 
-    The paths of forked episodes can need more rows than a micro-batch has.
+    The paths of episodes that fork may need more rows than a micro-batch has.
     """
     return micro_batch_rows(config) >= config.objective.group_size and not allows_forks(config)
 
 
 def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packing:
-    """Return how draws become the rows of a batch.
+    """Return the packing that converts draws to the rows of a batch.
 
     Args:
         pad_id: padding token of the tokenizer.
-        mesh: mesh of the trainer; None: as `config.mesh`.
+        mesh: mesh of the trainer; None: the mesh of `config.mesh`.
     """
     objective = config.objective.built
     return Packing(
@@ -426,7 +427,7 @@ def make_step_shardings(
 
 
 def _log_z_layers(config: Config) -> int:
-    """Return the layers of the head of log Z or of values; 0 without a head."""
+    """Return the number of layers of the head of log Z or values; 0 without a head."""
     objective = config.objective.built
     return objective.log_z_layers if objective.heads else 0
 
@@ -465,7 +466,7 @@ def make_buffer(config: Config) -> ReplayBuffer:
 
 
 def make_soft_values(config: Config) -> SoftValues | None:
-    """Return the cache of soft values; None for objectives without it."""
+    """Return the cache of soft values; None for objectives that do not use one."""
     objective = config.objective.built
     if not objective.needs_soft_value:
         return None
@@ -474,10 +475,10 @@ def make_soft_values(config: Config) -> SoftValues | None:
 
 
 def _pace(config: Config) -> Literal["off", "trainer"]:
-    """Return replay.pace, or "off" where waiting for fresh responses could never end.
+    """Return replay.pace, or "off" if a wait for fresh responses would never end.
 
     With driver=sync the trainer would wait for its own thread. With an exact lag all responses that
-    this step may use are already merged.
+    a step may use are already merged.
     """
     waits = config.driver == "async" and not config.search.exact_lag
     return config.replay.pace if waits else "off"
@@ -496,7 +497,7 @@ def make_demand(config: Config) -> Demand:
 
 
 def swaps_in_flight(config: Config) -> bool:
-    """Return whether searchers take newer weights between chunks; never with an exact lag."""
+    """Return whether searchers load newer weights between chunks; False with an exact lag."""
     if config.search.exact_lag:
         return False
     if config.search.engine == "openai" and not config.task.environment:

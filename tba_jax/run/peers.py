@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of a run: how they join, and the connections between the buffer's owner and the rest.
+"""Processes of a run: joining, and the channels between the owner of the buffer and the others.
 
 The first trainer process owns replay buffer, ledger, admission and evaluation queue. It runs a
 channel server, on which the other trainer processes request steps and searchers in other processes
@@ -77,10 +77,10 @@ class Owner:
 
     Args:
         token: bearer token of the channel.
-        is_local: every process runs on this machine.
-        address: a host name under which other machines reach this one, tried first; "": unknown.
+        is_local: whether every process runs on this machine.
+        address: host name of this machine that clients try first; "": unknown.
         trainers: numbers of the other trainer processes.
-        num_restarts: trainers of this run that were replaced before.
+        num_restarts: number of trainers of this run that were replaced before.
 
     Attributes:
         search_server: set while searchers may join.
@@ -120,7 +120,7 @@ class Owner:
 
     @property
     def wants_stop(self) -> bool:
-        """Return whether another process of the run has a request to stop."""
+        """Return whether another process of the run received a stop request."""
         server = self.search_server
         return self._steps.wants_stop or (server is not None and server.wants_stop)
 
@@ -144,7 +144,7 @@ class Owner:
 
 
 Peer = Owner | StepClient
-"""Connection of a process to the others: of the owner of the buffer, or to the owner."""
+"""Connection of a process: the owner's channel server, or a channel to the owner."""
 
 
 def connect(
@@ -155,10 +155,10 @@ def connect(
     Args:
         cluster: all processes.
         trainers: numbers of the trainer processes; the first owns the buffer.
-        owner: in the owner's process, an owner that listens already; None: make it.
+        owner: in the owner's process, an `Owner` that already listens; None: make one.
 
     Returns:
-        This process's connection; None where there is only one process.
+        The connection of this process; None if there is only one process.
 
     Raises:
         ChannelError: the owner's port cannot be used.

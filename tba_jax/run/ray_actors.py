@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a fleet as Ray actors.
 
-Ray starts and restarts the processes and tells searchers where the trainer's channel server
-listens; searchers send their messages over that channel. Nothing heavy is imported, and no device
-touched, before an actor is asked to work.
+Ray starts and restarts the processes, and gives searchers the address of the trainer's channel
+server; searchers send their messages over that channel. Large modules are imported, and devices
+are used, only when an actor begins to work.
 """
 
 import socket
@@ -27,7 +27,7 @@ from tba_jax.report.relay import Relay
 from tba_jax.run.peers import Owner, connect, start_cluster
 
 _TRAINER = "trainer-"
-_ENDED_S = 2.0  # between join requests after the end of the run
+_ENDED_S = 2.0  # seconds between join requests after the end of the run
 
 
 class TrainerProcess:
@@ -81,7 +81,8 @@ class TrainerProcess:
             addresses: addresses of all members; Ray waits for them before this call.
 
         Raises:
-            PeerError: another process of the group ended. Else what `conduct` raises.
+            PeerError: another process of the group ended.
+            Exception: as in `conduct`.
         """
         start_s = time.perf_counter()
         from tba_jax.run.conduct import conduct
@@ -111,18 +112,18 @@ class TrainerProcess:
 
     @ray.method(concurrency_group="driver")
     def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
-        """Return progress for the display of the driver; see `Relay.since`."""
+        """Return the output for the display of the driver; see `Relay.since`."""
         return self._relay.since(since)
 
     @ray.method(concurrency_group="driver")
     def searchers_died(self, searchers: Sequence[int]) -> None:
-        """Count these searchers as lost; a trainer that is starting has none."""
+        """Count these searchers as lost; do nothing while the trainer starts."""
         if self._owner is not None and self._owner.search_server is not None:
             self._owner.search_server.lose_host(searchers)
 
     @ray.method(concurrency_group="driver")
     def interrupt(self) -> None:
-        """Save after the current step and end."""
+        """Request a checkpoint after the current step, and the end of the process."""
         self._interrupted.set()
 
 
@@ -130,8 +131,8 @@ def trainer_name(number: int, member: int = 0) -> str:
     """Return the name of a trainer actor in the namespace of its driver.
 
     Args:
-        number: how many trainers this driver started before.
-        member: number of the process in the trainer group; searchers look for the first.
+        number: number of trainers that this driver started before.
+        member: number of the process in the trainer group; searchers connect to process 0.
     """
     return f"{_TRAINER}{number}" if member == 0 else f"member-{number}-{member}"
 
@@ -208,7 +209,7 @@ class SearcherProcess:
         process = open_search_process(
             self._config, self._workdir, self._searchers, lambda text: None
         )
-        # As `Machines` names it: one host can have several nodes.
+        # The name that `Machines` uses, because one host can have several nodes.
         host = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()[:6]}"
         try:
             self._end = self._until_dismissed(

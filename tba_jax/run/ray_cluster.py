@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver of a fleet: starts every process of a run, and restarts processes that die.
 
-It holds the work directory, shows the trainer's progress, and owns all actors, so that they end
-with it. A trainer that dies restarts from its newest checkpoint while searchers wait; Ray restarts
-searchers on free machines. The driver computes nothing and uses no device.
+The driver holds the work directory, shows the trainer's progress, and owns all actors, so that they
+end with the driver. A trainer that dies restarts from its newest checkpoint while searchers wait;
+Ray restarts searchers on free machines. The driver computes nothing and uses no device.
 
-Invariant: a death is one line, and deaths without progress between them end the run with the last
-cause.
+Invariant: the death of a process prints one line. Repeated deaths without progress end the run with
+the last cause.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from tba_jax.run.errors import FleetError, UserError
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import Outcome, run_id_of
 
-_LOOK_S = 0.2  # between two checks of all actors
-_REMIND_S = 60.0  # between two lines about a missing machine
+_LOOK_S = 0.2  # seconds between two checks of all actors
+_REMIND_S = 60.0  # seconds between two lines about a missing machine
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # read by Ray when it is imported
-_MAX_FAILURES = 5  # of a process, without progress between them
-_AGAIN_S = 1.0  # before a failed searcher is restarted
+_MAX_FAILURES = 5  # maximum number of failures of a process without progress
+_AGAIN_S = 1.0  # seconds before a failed searcher is restarted
 # Ray ends a process without an exception when the GCS has been away for 60 s.
 GCS_TIMEOUT_S = 30.0
 # A GCS of this machine that does not answer for this long and refuses connections has ended.
@@ -60,10 +60,10 @@ def train_fleet(
     Args:
         config: validated.
         workdir: work directory, visible on all machines.
-        hold: lease of it.
-        interrupted: checked all the time; an interrupted run can be continued.
+        hold: lease of the work directory.
+        interrupted: returns True if the run must stop; an interrupted run can be continued.
         accept_changed: as in `session.train`.
-        display: where progress is shown.
+        display: display of the progress.
 
     Raises:
         UserError: Ray is not installed or not reachable.
@@ -90,7 +90,7 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
     # Ray gives workers the priority of background work (15): on a laptop with anything else to do a
     # step would take a minute. It reads this when it starts a cluster, not when it joins one.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray prints a paragraph for each death; the driver prints one line instead.
+    # Ray prints a paragraph for each dead process; the driver prints one line instead.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
@@ -109,7 +109,8 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
         cpus = sum(each.get("num_cpus", 0) for each in wanted)
         options |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
         options |= {"object_store_memory": 2**27}  # no messages use the object store
-    # Inherited by Ray: a closed terminal must not end its processes before the run is saved.
+    # Ray inherits this setting: a closed terminal must not end its processes before the run is
+    # saved.
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -166,12 +167,12 @@ def _resources(text: str) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Searchers:
-    """State of a searcher process in the driver."""
+    """The driver's record of a searcher process."""
 
     name: str
     numbers: range
     handle: Any
-    asked: Any = None  # pending call of its status
+    asked: Any = None  # pending request for the status of the process
     asked_at: float = 0.0
     num_lines: int = 0
     is_up: bool = False
@@ -342,14 +343,15 @@ class _Fleet:
             show(items, self._display)
 
     def _kill_trainer(self) -> None:
-        """Kill all processes of the trainer: the rest of a trainer group cannot continue."""
+        """Kill all processes of the trainer, because a part of a trainer group cannot continue."""
         for each in self._members:
             self._ray.kill(each)
 
     def _ended(self, done: Sequence[Any]) -> Outcome | None:
         """Return the outcome of the trainer's first process, or None.
 
-        None: other processes still run, or one died and all were started again.
+        None means that other processes still run, or that a process died and all were started
+        again.
 
         Args:
             done: members of `_running` that have ended.
@@ -368,7 +370,7 @@ class _Fleet:
         return None
 
     def _again(self, error: BaseException) -> None:
-        """Restart a trainer of which a process died."""
+        """Restart the trainer after one of its processes died."""
         self._kill_trainer()
         step = self._newest_step()
         self._deaths = 1 if step > self._step else self._deaths + 1
@@ -459,7 +461,7 @@ def _cause(error: Any) -> BaseException:
 
 
 def _brief(error: BaseException) -> str:
-    """Return in a few words why an actor died; `Machines` reports lost machines."""
+    """Return a short reason for the death of an actor; `Machines` reports lost machines."""
     return "out of memory" if "out of memory" in str(error).lower() else "its process ended"
 
 
@@ -468,16 +470,16 @@ def _at(step: int) -> str:
 
 
 class Machines:
-    """Machines of a Ray cluster, polled on a thread, because the call has no deadline.
+    """Machines of a Ray cluster, polled on a thread, because Ray's call has no deadline.
 
-    Ray reports late, or not at all, on which machine a process died. Its list of machines is
-    current within seconds. Each machine that joins or leaves is reported in one line, once.
+    Ray reports late, or not at all, on which machine a process died, but its list of machines is
+    current within seconds. Each machine that joins or leaves is reported once, in one line.
 
     Args:
         list_nodes: `ray.nodes`.
         own: Ray's ID of the node that this process belongs to.
-        clock: seconds.
-        is_refused: whether the GCS has ended: it refuses connections and will not be restarted.
+        clock: monotonic clock, in seconds.
+        is_refused: returns whether the GCS has ended: it refuses connections and will not restart.
     """
 
     def __init__(
@@ -492,7 +494,7 @@ class Machines:
         self._is_refused = is_refused
         self._time = BoundedClock(clock, max_jump_s=GCS_TIMEOUT_S / 4)
         self._lock = threading.Lock()
-        self._alive: dict[str, str] | None = None  # name by node ID, of the newest list
+        self._alive: dict[str, str] | None = None  # node ID -> name, from the newest list
         self._lines: list[str] = []
         self._answered_s = self._time()
 
@@ -525,7 +527,7 @@ class Machines:
             return lines
 
     def failure(self) -> str:
-        """Return why this process cannot use the cluster any more; "" while it can."""
+        """Return the reason why this process cannot use the cluster any more; "" while it can."""
         with self._lock:
             silent_s = self._time() - self._answered_s
             is_dead = self._alive is not None and self._own not in self._alive
@@ -542,5 +544,5 @@ def refuses_connections(address: str) -> bool:
     except ConnectionRefusedError:
         return True
     except OSError:
-        pass  # a host that is away for a moment refuses nothing
+        pass  # a host that is not reachable for a moment does not refuse connections
     return False

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run: the connected parts of one run with their logs, and what all drivers do with them.
+"""Run: the connected parts of one run with their logs, and operations of all drivers.
 
 The owner of the replay buffer owns the queue of evaluation shards. Searchers of the same process
 take shards from the queue; searchers of other processes lease shards from the search server.
 
-Invariants: what `host_state` saves, `restore` puts back. If a log is shorter than its checkpoint
-recorded, the display and the schedule log name it (tests/run/test_logs.py).
+Invariants: `restore` restores everything that `host_state` saves. If a log is shorter than its
+checkpoint recorded, the display and the schedule log name it (tests/run/test_logs.py).
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ from tba_jax.run.search_parts import Search, load_start_weights
 from tba_jax.run.shared import Shared
 from tba_jax.train.trainer import Shown, Trainer
 
-# Time for a background compilation to end: the interpreter must not exit while a thread runs native
-# code.
+# Seconds for a background compilation to end: the interpreter must not exit while a thread runs
+# native code.
 COMPILED_S = 30.0
-_POLL_S = 0.01  # between two checks whether an evaluation has ended
+_POLL_S = 0.01  # seconds between two checks whether an evaluation has ended
 Wanted = Callable[[dict[str, Any]], bool]
 
 MOST_STEPS = 200  # training steps of which responses are written, and as many evaluations
@@ -56,10 +56,10 @@ class Logs:
     """The log files of a process and its display.
 
     Args:
-        metrics: all sinks of metrics, including `own` and the display.
+        metrics: all writers of metrics, including `own` and the display.
         schedule: log of the order of events.
-        own: metrics.jsonl; None in processes other than 0.
-        samples: samples.jsonl; None in processes other than 0.
+        own: writer of metrics.jsonl; None in processes other than 0.
+        samples: writer of samples.jsonl; None in processes other than 0.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Logs:
         """Drop lines of work that will be repeated, and report files that lost lines.
 
         Args:
-            step: step of the restored checkpoint, 0 without one.
+            step: step of the restored checkpoint; 0 without a checkpoint.
             is_kept_metric: whether a line of metrics.jsonl or samples.jsonl stays.
             is_kept_event: whether a line of the schedule log stays.
         """
@@ -131,7 +131,7 @@ class Logs:
 
 
 class _Lost(NamedTuple):
-    """A log file that is shorter than its checkpoint says."""
+    """A log file that is shorter than its checkpoint recorded."""
 
     path: Path
     then: int
@@ -149,8 +149,8 @@ def open_logs(
 
     Args:
         cluster: processes of the run; only process 0 writes metrics.jsonl and samples.jsonl.
-        extra: more metric sinks.
-        confirm: raises where this process no longer holds the work directory.
+        extra: additional writers of metrics.
+        confirm: raises an error if this process no longer holds the work directory.
     """
     own = JsonlWriter(workdir / "metrics.jsonl", confirm) if cluster.is_primary else None
     samples = JsonlWriter(workdir / "samples.jsonl", confirm) if cluster.is_primary else None
@@ -165,11 +165,11 @@ def schedule_name(process_id: int) -> str:
 
 
 class Samples:
-    """Writes responses at even distances over the run.
+    """Writes responses of evenly spaced steps of the run.
 
     Args:
-        log: samples.jsonl; None where another process writes it.
-        track: gives responses to trackers: step, "train" or "eval", and the responses.
+        log: writer of samples.jsonl; None if another process writes it.
+        track: function of (step, "train" or "eval", responses) that sends responses to trackers.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class Samples:
         self._num_steps, self._newest_eval = config.num_steps, -1
 
     def add_step(self, step: int, shown: Shown | None) -> None:
-        """Write the responses to one prompt of a batch, if it is time.
+        """Write the responses to one prompt of a batch, if this step is due.
 
         Args:
             step: number of the update, from 1.
-            shown: one prompt of the batch; None where this process has no batch.
+            shown: one prompt of the batch; None in a process that did not draw the batch.
         """
         if self._log is None or shown is None or (step - 1) % self._step_period:
             return
@@ -266,9 +266,9 @@ class Evaluated:
     """First and newest evaluation of a run, for the report.
 
     Attributes:
-        before: first evaluation with sample texts, None before it.
+        before: first evaluation, with sample texts; None before it.
         after: newest evaluation.
-        last_eval_step: step of the newest evaluation, -1 before the first.
+        last_eval_step: step of the newest evaluation; -1 before the first.
     """
 
     before: dict[str, Any] | None = None
@@ -287,7 +287,7 @@ class Evaluated:
         return PartState({}, dict(vars(self)))
 
     def restore(self, state: PartState) -> None:
-        """Restore what `state` returned."""
+        """Restore a saved `state`."""
         vars(self).update(state.meta)
 
 
@@ -296,17 +296,17 @@ class Run:
     """The connected parts of one run.
 
     Attributes:
-        shared: parts that all others use.
+        shared: parts that all other parts use.
         search: searchers, prompt streams, outboxes and the weight transport of this process.
         ahead: background compiler.
         evaluations: queue of evaluations.
         evaluated: results of evaluations.
-        last_saved_step: step of the newest checkpoint, -1 before the first.
-        hold: lease of the work directory; None where another process holds it.
+        last_saved_step: step of the newest checkpoint; -1 before the first.
+        hold: lease of the work directory; None if another process holds it.
         sections: further sections of the report, by key.
-        callbacks: functions of the user, called with (step, values), that return more values.
-        link: connection to the other processes of the run; None: there are none.
-        advice: finds what slows the run or keeps it from learning.
+        callbacks: functions of the user, called with (step, values), that return additional values.
+        link: connection to the other processes of the run; None: there is no other process.
+        advice: finds causes of a slow run and of a run that does not learn.
     """
 
     shared: Shared
@@ -327,12 +327,12 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The config."""
+        """Config of the run."""
         return self.shared.config
 
     @functools.cached_property
     def samples(self) -> Samples:
-        """Writes some of the responses."""
+        """Writer of samples.jsonl."""
         track = self.logs.metrics.write_samples
         return Samples(self.logs.samples, self.shared.tokenizer, self.config, track)
 
@@ -349,7 +349,7 @@ class Run:
     def parts(self) -> dict[str, Saveable]:
         """Return all parts with host state, by name, in the order of restoring."""
         return {
-            # First: saved logs must not miss an event that another part contains.
+            # The logs come first: a saved log must not lack an event that another part contains.
             "logs": self.logs,
             "buffer": self.buffer,
             **self.search.parts(),
@@ -371,11 +371,11 @@ class Run:
         self.last_saved_step = self.trainer.step_index
 
     def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
-        """Return whether this process, or another one that reports to it, has a request to stop."""
+        """Return whether this process, or a process that reports to it, received a stop request."""
         return interrupted() or (isinstance(self.link, Owner) and self.link.wants_stop)
 
     def save(self) -> None:
-        """Start an asynchronous checkpoint at the trainer's step, unless it has one.
+        """Start an asynchronous checkpoint of the trainer's step, unless the step has one.
 
         All processes of the run call this method.
         """
@@ -475,8 +475,8 @@ class Run:
     def evaluate_now(self, version: int) -> None:
         """Evaluate the newest version while no searcher samples, and record the result.
 
-        All searchers work on shards: those of this process on a thread each; with driver=sync only
-        the first one, on this thread.
+        All searchers work on shards: the searchers of this process on one thread each, or with
+        driver=sync only the first searcher, on this thread.
 
         Raises:
             FleetError: this process has no searchers, and no other process takes the shards.
@@ -521,7 +521,7 @@ class Run:
         self.record_evaluations()
 
     def evaluate_last(self) -> None:
-        """Publish and evaluate the final policy, once; all processes call this."""
+        """Publish and evaluate the final policy once; all processes call this method."""
         step = self.trainer.step_index
         if step < self.config.num_steps or self.evaluated.last_eval_step >= step:
             return
@@ -552,8 +552,8 @@ class Run:
 def forget_after(run: Run, step: int) -> None:
     """Drop log lines of work after the restored checkpoint, which will be repeated.
 
-    A metrics line of step n was written after update n; schedule events carry the number of
-    updates done when they began.
+    A metrics line of step n was written after update n. A schedule event has the number of updates
+    before its start.
     """
     last_eval_step = run.evaluated.last_eval_step
 
@@ -571,7 +571,7 @@ def forget_after(run: Run, step: int) -> None:
         # An interruption may save rounds that were merged at this step.
         if record["event"] == "round":
             return searcher is None or searcher.outbox.is_merged(record["round"])
-        # Saved after the outbox, so that no committed ticket loses its event.
+        # This part is saved after the outbox, so that no committed ticket loses its event.
         if record["event"] == "chunk":
             return searcher is None or record["chunk"] < searcher.num_chunks
         # Weights are published again at the restored step, which changes nothing.

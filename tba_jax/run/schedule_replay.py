@@ -31,17 +31,17 @@ from tba_jax.weights.transport import Published
 
 
 class ReplayError(ValueError):
-    """The log is not usable, or the replay differs from it."""
+    """The log is not usable, or the replay differs from the log."""
 
 
 Event = Mapping[str, Any]
 
 
 class Admissions:
-    """For each ticket of a searcher, the chunk before which it was admitted last.
+    """For each ticket of a searcher, the chunk before its last admission.
 
-    A ticket that a killed process left uncommitted was admitted again by the next process; only the
-    last admission counts. Most tickets are admitted once, in the order of their numbers, so only
+    If a killed process left a ticket uncommitted, the next process admitted it again; only the last
+    admission counts. Most tickets are admitted once, in the order of their numbers, so only
     exceptions are stored.
     """
 
@@ -58,12 +58,12 @@ class Admissions:
                 self._others[ticket] = chunk
 
     def is_last(self, ticket: int, chunk: int) -> bool:
-        """Return whether the admission before this chunk is the last one of the ticket."""
+        """Return whether the admission before this chunk is the last admission of the ticket."""
         return self._others.get(ticket, chunk) == chunk
 
 
 class Admitted:
-    """An admission that admits every ticket: the log decides."""
+    """Admission that admits every ticket, because the log decides."""
 
     def admit(self, searcher: int, version: int) -> bool:
         """Return True."""
@@ -80,8 +80,8 @@ class Schedule:
         path: path of the log; may be compressed (NAME.gz).
 
     Attributes:
-        uses: for each searcher, the number of events that need each version.
-        admissions: admissions of each searcher with chunks.
+        uses: for each searcher, version -> number of events that need the version.
+        admissions: admissions of each searcher that decodes in chunks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -90,7 +90,7 @@ class Schedule:
         self.admissions: dict[int, Admissions] = {}
 
     def note(self, event: Event) -> None:
-        """Count the needs of an event; called once for each event, in order."""
+        """Count the version that an event needs; called once for each event, in order."""
         if event["event"] == "chunk":
             admissions = self.admissions.setdefault(event["searcher"], Admissions())
             admissions.add(event["chunk"], event["tickets"])
@@ -102,7 +102,7 @@ class Schedule:
         """Yield the events of these kinds.
 
         Raises:
-            ValueError: a line that is no JSON object, with file and line number.
+            ValueError: a line is not a JSON object; the message has file and line number.
         """
         wanted = tuple(b'"%s"' % kind.encode() for kind in kinds)
         for number, line in read_lines(self._path):
@@ -132,24 +132,24 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
 
     Raises:
         ReplayError: the file is missing, holds no steps, or records lost lines.
-        ValueError: a damaged line.
+        ValueError: a line is damaged.
     """
     if not Path(path).is_file():
         raise ReplayError(f"no schedule log {str(path)!r}; give the schedule.jsonl of a run")
     has_steps = False
     schedule = Schedule(path)
-    # All lines are read: a line that is no event is damage.
+    # All lines are read, because a line that is not an event is damaged.
     for event in stream_jsonl(path, wrong_event):
         has_steps = has_steps or event["event"] == "step"
         schedule.note(event)
         if event["event"] == "lost" and event["log"] == "schedule.jsonl":
             raise ReplayError(
-                f"{path} is not whole: it had {event['found_bytes']:,} of {event['num_bytes']:,} "
+                f"{path} lacks events: it had {event['found_bytes']:,} of {event['num_bytes']:,} "
                 f"bytes when the run was resumed at step {event['step']}, and the missing events "
                 "cannot be replayed. Give the log of another run"
             )
     if not has_steps:
-        raise ReplayError(f"{path} holds no step; there is nothing to replay")
+        raise ReplayError(f"{path} has no steps to replay. Give the schedule.jsonl of a run")
     return schedule
 
 
@@ -205,7 +205,7 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
 
 
 class _Weights:
-    """Published versions that are still needed, for each searcher."""
+    """Published weights of each searcher that later events need."""
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self._run = run
@@ -227,10 +227,10 @@ class _Weights:
                 self._known[published.version, searcher.index] = published
 
     def use(self, version: int, searcher: int) -> Published:
-        """Return the weights of an event; the last event that needs them drops them.
+        """Return the weights of an event; the weights are dropped after the last event.
 
         Raises:
-            ReplayError: the log did not publish them.
+            ReplayError: the log has no publication of this version.
         """
         key = version, searcher
         if key not in self._known:
@@ -246,13 +246,13 @@ class _Weights:
 
 
 class SearcherReplay:
-    """Repeats the events of one searcher, each as late as possible.
+    """Repeats the events of one searcher, each event as late as possible.
 
     Args:
-        search: search of the searcher, at the beginning of the run.
-        use: (version, searcher) -> weights of one of its events.
-        chunks: its chunks, in order.
-        admissions: admissions of its tickets; None for a searcher that works in rounds.
+        search: search of the searcher, in its state at the beginning of the run.
+        use: (version, searcher) -> weights of one event of the searcher.
+        chunks: chunks of the searcher, in order.
+        admissions: admissions of the searcher's tickets; None if the searcher works in rounds.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class SearcherReplay:
         del self._tickets[number]
 
     def _advance(self, wanted: int) -> None:
-        """Decode one more chunk, after the admissions before it."""
+        """Admit the tickets of the next chunk, then decode that chunk."""
         searcher = self._search.searcher
         assert self._admissions is not None
         published: Published | None = None
@@ -314,7 +314,7 @@ class SearcherReplay:
                 self._finished[number] = finished
 
     def _ticket(self, number: int) -> Ticket:
-        """Return the prompt of a ticket; unfinished tickets of a killed process are repeated."""
+        """Return a ticket by its number; unfinished tickets of a killed process are repeated."""
         while number not in self._tickets:
             ticket = self._search.take()
             self._tickets[ticket.number] = ticket

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The searchers of a process: references, decoders, start data, transport, and the evaluator.
 
-All are built from the shared parts, without the trainer.
+All of these are built from the shared parts, without the trainer.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ def make_references(
     plain = dataclasses.replace(policy, adapters=None)
     mesh = sites.publication.mesh
     if policy.adapters is None or mesh != sites.trainer.mesh:
-        # A copy: the train state is made of `params` and then donated, or the parameters
-        # span processes.
+        # Copy, because the train state consists of `params` and is donated, or because the
+        # parameters span processes.
         copy = make_publish_program(
             jnp.dtype(config.model.param_dtype),
             None,
@@ -142,8 +142,8 @@ class Arrival(NamedTuple):
     Attributes:
         layout: converts weights from files to the decoder's layout; None: no conversion.
         shardings: shardings for each searcher.
-        merges: for each searcher, a function from adapters to whole weights; empty without
-            adapters.
+        merges: for each searcher, a function that merges adapters into the base weights; empty
+            without adapters.
     """
 
     layout: Callable[[Any], Any] | None
@@ -152,7 +152,7 @@ class Arrival(NamedTuple):
 
 
 def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: Any) -> Arrival:
-    """Return the conversion of published weights; arguments as in `make_transport`."""
+    """Return the conversion of published weights; for the arguments see `make_transport`."""
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.rollout_dtype)
     quantization, mesh = config.search.quantization, sites.publication.mesh
@@ -197,14 +197,14 @@ def make_transport(
     publish: Callable[[Any], Any] | None,
     confirm: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Make the weight transport; with adapters only they are published.
+    """Make the weight transport; with adapters, only the adapters are published.
 
     Args:
-        policy: architecture that is trained.
+        policy: architecture of the policy.
         sites: sites of trainer and searchers.
         base: frozen parameters under adapters; None without adapters.
         publish: program of a publication; None in a process that only reads.
-        confirm: raises where this process no longer holds the work directory.
+        confirm: raises an error if this process no longer holds the work directory.
     """
     arrival = make_arrival(config, policy, sites, base)
     wanted, merges = arrival.shardings, arrival.merges
@@ -213,7 +213,7 @@ def make_transport(
     way = transport_of(config)
     if publish is None:
         files = published_files(config, policy, sites.publication.mesh)
-        # Restricted to this process: Orbax's barriers would wait for the others.
+        # Restricted to this process, because Orbax's barriers would wait for the others.
         number = jax.process_index()
         versions = Versions(workdir, readers=Members(number, (number,)).options)
         transport = VersionReader(
@@ -240,8 +240,8 @@ def make_version_writer(
     """Make the writer of published weights; all trainer processes call this.
 
     Args:
-        publish: copy and cast of the weights.
-        kept: versions that stay on disk beyond the newest.
+        publish: function that copies and casts the weights.
+        kept: returns versions that stay on disk in addition to the newest ones.
     """
     config, cluster = shared.config, shared.cluster
     return VersionWriter(
@@ -275,7 +275,7 @@ def make_decoders(
     tokenizer: Tokenizer,
     sites: Sites,
 ) -> dict[Site, Decoder]:
-    """Make the decoder of each set of searcher devices; single devices share one."""
+    """Make a decoder for each set of searcher devices; single devices share one decoder."""
     programs = {
         key: make_decoder(config, model_config, tokenizer, key)
         for key in dict.fromkeys(site.program_site for site in sites.searchers)
@@ -292,8 +292,8 @@ class Search:
         local: searchers of this process.
         streams: prompt stream of each local searcher.
         decoders: decoder of each site.
-        remote: counters of searchers in other processes, in the owner of the buffer.
-        server: samples for the local searchers; None: their devices do.
+        remote: counters of searchers in other processes; empty except in the owner of the buffer.
+        server: server that samples for the local searchers; None: their devices sample.
     """
 
     transport: Transport
@@ -331,12 +331,12 @@ class Search:
 
     @property
     def num_drawn(self) -> int:
-        """Return the number of sampled responses, without given ones."""
+        """Return the number of sampled responses, without given responses."""
         generated = sum(outbox.counts.generated for outbox in self.outboxes)
         return generated - sum(searcher.num_given for searcher in self.searchers)
 
     def parts(self) -> dict[str, Saveable]:
-        """Return all parts with state; outboxes first, which hold prompt positions."""
+        """Return all parts with state; outboxes come first, because they have prompt positions."""
         return {
             **{f"outbox_{s.index}": s.outbox for s in self.searchers},
             **{f"searcher_{s.index}": s for s in self.searchers},
@@ -350,10 +350,10 @@ def remote_searchers(config: Config, indices: Iterable[int]) -> tuple[RemoteSear
 
 
 def outbox_bytes(config: Config) -> int:
-    """Return the bytes of an outbox at which its searcher waits.
+    """Return the size in bytes of an outbox at which its searcher waits.
 
-    Unlimited with driver=sync and with an exact lag, which limit searchers themselves: a full
-    outbox would hold back responses that the trainer waits for.
+    The size is unlimited with driver=sync and with an exact lag, which limit searchers in another
+    way: a full outbox would hold back responses that the trainer waits for.
     """
     is_bounded = config.driver == "async" and not config.search.exact_lag
     return config.search.outbox_bytes if is_bounded else sys.maxsize
@@ -371,8 +371,8 @@ def build_searchers(
 
     Args:
         transport: delivers weights to these searchers.
-        references: reference of each site; empty where the trainer scores.
-        wants_given: whether start data is read, before the first step.
+        references: reference of each site; empty if the trainer scores the reference.
+        wants_given: whether start data is read; True before the first step.
         note: receives one line about start data.
     """
     config, sites, task = shared.config, shared.sites, shared.task
@@ -448,7 +448,7 @@ class Judging(NamedTuple):
     """Evaluation metrics beyond rewards.
 
     Attributes:
-        measures: functions that measure responses, for each searcher.
+        measures: for each searcher, functions that measure responses.
         metrics: functions that summarise all measurements.
     """
 
@@ -555,7 +555,7 @@ def build_evaluator(
     """
     config, sites = shared.config, shared.sites.searchers
     start_params = functools.cache(functools.partial(load_start_weights, shared))
-    lock = threading.Lock()  # Searchers that share devices load only one copy.
+    lock = threading.Lock()  # searchers that share devices load only one copy
 
     def reference_params(site: Site) -> Any:
         if site in references:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searchers for a replay buffer in another process: their process, and the side of the owner.
+"""Searchers for a replay buffer in another process: their process, and the service of the owner.
 
-`search` runs in the process of the searchers. `SearchService` is the search server in the process
-that owns the buffer, as a driver sees it. The searchers are built by the same code as those of a
-single process. Their tickets come from the search server, which also receives their responses. A
-process that only searches reads published weights from disk; a trainer process of a pod also
-searches, with the weights that it has in memory.
+`search` runs in the process of the searchers. `SearchService` is the interface of drivers to the
+search server, in the process that owns the buffer. The same code builds the searchers of a single
+process and of several. Their tickets come from the search server, which also receives their
+responses. A process that only searches reads published weights from disk; a trainer process of a
+pod also searches, with the weights in its memory.
 
 Invariants: after a rewind no response and no weights of the previous trainer are used. No searcher
 joins before the run is restored, nor after the run has ended (tests/integration/test_fleet.py).
@@ -79,9 +79,9 @@ POLL_S = 0.002
 """Sleep of a searcher's thread that has nothing to do."""
 STOP_S = 10.0
 """Time that threads get to end their current step."""
-_CHECK_S = 0.1  # between two checks whether a worker has failed
-_JOIN_RETRY_S = 0.5  # between two join requests to a trainer that does not respond
-_WAIT_S = 0.02  # between two checks whether searchers have joined
+_CHECK_S = 0.1  # seconds between two checks whether a worker has failed
+_JOIN_RETRY_S = 0.5  # seconds between two join requests to a trainer that does not respond
+_WAIT_S = 0.02  # seconds between two checks whether searchers have joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class StoredWeights:
     Args:
         shared: parts that every process of the run opens.
         transport: transport from which the searchers take weights.
-        reader: reads published versions for it.
+        reader: reads published versions for `transport`.
     """
 
     shared: Shared
@@ -99,7 +99,7 @@ class StoredWeights:
     reader: VersionReader
 
     def reset(self, version: int) -> None:
-        """Forget all versions: this one is the newest of the search server that was joined."""
+        """Forget all versions; `version` is the newest of the search server that was joined."""
         self.reader.forget()
         self.reader.announce(version)
 
@@ -113,12 +113,12 @@ class StoredWeights:
         return self.reader.poll(DELIVERY_S)
 
     def newest(self, i: int) -> int:
-        """Return the version that the i-th searcher would sample with, -1 for none."""
+        """Return the version with which searcher i would sample; -1: there is none."""
         published = self.reader.latest(i)
         return -1 if published is None else published.version
 
     def at(self, version: int, i: int) -> Any:
-        """Return a version for the i-th searcher; None where it is gone."""
+        """Return the weights of a version for searcher i; None if the version was deleted."""
         latest = self.transport.latest(i)
         if latest is not None and latest.version == version:
             return latest.params
@@ -135,12 +135,12 @@ class StoredWeights:
 
 @dataclasses.dataclass(frozen=True)
 class SearchProcess:
-    """The searchers of a process, before they have joined.
+    """The searchers of a process before they join a search server.
 
     Attributes:
         weights: source of the weights that the searchers sample with.
         evaluator: works on evaluation shards, with a station for each searcher.
-        wants_stop: returns whether this process has a request to stop; reported to the owner.
+        wants_stop: returns whether this process received a stop request, which the owner receives.
         first_positions: state of each prompt stream before its first prompt.
     """
 
@@ -168,8 +168,8 @@ def open_search_process(
     """Build searchers on the devices of this process.
 
     Args:
-        config: validated.
-        workdir: work directory of the run; every machine sees it.
+        config: validated config of the run.
+        workdir: work directory of the run, which every machine sees.
         searchers: consecutive searcher IDs.
         note: receives one line about the task.
         cluster: cluster of this process alone, in a job whose other processes train; None: the
@@ -216,7 +216,10 @@ def open_search_process(
 
 
 def _fleet_sites(config: Config, first_searcher: int) -> Sites:
-    """All devices of this process for its searchers; the first ones' devices read weights."""
+    """Divide the devices of this process among its searchers.
+
+    The devices of the first searcher read weights.
+    """
     each, num = config.search.num_devices, config.num_searchers
     devices = jax.local_devices()
     groups = [devices[i : i + each] for i in range(0, len(devices) - each + 1, each)]
@@ -251,7 +254,8 @@ def search(
         stop: ends the search when it is set; the reason is then "".
 
     Raises:
-        WorkerError: a searcher failed. TimeoutError: the trainer does not respond.
+        WorkerError: a searcher failed.
+        TimeoutError: the trainer does not respond.
     """
     identity = process.shared.identity
     config = process.shared.config
@@ -268,7 +272,7 @@ def search(
         if response is None:
             break
         if response.refusal == RUN_ENDED:
-            # The trainer still computes its closing figures; this process has nothing left to do.
+            # The trainer still computes final results; this process has no more work.
             return RUN_ENDED
         if response.refusal:
             return f"refused: {response.refusal}"
@@ -288,7 +292,7 @@ def _join(
     timeout_s: float,
     stop: StopFlag,
 ) -> JoinResponse | None:
-    """Send join requests until one is answered; None where `stop` was set."""
+    """Send join requests until the trainer responds; return None if `stop` was set."""
     deadline = time.monotonic() + timeout_s
     while not stop.is_set():
         try:
@@ -314,7 +318,7 @@ def _search_once(
     outer: StopFlag,
     log: Callable[[str], None],
 ) -> None:
-    """Search for this search server until a client raises Rewind or Dismissed, or `outer`."""
+    """Search for this server until a client raises Rewind or Dismissed, or `outer` is set."""
     stop = StopFlag()
     process.weights.reset(response.version)
     workers = [
@@ -343,7 +347,7 @@ def _search_once(
 
 
 def _evaluate(process: SearchProcess, i: int, version: int, shard: int) -> EvaluationShard | None:
-    """Return a shard of the evaluation of a version; None where its weights are gone."""
+    """Evaluate a shard of a version's evaluation; return None if the weights were deleted."""
     params = process.weights.at(version, i)
     return None if params is None else process.evaluator.shard(params, shard, i)
 
@@ -424,7 +428,7 @@ def _workers(
 
 
 class SearchService:
-    """The searchers of other processes, as a driver sees them.
+    """Interface of a driver to the searchers of other processes.
 
     Args:
         owner: channel server of this process.
@@ -465,7 +469,7 @@ class SearchService:
         )
 
     def open(self) -> None:
-        """Let searchers join; wait for them, unless they may come and go.
+        """Let searchers join; wait for all of them, except in a fleet.
 
         Raises:
             PeerError: a process of the job does not join.
@@ -506,7 +510,7 @@ class SearchService:
             self.server.set_version(published.version)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the figures of the searchers, by metric name."""
+        """Return the metrics of the searchers by name."""
         self.server.set_step(self._run.trainer.step_index)
         restarts = float(self._owner.num_restarts)
         return {**self.server.metrics(), "fleet/trainer_restarts": restarts}
@@ -526,7 +530,7 @@ class SearchService:
                 idle_s=self._run.config.remote.heartbeat_s / 8,
             )
         ]
-        if not self._run.search.local:  # else a searcher of this process does it
+        if not self._run.search.local:  # otherwise a searcher of this process computes them
             found.append(Worker("evaluator", merge, stop, idle_s=POLL_S))
         return found
 
@@ -550,7 +554,7 @@ class NoSearchService:
 
 @contextlib.contextmanager
 def serving(run: Run, admission: TicketAdmission) -> Iterator[SearchService | NoSearchService]:
-    """Let searchers of other processes join; at the end tell them that the run has ended."""
+    """Let searchers of other processes join; notify them when the run ends."""
     owner = run.link
     if not run.search.remote:
         yield NoSearchService()

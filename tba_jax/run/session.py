@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from tba_jax.run.schedule_replay import Schedule
 
 Lower = Callable[[Config], Config | None]
-"""Returns the config with smaller choices; None where the run chose nothing that can be smaller."""
-_POLL_S = 1.0  # between two questions of an idle process whether the run has ended
+"""Returns the config with smaller chosen sizes; None if no chosen size can be smaller."""
+_POLL_S = 1.0  # seconds between two requests of an idle process whether the run has ended
 
 
 def train(
@@ -59,25 +59,25 @@ def train(
     start_s: float | None = None,
     lower: Lower = lambda config: None,
 ) -> Outcome:
-    """Train in this process: begin a run, or continue the one in the work directory.
+    """Train in this process: begin a run, or continue the run in the work directory.
 
     Args:
-        config: validated; its placement is not pod.
+        config: validated config of the run; its placement is not pod.
         workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER or
             s3://BUCKET/FOLDER, for a run in one process without a schedule.
-        interrupted: checked between steps; an interrupted run can be continued.
+        interrupted: returns True if the run must stop; an interrupted run can be continued.
         accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         schedule: schedule to replay; the directory must not hold a run.
-        start_s: `time.perf_counter` at the start of the run's time; None: now.
-        lower: chooses smaller sizes for a second attempt where device memory runs out before the
+        start_s: value of `time.perf_counter` at which the run's clock starts; None: now.
+        lower: chooses smaller sizes for a second attempt if device memory runs out before the
             first update; by default the run ends.
 
     Raises:
-        OutOfMemory: there is nothing to lower, or memory runs out again.
+        OutOfMemory: no chosen size can be smaller, or memory runs out again.
         UserError: the directory holds another run, or another process holds it; model, data or
             another kind of KINDS changed; or the reward function cannot be used.
         StorageError: the store cannot be used, or fails for too long.
-        ValueError, RuntimeError, OSError: as `build` and the drivers.
+        ValueError, RuntimeError, OSError: as in `build` and the drivers.
     """
     start_s = time.perf_counter() if start_s is None else start_s
     if schedule is not None and holds_run(Path(workdir), config):
@@ -116,7 +116,7 @@ def train(
         smaller, reason = lower(config), error.reason
         if smaller is None:
             raise
-    gc.collect()  # arrays of the first attempt, which frames of its error have kept
+    gc.collect()  # free arrays of the first attempt, which the frames of its error kept
     changes = _changes(config, smaller)
     print(f"device memory ran out before the first update: {changes}. {reason}", flush=True)
     return attempt(smaller, _lower_nothing)
@@ -132,9 +132,9 @@ def _recording(config: Config, workdir: Path, lower: Lower) -> Iterator[None]:
     """Record smaller choices in config.json if device memory runs out, for the next attempt.
 
     Args:
-        config: of the run.
-        workdir: held by this process.
-        lower: chooses smaller sizes.
+        config: config of the run.
+        workdir: work directory that this process holds.
+        lower: function that chooses smaller sizes.
     """
     try:
         yield
@@ -162,7 +162,8 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
         The local folder of the run, and the lease; None instead of a lease if the run is finished.
 
     Raises:
-        StorageError: the store cannot be used, or fails for too long. UserError: as `claim`.
+        StorageError: the store cannot be used, or fails for too long.
+        UserError: as in `claim`.
     """
     if not is_address(workdir):
         hold = claim(Path(workdir), config)
@@ -207,7 +208,7 @@ def _train_fleet(
     interrupted: Callable[[], bool],
     accept_changed: Collection[str],
 ) -> Outcome:
-    """Train with placement=fleet: processes that Ray starts do the work."""
+    """Train with placement=fleet, in processes that Ray starts."""
     from tba_jax.run.conduct import make_display
     from tba_jax.run.ray_cluster import train_fleet
 
@@ -230,7 +231,7 @@ class Roles(NamedTuple):
 
     Attributes:
         train: processes with devices of the trainer; the first owns the replay buffer.
-        search: IDs of the searchers of each process that has some.
+        search: process -> IDs of its searchers; processes without searchers are left out.
     """
 
     train: tuple[int, ...]
@@ -238,7 +239,7 @@ class Roles(NamedTuple):
 
 
 def roles_of(config: Config, devices: Sequence[Any]) -> Roles:
-    """Return what every process of a job does.
+    """Return the roles of all processes of a job.
 
     Args:
         devices: devices of all processes.
@@ -268,25 +269,26 @@ def run_job(
     held: contextlib.ExitStack,
     lower: Lower,
 ) -> tuple[Cluster, Outcome | None]:
-    """Do what this process of a job does, until the run ends or is interrupted.
+    """Train, search, or both, by the role of this process, until the run ends or is interrupted.
 
     Args:
         config: validated.
         workdir: work directory of the run; every process sees it.
         cluster: all processes of the job, all of which call this.
-        interrupted: returns whether this process has a request to stop.
+        interrupted: returns whether this process received a stop request.
         accept_changed: as in `conduct`.
-        start_s: `time.perf_counter` when the run's time began to count.
-        held: releases the work directory and the channel when it closes.
-        lower: chooses smaller sizes where device memory runs out before the first update. The next
-            start takes them; this one ends, because the other processes may wait in a collective.
+        start_s: value of `time.perf_counter` at which the run's clock started.
+        held: exit stack that releases the work directory and the channel when it closes.
+        lower: chooses smaller sizes if device memory runs out before the first update. The next
+            start uses them. This start ends, because other processes may wait in a collective.
 
     Returns:
         The processes that train, and the outcome; None in a process that only searches.
 
     Raises:
         UserError: the commands of the processes differ, or the work directory is refused.
-        PeerError: another process ended. Else what `conduct` raises.
+        PeerError: another process ended.
+        Exception: as in `conduct`.
     """
     import jax
 
@@ -307,7 +309,7 @@ def run_job(
         _search(config, workdir, cluster, link, roles, interrupted)
         return cluster, None
     trainers = cluster.among(roles.train)
-    # The process that fails first records: JAX may kill the others before they fail.
+    # The process that fails first records the sizes: JAX may kill the others before they fail.
     with peer_errors(trainers), _recording(config, workdir, lower):
         outcome = conduct(
             config,

@@ -3,7 +3,7 @@
 
 Processes that only search or only evaluate open the same parts. This module makes no searcher and
 no trainer, and reads only the weights of rewards. Invariant: a config whose devices, rewards or
-judge cannot be used is refused here, before anything is decoded. `problems` lists all problems.
+judge cannot be used is refused here, before the first decode step. `problems` lists all problems.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def open_sites(config: Config, placement: Placement) -> Sites:
         launchers = [trainer, *placement.searcher_meshes]
         if transport_of(config) != "memory" and (is_beside or not trains):
             launchers.append(trainer)  # the weight poller converts restored weights
-        # Half of it, so that this clearer error comes before the watchdog's.
+        # Half of the watchdog's limit, so that this clearer error comes first.
         lock = device_lock_for(launchers, timeout_s=config.log.watchdog_s / 2)
     return Sites(
         Site(trainer, lock),
@@ -123,8 +123,8 @@ class Rewards(NamedTuple):
     Attributes:
         source: rewards for training and evaluation.
         gold: judge of the win rate; None without eval.gold_model and eval.gold_reward.
-        environments: answer the policy's turns; None without task.environment.
-        server: samples responses; None with search.engine=devices.
+        environments: processes that answer the policy's turns; None without task.environment.
+        server: server that samples responses; None with search.engine=devices.
     """
 
     source: RewardSource
@@ -133,12 +133,12 @@ class Rewards(NamedTuple):
     server: InferenceServer | None = None
 
     def check(self) -> None:
-        """Raise RuntimeError where one of them cannot be used."""
+        """Raise RuntimeError if a source, environment or server cannot be used."""
         for source in filter(None, self):
             source.check()
 
     def close(self) -> None:
-        """Stop the processes that compute rewards, and release what the server holds."""
+        """Stop the processes that compute rewards, and release the resources of the server."""
         for source in filter(None, self):
             source.close()
 
@@ -146,10 +146,10 @@ class Rewards(NamedTuple):
 def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites) -> Rewards:
     """Open rewards and judge of a run.
 
-    A process without searchers opens none.
+    A process without searchers opens no rewards.
 
     Raises:
-        ValueError: as `make_rewards` and `make_gold`.
+        ValueError: as in `make_rewards` and `make_gold`.
     """
     if not sites.searchers:
         judges = config.eval.gold_model or config.eval.gold_reward
@@ -162,10 +162,10 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
 
 
 def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
-    """Return the processes of the environment that the config names, if it names one.
+    """Return the processes of the configured environment; None without one.
 
     Raises:
-        ValueError: as `make_chat_format`.
+        ValueError: as in `make_chat_format`.
     """
     if not config.task.environment:
         return None
@@ -191,7 +191,7 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
 def make_episodes(
     config: Config, task: Task, tokenizer: Tokenizer, environments: AgentPool | None
 ) -> Episodes | None:
-    """Return how episodes are made; None without an environment.
+    """Return the settings of episodes; None without an environment.
 
     Raises:
         ValueError: the environment, or the chat template with it, cannot be used.
@@ -253,12 +253,12 @@ def make_rewards(
 
     Args:
         policy_tokenizer: tokenizer of the responses.
-        sites: of the searchers, for models that rewards need; a reward model is divided over the
-            first (`RewardSource.on` gives those of the others), a victim has a copy on a device of
-            each.
+        sites: sites of the searchers, for models that rewards need. A reward model is divided over
+            the first site; `RewardSource.on` gives copies for the others. A victim has a copy on
+            one device of each site.
 
     Raises:
-        ValueError: the reward function or model cannot be used, or there is none.
+        ValueError: the reward function or model cannot be used, or no reward is set.
     """
     reward = config.task.reward or task.reward
     kind = kind_of(config, config.task.reward, task.reward, task.name)
@@ -277,13 +277,13 @@ def _use(
 
 
 def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
-    """Prompt text and columns of the first held-out row; a chat is the column `prompt`."""
+    """Return prompt text and columns of the first held-out row; a chat is the column `prompt`."""
     prompt, columns = task.eval_problem(0)
     return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
 
 
 def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource) -> Grader:
-    """Make the grader of a task with these rewards."""
+    """Make the grader of a task, with these rewards."""
     first_kind = task.response_kinds[0] if task.response_kinds else ""
     data_sets = task.data_sets if isinstance(task, Mixture) else ()
     return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets)
@@ -302,8 +302,8 @@ def make_gold(
         site: site of the searcher that evaluates; a model is divided over it.
 
     Raises:
-        ValueError: it cannot be used, there is nothing to compare responses with, or the task's
-            headline is the win rate and there is no judge.
+        ValueError: the judge cannot be used, the data has no reference responses, or the task's
+            headline metric is the win rate and no judge is set.
     """
     judge = config.eval.gold_model or config.eval.gold_reward
     if judge and "answer" not in task.eval_problem(0)[1]:
@@ -338,8 +338,8 @@ class Shared:
 
     Attributes:
         cluster: the processes of the run.
-        clock: seconds of running time, accumulated over resumes.
-        model: the start model.
+        clock: running time in seconds, accumulated over resumes.
+        model: start model.
     """
 
     config: Config
@@ -355,7 +355,7 @@ class Shared:
 
     @property
     def policy(self) -> TransformerConfig:
-        """Return the architecture that is trained."""
+        """Return the architecture of the policy."""
         return policy_config(self.config, self.model.config)
 
     @property
@@ -365,7 +365,7 @@ class Shared:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """Return the facts that checkpoints of this run hold; reads files of model and data."""
+        """Return the facts for checkpoints of this run; reads files of model and data."""
         return Facts(
             self.config.seed,
             self.sites.num_searchers,
@@ -378,9 +378,9 @@ class Shared:
     def identity(self) -> dict[str, str]:
         """Return digests of code, run, model, tokenizer, data and reward.
 
-        They are equal in all processes of a run; otherwise responses of another policy or task
-        would be trained on without an error. Versions of Python and JAX and the kind of device
-        may differ, because every response carries the log-probs of its sampler.
+        All processes of a run must have equal digests; otherwise the trainer would train on
+        responses of another policy or task without an error. Versions of Python and JAX and the
+        kind of device may differ, because every response has the log-probs of its sampler.
         """
         return {"code": code_name(), "run": self.facts.run_id, **self.facts.fingerprints}
 
@@ -398,17 +398,17 @@ def open_shared(
     """Place the run on its devices and open the shared parts.
 
     Args:
-        config: validated.
-        workdir: existing folder.
+        config: validated config of the run.
+        workdir: existing work directory.
         cluster: the processes of the run; all of them call this function.
         clock: clock that started with the process.
         note: receives one line about the task.
-        sites: sites of a searcher process of a fleet; None: sites as the config says.
-        confirm: raises where this process no longer holds the work directory.
+        sites: sites of a searcher process of a fleet; None: the sites of the config's placement.
+        confirm: raises an error if this process no longer holds the work directory.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
-        ValueError: model folder, data or reward function are not usable; says which and why.
+        ValueError: the model folder, the data or a reward function is not usable.
     """
     folder = Path(workdir).absolute()
     if sites is None:
@@ -416,7 +416,7 @@ def open_shared(
         # In a job of one process these are the local devices.
         sites = open_sites(config, place_run(config, jax.devices(), cluster.number))
     task = make_task(config)
-    # Before the model, which may take minutes to load: unreadable data ends the run.
+    # Read the data before the model, which may take minutes to load: unreadable data ends the run.
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
     note(f"{task.name}: {task.train_size():,} prompts{sets}, {task.eval_size():,} held out")
     model = describe_model(config)
@@ -451,7 +451,8 @@ def all_problems(config: Config) -> Iterator[None]:
     """If the block fails because of user input, raise all problems of the input together.
 
     Raises:
-        UserError: all problems, if `problems` finds any. Else the failure itself.
+        UserError: `problems` finds problems; the message lists all. Without problems, the
+            failure of the block is raised.
     """
     try:
         yield
@@ -472,12 +473,12 @@ def command_problems(argv: Sequence[str]) -> list[str]:
 
 
 def problems(config: Config) -> list[str]:
-    """Return what is wrong with config, data, model, reward, devices and packages, one line each.
+    """Return one line for each problem of config, data, model, reward, devices and packages.
 
-    Weights are not read. Reward functions are tried on one row, each in a process of its own.
+    Weights are not read. Each reward function is tried on one row, in a separate process.
 
     Args:
-        config: not necessarily valid.
+        config: config, which may be invalid.
     """
     found = _Found()
     found.attempt(lambda: validate(config))
@@ -498,7 +499,7 @@ def problems(config: Config) -> list[str]:
 
 
 class _Found:
-    """Problems, in the order in which they were found."""
+    """List of problems, in the order in which they were found."""
 
     def __init__(self) -> None:
         self.lines: dict[str, None] = {}
@@ -514,7 +515,7 @@ class _Found:
         return None
 
     def mentions(self, *names: str) -> bool:
-        """Return whether one of these settings is a problem already."""
+        """Return whether a problem mentions one of these settings."""
         return any(line.startswith(f"config.{name} ") for line in self.lines for name in names)
 
 
@@ -541,7 +542,7 @@ def _open_model(config: Config) -> Tokenizer:
 
 
 def functions(config: Config) -> list[str]:
-    """Return the reward functions, each by its name."""
+    """Return the names of the reward functions."""
     own = "" if config.reward.model_path else entry_of(config.task.name).task.reward
     named = config.task.reward or own
     if named in KINDS:
@@ -578,7 +579,7 @@ def _find_reward_models(config: Config) -> None:
 
 def _check_devices(config: Config) -> None:
     if MODES[config.placement].spans_hosts:
-        return  # the other hosts are not there to be counted
+        return  # the devices of other hosts are not known here
     start_cluster(config)
     import jax
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work directory of a run: which files are its own, claimed by one config, begun, finished.
+"""The work directory of a run: its files, its config, and its state (new, begun or finished).
 
-A run writes and deletes under a few names. Where one of them exists and is not of a run of tba_jax,
-the directory is refused before anything is written. Other files are left alone. Imports no jax.
-Invariants: a directory that holds a run is never given to another config. No file of another
+A run writes and deletes under a few names. If a file with such a name is not of a run of tba_jax,
+the directory is refused before the first write. Other files are not touched. Imports no jax.
+Invariants: a directory that holds a run is never used for another config. No file of another
 program is changed, and no symbolic link is followed (tests/run/test_ownership.py,
 tests/chaos/test_foreign_files.py).
 """
@@ -60,17 +60,18 @@ _ADVICE = "Give a new --workdir, or move them away"
 
 # Orbax lists a checkpoint's files by a pattern that begins with its path.
 _WILD = frozenset("*?[]")
-_SHOWN = 8  # differences between two configs, in a message of one line
+_SHOWN = 8  # maximum number of differences between two configs in a message
 
 
 class Contents(NamedTuple):
-    """Contents of a work directory, as far as a run writes them.
+    """Contents of a work directory that a run has written.
 
     Attributes:
         run_id: ID of the run in the directory; "" without a run.
-        config: flat config of the run; {} without a run, and for a run whose config.json is lost
-            and whose checkpoints do not hold the config.
-        lost_config: config.json is lost, and the run ID comes from the newest checkpoint.
+        config: flat config of the run; {} without a run, or if config.json is lost and no
+            checkpoint holds the config.
+        lost_config: whether config.json is lost, so that the run ID is that of the newest
+            checkpoint.
     """
 
     run_id: str = ""
@@ -79,7 +80,7 @@ class Contents(NamedTuple):
 
 
 def inspect(workdir: Path) -> Contents:
-    """Return what a work directory holds of a run; only reads.
+    """Return the contents of a work directory; only reads.
 
     Raises:
         UserError: a name that a run writes is a symbolic link, of another kind, or not of a run
@@ -112,15 +113,15 @@ def inspect(workdir: Path) -> Contents:
 def check_bucket(address: object, names: Collection[str], config: bytes | None) -> None:
     """Refuse an object store in which a run would replace or delete objects of another program.
 
-    A checkpoint of a run without config.json is accepted here; `inspect` looks at its copy.
+    A checkpoint of a run without config.json is accepted here; `inspect` checks its local copy.
 
     Args:
         address: address of the store, for messages.
         names: names of all objects.
-        config: content of config.json; None without one.
+        config: content of config.json; None without that file.
 
     Raises:
-        UserError: a name that a run writes is there, and no config.json of a run.
+        UserError: the store has a name that a run writes, but no config.json of a run.
     """
     with contextlib.suppress(ValueError, KeyError):
         if config is not None and isinstance(sealed.unseal(config)["config"], dict):
@@ -140,7 +141,7 @@ def check_for_report(workdir: Path) -> None:
     """Refuse to write a report over files that no run of tba_jax wrote.
 
     Raises:
-        UserError: as `inspect`; or neither config.json nor report.json is of a run.
+        UserError: as in `inspect`; or neither config.json nor report.json is of a run.
     """
     for name in sorted(_names(workdir)):
         _check_kind(workdir / name)
@@ -159,7 +160,7 @@ def check_for_report(workdir: Path) -> None:
 
 
 def _names(workdir: Path) -> set[str]:
-    """Names in the directory that a run writes."""
+    """Return the names in the directory that a run may write."""
     try:
         present = {entry.name for entry in workdir.iterdir()}
     except FileNotFoundError:
@@ -173,13 +174,13 @@ def _names(workdir: Path) -> set[str]:
 
 
 def _is_written(name: str) -> bool:
-    """Whether a run writes a file or folder of that name into its work directory."""
+    """Return whether a run writes a file or folder of that name into its work directory."""
     name = next((name.removesuffix(e) for e in _REMAINDERS if name.endswith(e)), name)
     return name in (*_FILES, *_FOLDERS, _CONFIG) or _SCHEDULE.fullmatch(name) is not None
 
 
 def _check_kind(path: Path) -> None:
-    """Refuse symbolic links, and anything but the file or folder that a run makes there."""
+    """Refuse a symbolic link, and a file or folder where a run writes the other kind."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         raise UserError(
@@ -227,7 +228,7 @@ def _run_of(path: Path) -> tuple[str, dict[str, object]]:
         facts = sealed.read(path)
         config, run_id = facts["config"], facts["run_id"]
         if not isinstance(config, dict) or not isinstance(run_id, str):
-            raise TypeError("its `config` and `run_id` are of other types")
+            raise TypeError("`config` must be an object and `run_id` a text")
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
@@ -270,14 +271,14 @@ def _facts_of(path: Path) -> Facts | None:
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
             continue
         except (RuntimeError, zlib.error):
-            # zipfile's for damaged headers; or another format, and the resume names the version.
+            # zipfile fails on damaged headers. A resume reports a file of another format.
             continue
     return None
 
 
 def _check_checkpoints(folder: Path, run_id: str) -> None:
     """Refuse step folders that are not checkpoints of this run, or were renamed."""
-    has_newer = False  # than the next folder
+    has_newer = False  # whether an earlier folder in this order is a checkpoint
     for path in _steps(folder):
         if path.is_symlink():
             raise UserError(
@@ -295,7 +296,7 @@ def _check_checkpoints(folder: Path, run_id: str) -> None:
             )
         facts = _facts_of(path)
         if facts is None:
-            continue  # damaged: the resume puts it aside
+            continue  # a resume moves the damaged checkpoint
         if run_id and facts.run_id and facts.run_id != run_id:
             raise UserError(
                 f"{path} is a checkpoint of run {facts.run_id}, and the work directory is of run "
@@ -310,7 +311,7 @@ def _check_checkpoints(folder: Path, run_id: str) -> None:
 
 
 def _is_half_deleted(path: Path) -> bool:
-    """Return whether a folder may be a checkpoint whose deletion was interrupted by a kill."""
+    """Return whether a folder may be a checkpoint whose deletion was interrupted."""
     entries = list(path.iterdir())
     if any(entry.is_symlink() or entry.name not in CHECKPOINT_ENTRIES for entry in entries):
         return False
@@ -322,9 +323,9 @@ class Outcome(NamedTuple):
     """Outcome of a call that trains.
 
     Attributes:
-        step: optimiser steps made so far.
-        is_finished: all steps are made and the final policy is evaluated.
-        was_finished: the run was already finished, so nothing was done.
+        step: number of optimiser steps so far.
+        is_finished: whether all steps are done and the final policy is evaluated.
+        was_finished: whether the run was finished before the call.
         report: contents of report.json; {} in processes other than 0.
     """
 
@@ -335,7 +336,7 @@ class Outcome(NamedTuple):
 
 
 def default_workdir(config: Config) -> str:
-    """runs/NAME-seedN."""
+    """Return the default work directory of a config: runs/NAME-seedN."""
     return os.path.join("runs", f"{config.name.replace('/', '-')}-seed{config.seed}")
 
 
@@ -343,8 +344,8 @@ def holds_run(workdir: Path, config: Config) -> bool:
     """Return whether the directory holds a run with this config; only reads.
 
     Raises:
-        UserError: it holds a run with another config (the difference is shown), files of another
-            program (see `inspect`), or cannot be a work directory.
+        UserError: the directory holds a run with another config (the message has the differences)
+            or files of another program (see `inspect`), or it cannot be a work directory.
     """
     wild = sorted(set(str(workdir.absolute())) & _WILD)
     if wild:
@@ -393,7 +394,7 @@ def begun_config(workdir: Path) -> dict[str, Any]:
     """Return the config of the run that a directory holds, field by field; {} if it has none.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the config is damaged.
     """
     path = workdir / "config.json"
     if not path.is_file():
@@ -407,9 +408,9 @@ def begin_run(workdir: Path, config: Config, run_id: str = "", *, is_lowered: bo
 
     Args:
         workdir: directory that this process holds or will hold.
-        run_id: ID of the run; "": a new one.
-        is_lowered: the next start takes the sizes of this config, because larger ones exceeded the
-            device memory.
+        run_id: ID of the run; "": a new ID.
+        is_lowered: whether the next start uses the sizes of this config, because larger sizes
+            exceeded the device memory.
 
     Raises:
         UserError: the directory cannot be written to.
@@ -438,7 +439,7 @@ def begin_or_continue(workdir: Path, config: Config) -> bool:
         workdir: held by this process.
 
     Raises:
-        UserError: as `holds_run` and `begin_run`.
+        UserError: as in `holds_run` and `begin_run`.
     """
     if not holds_run(workdir, config):
         begin_run(workdir, config)
@@ -467,7 +468,7 @@ def is_finished(workdir: Path, num_steps: int) -> bool:
         after = sealed.read(path)["eval"]["after"]
         return after is not None and after["step"] == num_steps
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # A damaged report is written again from the checkpoint.
+        return False  # a damaged report is written again from the checkpoint
 
 
 def command_of(config: Config, workdir: Path) -> dict[str, Any]:
@@ -477,7 +478,7 @@ def command_of(config: Config, workdir: Path) -> dict[str, Any]:
 
 
 def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Return one clause for each difference between the commands of process 0 and this process."""
+    """Return a clause for each difference between the commands of process 0 and this process."""
     return [
         f"{field}: {theirs.get(field)!r} there, {mine[field]!r} here"
         for field in sorted(mine)
@@ -496,7 +497,7 @@ def claim_together(
 
     Args:
         cluster: the processes; all of them call this function.
-        held: releases the directory when it closes.
+        held: exit stack that releases the directory when it closes.
         owner: number of the process that owns the replay buffer.
 
     Returns:
@@ -504,7 +505,7 @@ def claim_together(
         gets a lease.
 
     Raises:
-        UserError: configs differ, or the directory is refused; the same in all processes.
+        UserError: configs differ, or the directory is refused; raised in all processes.
     """
     mine = command_of(config, workdir)
     lines = differences(cluster.broadcast_json(mine), mine)
@@ -539,10 +540,11 @@ def claim(workdir: Path, config: Config) -> "Hold | None":
     """Hold the work directory and begin its run, unless it holds one.
 
     Returns:
-        The lease of the directory; None where its run is finished.
+        The lease of the directory; None if its run is finished.
 
     Raises:
-        UserError: another process holds it, it holds another run, or it cannot be written to.
+        UserError: another process holds the directory, or it holds another run or is not
+            writable.
     """
     from tba_jax.run.lock import Hold, LockFolder
 

@@ -230,8 +230,8 @@ def test_full_disk_at_a_checkpoint(full_disk):
     message = err.strip().splitlines()
     assert len(message) == 1, err
     assert message[0].startswith(f"error: writing checkpoint {workdir}/checkpoints/")
-    assert "File too large" in message[0] and "Make room" in message[0]
-    kept = json.loads(message[0].split("Complete checkpoints kept: ")[1].split(". ")[0])
+    assert "File too large" in message[0] and "Free space" in message[0]
+    kept = json.loads(message[0].split("Complete checkpoints: ")[1].split(". ")[0])
     assert kept and load_host_state(str(workdir))[0] == kept[-1]
 
 

@@ -103,8 +103,8 @@ def test_what_changed_is_named_with_the_way_on():
         check_facts(20, THEN, now, ())
     assert str(caught.value) == (
         "data and model changed since checkpoint 20 was written (data: f00d then, d00d now; "
-        "model: f00d then, 1 now). Put back what the run began with, or go on with what is there "
-        "now: --accept_changed=data --accept_changed=model"
+        "model: f00d then, 1 now). Restore the files of the start of the run, or continue with "
+        "the changed files: --accept_changed=data --accept_changed=model"
     )
     with pytest.raises(UserError, match="^model changed.*--accept_changed=model$"):
         check_facts(20, THEN, now, ["data"])
@@ -117,5 +117,5 @@ def test_what_changed_is_named_with_the_way_on():
 @pytest.mark.parametrize("changes", [{"run_id": "run-b"}, {"seed": 2}])
 def test_a_checkpoint_of_another_run_is_not_continued(changes):
     now = dataclasses.replace(THEN, **changes)
-    with pytest.raises(CheckpointError, match="checkpoint 20 is of .* it was copied in"):
+    with pytest.raises(CheckpointError, match="checkpoint 20 is of .* was copied there"):
         check_facts(20, THEN, now, KINDS)

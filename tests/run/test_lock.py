@@ -122,7 +122,7 @@ def test_the_heartbeat_reports_a_lost_directory(tmp_path, lost):
     hold.check()
     if lost == "deleted":
         shutil.rmtree(tmp_path / "run")
-        message = "run is gone: it was deleted or moved"
+        message = "run was deleted or moved"
     else:
         held_elsewhere(tmp_path / "run", number=2)
         message = "process 7 on far has taken over .*run"

@@ -152,7 +152,7 @@ def test_a_pod_records_smaller_choices_for_its_next_start(cache, tmp_path, capfd
 
     code, _, err = run("--fails")
     assert code == 1
-    assert "Run the same command again: it takes batch.micro_batch_rows=32 (was 0)" in err, err
+    assert "Run the same command again: it uses batch.micro_batch_rows=32 (was 0)" in err, err
     code, _, err = run()
     assert code == 0, err
     saved = sealed.read(tmp_path / "run" / "config.json")["config"]

@@ -107,7 +107,7 @@ def test_a_log_that_lost_lines_is_refused(tmp_path):
     path.write_text("".join(json.dumps(event) + "\n" for event in (*EVENTS, lost)))
     assert len([*read_schedule(path).events("step")]) == 1
     path.write_text(json.dumps(EVENTS[0]) + "\n")
-    with pytest.raises(ReplayError, match="holds no step"):
+    with pytest.raises(ReplayError, match="has no steps to replay"):
         read_schedule(path)
     path.write_text("".join(json.dumps(event) + "\n" for event in EVENTS).replace("ound", "oun", 1))
     with pytest.raises(ValueError, match="line 4: 'event' is 'roun'. Remove that line"):
