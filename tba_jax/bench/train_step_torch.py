@@ -3,9 +3,9 @@
 
     python train_step_torch.py JOB.json
 
-This file imports nothing of tba_jax, so that it may run in its own environment. Its options are
-faster without changing a number: logits of response positions only (`logits_to_keep`), and the
-fused optimiser.
+This file does not import tba_jax, so that it may run in its own environment. Its options save time
+without changing results: logits of response positions only (`logits_to_keep`), and the fused
+optimiser.
 
 Invariant: weights and batch are those of the other sides, and the loss of the first step is
 reported.

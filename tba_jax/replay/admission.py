@@ -164,7 +164,7 @@ class Admission:
             self._fresh = num_fresh
 
     def note_step(self, seconds: float) -> None:
-        """Report the duration of a step, without waiting for data."""
+        """Record the duration of a step; the wait for data does not count."""
         with self._lock:
             self._steps.append(seconds)
             self._step_s = _quantile(sorted(self._steps), 0.5)

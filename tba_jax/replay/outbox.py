@@ -62,7 +62,7 @@ class Outbox:
                 raise ValueError(
                     f"searcher {commit.searcher} committed round {commit.round} again; wanted "
                     f"round {self._next_round} or an unfinished one after it. Start searchers "
-                    "from Outbox.committed"
+                    "at the number that Outbox.committed returns"
                 )
             self._pending.append(commit)
             self._num_bytes += commit.num_bytes

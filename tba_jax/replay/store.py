@@ -70,8 +70,8 @@ class TrajectoryStore:
     """Packed trajectories by slot (index into `rows`) and by prompt.
 
     Args:
-        unites: store responses of one merge with the same tokens, versions, reward, sampling
-            temperature and actions as one row.
+        unites: whether responses of one merge with the same tokens, versions, reward, sampling
+            temperature and actions share a row.
 
     Attributes:
         rows: structured table with FIELDS; free slots have ID -1.

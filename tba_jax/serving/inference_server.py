@@ -212,7 +212,7 @@ class InferenceServer:
         return loaded
 
     def release(self, loaded: Loaded) -> None:
-        """Count one user less; unload an adapter without users."""
+        """Subtract one from the users of an adapter; unload an adapter without users."""
         with self._lock:
             loaded.users -= 1
             if loaded.users or self._loaded.pop(loaded.version, None) is None:

@@ -23,7 +23,7 @@ _POLL_S = 0.5
 
 
 class _Job(NamedTuple):
-    """A response to sample, and where it goes."""
+    """A response to sample, with the request and sample that it belongs to."""
 
     request: int
     sample: int

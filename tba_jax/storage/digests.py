@@ -73,7 +73,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
 
 
 def _largest_apart(names: Sequence[str], files: dict[str, Any]) -> list[str]:
-    """Sort file names by size, so that a share of every n-th name has about 1/n of the bytes."""
+    """Return file names from the largest to the smallest, so that shares have similar sizes."""
     return sorted(names, key=lambda name: (-files[name][0], name))
 
 

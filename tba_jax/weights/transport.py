@@ -105,9 +105,10 @@ def make_publish_program(
     next donated train step deletes.
 
     Args:
-        dtype: rollout dtype. layout: function that rearranges the tree for the searchers; None: no
-        change. out_shardings: tree of shardings of the result; None: XLA chooses. quantization:
-            quantization of the copy; a value other than "none" needs the decoder's layout.
+        dtype: rollout dtype.
+        layout: function that rearranges the tree for the searchers; None: no change.
+        out_shardings: tree of shardings of the result; None: XLA chooses.
+        quantization: quantization of the copy; values other than "none" need the decoder's layout.
         float32_leaves: `TransformerConfig.float32_leaves`: leaves that stay float32.
     """
 

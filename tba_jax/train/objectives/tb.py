@@ -139,7 +139,7 @@ class TrajectoryBalance(Objective):
 
     @property
     def beta_is(self) -> str:
-        """Positive, because the loss divides by beta; unused without an anchor."""
+        """Rule for beta: positive, because the loss divides by it, or unused without an anchor."""
         return "unused" if self.anchor == "none" else "positive"
 
     @property
