@@ -302,8 +302,7 @@ def make_gold(
         site: site of the searcher that evaluates; a model is divided over it.
 
     Raises:
-        ValueError: the judge cannot be used, the data has no reference responses, or the task's
-            headline metric is the win rate and no judge is set.
+        ValueError: the judge cannot be used or is missing, or the data has no reference responses.
     """
     judge = config.eval.gold_model or config.eval.gold_reward
     if judge and "answer" not in task.eval_problem(0)[1]:
@@ -451,8 +450,7 @@ def all_problems(config: Config) -> Iterator[None]:
     """If the block fails because of user input, raise all problems of the input together.
 
     Raises:
-        UserError: `problems` finds problems; the message lists all. Without problems, the
-            failure of the block is raised.
+        UserError: the message lists all problems. Without any, the block's failure is raised.
     """
     try:
         yield
