@@ -175,7 +175,7 @@ def test_a_log_that_names_a_metric_without_figures_is_named(tmp_path, capsys):
     sealed.write(tmp_path / "report.json", {"eval": {"before": figures, "after": figures}})
     assert report.main([str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "metrics.jsonl: the last eval/metric is 'wins', which the evaluations of" in line
+    assert "metrics.jsonl: the last eval/metric is 'wins', but the evaluations of" in line
     assert not (tmp_path / "report.html").exists()
 
 

@@ -39,7 +39,7 @@ def test_a_run_says_what_it_wastes_and_which_bound_its_latencies_allow():
     admission = Admission(Demand(2, 1.0, 2, 1), [0])
     # 25 slots, and only four groups were new.
     (short,) = diagnostics(run, admission)
-    assert short.startswith("0.16 of the slots hold newest data")
+    assert short.startswith("0.16 of the slots hold the newest data")
     admission.note_step(2.0)
     for _ in range(4):
         admission.admit(0, 0)
