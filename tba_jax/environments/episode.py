@@ -113,6 +113,10 @@ class TurnSession(Protocol):
         """Queue one prompt; return its number, counted from 0."""
         ...
 
+    def forget(self, conversation: np.ndarray) -> None:
+        """Drop the kept cache of a conversation."""
+        ...
+
     def step(self) -> list[Response]:
         """Return responses that have ended."""
         ...
@@ -133,8 +137,13 @@ class Sessions(Protocol):
         prefill_prompts: int = 1,
         version: int = 0,
         is_fed: bool = False,
+        prefix_rows: int = 0,
     ) -> TurnSession:
         """Return an empty session; arguments as of `Decoder.session`."""
+        ...
+
+    def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
+        """Return the number of kept caches of a session with these slots."""
         ...
 
 

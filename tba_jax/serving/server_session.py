@@ -60,14 +60,20 @@ class ServerDecoder:
         prefill_prompts: int = 1,
         version: int = 0,
         is_fed: bool = False,
+        prefix_rows: int = 0,
     ) -> "ServerSession":
         """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
-        del prefill_prompts, is_fed
+        del prefill_prompts, is_fed, prefix_rows
         self.use(params, version)
         for i in range(len(self._workers), num_slots):
             worker = Worker(f"server-client-{i}", self._step, self._server.stop, idle_s=0.0)
             self._workers.append(worker.start())
         return ServerSession(self, num_slots, version)
+
+    def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
+        """Return 0: the server decides which caches it keeps."""
+        del num_slots, num_bytes
+        return 0
 
     def use(self, params: Any, version: int) -> None:
         """Sample later requests with these adapters."""
@@ -183,6 +189,9 @@ class ServerSession:
         """Sample later requests with other weights."""
         self._decoder.use(params, version)
         self.version = version
+
+    def forget(self, conversation: np.ndarray) -> None:
+        """Do nothing: the server decides which caches it keeps."""
 
     def step(self) -> list[Response]:
         """Wait a short time for responses, and return those that have arrived.

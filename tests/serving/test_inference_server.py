@@ -14,7 +14,7 @@ from served_model import NUM_SLOTS, ServedModel
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.environments.episodes import Episodes
+from tba_jax.environments.episodes import Episodes, open_session
 from tba_jax.environments.pool import Answer
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
@@ -171,8 +171,14 @@ def test_turns_of_an_episode_have_the_weights_of_their_requests(model, client):
     game, tokenizer = Game(), model.tokenizer
     decode = tokenizer.decode
     stops = StopStrings(("1", "7", "="), lambda ids: decode(ids, skip_special=False))
-    inner = session_of(model, client(), stop_strings=stops)
-    session = Episodes(game, tokenizer, max_turns=4).over(inner)
+    session = open_session(
+        ServerDecoder(client(), tokenizer.eos_ids, stops),
+        adapters_of(model, 3),
+        Episodes(game, tokenizer, max_turns=4),
+        num_slots=4,
+        num_samples=3,
+        version=3,
+    )
     session.submit(Prompt(0, "", PROMPT, {}), keys_of(8, 3), SamplingSettings(40), np.ones(3))
     episodes = []
     while not session.is_idle:
