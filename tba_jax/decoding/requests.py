@@ -81,8 +81,8 @@ class Statistics:
         tokens: number of sampled tokens.
         steps: number of model steps.
         slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
-        prompt_tokens: tokens of prompts that were read.
-        kept_tokens: those of them that were in kept caches.
+        prompt_tokens: number of prompt tokens that were prefilled or found in kept caches.
+        kept_tokens: number of prompt tokens that were found in kept caches.
         prefill_s, chunk_s: wall time of prefill calls and of chunks.
         first_token_s: seconds from the first submission to the end of the first chunk.
     """

@@ -389,7 +389,7 @@ class Session:
         """Keep the caches of ended responses.
 
         Args:
-            ended: slot and cached tokens of each.
+            ended: (slot, cached tokens) of each ended response.
         """
         num = self._prefixes.num_rows
         if not num or not ended:

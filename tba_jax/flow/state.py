@@ -12,7 +12,7 @@ class PartState(NamedTuple):
 
     Attributes:
         arrays: flat arrays by name.
-        meta: the rest, JSON-compatible.
+        meta: JSON-compatible values of the state besides the arrays.
     """
 
     arrays: Mapping[str, np.ndarray]

@@ -22,7 +22,7 @@ class Prompt:
     Attributes:
         prompt_id: index in the task's train (or evaluation) split; the key of its buffer store.
         text: the formatted text that was tokenized.
-        tokens: int32 [s], beginning-of-sequence token included where the model wants one.
+        tokens: int32 [s], with the beginning-of-sequence token if the model expects it.
         columns: the other columns of the data row (the gold answer, ...), JSON-compatible values,
             handed to the reward function as keyword arguments.
     """

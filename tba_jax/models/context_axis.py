@@ -2,7 +2,7 @@
 """Sequences divided over the mesh axis `context`: each device has a part of every row.
 
 Attention gathers keys and values of all parts, which are few with grouped queries, and each device
-computes the outputs of its own queries. Everything else is computed per token, where it lies.
+computes the outputs of its own queries. All other values are computed where the token is stored.
 Invariant: results are those of one device, up to rounding.
 
 Splash attention skips keys after a query, so that later parts would take longer than earlier ones.

@@ -46,10 +46,10 @@ def write(folder: Path, config: TransformerConfig, adapters: Params, base: str) 
     """Write adapters to a new folder.
 
     Args:
-        folder: is created.
+        folder: folder to create.
         config: the architecture, with adapters.
         adapters: the tree of `lora.init_adapters`, on any devices of this process.
-        base: name or folder of the model that they adapt.
+        base: name or folder of the model that the adapters adapt.
 
     Raises:
         ValueError: as `check`.
