@@ -2,7 +2,8 @@
 """Which conversations have keys and values, or states, in the rows of a prefix cache.
 
 A turn that ends leaves its caches in a row. The next turn of the conversation begins with its
-tokens and takes the row. The least recently written row is evicted. Invariant: the rows taken
+tokens and takes the row. Equal conversations share a row. The least recently written row is
+evicted. Invariant: the rows taken
 depend only on the order of the calls, so a replayed schedule takes the same rows.
 """
 
@@ -34,12 +35,15 @@ class PrefixRows:
         self.num_rows = num_rows
         self.clear()
 
-    def put(self, tokens: np.ndarray) -> int:
-        """Return the row for a conversation; evict the oldest one if no row is free."""
-        self.drop(tokens)
-        if not self._free:
-            self._free.append(self._rows.pop(next(iter(self._rows))))
-        row = self._rows[tokens.astype(np.int32).tobytes()] = self._free.pop()
+    def put(self, tokens: np.ndarray, num: int = 1) -> int:
+        """Return the row for `num` equal conversations; evict the oldest one if no row is free."""
+        key = tokens.astype(np.int32).tobytes()
+        row, waiting = self._rows.pop(key, (None, 0))
+        if row is None:
+            if not self._free:
+                self._free.append(self._rows.pop(next(iter(self._rows)))[0])
+            row = self._free.pop()
+        self._rows[key] = row, waiting + num
         return row
 
     def find(self, prompt: np.ndarray) -> Kept | None:
@@ -51,15 +55,20 @@ class PrefixRows:
         if not found:
             return None
         longest = max(found, key=len)
-        return Kept(self._rows[longest], len(longest) // np.dtype(np.int32).itemsize)
+        return Kept(self._rows[longest][0], len(longest) // np.dtype(np.int32).itemsize)
 
     def drop(self, tokens: np.ndarray) -> None:
-        """Free the row of a conversation, if it has one."""
-        row = self._rows.pop(tokens.astype(np.int32).tobytes(), None)
-        if row is not None:
+        """Free the row of a conversation, if it has one and no equal conversation waits."""
+        key = tokens.astype(np.int32).tobytes()
+        row, waiting = self._rows.get(key, (0, 0))
+        if waiting > 1:
+            self._rows[key] = row, waiting - 1
+        elif waiting:
+            del self._rows[key]
             self._free.append(row)
 
     def clear(self) -> None:
         """Free all rows."""
-        self._rows: dict[bytes, int] = {}  # by the int32 tokens; the oldest first
+        # By the int32 tokens, the oldest first: (row, conversations that wait with these tokens).
+        self._rows: dict[bytes, tuple[int, int]] = {}
         self._free = list(range(self.num_rows))

@@ -400,8 +400,9 @@ class Session:
             self._kept = self.decoder.new_cache(num, self.decoder.cache_lengths[-1], where)
         # Of equal conversations, one; more than all rows are not kept.
         distinct = {tokens.tobytes(): (slot, tokens) for slot, tokens in reversed(ended)}
+        waiting = collections.Counter(tokens.tobytes() for _, tokens in ended)
         last = sorted(distinct.values(), key=lambda each: each[0])[-num:]
-        rows = [self._prefixes.put(tokens) for _, tokens in last]
+        rows = [self._prefixes.put(tokens, waiting[tokens.tobytes()]) for _, tokens in last]
         self._kept = self._copied(self._kept, self._history, rows, [i for i, _ in last], num)
 
     def _occupy(self, slot: int, request: _Request, sample: int, version: int) -> None:
