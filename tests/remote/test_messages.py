@@ -8,6 +8,7 @@ import pytest
 from fake_search_server import part_of, ticket
 
 from tba_jax.flow.evaluation_shard import Lease
+from tba_jax.flow.rounds import DecodeCounts
 from tba_jax.remote.messages import (
     Heartbeat,
     JoinRequest,
@@ -47,7 +48,7 @@ def test_commits_come_back_exactly():
         JoinResponse((SearcherStart(SearcherKey("e", 1, 2), {"next_round": 3}, 4),), 5, "", 1.5),
         Response("ok", (1, 2), 3, 0.5, "why", Lease(4, 1), (4, 6)),
         Response("ended"),
-        Heartbeat(1.0, (0.1, 0.2), (3, 4), True, 7, True),
+        Heartbeat(1.0, (0.1, 0.2), DecodeCounts(3, 4, 5, 6), True, 7, True),
         part_of(1, "second"),
     ],
 )
