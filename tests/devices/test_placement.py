@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tba_jax.config.devices import validate_devices
 from tba_jax.devices import placement as placements
+from tba_jax.devices.config import MeshSettings
 from tba_jax.devices.placement import (
     MODES,
     Asked,
@@ -180,7 +181,7 @@ def test_a_placement_is_one_record(monkeypatch):
     assert placed.searcher_meshes[1].devices.tolist() == jax.devices()[3:6]
     config = SimpleNamespace(
         placement="last",
-        mesh=SimpleNamespace(data=1, fsdp=2, expert=1, model=1),
+        mesh=MeshSettings(data=1, fsdp=2),
         num_searchers=3,
         search=SimpleNamespace(num_devices=3),
         batch=SimpleNamespace(num_prompts=16),

@@ -160,7 +160,7 @@ def test_one_name_in_two_files_is_two_environments_and_no_two_tools(tmp_path):
         for environment in environments:
             environment.begin({"prompt": "p"})
         assert [answer(each).observation for each in environments] == ["one", "two"]
-        with pytest.raises(ValueError, match="two tools have one name: look, look"):
+        with pytest.raises(ValueError, match="two of the tools look, look have one name"):
             tools.check()
     finally:
         for pool in (*pools, tools):
