@@ -46,7 +46,7 @@ try:
     tba_jax.run_training(config, "a", reward=brevity)
     raise SystemExit("a process cannot import the reward")
 except ConfigError as error:
-    assert "in_process=True" in str(error) and "no deadline" in str(error), error
+    assert "in_process=True" in str(error) and "without a deadline" in str(error), error
 try:
     tba_jax.run_training(config, "a", callbacks=[lambda values: None])
     raise SystemExit("the signature is wrong")

@@ -24,14 +24,14 @@ def test_a_put_of_simulated_responses_is_counted_and_trained_on():
     assert server.put(*unpack_put(data), num_bytes=len(data)).status == "ok"
     assert server.put(*unpack_put(data)).status == "duplicate"
     deadline = time.monotonic() + 30
-    while trainer._outboxes[1].counts[1] and time.monotonic() < deadline:
+    while trainer._searchers[1].outbox.counts[1] and time.monotonic() < deadline:
         time.sleep(0.01)  # the trainer merges at its own pace
     figures = trainer.end()
     trainer.stop()
     worker.join(30.0)
     assert not worker.is_alive()
     assert figures["steps"] > 0 and figures["mb_per_s"] > 0
-    assert trainer._outboxes[1].counts == (2 * SAMPLES, 0, 0)
+    assert trainer._searchers[1].outbox.counts == (2 * SAMPLES, 0, 0)
 
 
 def _window(step_ms: float, mb_per_s: float = 0.0) -> dict[str, float]:
