@@ -97,7 +97,7 @@ def test_a_work_directory_that_is_deleted_ends_the_run_and_its_state_is_saved(ca
     shutil.rmtree(workdir)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 1
-    assert f"error: the work directory {workdir} is gone" in err, err
+    assert f"error: the work directory {workdir} was deleted or moved" in err, err
     step, _ = load_host_state(str(workdir))
     assert step >= 3 and f"An emergency checkpoint of step {step} was written there" in err
     assert len(err.strip().splitlines()) == 1, err
