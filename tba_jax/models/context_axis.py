@@ -10,7 +10,7 @@ For it, devices exchange halves of their queries: device i computes the parts i 
 2n. The other implementations compute all pairs of a full layer.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,10 +101,11 @@ def attend_causal(
         visible: visibility of keys in whole sequences, [b s].
         sharding: sharding of keys and values as a cache [nb g t e].
     """
-    if sharding is None or num_parts(sharding.mesh) == 1:
+    mesh = None if sharding is None else cast(Mesh, sharding.mesh)
+    if sharding is None or mesh is None or num_parts(mesh) == 1:
         how: Any = {"scores": scores, "implementation": implementation, "sharding": sharding}
         return attention.attend_causal(q, k, v, visible, **how)
-    mesh, (_, heads) = sharding.mesh, sharding.spec
+    _, heads = sharding.spec
     n = num_parts(mesh)
     implementation = scores.allowed(implementation)
     kernel, of_kernel = None, None
