@@ -180,7 +180,9 @@ def extend(
             opened.append(jnp.swapaxes(values, 1, 2))
         bias = jnp.where(seen, 0.0, attention.MASKED)
         heads_first = implementation in ("xla", "cudnn")
-        return attention.attend(q, opened[0], opened[1], bias, scores, heads_first=heads_first), cache
+        return attention.attend(
+            q, opened[0], opened[1], bias, scores, heads_first=heads_first
+        ), cache
 
     def mix(x: delta.Inputs, old: kv_cache.State) -> tuple[Array, kv_cache.State]:
         return delta.mix(x, visible, old, ends=jnp.asarray(lengths))
