@@ -46,6 +46,8 @@ from tba_jax.rewards.source import ScoreResult
 
 # Seconds for the start of a process and the import of the reward's module, also on a busy machine.
 START_TIMEOUT_S = 60.0
+# Seconds for the trial on one row before training; the run itself shows whether a function hangs.
+TRIAL_S = 10.0
 # A first chunk is small because the function's speed is not known. Later chunks have a size that
 # takes this share of the deadline, so that a long chunk does not exceed the deadline.
 FIRST_CHUNK_ITEMS = 16
@@ -301,11 +303,11 @@ class RewardPool:
         self._ready = True
 
     def _trial_error(self) -> LoadError | None:
-        """Return why a function fails on the row; a missed deadline does not count here."""
+        """Return why a function fails on the row; one that takes too long has not failed."""
         if self._row is None:
             return None
         call = Call.on_row(self._functions, *self._row).arguments(range(1))
-        limit_s = self._timeout_s * len(self._functions)
+        limit_s = min(TRIAL_S, self._timeout_s * len(self._functions))
         future = self._pool.schedule(trial_error, args=(self._functions, call), timeout=limit_s)
         try:
             return future.result()

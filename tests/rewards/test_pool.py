@@ -168,6 +168,25 @@ def score(pool, texts):
     return pool.score([""] * len(texts), texts, {})
 
 
+def test_the_trial_of_a_function_that_hangs_ends_before_its_deadline(monkeypatch):
+    monkeypatch.setattr(pool_module, "TRIAL_S", 0.5)
+    pool = RewardPool(
+        "user_rewards:by_text",
+        num_workers=1,
+        timeout_s=600.0,
+        max_failure_rate=1.0,
+        max_memory_bytes=2**30,
+        row=("", {"answer": "hang"}),
+    )
+    try:
+        began = time.monotonic()
+        pool.check()
+        assert time.monotonic() - began < 120  # the import may take START_TIMEOUT_S
+        assert score(pool, ["1"]).reasons == [None]
+    finally:
+        pool.close()
+
+
 def test_items_keep_their_order_and_columns():
     pool = make_pool("user_rewards:by_column")
     n = 100
