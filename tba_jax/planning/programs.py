@@ -103,6 +103,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: Config) -> Sizes:
+    """Return the largest shapes that the programs of a run have."""
     prompt = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)[-1]
     response = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)[-1]
     slots, samples = num_slots(config), config.search.samples_per_prompt

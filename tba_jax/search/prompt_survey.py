@@ -26,7 +26,7 @@ class Survey:
         longest_tokens: tokens of the longest tokenized prompt.
         first_long: index of the first too long prompt; -1 if no prompt is too long.
         longest: index of the longest tokenized prompt.
-        num_huge: number of prompts with so many characters that they were not tokenized.
+        num_huge: number of prompts that were not tokenized, because they have too many characters.
         unknown: character that the tokenizer does not know -> number of occurrences.
     """
 

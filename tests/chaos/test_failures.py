@@ -103,7 +103,7 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     """Every command but the first uses one directory, each with another config."""
     (folder / "file").write_text("")
     done = run(folder / "file" / "run", cache=cache, timeout=DEADLINE_S)
-    assert_one_error(done, 2, f"cannot write to the work directory {folder}/file/run")
+    assert_one_error(done, 2, f"the work directory {folder}/file/run cannot be read")
 
     workdir = folder / "run"
     done = run(workdir, f"model.path={folder}/nowhere", cache=cache, timeout=DEADLINE_S)

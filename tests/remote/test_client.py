@@ -163,7 +163,7 @@ def test_each_response_counts_once_in_random_interleavings(events):
         elif kind == "jump":
             house.now += 1e5 * (choice - 2)
         house.check()
-    # Whoever is the last of a slot ends everything up to where it is: no ticket was skipped.
+    # The last process of a slot finishes all tickets up to its own: none was skipped.
     for slot in range(3):
         last = Process(house, slot)
         for choice in range(30):

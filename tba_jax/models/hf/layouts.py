@@ -124,6 +124,7 @@ def gpt_oss_experts(
 def llama(
     config: TransformerConfig, layer: int | None, feed_forward: FeedForward = _dense
 ) -> dict[str, HFTensor]:
+    """Return the tensors of a Llama-like layer by name; layer None: those outside the layers."""
     d = config.hidden_size
     if layer is None:
         return {
@@ -190,6 +191,7 @@ def _delta(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
 
 
 def gpt_neox(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
+    """Return the tensors of a GPT-NeoX layer by name; layer None: those outside the layers."""
     d, f = config.hidden_size, config.mlp_size
     if layer is None:
         return {
@@ -222,6 +224,7 @@ def gpt_neox(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor
 
 
 def gpt2(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
+    """Return the tensors of a GPT-2 layer by name; layer None: those outside the layers."""
     d, f = config.hidden_size, config.mlp_size
     if layer is None:
         return {
