@@ -137,7 +137,7 @@ def run_training(
 def _with_given(
     config: Config, reward: Any, objective: Any, callbacks: Sequence[Any], in_process: bool
 ) -> Config:
-    """Return the config with names of the objects that the caller gave.
+    """Return the config with the names of the caller's rewards, objective and callbacks.
 
     Raises:
         ConfigError: no other process can import a reward, and `in_process` is not set.

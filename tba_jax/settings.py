@@ -60,7 +60,7 @@ class ConfigError(ValueError):
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Return problems as one text: a single problem, or a list with one line per problem."""
+    """Return problems as one text: a list with a line per problem, or the only problem."""
     if len(problems) == 1:
         return str(problems[0])
     return "\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)])
@@ -147,7 +147,7 @@ class Schedule:
 
     @property
     def begin(self) -> int:
-        """Step at which the number leaves START."""
+        """Step at which warm-up and hold end: the first step of a line or cosine."""
         return self.warmup + self.hold
 
     @property
@@ -268,7 +268,7 @@ class Section:
         return {n: v.plain if isinstance(v, Schedule) else v for n, v in found.items()}
 
     def check(self) -> None:
-        """Check rules that involve several fields of this section.
+        """Check rules between several fields of this section.
 
         Raises:
             ConfigError: see `need`.
@@ -353,7 +353,7 @@ class Setting:
 
     @property
     def _size(self) -> str:
-        """Rule that limits the size of numbers, so that computations with them stay finite."""
+        """Rule for the largest allowed magnitude of a number."""
         if self.type is int:
             return f"must be below {_LARGEST_BYTES if self._is_bytes else _LARGEST:,}"
         if self.type in (float, Schedule) and self.at_most is None:
@@ -432,7 +432,7 @@ def is_in_a_file(name: str) -> bool:
 
 
 def import_file(path: str) -> ModuleType:
-    """Import a file from anywhere, under a name that cannot hide another module.
+    """Import a Python file by its path, under a module name that no other module has.
 
     Raises:
         FileNotFoundError: the file does not exist. The code of the file may raise any exception.
@@ -475,7 +475,7 @@ def importable_name(function: Any) -> str:
 
 
 def given_names(things: Sequence[Any]) -> list[str]:
-    """Store objects in `GIVEN` under different names; return the names."""
+    """Store each object in `GIVEN` under a new name; return the names."""
     names: list[str] = []
     for thing in things:
         own = getattr(thing, "__qualname__", type(thing).__qualname__).rpartition(".")[2]

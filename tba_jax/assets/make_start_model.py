@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the embedded start model: a small character-level Llama that adds, but usually guesses.
+"""Make the embedded start model: a small character-level Llama that usually guesses sums.
 
     python -m tba_jax.assets.make_start_model --out=DIR [--seed=0] [--num_steps=1500]
 
@@ -106,8 +106,8 @@ def pretrain(seed: int, num_steps: int) -> transformer.Params:
         if i % 100 == 0 or i == num_steps - 1:
             worked, hasty = map(float, losses)  # waits for the step, so that the time is true
             print(
-                f"step {i} of {num_steps}, {time.monotonic() - start:.0f} s: nats per token after "
-                f"the first, worked {worked:.4f}, hasty {hasty:.4f}",
+                f"step {i} of {num_steps}, {time.monotonic() - start:.0f} s: nats per token "
+                f"(without first tokens): worked {worked:.4f}, hasty {hasty:.4f}",
                 flush=True,
             )
     return params
@@ -138,7 +138,11 @@ def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def token_rows(texts: Sequence[str]) -> np.ndarray:
-    """Return int32 [rows, s]: <bos> text <eos>, one kind of text, padded to its maximum length."""
+    """Return int32 [rows, s] with <bos> text <eos>, padded to the maximum length of that kind.
+
+    Args:
+        texts: prompts with responses, all of them worked or all of them hasty.
+    """
     is_worked = arithmetic.is_worked(texts[0][arithmetic.MAX_PROMPT_CHARS :])
     longest = arithmetic.MAX_WORKED_CHARS if is_worked else arithmetic.MAX_HASTY_CHARS
     rows = np.full((len(texts), PROMPT_TOKENS + longest + 1), PAD, np.int32)
@@ -228,7 +232,11 @@ def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
 
 
 def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tuple[Any, Any]:
-    """Return mean cross-entropy over response tokens, and of each kind after its first token."""
+    """Return cross-entropies per response token.
+
+    Returns:
+        The mean over all response tokens, and [worked, hasty] means without first tokens.
+    """
     totals, counts, after_first = [], [], []
     for tokens in (worked, hasty):
         num_rows, length = tokens.shape
@@ -255,7 +263,10 @@ def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tu
 
 
 def _optimizer(num_steps: int) -> optax.GradientTransformation:
-    """Return Muon for matrices (needs a tenth of AdamW's steps), Adam for embedding and norms."""
+    """Return the optimiser: Adam for embedding and norms, Muon for matrices.
+
+    Muon needs a tenth of the steps that AdamW needs.
+    """
 
     def schedule(peak: float) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(0.0, peak, num_steps // 10, num_steps, peak / 100)

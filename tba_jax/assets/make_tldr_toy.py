@@ -4,8 +4,8 @@
     python -m tba_jax.assets.make_tldr_toy --out=DIR [--seed=0]
 
 DIR/tldr_toy_policy is a small Llama, fine-tuned on human digests (the SFT policy).
-DIR/tldr_toy_reward is the same network with a score instead of a vocabulary. It is trained like the
-reward model of TL;DR: on comparisons of two digests of one post, by the Bradley-Terry likelihood. A
+DIR/tldr_toy_reward is the same network with a scalar head instead of the vocabulary. It is trained
+like the reward model of TL;DR: on pairs of digests of a post, with the Bradley-Terry loss. A
 comparison prefers the digest with the higher gold reward, and the other one with probability
 FLIP_PROB. Only human digests are compared; scores of other texts are not trained. Both folders are
 ordinary Hugging Face models. No evaluation problem is in the training data.
@@ -125,8 +125,8 @@ def comparisons(num: int, name: str) -> tuple[np.ndarray, np.ndarray, float]:
     """Return `num` comparisons of two human digests of a post.
 
     Returns:
-        Token rows of the preferred and of the other one, and the share of comparisons that agree
-        with the gold reward.
+        Token rows of the preferred digests, token rows of the other digests, and the share of
+        comparisons that agree with the gold reward.
     """
     preferred, other, num_right = [], [], 0
     rng = tldr_toy.source(name)

@@ -4,9 +4,8 @@
 python -m tba_jax.bench.accelerator_probe device|parity|memory [--dry_run]
 
 device: versions, devices and measured rates. parity: log-probs, gradients and decoding on the
-device
-against CPU. memory: memory of a program by the compiler, against the device's measurement after the
-program has run. The last line of output is a JSON object.
+device, compared with CPU. memory: a program's memory as estimated by the compiler, compared with
+the memory measured after the program has run. The last line of output is a JSON object.
 """
 
 import dataclasses
@@ -144,7 +143,7 @@ def _outputs(
 
 
 def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any) -> float:
-    """Return the difference between the decoder's log-probs of responses and scores on CPU."""
+    """Return the difference between the decoder's log-probs and log-probs computed on CPU."""
     prompts = np.random.default_rng(1).integers(0, config.vocab_size, (_ROWS, _PROMPT))
     with jax.default_device(here):
         decoder = Decoder(
@@ -176,7 +175,7 @@ def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any)
 
 
 def memory(is_dry: bool) -> dict[str, Any]:
-    """Return the memory of a decode chunk and a train step: compiler's estimate and measured peak.
+    """Return the estimated and the measured memory of a decode chunk and of a train step.
 
     The device reports the peak since the start of the process, so the smaller program runs first.
     """

@@ -153,7 +153,7 @@ def read(workdir: Path, skip: int) -> Figures:
     """Return the figures of a finished run.
 
     Args:
-        skip: number of first steps to ignore.
+        skip: number of steps at the start to ignore.
 
     Raises:
         ValueError: the logs of the run are incomplete.
@@ -165,7 +165,9 @@ def read(workdir: Path, skip: int) -> Figures:
 
     steps = [x for x in lines("schedule.jsonl") if x["event"] == "step" and x["step"] >= skip - 1]
     if len(steps) < 2:
-        raise ValueError(f"{workdir} has {len(steps)} steps from step {skip} on; wanted two")
+        raise ValueError(
+            f"{workdir} has {len(steps)} steps after --skip={skip}; wanted two. Raise --num_steps"
+        )
     first, last = steps[0]["end_s"], steps[-1]["end_s"]
     num = len(steps) - 1
     train = sum(x["end_s"] - x["start_s"] for x in steps[1:])
@@ -248,7 +250,6 @@ def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], output: Path
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table."""
     yield from reporting.columns(
         ({"side": side, **result[side]} for side in _SIDES),
         {

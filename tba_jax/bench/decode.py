@@ -198,7 +198,7 @@ def _vocabulary(folder: Path, *, is_ours: bool) -> tuple[int, list[int]]:
 def _repeat(
     args: argparse.Namespace, peers: Sequence[str], base: Mapping[str, Any], folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Return (reports of our side, reports of each peer), one per repeat, interleaved."""
+    """Return (reports of tba_jax, reports of each peer), one per repeat; the sides alternate."""
     ours: list[dict[str, Any]] = []
     others: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for repeat in range(args.repeats):
@@ -295,7 +295,7 @@ def _peer_figures(
 def _length_figures(
     lengths: Sequence[int], workload: Workload, eos_prob: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the number of sampled tokens, and the deviation `z` of their mean if it is known.
+    """Return the number of sampled tokens, and `z`, the deviation of their mean, if known.
 
     `z` is in standard errors: for correct sides, a value above 4 has a probability below 1 in
     10,000.
@@ -311,7 +311,6 @@ def _length_figures(
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
     sides = {"tba_jax": {**result, "ratio": 1.0}, **result["peers"]}
     rows = [

@@ -33,7 +33,7 @@ SPREAD = math.log(LONGEST_S / MEDIAN_S) / 2  # 95 % of the times lie between the
 
 
 class Clock:
-    """Simulated time, and the times at which environments respond."""
+    """Simulated clock, with the pending response times of environments."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -57,11 +57,9 @@ class SlowEnvironment:
         self._pool, self._num_turns, self._ready_s = pool, 0, 0.0
 
     def begin(self, row: Mapping[str, Any]) -> None:
-        """Begin an episode."""
         self._wait()
 
     def turn(self, text: str, response: Any) -> None:
-        """Receive a turn."""
         self._num_turns += 1
         self._wait()
 
@@ -99,7 +97,6 @@ class SlowEnvironments:
         self.clock, self._rng, self._is_instant = clock, np.random.default_rng(seed), is_instant
 
     def open(self) -> SlowEnvironment:
-        """Return an environment."""
         return SlowEnvironment(self)
 
     def duration_s(self) -> float:
@@ -112,15 +109,12 @@ class Letters:
     """Tokenizer with one token per letter."""
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
-        """Return one token per letter of the text."""
         return np.ones(len(text), np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Return one letter per token."""
         return "x" * len(ids)
 
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the content of the messages."""
         return "".join(message["content"] for message in messages)
 
 
@@ -178,7 +172,6 @@ def measure(num_episodes: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table."""
     yield f"{result['slots']} slots, {result['episodes']} episodes of {TURNS} turns"
     yield from columns(
         result["rows"],

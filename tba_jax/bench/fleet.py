@@ -9,11 +9,10 @@ server, outboxes and a replay buffer; one of its threads merges, draws a batch a
 matrices for about `--step_ms`. Each process is pinned to one core if there are two.
 
 Windows with and without responses alternate, because the speed of a shared machine varies: `step`
-is
-the mean step time relative to the neighbouring window without responses (median and range over
-`--windows` pairs; 0 searchers show the noise of the machine). Other columns are the time of a put
-until its acknowledgement (p50, p99) and bytes per second. Lower --period_s until a figure degrades;
-the trainer's share of its core shows the bottleneck.
+is the mean step time relative to the neighbouring window without responses (median and range over
+`--windows` pairs; the row with 0 searchers shows the noise of the machine). Other columns are the
+time of a put until its acknowledgement (p50, p99) and bytes per second. Lower --period_s until a
+figure degrades; the trainer's share of its core shows the bottleneck.
 """
 
 import argparse
@@ -55,16 +54,13 @@ class NoEvaluations:
 
     wanted = ()
 
-    def lease(self) -> None:
-        """Return None: there is nothing to evaluate."""
+    def lease(self) -> None: ...
 
     def complete(self, lease: Lease, shard: EvaluationShard) -> bool:
-        """Return False: there are no leases."""
         del lease, shard
         return False
 
-    def withdraw(self, lease: Lease) -> None:
-        """Do nothing: there are no leases."""
+    def withdraw(self, lease: Lease) -> None: ...
 
 
 class Trainer:
@@ -96,7 +92,7 @@ class Trainer:
         self._num_bytes, self._since, self._cpu = 0, 0.0, 0.0
 
     def run(self) -> None:
-        """Make steps until `stop`; the work of a step is calibrated to `step_ms` at the start."""
+        """Make steps until `stop` is called; a step takes about `step_ms` without searchers."""
         matrix = np.full((MATRIX, MATRIX), 0.5, np.float32)
         product = np.matmul(matrix, matrix)
         start, count = time.perf_counter(), 0
@@ -123,13 +119,12 @@ class Trainer:
             time.sleep(0.05)
 
     def begin(self) -> None:
-        """Start a measurement window."""
         self._steps.clear()
         self._since, self._cpu = time.perf_counter(), time.process_time()
         self._num_bytes = int(self.server.metrics()["fleet/put_bytes"])
 
     def end(self) -> dict[str, float]:
-        """End the window; return its measurements, with a mean step time of nan without steps."""
+        """End the measurement window; return its figures (mean step time nan without steps)."""
         seconds = time.perf_counter() - self._since
         steps = list(self._steps)
         received = self.server.metrics()["fleet/put_bytes"] - self._num_bytes

@@ -132,7 +132,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def compile_sides(
     args: argparse.Namespace, where: jax.sharding.Sharding
 ) -> dict[str, jax.stages.Compiled]:
-    """Return both sides: (hidden, table, targets, cotangent) -> (log-probs, two gradients)."""
+    """Return the compiled naive and fused programs.
+
+    Each is a function (hidden, table, targets, cotangent) -> (log-probs, two gradients).
+    """
     device = next(iter(where.device_set))
     vocab_block = args.vocab_block or vocab_block_on(platform_of(device))
 
@@ -208,7 +211,7 @@ def _temporary_bytes(side: jax.stages.Compiled) -> int:
 
 
 def _ratio(memory: dict[str, int]) -> float | None:
-    """Return the ratio of memory; None if a TPU keeps the naive logits on the chip."""
+    """Return naive over fused memory; None if a TPU keeps the naive logits in on-chip memory."""
     return memory["fused"] / memory["naive"] if memory["naive"] else None
 
 

@@ -112,7 +112,7 @@ def _in_this_process(part: str, workdir: Path) -> dict[str, float]:
 
 
 def _resume(workdir: Path) -> None:
-    """Restore the logs, as in a resume."""
+    """Open and truncate the logs, as a resumed run does."""
     from tba_jax.devices.cluster import Cluster
     from tba_jax.flow.state import PartState
     from tba_jax.report.writers import ProgressDisplay
@@ -232,7 +232,6 @@ def _times(start: float, seconds: float) -> dict[str, float]:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """Return the results as text."""
     lines = [
         f"metrics.jsonl {result['metrics_bytes'] / 1e6:.0f} MB, "
         f"schedule.jsonl {result['schedule_bytes'] / 1e6:.0f} MB"

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_grid(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the fastest step of the run's own choices and of each setting by hand.
+    """Return the fastest step with the sizes that the run chooses, and with each size set by hand.
 
     Args:
         args, folder: as in `measure`.
@@ -214,7 +214,7 @@ def _medians(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of one side over all repeats."""
+    """Return the figures of one side of the comparison over all repeats."""
     return {
         **_medians(reports),
         "step_s_of_repeats": [_medians([report])["step_s"] for report in reports],
@@ -229,7 +229,6 @@ def _in_words(x: Mapping[str, float]) -> str:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """Return the results as text."""
     if "by_hand" in result:
         lines = [f"{seconds:>8.2f} s  {side}" for side, seconds in result["by_hand"].items()]
         mine = f"{result['step_s']:>8.2f} s  {_CHOSEN}: {result['over_best']:.2f} x the fastest"

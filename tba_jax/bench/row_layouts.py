@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def make_draws(
     num_prompts: int, size: int, prompt_tokens: int, response_tokens: int, mean: float
 ) -> list[Draw]:
-    """Return the draws of a batch with this mean length, as a share of the limit.
+    """Return the draws of a batch whose mean response length is `mean` times the limit.
 
     With `mean` 1, all responses are as long as the limit.
     """
@@ -104,7 +104,6 @@ def num_tokens(
 
 
 def _table(result: Mapping[str, Any]) -> Sequence[str]:
-    """Return the results as text."""
     return columns(
         result["rows"],
         {"": "{batch}", "mean": "{mean:.2f}", **{n: f"{{{n}:,}}" for n in _LAYOUTS}},

@@ -130,12 +130,12 @@ class Slots:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no response is queued or unfinished."""
+        """Whether no response is queued or unfinished."""
         return not self._queue and not self._left.any()
 
     @property
     def room(self) -> int:
-        """Return the number of free slots beyond the queue."""
+        """Number of free slots minus queued responses."""
         return int((self._left == 0).sum()) - len(self._queue)
 
     def submit(self, prompt: np.ndarray, keys: np.ndarray, settings: Any, temperatures: Any) -> int:
@@ -148,11 +148,9 @@ class Slots:
         return request
 
     def swap(self, params: None, version: int) -> None:
-        """Continue with newer weights."""
         self.version = version
 
-    def forget(self, conversation: np.ndarray) -> None:
-        """Do nothing: there are no caches."""
+    def forget(self, conversation: np.ndarray) -> None: ...
 
     def step(self) -> list[Response]:
         """Simulate one chunk of decode steps."""
@@ -189,7 +187,6 @@ class SlotSampler(Sampler):
         self._serial, self._seed = serial, seed
 
     def open(self, published: Published, *, is_fed: bool) -> GroupSession:
-        """Open an empty session."""
         self.session: Any = Slots(published.version, self._serial, self._seed)
         return GroupSession(self, SingleTurnSession(self.session))
 
@@ -254,7 +251,7 @@ class World:
         )
 
     def _delivered(self) -> Published:
-        """Return the newest delivered weights; the first version is available at once."""
+        """Return the newest delivered version; version 0 is available at the start."""
         published, delivery = self.published, self.case.delivery
         while len(published) > 1 and published[1][0] + delivery <= self.now:
             published.pop(0)
@@ -364,7 +361,6 @@ def measure(num_steps: int, cases: Sequence[Case] = CASES) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the cases as lines of text."""
     first = result["cases"][0]
     formats = {n: f"{{{n}:.3f}}" if isinstance(v, float) else f"{{{n}}}" for n, v in first.items()}
     yield from columns(result["cases"], formats)

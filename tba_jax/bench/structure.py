@@ -26,10 +26,10 @@ PROGRAMS = ("decode_chunk", "admit", "prefill", "train_step", "score_reference",
 
 
 def row(planned: dict[str, Any], found: Program, num_layers: int) -> dict[str, Any]:
-    """Return the counts of one execution per device; for a decode chunk, those of one step.
+    """Return the counts per device of one execution, or of one step of a decode chunk.
 
     Args:
-        planned: the program's entry in a description of the run.
+        planned: the program's entry in the plan of a run.
         found: the compiled program.
         num_layers: layers of the model.
     """
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any
         facts = planner.describe(plain(config), chooses=True)
         planned = {p["name"]: p for p in facts["programs"] if p["minimum"]}
         if strays := [n for n in args.programs.split(",") if n not in PROGRAMS]:
-            raise ValueError(f"--programs: no {strays[0]!r}; there are {', '.join(PROGRAMS)}")
+            raise ValueError(f"--programs={strays[0]}: unknown. Choose from {', '.join(PROGRAMS)}")
         rows = []
         for name in args.programs.split(","):
             if name in planned:

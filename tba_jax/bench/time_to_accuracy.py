@@ -269,7 +269,7 @@ def _say(what: str, reached: Reached) -> Reached:
 
 
 def _figures(side: str, runs: Sequence[Reached], accuracy: float) -> dict[str, Any]:
-    """Return the medians of one side, over its runs that reached the accuracy."""
+    """Return the medians over the runs of one side that reached the accuracy."""
     there = [x for x in runs if x.from_command_s is not None]
     if not there:
         best = max((value for x in runs for _, value, _ in x.accuracies), default=0.0)
@@ -292,14 +292,14 @@ def _after_first_step_s(run: Reached) -> float:
 
 
 def _ratios(ours: Sequence[Reached], theirs: Sequence[Reached]) -> dict[str, float]:
-    """Return the medians over the seeds of our time divided by theirs."""
+    """Return the medians over seeds of our time divided by the peer's time."""
     pairs = [
         (x, y)
         for x, y in zip(ours, theirs, strict=True)
         if x.from_command_s is not None and y.from_command_s is not None
     ]
     if not pairs:
-        raise ValueError("with no seed did both sides reach the accuracy. Give more --seeds")
+        raise ValueError("no seed has both sides at the accuracy. Give more --seeds or --num_steps")
     return {
         "from_command": statistics.median(
             (x.from_command_s or 0.0) / (y.from_command_s or 1.0) for x, y in pairs
@@ -321,7 +321,6 @@ def _versions(python: str, packages: Sequence[str]) -> dict[str, str]:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
     sides = {"ours_cold": result["ours_cold"], "ours_warm": result["ours_warm"], **result["peers"]}
     return [

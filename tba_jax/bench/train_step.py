@@ -156,7 +156,6 @@ def _figures(
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
     shared = dict(result["shared"], ratio=1 / result["shared"]["speedup"])
     sides = {"tba_jax": {**result, "ratio": 1.0}, "shared": shared, **result["peers"]}

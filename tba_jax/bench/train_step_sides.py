@@ -129,7 +129,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
-    """Return the batch in the layout of the trainer; side `shared` shares prompts."""
+    """Return the batch in the trainer's layout; if the job is for `shared`, with shared prompts."""
     arrays = np.load(job["batch"])
     tokens, rewards, x = arrays["tokens"], arrays["rewards"], job["prompt_tokens"]
     p, k, _ = tokens.shape

@@ -8,8 +8,8 @@ chosen for speed without changing its mathematics: float32 without autocast (slo
 gradient checkpointing, the fused optimiser, no saving and no reporting. Losses, clipping and
 advantages are its defaults.
 
-Invariant: a timed step is a whole step, and its parts are TRL's own calls. The log of a run to an
-accuracy gets a line at the end of the first step and a line for each evaluation, immediately.
+Invariant: a timed step is a whole step, and its parts are TRL's own calls. A run that trains to an
+accuracy writes a log line after its first step and after each evaluation, without buffering.
 """
 
 import importlib

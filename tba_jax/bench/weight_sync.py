@@ -61,7 +61,7 @@ _BATCHES = {"large": (2, 4, 64, 128), "tiny": (2, 2, 8, 8)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or a case whose job file is the only argument; return the exit code."""
+    """Run the benchmark, or one case if the only argument is a job file; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) == 1 and argv[0].endswith(".json"):
         jax.config.update("jax_num_cpu_devices", 2)
@@ -115,7 +115,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """Return the results as text."""
     hw = result["hardware"]
     return [
         f"{hw['processor']}, {hw['num_cores']} cores",

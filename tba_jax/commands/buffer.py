@@ -208,7 +208,7 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def _histogram(rewards: np.ndarray) -> list[list[float]]:
-    """Return [from, to, count] of each bar. Few distinct values get one bar each."""
+    """Return [from, to, count] of each bar; with few distinct values, one bar per value."""
     values, counts = np.unique(rewards, return_counts=True)
     if len(values) <= _NUM_BARS:
         return [[v, v, c] for v, c in zip(values.tolist(), counts.tolist(), strict=True)]
@@ -222,7 +222,7 @@ def _histogram(rewards: np.ndarray) -> list[list[float]]:
 
 
 def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
-    """Return the run's config field by field, or {} with a note that gives the reason."""
+    """Return (flat config of the run, ""), or ({}, reason why it cannot be read)."""
     from tba_jax.run.errors import UserError
     from tba_jax.run.workdir import saved_config
 
@@ -233,7 +233,7 @@ def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _decoder(config: Mapping[str, Any], note: str) -> tuple[Decode, str]:
-    """Return the decoder of the run's tokenizer, or of plain token ids with a note."""
+    """Return (function from token IDs to text, ""); without a tokenizer (ID printer, reason)."""
     from tba_jax.models.tokenizer import Tokenizer
 
     if not note:

@@ -54,7 +54,7 @@ def _has_no_reader() -> bool:
 
 
 def _drop_output() -> None:
-    """Prevent a second failure, at the interpreter's exit, on output that cannot be written."""
+    """Redirect standard output to /dev/null if it fails, so that the flush at exit succeeds."""
     try:
         sys.stdout.flush()
     except OSError:

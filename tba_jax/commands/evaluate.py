@@ -4,7 +4,7 @@
 python -m tba_jax.evaluate --config=math[:PRESET] [--model=DIR_OR_HUB_ID] ...
 python -m tba_jax.evaluate --workdir=DIR [--published=newest] ...
 
-Both forms accept [--config.FIELD=VALUE ...], as the main command does, and [--json].
+Both forms accept [--config.FIELD=VALUE ...] and [--json].
 """
 
 import argparse

@@ -40,8 +40,8 @@ def push(folder: Path, repo: str, *, is_public: bool = False, step: int | None =
         folder: folder to upload.
         repo: NAME or OWNER/NAME.
         is_public: visibility of a new repository; an existing repository keeps its visibility.
-        step: step of the policy, for the commit message. None: the message names no step. The
-            caller keeps `folder` after a failure, and the error names a command that uploads it.
+        step: step of the policy, for the commit message. None: `folder` stays after a failure,
+            and the error has a command that uploads it again.
 
     Returns:
         The address of the repository.

@@ -39,8 +39,8 @@ def not_ignored(numbers: Sequence[signal.Signals] = ENDING) -> list[signal.Signa
 class Interruption:
     """Sets a flag when a signal arrives; the drivers look at the flag between steps.
 
-    The handlers of signals that `not_ignored` does not return stay unchanged. In a pod, JAX's
-    preemption service handles SIGTERM from the time when the processes join.
+    Handlers of ignored signals stay unchanged (`not_ignored`). In a pod, JAX's preemption service
+    handles SIGTERM after the processes have connected.
 
     Args:
         numbers: the signals to handle.

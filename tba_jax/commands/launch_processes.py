@@ -6,7 +6,7 @@
 
 Every output line starts with the number of its process. When a process fails, this command prints
 which process failed first and how. It waits for the other processes to end, kills those that do
-not end, and fails, too. Signals are forwarded to all processes.
+not end, and returns an error code. Signals are forwarded to all processes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _POLL_S = 0.5
 
 
 class _Child:
-    """One process, and the incomplete last line of its output."""
+    """A process, and the last line of its output while it is incomplete."""
 
     def __init__(self, number: int, process: "subprocess.Popen[bytes]") -> None:
         self.number = number
@@ -37,7 +37,7 @@ class _Child:
         self._partial = {"out": b"", "err": b""}
 
     def show(self, data: bytes, stream: str, out: IO[str]) -> None:
-        """Print complete lines; at the end of the stream (no data) also the incomplete one."""
+        """Print complete lines; empty `data` ends the stream, and prints the last partial line."""
         text = self._partial[stream] + data
         end = text.rfind(b"\n") + 1 if data else len(text)
         self._partial[stream] = text[end:]

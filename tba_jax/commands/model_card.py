@@ -146,6 +146,6 @@ def _hardware(run: Run) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as on the command line. A local path is shortened to its last part."""
+    """Return a value in command-line syntax; a local path is shortened to its last part."""
     text = str(value)
     return text.rstrip("/").split("/")[-1] if text.startswith(("/", "~")) else text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: the report of a run, as a file or as a page that follows the run."""
+"""Command: the report of a run, as a file or as a live page."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from tba_jax.storage.bucket import is_address
 
 
 def _check_metrics(run: Run) -> None:
-    """Refuse to replace a page by one with fewer steps.
+    """Refuse to replace a report by a report with fewer steps.
 
     Raises:
         UserError: metrics.jsonl ends before the step that report.json names.

@@ -56,7 +56,7 @@ _LENGTHS = 3  # compiled lengths of prompts and of responses
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood(Objective):
-    """loss = -(sum of log pi of all answer tokens) / (their number)."""
+    """Supervised loss: -(sum of log pi of all answer tokens) / (number of answer tokens)."""
 
     needs_behavior = False
     beta_is = "unused"
@@ -92,7 +92,7 @@ def batches(examples: Sequence[Example], packing: Packing, seed: int) -> Iterato
 
 
 def _in_order(examples: Sequence[Example], packing: Packing) -> Iterator[Any]:
-    """Yield batches that have every example once; the last batch may have empty rows."""
+    """Yield every example once, in batches; the last batch may have empty rows."""
     size = packing.num_prompts
     for start in range(0, len(examples), size):
         draws = [_draw(x) for x in examples[start : start + size]]

@@ -105,7 +105,7 @@ Runs = Mapping[Point, tuple[int, Path]]
 
 
 class _Stopped(Exception):
-    """The sweep was interrupted."""
+    """An interrupt of the sweep."""
 
 
 def _run(argv: Sequence[str], log: Path) -> str:

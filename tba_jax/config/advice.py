@@ -32,7 +32,7 @@ class Times(NamedTuple):
 
 
 class Advice:
-    """Advice about a run that learns little or waits: sentences that name a setting, each once.
+    """Advice about a run that learns little or waits; each sentence is given once.
 
     `lines` receives the metrics of every step.
     """
@@ -47,7 +47,7 @@ class Advice:
     def lines(
         self, config: Config, step: int, values: Mapping[str, Any], times: Times
     ) -> list[str]:
-        """Return the sentences of advice that are new after a step.
+        """Return the advice that has not been given before.
 
         Args:
             step: steps made so far.

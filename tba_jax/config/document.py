@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writer of docs/config.md: every setting with default, range and meaning, as declared.
+"""Writer of docs/config.md: default, range and meaning of every setting.
 
 python -m tba_jax.config.document [FILE]
 """

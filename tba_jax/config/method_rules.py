@@ -15,7 +15,7 @@ def check_method(config: Config) -> None:
 
 
 def _cached(config: Config) -> None:
-    """Refuse settings with which responses of version 0 are not samples of the reference."""
+    """Refuse settings for which responses of version 0 are not samples of the reference policy."""
     reference, search = config.reference, config.search
     why = "objective.log_z=cached uses responses of version 0 as samples of the reference"
     for ok, name, rule, remedy in (
@@ -30,7 +30,7 @@ def _cached(config: Config) -> None:
 
 
 def _vine(config: Config) -> None:
-    """Refuse settings that contradict the estimation of state values by sampling continuations."""
+    """Refuse settings that prevent estimating state values from sampled continuations."""
     mode, search = MODES[config.placement], config.search
     for ok, name, rule, remedy in (
         (

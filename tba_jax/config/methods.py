@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published methods as settings: the expansion of `--config.objective.preset=NAME`.
 
-A preset is not a setting: it is expanded to settings before those on the command line, so a run's
-config fully describes the computation. Invariant: a preset starts from exact Trajectory Balance,
-independent of the config before.
+A preset is replaced by the settings that it stands for; settings on the command line override them.
+A run's config.json therefore has these settings and not the preset's name. Invariant: a preset
+starts from exact Trajectory Balance, whatever objective the config had before.
 """
 
 import dataclasses

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in `--config`: a preset of the package, `math` or `math:gsm8k`, or a file.
+"""Values of `--config`: a preset of the package (`math`, `math:gsm8k`) or a Python file.
 
-Presets are files of the package, `tba_jax/presets/*.py`; this module reads them only to list them
-in an error. A name without a folder and without `.py` is a preset of the package, and anything else
-is a file, independent of the current directory.
+A value without a folder and without `.py` names a preset of the package (`tba_jax/presets/*.py`),
+whatever the current directory contains. Every other value is the path of a file.
 """
 
 import difflib
@@ -22,11 +21,11 @@ FOLDER = Path(__file__).parents[1] / "presets"
 
 
 def differing(file: str, presets: Mapping[str, Any], preset: str) -> ConfigDict:
-    """Return the default config with the differences of one preset; its name is FILE/PRESET.
+    """Return the default config with the settings of one preset; its name is FILE/PRESET.
 
     Args:
         file: name of the presets.
-        presets: differences by name, section by section.
+        presets: name of a preset -> its settings by section.
         preset: name of the preset.
 
     Raises:

@@ -23,7 +23,7 @@ def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
 def allows_forks(config: Config) -> bool:
     """Return whether an episode may have several paths.
 
-    Turns of parallel paths have no order, and minibatches would divide the paths of an episode.
+    Objectives that need an order of turns, and minibatches, do not support several paths.
     """
     objective = config.objective.built
     is_ordered = getattr(objective, "balance", "") == "turn"
@@ -31,7 +31,7 @@ def allows_forks(config: Config) -> bool:
 
 
 def remat_of(config: Config) -> Literal["none", "dots", "layers"]:
-    """Return what the backward pass recomputes; "auto" that is not chosen yet means "layers"."""
+    """Return what the backward pass recomputes; "auto" means "layers" until a choice is made."""
     return "layers" if config.model.remat == "auto" else config.model.remat
 
 

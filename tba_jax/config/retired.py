@@ -16,7 +16,7 @@ class Retired(NamedTuple):
     Attributes:
         neutral: value in runs that did not use it.
         advice: its replacement, or why it was removed.
-        changes_results: whether a run with another value than the neutral one had other results.
+        changes_results: whether values other than `neutral` changed the results of a run.
     """
 
     neutral: Any

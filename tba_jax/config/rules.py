@@ -437,7 +437,7 @@ def _environment(config: Config) -> None:
 
 
 def _engine(config: Config) -> None:
-    """Refuse settings under which a server's log-probs are not those of the policy."""
+    """Refuse settings that make an inference server's log-probs differ from the policy's."""
     search = config.search
     if search.engine == "devices":
         return

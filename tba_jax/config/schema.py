@@ -151,7 +151,7 @@ SETTINGS = {setting.name: setting for setting in declared(Config)}
 
 
 class _Objective(ConfigDict):
-    """The section `objective`, without fixed types: the chosen objective checks its settings."""
+    """The section `objective`; its settings are declared by the class of the chosen objective."""
 
     def get_type(self, key: str) -> Any:
         return super().get_type(key) if f"objective.{key}" in SETTINGS else object
@@ -230,7 +230,7 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
 
 
 def get_field(config: Config, field: str) -> Any:
-    """Return the value of a dotted field name; the chosen objective's own settings included."""
+    """Return the value of a dotted field name, also of the chosen objective's settings."""
     value: Any = config
     if field.startswith("objective.") and field not in SETTINGS:
         return getattr(config.objective.built, field.removeprefix("objective."))

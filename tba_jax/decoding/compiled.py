@@ -178,11 +178,11 @@ class Compiled:
         return size
 
     def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
-        """Return the conversations whose caches are kept.
+        """Return the number of rows of the prefix cache.
 
         Args:
             num_slots: slots of the session.
-            num_bytes: bytes of the caches on each device; 0: for as many conversations as slots.
+            num_bytes: bytes of the prefix cache on each device; 0: one row per slot.
         """
         return num_bytes // self.cache_bytes(1, self.cache_lengths[-1]) if num_bytes else num_slots
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random keys of responses, on the host: `jax.random.fold_in` of threefry keys without a device.
 
-A searcher needs a few keys per prompt while its device is busy. To launch a program for them would
-take longer. Invariant: the keys have the same bits as those of `jax.random`.
+A searcher needs a few keys per prompt while its device is busy; launching a program would take
+longer. Invariant: the keys have the same bits as those of `jax.random`.
 """
 
 import jax

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which conversations have keys and values, or states, in the rows of a prefix cache.
+"""Index of a prefix cache: which row holds the keys, values or states of which conversation.
 
-A turn that ends leaves its caches in a row. The next turn of the conversation begins with its
-tokens and takes the row. Equal conversations share a row. The least recently written row is
-evicted. Invariant: the rows taken
-depend only on the order of the calls, so a replayed schedule takes the same rows.
+When a turn ends, its caches stay in a row. The prompt of the next turn begins with the same tokens
+and uses the row. Equal conversations share a row. The least recently written row is evicted.
+Invariant: which row is used depends only on the order of the calls, so a replay uses the same rows.
 """
 
 from typing import NamedTuple
@@ -13,11 +12,11 @@ import numpy as np
 
 
 class Kept(NamedTuple):
-    """A kept row.
+    """A row of the prefix cache that holds a conversation.
 
     Attributes:
-        row: its number.
-        length: tokens in it.
+        row: index of the row.
+        length: number of tokens in the row.
     """
 
     row: int
@@ -36,7 +35,12 @@ class PrefixRows:
         self.clear()
 
     def put(self, tokens: np.ndarray, num: int = 1) -> int:
-        """Return the row for `num` equal conversations; evict the oldest one if no row is free."""
+        """Return a row for a conversation; evict the least recently written row if none is free.
+
+        Args:
+            tokens: tokens of the conversation.
+            num: number of equal conversations that will wait for the row.
+        """
         key = tokens.astype(np.int32).tobytes()
         row, waiting = self._rows.pop(key, (None, 0))
         if row is None:
@@ -47,7 +51,7 @@ class PrefixRows:
         return row
 
     def find(self, prompt: np.ndarray) -> Kept | None:
-        """Return the row with the most first tokens of a prompt, not all of them; None: no row."""
+        """Return the row with the longest proper prefix of a prompt; None: there is no such row."""
         if not self._rows:
             return None
         text = prompt.astype(np.int32).tobytes()
@@ -58,7 +62,7 @@ class PrefixRows:
         return Kept(self._rows[longest][0], len(longest) // np.dtype(np.int32).itemsize)
 
     def drop(self, tokens: np.ndarray) -> None:
-        """Free the row of a conversation, if it has one and no equal conversation waits."""
+        """Free the row of a conversation, unless another equal conversation waits for it."""
         key = tokens.astype(np.int32).tobytes()
         row, waiting = self._rows.get(key, (0, 0))
         if waiting > 1:

@@ -260,7 +260,7 @@ def _write_in_turn(
 
 
 def resize(cache: KVCache, *, length: int) -> KVCache:
-    """Return keys and values with `length` columns, padded or truncated at the end."""
+    """Return caches with `length` columns, padded or truncated at the end."""
 
     def to_length(x: Array) -> Array:
         if length <= x.shape[2]:
@@ -361,7 +361,7 @@ def run_chunk(
 def _of_live(
     old: tuple[LayerCache, ...], new: tuple[LayerCache, ...], is_live: Bool[Array, " n"]
 ) -> tuple[LayerCache, ...]:
-    """Return the new caches, with the old state of slots whose response has ended."""
+    """Return the new caches; slots whose response has ended keep their old state."""
 
     def of_slots(old: Array, new: Array) -> Array:
         return jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -427,7 +427,7 @@ def _run_layers(
 
 
 def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mesh | None:
-    """Return the devices of the decoder; None: one device."""
+    """Return the mesh of a cache sharding; None: a single device."""
     return None if cache_sharding is None else cast("jax.sharding.Mesh", cache_sharding.mesh)
 
 

@@ -2,7 +2,7 @@
 """Sampling of one token per row of logits, with the token's log-prob.
 
 Invariants: a log-prob is that of the sampling distribution (after temperature, top-k and top-p,
-renormalised; 0 for a greedy draw). A token of weight zero is never drawn. The draw of a row depends
+renormalised; 0 for a greedy draw). A token with weight 0 is never drawn. The draw of a row depends
 only on the row's logits, settings and two random words.
 
 A draw inverts the cumulative distribution in two levels, first a block of about sqrt(v) tokens,
@@ -132,7 +132,7 @@ def sample_tokens(
 def _draw(
     source: Float32[Array, "b v"], weights: Weights, bits: UInt32[Array, "b 2"], size: int
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
-    """Return (token, log-prob); a token has probability weights(source) / their sum."""
+    """Return (token, log-prob) of a draw in proportion to weights(source)."""
     block_weights = _reduce_blocks(source, size, lambda x, axis: jnp.sum(weights(x), axis=axis))
     block = _invert(_fixed_point(block_weights), bits[:, 0])
     start, entries = _entries(source, block, size)
@@ -169,7 +169,14 @@ def _least_kept_weight(
     def search(
         is_used: Array, amount: Callable[[Array], Array], goal: Callable[[], Array], least: Array
     ) -> Float32[Array, " b"]:
-        """Return the largest t with amount(t) >= goal > 0 for each row that uses the filter."""
+        """Return the largest threshold t of each row for which amount(t) is at least the goal.
+
+        Args:
+            is_used: bool [b], whether the row uses the filter.
+            amount: t [b] -> number or mass of the weights that are at least t.
+            goal: returns the amount to keep, [b]; positive where `is_used`.
+            least: [b], result of rows that do not use the filter.
+        """
 
         def run() -> Array:
             wanted = goal()
@@ -237,9 +244,9 @@ def _reduce_blocks(
     """Return reduce([b n size], axis=-1), with the last block padded by -inf.
 
     Padding and reshaping come before the arithmetic inside `reduce`, so that XLA fuses them with it
-    and stores no array of size v. (To slice off the last block would make XLA copy the rest.) The
-    barrier keeps XLA from merging this sum with a later sum over the blocks. The merged sum would
-    be a second pass over v, and one long float32 sum.
+    and stores no array of size v. (Slicing off the last block would make XLA copy the rest.) The
+    barrier prevents XLA from merging this sum with a later sum over the blocks: the merged sum
+    would read all v entries again, as one long float32 sum.
     """
     b, v = x.shape
     filled = jnp.pad(x, ((0, 0), (0, -v % size)), constant_values=-jnp.inf)
@@ -249,9 +256,9 @@ def _reduce_blocks(
 def _entries(
     x: Float32[Array, "b v"], block: Int32[Array, " b"], size: int
 ) -> tuple[Int32[Array, " b"], Float32[Array, "b e"]]:
-    """Return (first index, entries) of `size` entries of each row that contain its block.
+    """Return (start, x[start : start + size]) of each row, a slice that contains the row's block.
 
-    The last block may be short. Entries of the previous block then precede it.
+    If the last block is short, the slice begins with entries of the previous block.
     """
     start = jnp.minimum(block * size, x.shape[-1] - size)
     return start, jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (size,)))(x, start)
@@ -263,7 +270,7 @@ def _within_block(
     block: Int32[Array, " b"],
     size: int,
 ) -> Float32[Array, "b e"]:
-    """Set the entries to 0 that `_entries` read from the block before a short last block."""
+    """Set entries of a slice from `_entries` to 0 if they belong to the previous block."""
     index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.where(index >= (block * size)[:, None], entries, 0)
 

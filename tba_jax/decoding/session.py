@@ -305,7 +305,7 @@ class Session:
         rows: list[int],
         none: int,
     ) -> tuple[LayerCache, ...]:
-        """Return `into` with rows of `source` copied to its slots; `none` is no slot of it."""
+        """Return `into` with rows of `source` copied to `slots`; `none`: index of no slot."""
         # Few shapes: unused entries have a slot that does not exist.
         rest = min(self.num_slots, _power_of_4(len(slots))) - len(slots)
         return self.decoder.admit(
@@ -316,7 +316,7 @@ class Session:
         )
 
     def _prefill_next(self) -> _Waiting | None:
-        """Prefill the next prompts of the queue; few different numbers of rows are compiled."""
+        """Prefill the next prompts of the queue; only a few numbers of rows are compiled."""
         if not self._requests:
             return None
         start = time.perf_counter()
@@ -331,7 +331,7 @@ class Session:
         return _Waiting(self.version, caches, samples)
 
     def _prefill(self) -> tuple[list[_Request], tuple[LayerCache, ...]]:
-        """Prefill whole prompts."""
+        """Prefill prompts that have no kept prefix; return them and their caches."""
         decoder = self.decoder
         ahead = itertools.islice(self._requests, self._prefill_prompts)
         longest = max(len(request.prompt) for request in ahead)
@@ -353,7 +353,7 @@ class Session:
         return batch, decoder.prefill(self._weights, tokens, lengths)
 
     def _extend(self) -> tuple[list[_Request], tuple[LayerCache, ...]]:
-        """Prefill the tokens after kept prefixes, and free the rows of these."""
+        """Prefill the tokens after the kept prefixes of prompts; free the rows of the prefixes."""
         decoder, history = self.decoder, self._history
         assert history is not None, "a kept cache was in a slot"
         longest = decoder.cache_lengths[-1]

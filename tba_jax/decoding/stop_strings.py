@@ -37,7 +37,7 @@ class StopStrings:
 
         Args:
             tokens: int32 [t], the response so far.
-            num_read: number of first tokens whose text is known to contain no stop string.
+            num_read: length of a prefix whose text is known to contain no stop string.
         """
         # Decode only a suffix: strings that the new tokens could complete begin in their text or
         # shortly before.
@@ -51,7 +51,10 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def _tail(self, tokens: np.ndarray, num_read: int) -> int:
-        """Return the first token of a suffix with enough text before token `num_read`."""
+        """Return a position before `num_read` from which the text has at least `_reach` characters.
+
+        Returns 0 if the text of the first `num_read` tokens is shorter.
+        """
         size = self._reach
         while size < num_read:
             if len(self._decode(tokens[num_read - size : num_read])) >= self._reach:

@@ -39,7 +39,7 @@ def test_a_step_is_timed_from_end_to_end_and_tickets_that_overlap_count_once(tmp
     found = read(tmp_path / "run", skip=2)
     # Steps 3 and 4, from 14 s to 22 s; the last ticket ends after them.
     assert found == Figures(step_s=4.0, search_s=2.5, train_s=2.0, generated=1.0, staleness=3.5)
-    with pytest.raises(ValueError, match="has 1 steps from step 4 on; wanted two"):
+    with pytest.raises(ValueError, match="has 1 steps after --skip=4; wanted two"):
         read(tmp_path / "run", skip=4)
 
 
