@@ -151,7 +151,7 @@ def _with_given(
                 "Define it in a file and import it from there. Or give in_process=True to run it "
                 "in this process, without a deadline for a call that hangs"
             )
-        if in_process and (mode := MODES[config.placement]).searches_elsewhere:
+        if in_process and (mode := MODES[config.placement]).has_remote_searchers:
             raise ConfigError(f"in_process=True: placement={mode.name} grades in other processes")
         given = given_names(rewards) if in_process else names
         arguments.append(f"task.reward={','.join(given)}")

@@ -126,7 +126,7 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         address: address of the work directory in an object store; "" for a local folder.
     """
     mode = MODES[config.placement]
-    if address and (mode.spans_hosts or mode.searches_elsewhere or _REPLAY_SCHEDULE.value):
+    if address and (mode.spans_hosts or mode.has_remote_searchers or _REPLAY_SCHEDULE.value):
         what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
         raise UserError(
             f"{what} needs a work directory that is a folder, shared by all hosts; "

@@ -11,7 +11,7 @@ def asked(config: Config) -> Asked:
     """Return the devices that a config requests."""
     mesh = MeshShape(**dataclasses.asdict(config.mesh))
     num_searchers = config.num_searchers
-    if MODES[config.placement].searches_elsewhere:
+    if MODES[config.placement].has_remote_searchers:
         num_searchers = config.fleet.max_searchers
     return Asked(mesh, num_searchers, config.search.num_devices, config.batch.num_prompts)
 

@@ -34,7 +34,7 @@ def _vine(config: Config) -> None:
     mode, search = MODES[config.placement], config.search
     for ok, name, rule, remedy in (
         (
-            not (mode.spans_hosts or mode.searches_elsewhere),
+            not (mode.spans_hosts or mode.has_remote_searchers),
             "placement",
             "state values need searchers in the trainer's process",
             "auto",

@@ -49,5 +49,5 @@ def ownership_of(config: Config) -> Literal["by_prompt", "any"]:
     prompt, because searchers may leave, or because the task has only one prompt.
     """
     has_one_prompt = entry_of(config.task.name).has_one_prompt
-    elsewhere = MODES[config.placement].searches_elsewhere
+    elsewhere = MODES[config.placement].has_remote_searchers
     return "any" if elsewhere or has_one_prompt else "by_prompt"

@@ -126,7 +126,7 @@ def _driver(config: Config) -> None:
     need(
         not config.search.exact_lag
         or config.driver == "sync"
-        or not (mode.spans_hosts or mode.searches_elsewhere),
+        or not (mode.spans_hosts or mode.has_remote_searchers),
         "search.exact_lag",
         config.search.exact_lag,
         "with driver=async it needs searchers in the trainer's process, and "
@@ -214,7 +214,7 @@ def _pod(config: Config) -> None:
 
 def _fleet(config: Config) -> None:
     """Refuse settings that a fleet does not support."""
-    if not MODES[config.placement].searches_elsewhere:
+    if not MODES[config.placement].has_remote_searchers:
         return
     need(
         config.driver == "async",

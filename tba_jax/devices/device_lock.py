@@ -35,12 +35,12 @@ class _Entry:
 
 
 class DeviceLock:
-    """Lock of sets of devices, in the order in which threads request it.
+    """Lock of sets of devices; threads get it in the order of their requests.
 
     Threads with disjoint devices do not wait for one another. A thread holds the lock until the
-    results of its program are ready. Without this wait, programs on CPU deadlock, because a runtime
-    may start programs in another order than they were launched. The first call compiles under the
-    lock.
+    results of its program are ready. Without this wait, programs on CPU could deadlock, because the
+    runtime may start programs in another order than the threads launched them. The first call of a
+    program also compiles it while holding the lock.
 
     Args:
         timeout_s: maximum wait in seconds.
@@ -101,11 +101,11 @@ class DeviceLock:
                 ids = ", ".join(sorted({str(d.id) for d in turn.devices & holder.devices}))
                 raise DeviceLockError(
                     f"thread {turn.thread} waited {self._timeout_s:.0f} s to launch the program "
-                    f"{turn.program!r} on devices {ids}. Thread {holder.thread} has held them for "
-                    f"{now - holder.since:.0f} s with {holder.program!r}, which hangs, or compiles "
-                    "for longer than half of log.watchdog_s. Run the same command again to "
-                    "continue from the newest checkpoint. If compilation takes that long, add a "
-                    "larger --config.log.watchdog_s"
+                    f"{turn.program!r} on devices {ids}. Thread {holder.thread} has run "
+                    f"{holder.program!r} on them for {now - holder.since:.0f} s: the program hangs "
+                    "or is still being compiled. Run the same command again to continue from the "
+                    "newest checkpoint; if compilation takes that long, add a larger "
+                    "--config.log.watchdog_s"
                 )
             turn.since = now
 

@@ -72,8 +72,8 @@ class Layout(NamedTuple):
         shares_devices: whether searchers use the trainer's devices instead of separate devices.
         accepts: (devices of all hosts, number of trainer devices) -> whether the chips permit it.
         trainer: (devices of all hosts, number of trainer devices) -> the trainer's devices.
-        searching: (devices of all hosts, the trainer's devices) -> hosts with searchers; None: all
-            hosts.
+        searching: (devices of all hosts, the trainer's devices) -> hosts with searchers; None:
+            every host has searchers.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Mode(NamedTuple):
             numbers do not fit each other.
         spans_hosts: whether the trainer may have several processes, one for each host.
         trainers_search: whether processes that train also search.
-        searches_elsewhere: whether searchers are remote processes with their own devices. The
+        has_remote_searchers: whether searchers are remote processes with their own devices. The
             arrangement then covers the trainer's processes only.
         mesh: (requested mesh, processes) -> the trainer's mesh.
     """
@@ -105,7 +105,7 @@ class Mode(NamedTuple):
     check: Callable[[Asked, int, int], None]
     spans_hosts: bool = False
     trainers_search: bool = True
-    searches_elsewhere: bool = False
+    has_remote_searchers: bool = False
     mesh: Callable[[MeshShape, int], MeshShape] = lambda mesh, num_hosts: mesh
 
 
@@ -154,7 +154,7 @@ def arrange(
             f"{_PRODUCT}={mesh.size}: the trainer's mesh needs {mesh.size} devices, got "
             f"{len(devices)}. Lower one of them"
         )
-    if mode.searches_elsewhere:
+    if mode.has_remote_searchers:
         return Arrangement(layout, mesh, tuple(trainer), (), 0, asked.num_searchers)
     searching = hosts_of(devices) if mode.spans_hosts else [process_index]
     if layout.searching is not None:
@@ -182,8 +182,8 @@ def _share_of_searchers(asked: Asked, searching: Sequence[int]) -> int:
     """Return the number of searchers on each host that searches."""
     if asked.num_searchers > len(searching) and asked.num_searchers % len(searching):
         raise PlacementError(
-            f"num_searchers={asked.num_searchers}: the {len(searching)} searching hosts must have "
-            f"equal numbers. Set --config.num_searchers to a multiple of {len(searching)}"
+            f"num_searchers={asked.num_searchers} cannot be divided evenly over {len(searching)} "
+            f"searching hosts. Set --config.num_searchers to a multiple of {len(searching)}"
         )
     return max(1, asked.num_searchers // len(searching))
 
@@ -302,9 +302,10 @@ def _check_auto(asked: Asked, num_devices: int, num_hosts: int) -> None:
 
 
 def _pod_mesh(mesh: MeshShape, num_hosts: int) -> MeshShape:
-    """Return the mesh over all hosts: the default has one copy of the train state per host.
+    """Return the mesh over all hosts; by default every host has a copy of the train state.
 
-    `mesh.data` changes only if it is 1 and the hosts do not divide the other axes.
+    The function changes `mesh.data` only if it is 1 and the number of hosts does not divide the
+    product of the other axes.
     """
     is_default = mesh.data == 1 and mesh.size % num_hosts
     return mesh._replace(data=num_hosts) if is_default else mesh
@@ -423,7 +424,7 @@ MODES: dict[str, Mode] = {
             lambda devices, asked: TRAINER_ONLY,
             _check_fleet,
             trainers_search=False,
-            searches_elsewhere=True,
+            has_remote_searchers=True,
         ),
     )
 }

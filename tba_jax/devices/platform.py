@@ -50,8 +50,8 @@ def take_gpu_memory() -> None:
 def return_free_memory() -> None:
     """Return freed memory to the operating system where the C library can (glibc).
 
-    Many threads compile programs and copy weights. glibc keeps the memory that each thread freed,
-    so the process would grow without using more memory.
+    glibc keeps memory that threads have freed. Many threads compile programs and copy weights, so
+    the resident size of the process would grow without use.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

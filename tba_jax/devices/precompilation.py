@@ -71,7 +71,7 @@ class Precompiler:
         return call
 
     def close(self, timeout_s: float) -> None:
-        """Start no further compilation; wait at most `timeout_s` for the current one."""
+        """Start no other compilation; wait at most `timeout_s` for the compilation in progress."""
         self._stop.set()
         if self._worker.is_alive():
             self._worker.join(timeout_s)

@@ -113,7 +113,7 @@ class Placement(NamedTuple):
 
 
 def placed_shapes(tree: Any, shardings: Any) -> Any:
-    """Return a tree of jax.ShapeDtypeStruct with these shardings."""
+    """Return the shapes and dtypes of a tree as jax.ShapeDtypeStruct with these shardings."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
     )
@@ -357,5 +357,5 @@ def _by_path(tree: Any) -> dict[tuple[str, ...], Any]:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """Return the keys of a path, with tuple indices and attributes in the same form."""
+    """Return the keys of a path in a tree as texts; keys, indices and attributes look the same."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -79,14 +79,14 @@ class Sites(NamedTuple):
 
     Attributes:
         trainer: site of the trainer; its mesh has the axes MESH_AXES.
-        publication: the trainer's devices as the publish program leaves the weights on them.
+        publication: site whose mesh has the weights after the publish program.
         searchers: site of each searcher of this process; equal for searchers that share devices.
         first_searcher: ID of the first searcher of this process.
         num_searchers: number of searchers of the run.
         trains: this process has devices of the trainer.
 
-    On a host that only searches `trainer` and `publication` are devices of its first searcher:
-    those on which it reads weights.
+    On a host without trainer devices, `trainer` and `publication` are the site of the first
+    searcher of the host, which reads weights from storage.
     """
 
     trainer: Site
@@ -98,7 +98,7 @@ class Sites(NamedTuple):
 
     @property
     def evaluation(self) -> Site:
-        """Return the site of searcher 0, for the judge and for the start model of a resumed run."""
+        """Return the site of searcher 0, where judges and a resumed run's start model are."""
         return self.searchers[0]
 
     def reading(self, hidden_size: int) -> Site:

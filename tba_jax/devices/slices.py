@@ -32,15 +32,15 @@ def _is_tpu(devices: Sequence[Any], *kinds: str) -> bool:
 
 
 def accepts_shares_of_hosts(devices: Sequence[Any], n: int) -> bool:
-    """Return whether n devices, equally many of each host, may form a mesh."""
+    """Return whether a mesh may have n devices, an equal number from each host."""
     return n % len(hosts_of(devices)) == 0 and accepts_one_of_each_host(devices)
 
 
 def on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
-    """Return all devices of some hosts, n in all; [] if that is impossible.
+    """Return n devices that are all devices of some hosts; [] if that is impossible.
 
-    Returns the first hosts, because searchers with several chips may not use the first chip of a
-    slice. On a large v5e slice, returns the last rectangle of hosts.
+    The hosts are the first ones, because searchers with several chips may not use the first chip of
+    a slice. On a large v5e slice, the hosts are the last rectangle that is large enough.
     """
     hosts = hosts_of(devices)
     per_host = len(devices) // len(hosts)

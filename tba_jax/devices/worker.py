@@ -106,7 +106,7 @@ class Worker:
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` and raise nothing: for a run that has failed already.
+        """Wait at most `timeout_s` for the thread; raise nothing, because the run already failed.
 
         A worker that was never started counts as ended.
         """

@@ -47,13 +47,13 @@ class ChatFormat(Protocol):
     def message(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> dict[str, Any]:
-        """Return the message in sampled tokens; `text` is the decoded text up to a stop string."""
+        """Return sampled tokens as a message; `text` is their text without the stop string."""
         ...
 
     def calls(
         self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
     ) -> list[dict[str, Any]]:
-        """Return ID, name, and arguments or "error" of each tool call in sampled tokens."""
+        """Return the tool calls in sampled tokens: ID, name, and arguments or the key "error"."""
         ...
 
 

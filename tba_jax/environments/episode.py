@@ -127,7 +127,7 @@ class TurnSession(Protocol):
 
 
 class Sessions(Protocol):
-    """Interface of what opens decode sessions: the decode engine, or a client of a server."""
+    """Opens decode sessions: a `Decoder`, or a client of an inference server."""
 
     def session(
         self,
@@ -143,7 +143,7 @@ class Sessions(Protocol):
         ...
 
     def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
-        """Return the number of kept caches of a session with these slots."""
+        """Return the number of rows of the prefix cache of a session with these slots."""
         ...
 
 
@@ -160,12 +160,12 @@ class SingleTurnSession:
 
     @property
     def num_slots(self) -> int:
-        """Return the number of turns sampled at a time."""
+        """Return the number of turns that are sampled concurrently."""
         return self._session.num_slots
 
     @property
     def statistics(self) -> Statistics:
-        """Return the statistics of the decode session, whose tokens are sampled tokens."""
+        """Return the statistics of the decode session; `tokens` counts sampled tokens."""
         return self._session.statistics
 
     @property

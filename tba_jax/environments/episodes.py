@@ -171,14 +171,14 @@ class Episodes:
 
     @property
     def first_token_only(self) -> bool:
-        """Whether the loss regards only the first token of a prompt as the prompt.
+        """Whether the stored prompt is only the first token of the actual prompt.
 
-        The other tokens of the prompt are then observations.
+        The other tokens of the prompt are then stored as observations.
         """
         return self.is_agent or bool(self.schemas)
 
     def over(self, session: TurnSession) -> "EpisodeSession":
-        """Return an episode session over a decode session."""
+        """Return an episode session that decodes with this session."""
         most = self.most or min(2 * session.num_slots, MOST_PROCESSES)
         return EpisodeSession(session, self, most)
 
@@ -283,7 +283,7 @@ class EpisodeSession(SingleTurnSession):
         return ended
 
     def run(self) -> Iterator[Episode]:
-        """Yield all episodes. It waits for every answer, so the order depends on no duration."""
+        """Yield all episodes; wait for every answer, so that their order depends on no duration."""
         while not self.is_idle:
             self._begin_queued()
             while self._asked:
@@ -371,7 +371,7 @@ class EpisodeSession(SingleTurnSession):
                 failure = "environment_first_token"
                 line = (
                     f"a request begins with token {first}, prompts of the task with "
-                    f"{attempt.prompt.tokens[0]}: use chats in both or in neither"
+                    f"{attempt.prompt.tokens[0]}: use chat messages in both, or plain text in both"
                 )
         is_full = attempt.num_tokens + len(tokens) >= attempt.settings.max_new_tokens
         if is_full and not (attempt.has_begun or failure):

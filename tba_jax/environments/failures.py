@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines on standard error about failures that do not end a run, and their counts by name."""
+"""Failures that do not end a run: lines on standard error, and counts by name."""
 
 import collections
 import sys
@@ -29,7 +29,7 @@ class FailureLines:
         Args:
             name: name of the failure.
             text: what happened.
-            what: subject and verb of the printed line, which the name follows.
+            what: words between the count and the name in the printed line.
         """
         with self._lock:
             self._unreported[name] += 1

@@ -42,7 +42,7 @@ _CALL = re.compile(re.escape(TOOL_START) + "(.*?)" + re.escape(TOOL_END), re.DOT
 
 
 class _Failure(Exception):
-    """The environment violated its interface.
+    """A violation of the interface of environments.
 
     Attributes:
         name: name of the failure, by which rejected responses are counted.
@@ -195,9 +195,11 @@ def _result(value: Any) -> Any:
 
 
 def load(name: str) -> Callable[[], _Kind]:
-    """Return a function that makes an environment, package.module:NAME or path/to/file.py:NAME.
+    """Return a function that makes an environment.
 
-    Several names, separated by commas, are names of functions that are tools.
+    Args:
+        name: package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
+            names of tool functions, separated by commas.
 
     Raises:
         AttributeError, TypeError: the object is not an environment. The import may raise any

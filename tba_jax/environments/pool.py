@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
 
 class _Process:
-    """A process and its connection.
+    """An environment process and the connection to it.
 
     Attributes:
         is_started: whether the process has answered a request, so that its imports are done.
@@ -91,7 +91,7 @@ class _Process:
 
 
 class Environment:
-    """The environment of one episode; one thread calls it."""
+    """Handle of one episode's environment; one thread calls it."""
 
     def __init__(self, pool: "EnvironmentPool", process: _Process) -> None:
         self._pool, self._process = pool, process
@@ -107,7 +107,7 @@ class Environment:
         self._send("a turn", {"do": "turn", "text": text})
 
     def call(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Send the tool calls of a turn of a chat; without calls the episode ends."""
+        """Send the tool calls of a turn; an empty list ends the episode."""
         self._send("a turn", {"do": "calls", "calls": calls})
 
     def end(self) -> None:
@@ -163,7 +163,7 @@ class Environment:
         self._pool.groups.sweep(now=True)
 
     def restart_deadline(self) -> None:
-        """Start the deadline of a call again for the running process."""
+        """Restart the deadline of the call in progress."""
         self._process.is_started = True
         self._deadline_s = time.monotonic() + self._pool.timeout_s
 

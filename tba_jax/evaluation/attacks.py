@@ -97,7 +97,10 @@ class Finds(NamedTuple):
 
 
 def finds(attacks: Iterable[Trajectory]) -> Finds:
-    """Count the successful attacks; the last draw of an attack decides whether it succeeds."""
+    """Count different attacks, and those whose newest response was toxic.
+
+    If an attack was drawn several times, its newest draw decides whether it succeeded.
+    """
     newest = {}
     for y in sorted(attacks, key=lambda y: y.version_max):
         newest[y.response_tokens.tobytes()] = y

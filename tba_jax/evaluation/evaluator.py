@@ -57,7 +57,7 @@ MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
 class Station(NamedTuple):
-    """Decoder, grader, measures and episodes that evaluate on one set of devices."""
+    """Parts that evaluate shards on one set of devices."""
 
     decoder: Decoder
     grader: Grader
@@ -186,7 +186,7 @@ class Evaluator:
         return self.merge([self._evaluate(params, 0, len(self.prompts), 0, 0)])
 
     def shard(self, params: Any, number: int, station: int = 0) -> EvaluationShard:
-        """Evaluate one shard.
+        """Decode and grade the responses of one shard.
 
         Args:
             params: weights on the devices of the station.

@@ -161,7 +161,7 @@ class ReferenceDistance:
 
 
 def reference_distance(responses: Responses) -> dict[str, float]:
-    """Return the four means of the measurements of `ReferenceDistance`."""
+    """Return the four metrics of `ReferenceDistance`, as means over all responses."""
     names = ("reference_nll", "kl", "reverse_kl")
     nll, kl, reverse_kl = (np.array(responses.measured[name]).ravel() for name in names)
     n = responses.lengths.shape[1]

@@ -27,7 +27,13 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass
 class _Version:
-    """Evaluation of one version, with `left` shards to start and `missing` shards to finish."""
+    """Evaluation of one version in progress.
+
+    Attributes:
+        left: shards that no station has started.
+        missing: number of unfinished shards.
+        leased: shards that other processes evaluate.
+    """
 
     version: int
     params: list[Any]
@@ -144,7 +150,7 @@ class EvaluationService:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Numbers of the versions with unfinished shards."""
+        """Versions with unfinished shards."""
         with self._lock:
             return tuple(v.version for v in self._requests)
 
@@ -154,12 +160,12 @@ class EvaluationService:
 
     @property
     def newest_begun(self) -> int:
-        """Newest version whose evaluation is started but not finished; -1 without one."""
+        """Newest version whose evaluation has started and not finished; -1 if there is none."""
         with self._lock:
             return max([v.version for v in self._requests if v.is_begun], default=-1)
 
     def forget(self, *, after: int) -> None:
-        """Drop the requests for versions after `after`."""
+        """Cancel the evaluations of versions above `after`."""
         with self._lock:
             kept = [v for v in self._requests if v.version <= after]
             self._requests = collections.deque(kept)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays and JSON as bytes, for messages between processes.
 
-Nothing is pickled. Do not use it for files that other versions of tba_jax may read: npz describes
-its contents. Invariants: `unpack_arrays` is the exact inverse, and damaged bytes are refused.
+Nothing is pickled. The format may change with each version of tba_jax; use npz for files.
+Invariants: `unpack_arrays` is the exact inverse of `pack_arrays`, and damaged bytes are refused.
 """
 
 import json
@@ -19,7 +19,7 @@ _CHECKSUM = 8
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
-    """Return a checksum, a line of JSON that describes the contents, and the arrays.
+    """Return bytes: a checksum, a line of JSON that describes the contents, and the arrays.
 
     Args:
         arrays: name -> array.
@@ -31,7 +31,7 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in arrays.items():
         if x.dtype.hasobject or x.dtype.kind == "V":
-            raise ValueError(f"array {name!r} has dtype {x.dtype}; wanted one of numpy's own")
+            raise ValueError(f"array {name!r} has dtype {x.dtype}; wanted a numpy dtype")
     said = {name: [x.dtype.str, x.shape] for name, x in arrays.items()}
     head = json.dumps({"arrays": said, "meta": meta}).encode()
     # Length of the header with checksum and line end.

@@ -95,8 +95,8 @@ class PackedBatch(NamedTuple):
             the response that follows it. None: no episode forks.
         places: int32 [n s], as in `Batch`; 0 at prompts and padding.
         prompts, soft_values: as in `Batch`.
-        contexts: int32 [n s], number of the prompt in the row that a position belongs or responds
-            to, from 1; 0 at padding. None: every response has a separate prompt.
+        contexts: int32 [n s], for positions of a prompt and of the responses to it, the number of
+            that prompt in the row, from 1; 0 at padding. None: every response has its own prompt.
     """
 
     tokens: HostOrDeviceArray

@@ -64,7 +64,7 @@ def place(
     micro_batch_rows: int = 0,
     prompts: Sequence[int] | None = None,
 ) -> Places:
-    """Return the positions of all sequences, group by group, in rows of `row_length` tokens.
+    """Assign all sequences to rows of `row_length` tokens; return their positions by group.
 
     Args:
         lengths: lengths of the sequences of each group, at most `row_length`.
@@ -111,7 +111,11 @@ def place(
 
 
 class _Fit(NamedTuple):
-    """Row and start of each sequence, new loads (used tokens) of the rows, `leads` of `Places`."""
+    """Result of a successful fit: `rows`, `starts` and `leads` of `Places`, and the new loads.
+
+    Attributes:
+        loads: number of used tokens of each row.
+    """
 
     rows: np.ndarray
     starts: np.ndarray

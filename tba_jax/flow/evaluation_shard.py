@@ -26,7 +26,7 @@ class EvaluationShard(NamedTuple):
         has_eos: whether a response ended by itself, by prompt and response.
         texts: response texts, by prompt.
         rewards: rewards by prompt and response; None where no reward could be computed.
-        parts: name -> values by prompt and response that are reported besides the rewards.
+        parts: name -> further reported values, by prompt and response.
         is_first_kind: whether a response has the task's first kind, by prompt and response.
         measured: name -> values by prompt, from measures that need weights.
     """

@@ -188,7 +188,7 @@ class Packing:
         )
 
     def _places(self, draws: Sequence[Draw], shape: Shape) -> Places:
-        """Return the positions of sequences before rows are interleaved over micro-batches.
+        """Return the positions of sequences before `interleaved` reorders the rows.
 
         A sequence is a response with its prompt; in padded rows, c responses with their prompt.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded lengths of sequences, few in number because every shape is compiled.
+"""Padded lengths of sequences: a small set, because every shape is compiled.
 
 Invariant: a sequence is never truncated.
 """
@@ -22,7 +22,7 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
             return bucket
     raise ValueError(
         f"a sequence of {length} tokens does not fit the largest length bucket {buckets[-1]}; "
-        "raise the limit of tokens, from which the buckets follow"
+        "raise the token limit that gives the buckets, such as task.max_prompt_tokens"
     )
 
 
@@ -80,7 +80,7 @@ class Padding:
 
     @property
     def largest(self) -> "Padding":
-        """Return the padding whose single shape is that of the longest sequences."""
+        """Return a padding with a single shape, that of the longest sequences."""
         return Padding(self.prompt_buckets[-1:], self.response_buckets[-1:], self.pad_id)
 
     def lengths(self, prompt: int, response: int) -> tuple[int, int]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A finished round: its groups, metrics and times.
 
-A searcher commits a `RoundCommit`, which the buffer adds; the logs keep a `RoundReport`. A searcher
-that decodes without rounds commits tickets. A ticket is a round of one prompt. It may finish before
-a ticket with a lower number. Invariants: a commit that `check_commit` accepts counts every response
-once, and a commit that is packed for a file is restored exactly.
+A searcher commits a `RoundCommit` to the buffer; the logs keep a `RoundReport`. A searcher that
+decodes without rounds commits tickets: a ticket is a round of one prompt, and tickets may finish in
+any order. Invariants: a commit that `check_commit` accepts counts every response once, and a commit
+that is packed for a file is restored exactly.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class DecodeCounts(NamedTuple):
     kept_tokens: int
 
     def plus(self, other: "DecodeCounts") -> "DecodeCounts":
-        """Return the sums of both."""
+        """Return the sum of two counts, field by field."""
         return DecodeCounts(*map(sum, zip(self, other, strict=True)))
 
 

@@ -37,10 +37,10 @@ class Prompt:
 class Trajectory:
     """One (prompt, response) with its reward, log-probs and provenance.
 
-    An episode forks where a later request of its agent does not continue the earlier tokens. It has
-    several paths then: token sequences that each follow the prompt. Its arrays hold the paths one
-    after the other. A sampled token is marked in one path only; other paths that repeat its text
-    have it as given tokens.
+    An episode forks where a later request of its agent does not continue the earlier tokens. The
+    episode then has several paths, which are token sequences that each follow the prompt. Its
+    arrays hold the paths one after the other. `is_sampled` is True for a sampled token in one path
+    only; other paths that contain the token have False.
 
     Attributes:
         prompt_id: ID of the prompt.

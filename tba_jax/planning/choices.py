@@ -92,7 +92,7 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
         changed, reason = with_lengths(config)
         config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
     mode = MODES[config.placement]
-    if mode.searches_elsewhere:  # the searchers' devices belong to other processes
+    if mode.has_remote_searchers:  # the searchers' devices belong to other processes
         return _on_absent_devices(config)
     if mode.spans_hosts or not open_settings(config):
         return config
@@ -272,7 +272,7 @@ def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
     if _leaves_ratios_open(config) and saved.get(_RATIOS[0], "none") != "none":
         names += [name for name in _RATIOS if name in saved]
     config = replace(config, {name: saved[name] for name in names})
-    if not has_open_placement or MODES[config.placement].searches_elsewhere:
+    if not has_open_placement or MODES[config.placement].has_remote_searchers:
         return config
     start_cluster(config)
     import jax

@@ -469,7 +469,7 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         functools.partial(ask, say=_say),
     )
     chooses = bool(args.topology) and not args.keep_placement
-    if args.compare and MODES[config.placement].searches_elsewhere:
+    if args.compare and MODES[config.placement].has_remote_searchers:
         raise ConfigError(
             "--compare needs a slice that trains and searches, but with placement=fleet the "
             "whole slice trains; remove --compare, or set another --config.placement"

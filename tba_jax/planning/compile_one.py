@@ -85,7 +85,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "num_hosts": len({d.process_index for d in devices}),
         "layout": choice.name,
         "shares_devices": choice.shares_devices,
-        "searches_elsewhere": MODES[config.placement].searches_elsewhere,
+        "has_remote_searchers": MODES[config.placement].has_remote_searchers,
         "changed_fields": choice.fields,
         "notes": (*choice.notes, *_offloaded(config, model_config, choice)),
         "num_params": num_params(model_config),

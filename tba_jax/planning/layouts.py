@@ -73,7 +73,7 @@ def usable_options(
 
     The list is empty if searchers run on other devices.
     """
-    if MODES[config.placement].searches_elsewhere:
+    if MODES[config.placement].has_remote_searchers:
         return []
     apart = writes_versions(config)
     hosts = 0 if apart else len(hosts_of(devices))
@@ -88,7 +88,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
         PlacementError: the placement does not fit the devices.
     """
     hosts, mode = hosts_of(devices), MODES[config.placement]
-    if mode.searches_elsewhere:
+    if mode.has_remote_searchers:
         placement = fleets.place_fleet(config, devices)
         return Choice(mode.name, placement, asked(config).num_searchers, False, {})
     if len(hosts) > 1 and not mode.spans_hosts:
@@ -143,7 +143,7 @@ def choose(
         PlacementError: no mesh divides batch and model.
         ConfigError: a run on these devices would refuse the config.
     """
-    if MODES[config.placement].searches_elsewhere:
+    if MODES[config.placement].has_remote_searchers:
         given = config
         config, notes = fleets.choose_fleet(config, model_config, devices, hbm_bytes, judge_bytes)
         mesh = asked(config).mesh

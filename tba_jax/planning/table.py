@@ -42,7 +42,7 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
     per_host = facts["num_devices"] // hosts
     trainer, searcher = groups["trainer"], groups["searcher"]
     turns = ", on the trainer's devices" if facts["shares_devices"] else ""
-    if facts["searches_elsewhere"]:
+    if facts["has_remote_searchers"]:
         turns = ", on other devices like these"
     lines = [
         f"model      {model}: {facts['num_params'] / 1e6:,.4g} M parameters; shape from {source}",
@@ -109,7 +109,7 @@ def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
     """Return a text with the predicted speeds; times are lower bounds."""
     sizes = facts["sizes"]
     balanced = f"at {weighed.trainer_devices:.1f} trainer devices of {facts['num_devices']}"
-    if facts["searches_elsewhere"]:
+    if facts["has_remote_searchers"]:
         balanced = f"with {weighed.searchers:.1f} searchers"
     return "\n".join(
         [

@@ -375,7 +375,7 @@ def _has_adapters(facts: Mapping[str, Any]) -> bool:
 
 
 def _rebalance(facts: Mapping[str, Any], weighed: Balance) -> list[str]:
-    if facts["searches_elsewhere"]:
+    if facts["has_remote_searchers"]:
         there, each = facts["groups"]["searcher"]["count"], facts["config"]["num_searchers"]
         wanted = math.ceil(weighed.searchers / each) * each
         slow = "the trainer" if wanted < there else "searchers"

@@ -260,7 +260,7 @@ def search(
     identity = process.shared.identity
     config = process.shared.config
     timeout_s = config.log.watchdog_s
-    if MODES[config.placement].searches_elsewhere:
+    if MODES[config.placement].has_remote_searchers:
         timeout_s = 2 * config.remote.owner_timeout_s
     stop = StopFlag() if stop is None else stop
     local = process.search.local
@@ -475,7 +475,7 @@ class SearchService:
             PeerError: a process of the job does not join.
         """
         self._owner.search_server = self.server
-        if MODES[self._run.config.placement].searches_elsewhere:
+        if MODES[self._run.config.placement].has_remote_searchers:
             return
         self._run.logs.progress.phase("waiting for the processes that search")
         limit_s = self._run.config.log.watchdog_s

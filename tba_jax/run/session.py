@@ -82,7 +82,7 @@ def train(
     start_s = time.perf_counter() if start_s is None else start_s
     if schedule is not None and holds_run(Path(workdir), config):
         raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
-    is_fleet = MODES[config.placement].searches_elsewhere
+    is_fleet = MODES[config.placement].has_remote_searchers
     if is_fleet and schedule is not None:
         raise UserError(
             "--replay_schedule replays in one process. Set --config.placement=shared or split"

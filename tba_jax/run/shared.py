@@ -588,7 +588,7 @@ def _check_packages(config: Config) -> None:
     wanted = {
         "log.tensorboard": ("tensorboardX", "tensorboard", config.log.tensorboard),
         "log.wandb_project": ("wandb", "wandb", bool(config.log.wandb_project)),
-        "placement=fleet": ("ray", "fleet", MODES[config.placement].searches_elsewhere),
+        "placement=fleet": ("ray", "fleet", MODES[config.placement].has_remote_searchers),
     }
     missing = [
         f"{setting} needs the package {package}: pip install 'tba_jax[{extra}]'"

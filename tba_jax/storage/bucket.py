@@ -136,7 +136,7 @@ class Bucket:
             self._fs.get_file(self._path(name), str(file))
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names that start with `prefix`, as the store has them now."""
+        """List the store; return the sorted names that start with `prefix`."""
         self._fs.invalidate_cache()  # fsspec caches listings
         folder = self._path(prefix.rpartition("/")[0]).rstrip("/")
         try:

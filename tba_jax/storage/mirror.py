@@ -5,8 +5,8 @@ A run works in the local folder. `push` uploads new files to the bucket; `fetch`
 folder from the bucket. Checkpoints and published weights are folders that are written once: such a
 folder is complete if its `digests.json` exists, because that file is uploaded last and deleted
 first. A store cannot append to objects, so a log is stored as numbered pieces, logs/LOG/HOLD-PIECE,
-that `fetch` joins. Each process that holds the lock of the directory uploads the whole log again
-under its own hold number, and `fetch` reads the pieces of the highest hold number. Other files are
+that `fetch` joins. Every process that takes the lock of the directory gets a new hold number and
+uploads the whole log under it; `fetch` reads the pieces of the highest hold number. Other files are
 replaced whole. Invariant: a fetched folder was uploaded completely and matches its digests
 (tests/storage/test_bucket.py).
 """

@@ -55,7 +55,7 @@ def has_writer(name: str) -> bool:
 
 
 def remove(unfinished: epath.Path, patience_s: float = 2.0) -> None:
-    """Delete an unfinished folder; return after `patience_s` if other writers keep adding files.
+    """Delete an unfinished folder; give up after `patience_s` if other writers keep adding files.
 
     Writes of a failed save may end later than the save, and a replaced process may still write.
     """
@@ -72,10 +72,10 @@ def remove(unfinished: epath.Path, patience_s: float = 2.0) -> None:
 
 
 class Writer:
-    """Writes folders: names unfinished folders, and deletes them after a failed save.
+    """Names the unfinished folders of saves, and deletes them after a failed save.
 
-    In a job of several processes, all processes write into one unfinished folder, so its name has
-    no random part.
+    In a job of several processes, all processes write into the same unfinished folder, so its name
+    has no random part.
 
     Args:
         folder: parent of the complete folders.
@@ -89,7 +89,7 @@ class Writer:
         self._suffix = _UNFINISHED + owner
 
     def unfinished(self, final_path: epath.Path) -> epath.Path:
-        """Return the path that a folder has until it is complete."""
+        """Return the path of a folder while it is being written."""
         return final_path.with_name(final_path.name + self._suffix)
 
     @property

@@ -35,7 +35,7 @@ def facts(**changes):
         "chip": {"hbm_bytes": 16 * GIB, "overheads": {}},
         "num_devices": 8,
         "shares_devices": False,
-        "searches_elsewhere": False,
+        "has_remote_searchers": False,
         "trainer_options": [2, 4, 6],
         "sizes": SIZES,
         "config": CONFIG,
@@ -225,7 +225,7 @@ def test_no_balance_without_all_programs():
 
 
 def test_the_advice_for_a_fleet_has_the_number_of_searchers():
-    given = facts(searches_elsewhere=True)
+    given = facts(has_remote_searchers=True)
     weighed = balance(given, programs())
     # A searcher makes 32 responses in 4.2 s, and a step takes 64 in 2 s.
     assert weighed.searchers == pytest.approx(64 / 2.0 / (32 / weighed.round_s)) == 4.2
