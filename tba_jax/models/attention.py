@@ -100,7 +100,7 @@ class Visible(NamedTuple):
         return _seen(self, self, index, index, window)
 
     def part(self, first: Int[Array, ""], size: int) -> "Visible":
-        """Return these positions of each row."""
+        """Return the visibility for a range of positions of each row."""
         rows = self._replace(first=None)
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, 1), rows)
 
@@ -279,7 +279,7 @@ def _attend_masked(
 ) -> Float[Array, "b s g r e"]:
     """Attend within rows of several sequences, with a mask of pairs as cuDNN's dense bias.
 
-    A bias is read once per head; scores of an einsum would be written once and read several times.
+    cuDNN reads a bias once per head. An einsum would write the scores and read them several times.
     """
     b, s, g, r, e = q.shape
     valid = visible.mask[:, :, None, None]
@@ -439,7 +439,7 @@ def attend(
 
 
 def _wide(x: Array) -> Any:
-    """Return the dtype for sums over an array: float32, or the dtype of the array if wider."""
+    """Return the dtype for sums over an array: its own dtype, but at least float32."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 

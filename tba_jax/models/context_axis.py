@@ -27,7 +27,7 @@ def num_parts(mesh: Mesh | None) -> int:
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of a mesh that divide rows, or the rows that `as_rows` gives."""
+    """Return the mesh axes that divide rows; with an axis `context`, the rows of `as_rows`."""
     return (CONTEXT,) * (CONTEXT in mesh.shape) + batch_axes(mesh)
 
 

@@ -115,7 +115,7 @@ def _convolved(
 
 
 def _previous(visible: Visible, index: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Return the index of the previous token in the sequence of each token; -1 without one."""
+    """Return the index of the previous token of the same sequence; -1 for a first token."""
     if visible.segments is None:
         return index - 1
     goes_on = jnp.pad(visible.segments[:, 1:] == visible.segments[:, :-1], ((0, 0), (1, 0)))
@@ -206,7 +206,7 @@ def _delta_rule(
     own = _product(q, transposed) * pairs
 
     def from_state(continues: Array | None) -> tuple[Array, Array, Array]:
-        """Return the factors of a state in corrections, outputs and later states."""
+        """Return the factors by which a state enters corrections, outputs and later states."""
         assert continues is not None
         factor = kept * continues[:, :, None, None, :, None]
         return _product(inverse, scaled * factor), q * factor, factor

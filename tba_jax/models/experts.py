@@ -109,7 +109,13 @@ def _of_rows(
     *,
     config: TransformerConfig,
 ) -> Float[Array, "n d"]:
-    """Return the contribution of the experts in `leaves`, the first of which has number `first`."""
+    """Return the weighted sum of the outputs of some experts.
+
+    Args:
+        rows: tokens.
+        leaves: parameters of adjacent experts.
+        first: number of the first of these experts.
+    """
     (n, d), k = rows.shape, config.experts_per_token
     num = leaves["expert_down"].shape[0]
     weights, numbers = route(rows, leaves, config)

@@ -309,7 +309,7 @@ _fused.defvjp(_forward, _backward)
 def _each_block(
     width: int, block: int, visit: Callable[[Any, int, _Carry], _Carry], carry: _Carry
 ) -> _Carry:
-    """Return the last `carry` of `visit(start, size, carry)` over blocks; one may be smaller."""
+    """Call `carry = visit(start, size, carry)` for each block; return the last `carry`."""
     if block >= width:
         return visit(0, width, carry)
     whole, rest = divmod(width, block)
@@ -322,7 +322,7 @@ def _each_block(
 
 
 def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
-    """Return the same sums relative to a larger `top`."""
+    """Return the sums rescaled to a larger `top`."""
     rise = top - sums.top
     scale = jnp.exp(-rise)
     weighted = sums.weighted
@@ -334,7 +334,7 @@ def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
 def _block(
     table: Float[Array, "m w d"], start: Any, size: int, dtype: Any
 ) -> Float[Array, "m x d"]:
-    """Return one block: `size` rows of each part of the table."""
+    """Return one block of the table: `size` rows of each part."""
     rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
     # Multiply by a 1 that the compiler does not know. Otherwise it would move the rounding
     # to bfloat16 out of the loop and keep a rounded copy of the whole table.

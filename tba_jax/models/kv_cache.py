@@ -82,7 +82,9 @@ def _rounded(x: Float[Array, "n g c e"]) -> Rounded:
 
 
 def open_part(part: Part, dtype: Any) -> tuple[Array, Array | None]:
-    """Return (array for a product [n g c e], scale of its columns [n g c] or None).
+    """Return keys or values as the operand of a product: (array [n g c e], scales [n g c] or None).
+
+    An 8-bit array is converted to `dtype`; its product must be multiplied by the scales.
 
     Args:
         part: keys or values.

@@ -112,7 +112,7 @@ def token_logprobs(
 def _beside(
     logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
 ) -> Array:
-    """Return log-probs, with the readout of the states if there is one; 0 at unscored tokens."""
+    """Return log-probs (0 at unscored tokens), and the readout of the states if there is one."""
     if readout is None:
         return jnp.where(is_scored, logprobs, 0.0)
     both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
@@ -193,7 +193,7 @@ def _of_tokens(
     scoring: Scoring,
     sharding: ComputeSharding | None,
 ) -> Float[Array, "n t"]:
-    """Return log-probs of tokens from the states that predict them."""
+    """Return log-probs of tokens from the states that predict the tokens."""
     mesh = None if sharding is None else sharding.mesh
     states, targets = (context_axis.as_rows(x, mesh) for x in (states, targets))
     # Divide the output table into the parts of devices, and a part into blocks.
@@ -223,7 +223,7 @@ def _response_logprobs(
     scoring: Scoring,
     sharding: ComputeSharding | None,
 ) -> Float[Array, "n t"]:
-    """Return log-probs of response tokens from the states that predict them."""
+    """Return log-probs of response tokens from the states that predict the tokens."""
 
     of_tokens = functools.partial(
         _of_tokens, params, config=config, scoring=scoring, sharding=sharding
@@ -310,7 +310,7 @@ def _states_before(
     is_prompt: Bool[Array, "n s"] | None,
     sharding: ComputeSharding,
 ) -> Float[Array, "n s d"]:
-    """Return the state that predicts each token, for sequences that the mesh divides."""
+    """Return the state that predicts each token; the mesh divides the sequences."""
     mesh = sharding.mesh
     assert mesh is not None, "only a mesh divides sequences"
     if is_prompt is None:
@@ -321,7 +321,7 @@ def _states_before(
 
 
 def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:
-    """Return the position whose state predicts each token: the previous or the prompt's last."""
+    """Return the position whose state predicts each token: the previous, or the prompt's last."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     goes_on = segments == jnp.roll(segments, 1, axis=1)
     last_of_prompt = jax.lax.cummax(jnp.where(is_prompt, index, 0), axis=1)

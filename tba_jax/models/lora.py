@@ -198,7 +198,7 @@ def _merge_arguments(
 
 
 def _of_scales(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
-    """Return the shardings of scales, which follow their columns."""
+    """Return the sharding of the scales of each matrix, divided as the columns of the matrix."""
     return {
         scale_name(name): NamedSharding(x.mesh, PartitionSpec((*x.spec, None, None)[1]))
         for name, x in layer.items()
@@ -219,7 +219,7 @@ def _merge(
     shardings: tuple[Any, ...] | None,
     quantization: Quantization,
 ) -> Any:
-    """Return the kernels with adapters added, in one tree for all layers or a tree for each."""
+    """Return the matrices with adapters added, in the layout of `kernels`: stacked or by layer."""
 
     def add(kernel: Array, a: Array, b: Array) -> Array:
         inputs = math.prod(a.shape[:-1])

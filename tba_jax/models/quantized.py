@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit weights of the decoder: each matrix of a layer as integers or float8, with scales.
 
-A decode step reads every weight for a few rows. If memory bandwidth is the limit, half the bytes
-therefore take nearly half the time. Products use the compute dtype: a matrix is converted when
+A decode step reads every weight for a few rows. Where memory bandwidth is the limit, half of the
+bytes take nearly half of the time. Products use the compute dtype: a matrix is converted when
 it is read, and the scale of an output channel multiplies the sum. Embeddings, output table, norms
 and biases keep their dtype. Invariant: the error of a weight is at most half a step of its channel
 (int8), or half a unit in its last place (fp8).

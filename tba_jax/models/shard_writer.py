@@ -78,7 +78,7 @@ class ShardWriter:
             self._array = _zeros(self._side_by_side(self._shard_shape), self.dtype, self._local)
 
     def _put_together(self) -> bool:
-        """Allocate small shards on the host; return whether they are small."""
+        """Allocate the shards on the host if they are small; return whether they are small."""
         if math.prod(self._shard_shape) * self.dtype.itemsize > BLOCK_BYTES:
             return False
         self._on_host = {o: np.zeros(self._shard_shape, self.dtype) for o in self._origins}
@@ -162,7 +162,7 @@ class ShardWriter:
         order: tuple[int, ...],
         layer: int | None,
     ) -> Array | np.ndarray:
-        """Return the part of a piece that each device needs, in the given order of axes."""
+        """Return each device's part of a piece, with its axes in the given order."""
         parts: dict[tuple[int, ...], np.ndarray] = {}  # devices with equal parts share them
 
         def part_of(origin: tuple[int, ...]) -> np.ndarray:

@@ -96,7 +96,7 @@ class ComputeSharding:
         return _gather_all(params, self._layers, compute_dtype, False)
 
     def ends(self, params: Params, compute_dtype: Any) -> Params:
-        """Return the tree with all parts except the layers gathered over fsdp."""
+        """Return the tree with embeddings, final norm and output matrix gathered over fsdp."""
         if not self._is_divided:
             return params
         exact = self._float32_leaves

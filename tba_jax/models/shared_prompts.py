@@ -212,7 +212,7 @@ def _in_parts(
     seen: Seen,
     scores: attention.Scores = attention.PLAIN,
 ) -> Float[Array, "b c t g r e"]:
-    """Attend by einsum; the compiler chooses the order of axes, which suits XLA:TPU."""
+    """Attend by einsum, without a given order of axes; for TPU, where XLA chooses the order."""
     t, scale = q.shape[2], q.shape[-1] ** -0.5
     wide = jnp.promote_types(q.dtype, jnp.float32)
     before = jnp.einsum("bctgre,bxge->bgrctx", q, seen.keys, preferred_element_type=wide)
@@ -242,7 +242,7 @@ def _in_parts_of_rows(
     seen: Seen,
     scores: attention.Scores = attention.PLAIN,
 ) -> Float[Array, "b c t g r e"]:
-    """Attend by einsum with the order of axes that suits XLA:CPU."""
+    """Attend by einsum with the order of axes that is fastest on CPU."""
     (b, c, t, g, r, e), x = q.shape, seen.mask.shape[1]
     scale = e**-0.5
     # The queries of all responses are the rows of one product with the prompt's keys, with batch
@@ -271,7 +271,7 @@ def _in_parts_of_rows(
 
 
 def _later(t: int, scores: attention.Scores) -> Float[Array, "t t"]:
-    """Return the bias of a response's queries for its own keys."""
+    """Return the mask bias of a response's queries for the keys of the response."""
     index = jnp.arange(t)
     is_seen = index[None, :] <= index[:, None]
     if scores.window is not None:
@@ -280,7 +280,7 @@ def _later(t: int, scores: attention.Scores) -> Float[Array, "t t"]:
 
 
 def _near_prompt(t: int, x: int, window: int) -> Float[Array, "t x"]:
-    """Return the bias of a response's queries for the keys of its left-padded prompt."""
+    """Return the mask bias of a response's queries for the keys of its left-padded prompt."""
     distance = jnp.arange(t)[:, None] + x - jnp.arange(x)[None, :]
     return jnp.where(distance < window, 0.0, attention.MASKED)
 
@@ -290,12 +290,12 @@ def _with_sinks(part: Partial, sinks: Array) -> Partial:
 
 
 def _flat(x: Float[Array, "b c t g e"]) -> Float[Array, "bc t g e"]:
-    """Return the responses of all rows as rows."""
+    """Merge the axes of rows and responses: each response becomes a row."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def _products(rows: Float[Array, "b g n e"], keys: Float[Array, "b x g e"]) -> Array:
-    """Return [b g n x], accumulated in float32 at least."""
+    """Return the products [b g n x] of rows and keys, accumulated in float32 or wider."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     keys = jnp.swapaxes(keys, 1, 2)
     return jnp.einsum("bgne,bgxe->bgnx", rows, keys, preferred_element_type=wide)
@@ -311,9 +311,9 @@ def _attend_in_rows(
 ) -> Float[Array, "b c t g r e"]:
     """Attend with the prompt's keys and values repeated before those of each response.
 
-    Flash attention needs this: cuDNN's residual of a part has no gradient, so parts cannot be
-    merged. cuDNN's causal mask starts at the first key, so there are query positions for the
-    prompt, too. The savings in the layers of the prompt outweigh these products.
+    cuDNN's log-sum-exp has no gradient, so the attention to prompt and response cannot be merged
+    from two calls. cuDNN's causal mask starts at the first key, so the prompt needs query
+    positions, too. Computing the layers of the prompt once saves more than these products cost.
     """
     b, c, t = q.shape[:3]
     x = seen.keys.shape[1]

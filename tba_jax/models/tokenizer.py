@@ -267,7 +267,7 @@ _PLAIN_SETTINGS = {
 
 
 class TokenTexts:
-    """Texts of single tokens, kept for the next use.
+    """Cache of the texts of single tokens.
 
     Args:
         tokenizer: tokenizer of the tokens.
@@ -302,7 +302,7 @@ class TokenTexts:
 
 
 def _says_everything(folder: Path, library: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Return whether tokenizer.json suffices, so that transformers is not necessary.
+    """Return whether tokenizer.json suffices to load the tokenizer without transformers.
 
     Args:
         folder: folder of the model.

@@ -253,7 +253,7 @@ def _placed(
 
 
 def _on_absent_devices(config: Config) -> Config:
-    """Return a fleet's config with one searcher per process and dtypes for its resources."""
+    """Return a fleet's config with one searcher per process, and dtypes for the fleet's devices."""
     has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
     model_config = describe_model(config, with_weights=False).config
     config = for_platform(config, model_config, "accelerators" if has_accelerator else "cpu")

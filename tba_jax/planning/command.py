@@ -195,7 +195,7 @@ def _fits(
     program: str,
     say: Callable[[str], None],
 ) -> Callable[[int], bool]:
-    """Return a function that tests whether a program compiled with a value of a setting fits."""
+    """Return a function (value of a setting) -> whether the program compiled with it fits."""
 
     def fits(value: int) -> bool:
         asked = planner.describe(with_field(config, name, value), chooses=False)
@@ -251,7 +251,7 @@ def _lowered(
     name: str,
     options: Sequence[int],
 ) -> dict[str, Any]:
-    """Return a description in which one size is the largest that fits, at most the current size."""
+    """Return a description with the largest value of one size that fits, up to the current one."""
     config, now = facts["config"], facts["sizes"][name.split(".")[1]]
     fits = _fits(planner, config, name, _PROGRAMS[name], say)
     is_lighter = name == _ROWS and facts["changed_fields"].get(_REMAT) == "dots"
@@ -276,7 +276,7 @@ def _slot_options(facts: Mapping[str, Any]) -> list[int]:
 
 
 class Plan(NamedTuple):
-    """A described run with its compiled programs, and the conclusions.
+    """Plan of a run: its description, compiled programs and conclusions.
 
     Attributes:
         facts: description of the run.
@@ -337,7 +337,7 @@ def compare(
     facts: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> tuple[Mapping[str, Any], str]:
-    """Return (the faster placement, a sentence about both) for a slice of several hosts.
+    """Compare two placements on a slice of several hosts; return (faster one, sentence on both).
 
     Args:
         planner: compiles both placements.

@@ -300,7 +300,8 @@ def group_size(
             return g
     if not sizes:
         raise PlacementError(
-            f"no group of {pool} devices divides a model of {model_config.num_heads} heads"
+            f"no group of up to {pool} devices divides a model of {model_config.num_heads} heads; "
+            "set another --config.search.num_devices, or choose another slice"
         )
     return sizes[-1]  # does not fit either; the verdict of the plan reports the missing memory
 

@@ -205,7 +205,7 @@ class _Counter:
     def _unfused(
         self, x: Instruction, body: Mapping[str, Instruction]
     ) -> tuple[Instruction, list[Instruction]]:
-        """Return an instruction and its operands; for a fusion, those of its root."""
+        """Return an instruction and its operands; for a fusion, the root instruction and its own."""
         operands = [body[name] for name in x.operands]
         if x.opcode != "fusion":
             return x, operands
@@ -228,7 +228,7 @@ def _index(x: Instruction) -> int | None:
 
 
 def _copied(x: Instruction, element: int, body: Mapping[str, Instruction]) -> Instruction | None:
-    """Return the instruction that an element of a tuple copies; None if `x` is not a tuple."""
+    """Return the instruction that `element` of a tuple copies; None if `x` is not a tuple."""
     if x.opcode != "tuple":
         return None
     found = body[x.operands[element]]
@@ -238,7 +238,7 @@ def _copied(x: Instruction, element: int, body: Mapping[str, Instruction]) -> In
 
 
 def _is_launch(x: Instruction) -> bool:
-    """Return whether an instruction outside fusions launches a kernel or call, not a prefetch."""
+    """Return whether an unfused instruction launches a kernel or a call; a prefetch does not."""
     if x.opcode == "custom-call":
         return target(x) not in FREE_CALLS
     is_prefetch = x.opcode in ("copy-start", "slice-start")
@@ -255,7 +255,7 @@ def _total(arrays: Sequence[Array] | Iterator[Array]) -> float:
 
 
 def _logical(array: Array) -> float:
-    """Return the bytes of an array, whether it is in device memory or in fast memory."""
+    """Return the bytes of an array in any memory."""
     return array._replace(is_on_chip=False).num_bytes
 
 
@@ -323,7 +323,7 @@ def _read_of(
     inside: Mapping[str, Instruction],
     computations: Computations,
 ) -> float:
-    """Return the bytes of a value of `whole` bytes that a fused computation reads."""
+    """Return how many of the `whole` bytes of an operand a fused computation reads."""
     parts = 0.0
     for user in inside.values():
         for index, name in enumerate(user.operands):

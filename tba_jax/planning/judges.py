@@ -121,7 +121,10 @@ def _dtype(role: str, config: Config) -> str:
 
 
 def _params(role: str, config: Config, model: Mapping[str, Any], mesh: Mesh) -> Any:
-    """Return the shapes of a model's parameters on a mesh or on its first device, as loaded."""
+    """Return the shapes of a model's parameters, sharded as the run loads them.
+
+    The run divides some models over the mesh, and loads others on its first device.
+    """
     dtype = jnp.dtype(_dtype(role, config))
     is_divided = role.endswith("reward model")
     if role == "sentence embedder" or (

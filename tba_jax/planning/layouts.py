@@ -225,7 +225,7 @@ def open_sizes(
     judge_bytes: Callable[[int], float],
     shares_devices: bool,
 ) -> dict[str, Any]:
-    """Return `fitting.sizes` of a config that has its final placement."""
+    """Return the sizes that a config leaves open, for its final placement (`fitting.sizes`)."""
 
     def of_searcher(config: Config) -> float:
         found = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
@@ -250,7 +250,7 @@ def _choose_whole_hosts(
     judge_bytes: Callable[[int], float],
     wanted: float,
 ) -> tuple[Config, Choice]:
-    """Choose a placement in which whole hosts train, with about `wanted` devices."""
+    """Choose a placement in which some whole hosts, with about `wanted` devices, train."""
     per_host = len(devices) // len(hosts_of(devices))
     sizes = trainer_options(devices, whole_hosts=True)
     given = config

@@ -75,9 +75,9 @@ def _facts(plan: Plan, *argv: str) -> dict[str, Any]:
 
 
 def _with_own_rows(config: str, topology: str, plan: Plan, chosen: int | None) -> str:
-    """Return the roofline of the train step with the preset's rows of a micro-batch.
+    """Return the roofline of the train step with the micro-batch rows of the preset.
 
-    The result is "" if the preset does not set the rows, or the plan has chosen the same number.
+    The result is "" if the preset does not set the rows, or the plan chose the same number.
     """
     from tba_jax.config.command_line import override
 
@@ -92,7 +92,7 @@ def _with_own_rows(config: str, topology: str, plan: Plan, chosen: int | None) -
 
 
 def _row(config: str, topology: str, plan: Plan) -> tuple[list[str], bool]:
-    """Return the cells of a plan, and whether the run fits."""
+    """Return the cells of a plan's row, and whether the run fits."""
     facts = _facts(plan, f"--config={config}", f"--topology={topology}")
     head = [f"`{config}`", f"`{topology}`"]
     if not facts:

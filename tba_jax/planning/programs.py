@@ -60,9 +60,9 @@ class Planned:
         name: name in the printed table.
         group: trainer or searcher.
         sizes: description of the shapes.
-        lower: lowers the program.
+        lower: function that lowers the program.
         resident: kind -> bytes per device of the arguments that stay in memory.
-        result: kind of the new results; "outputs" if the results do not stay in memory.
+        result: memory kind of the results that stay in memory; "outputs" if none stay.
         variants: number of programs of this kind that a run may load, one per shape.
         with_cache: whether the KV cache is in memory while the program runs.
         unknown_trips: trip count of a loop whose end depends on data.

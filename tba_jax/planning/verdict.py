@@ -130,7 +130,7 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
 
 
 def _held_between(facts: Mapping[str, Any], programs: Sequence[Program]) -> dict[str, float]:
-    """Return the memory that a searcher holds on a device during a trainer program."""
+    """Return the memory of a device that searchers hold while a program of the trainer runs."""
     if not facts["shares_devices"] or facts["config"]["driver"] != "async":
         return {}
     slots = max((p.hbm.get("inputs", 0.0) for p in programs if p.group == "searcher"), default=0.0)
@@ -145,11 +145,11 @@ class Balance:
     Attributes:
         step_s: time of a train step.
         round_s: time of a round of one searcher group.
-        made_per_trained: number of responses that all searchers generate per trained response.
+        made_per_trained: generated responses of all searchers per trained response.
         wanted: `made_per_trained` that the config asks for: recency_prob * S / K.
         trainer_devices: number of trainer devices that would balance the two.
         searchers: number of searchers that would keep this trainer busy.
-        steps_per_hour: rate of the slower part, as placed.
+        steps_per_hour: rate of the slower part with the planned devices.
     """
 
     step_s: float
@@ -251,7 +251,7 @@ def _resident_bytes(facts: Mapping[str, Any], group: str) -> float:
 
 
 def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: float) -> list[str]:
-    """Return advice on settings that make one program smaller, with the size that should fit."""
+    """Return advice on settings that reduce a program's memory, with the value that should fit."""
     sizes = facts["sizes"]
     free = max(0.0, capacity - resident) * _HEADROOM
     # If the program did not compile, the figure is the compiler's total, which includes arguments.
@@ -298,7 +298,7 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
 def _savings(
     facts: Mapping[str, Any], programs: Sequence[Program], group: str, occupancy: Occupancy
 ) -> list[str]:
-    """Return further settings that free memory on full devices, with the bytes they free."""
+    """Return advice on other settings that free memory, with the bytes that each frees."""
     config, frees = facts["config"], {}
     members = ("trainer", "searcher") if group == "both" else (group,)
     code = sum((p.variants - 1) * p.hbm.get("code", 0.0) for p in programs if p.group in members)

@@ -230,7 +230,7 @@ class Channel:
 
 
 async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
-    """Return the result of a future; b"" if it takes too long."""
+    """Return the result of a future; b"" after a timeout."""
     try:
         return await asyncio.wait_for(future, _FUTURE_S)
     except TimeoutError:

@@ -30,7 +30,7 @@ _SLOW_S = 20.0  # a longer wait for the trainer is logged
 
 
 class Rewind(Exception):
-    """The trainer was restored: join again, and repeat tickets that its checkpoint lacks."""
+    """The trainer was restored: the searcher must join again and repeat unsaved tickets."""
 
 
 class Dismissed(Exception):
@@ -38,7 +38,7 @@ class Dismissed(Exception):
 
 
 class TicketQuota:
-    """Admission of a remote searcher: admitted tickets that the searcher has not started."""
+    """Admitted tickets of a remote searcher that the searcher has not started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class TicketQuota:
 
 
 class LeasedShard:
-    """Lease of the evaluation shard that a searcher works on; at most one at a time."""
+    """Holder of a searcher's evaluation lease and its result; at most one lease at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

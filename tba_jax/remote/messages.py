@@ -25,8 +25,8 @@ class JoinRequest(NamedTuple):
         searchers: IDs of the searchers that the process runs.
         host: name of the machine, for log lines.
         identity: names of the code, model, data and run in that process.
-        given: for each searcher, (number of given responses, number of their rounds), which are its
-            first rounds; empty without given responses.
+        given: for each searcher, (number of given responses, number of rounds with them). These
+            are the first rounds of the searcher. Empty without given responses.
     """
 
     searchers: tuple[int, ...]
@@ -69,7 +69,7 @@ class JoinResponse(NamedTuple):
     Attributes:
         starts: start state of each searcher; empty if the process is refused.
         version: newest complete policy version; -1: there is none.
-        refusal: reason why the process may not search; "": it may. `RUN_ENDED` is no error.
+        refusal: reason why the process may not search, or RUN_ENDED; "": it may search.
         run_s: running time of the run in seconds.
     """
 

@@ -6,9 +6,8 @@ of each searcher. A searcher then requests tickets, and puts the responses of fi
 key of a ticket is (searcher, incarnation, ticket): a repeated put is acknowledged as a duplicate,
 an older incarnation is fenced, and a ticket that was not admitted is refused. A restored trainer
 starts a server with a new epoch. Searchers of the old epoch receive "rewind", join again, and
-repeat tickets
-that the checkpoint lacks. A searcher that exceeds the heartbeat timeout is lost: its open tickets
-count as lost until the searcher sends another message.
+repeat the tickets that the checkpoint lacks. A searcher that exceeds the heartbeat timeout is lost:
+its open tickets count as lost until the searcher sends another message.
 
 Invariant: after every message the outbox of a searcher counts each response once, as committed or
 as lost, and admission counts the open tickets (tests/remote/test_client.py).
@@ -269,12 +268,12 @@ class SearchServer:
             self._version = version
 
     def set_step(self, step: int) -> None:
-        """Count the staleness of new responses from this step of the trainer."""
+        """Set the trainer's step, from which the staleness of new responses is counted."""
         with self._lock:
             self._step = step
 
     def lose_silent_searchers(self) -> bool:
-        """Count searchers over the heartbeat timeout as lost; return whether there was one."""
+        """Count searchers over the heartbeat timeout as lost; return whether any was lost."""
         with self._lock:
             now, found = self._clock(), False
             for searcher, record in self._searchers.items():
@@ -380,7 +379,7 @@ class SearchServer:
         return ""
 
     def _check_sender(self, key: SearcherKey) -> Response | None:
-        """Record a message; return the refusal if the sender may not continue, else None."""
+        """Record a message of a sender; return a refusal if the sender may not continue."""
         now = self._clock()
         if self._has_ended:
             return Response("ended", reason=RUN_ENDED)
@@ -467,7 +466,7 @@ class SearchServer:
 
 
 def _drawn(record: SearcherRecord) -> list[OpenTicket]:
-    """Return the open tickets without those of start data, which cannot be lost."""
+    """Return the open tickets of sampled responses; tickets of start data cannot be lost."""
     return [ticket for ticket in record.open_tickets.values() if not ticket.is_given]
 
 

@@ -149,7 +149,7 @@ class StepClient:
 
     Attributes:
         channel: channel to the owner.
-        check: raises a failure of this process; called while the process waits for a step.
+        check: raises an error if this process has failed; called while waiting for a step.
     """
 
     def __init__(self, channel: Channel, process: int, *, timeout_s: float) -> None:

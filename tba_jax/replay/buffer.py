@@ -176,9 +176,9 @@ class ReplayBuffer:
         return self._plan
 
     def _fresh_fill(self, num_prompts: int, group_size: int) -> int:
-        """Return how many unused responses a group needs to fill a fresh slot; 0: any number.
+        """Return how many unused responses a group needs for each fresh slot that it fills.
 
-        With 0, each prompt fills at most one slot.
+        0: any number suffices, and each prompt fills at most one slot.
         """
         return group_size if len(self._contents.store) < num_prompts else 0
 
@@ -271,7 +271,7 @@ class ReplayBuffer:
         group_size: int,
         is_fresh: bool,
     ) -> Draw:
-        """Choose responses among the copies of `slots`, and count their use."""
+        """Choose responses stored in `slots`, and count the responses as used."""
         store = self._contents.store
         prompt = store.prompt(prompt_id)
         times, repeats = choose(self._rng, log_weights, copies, group_size)

@@ -141,7 +141,7 @@ class Contents:
                 self.ledger.counters["united"] += 1
 
     def _refresh(self, merged: int, prompt_id: int) -> bool:
-        """Update the number of unused responses of a group; return whether the group is new."""
+        """Recount the unused responses of a group; return whether the group is new."""
         unused, version = 0, 0
         if prompt_id in self.store:
             rows = self.store.rows[self.store.slots(prompt_id)]
@@ -181,7 +181,7 @@ class Contents:
             self._evict(slot, "bytes")
 
     def _evict_late(self, version: int) -> None:
-        """Evict waiting responses of versions older than this one."""
+        """Evict unused responses whose policy version is older than `version`."""
         for merged, prompt_id in self.fresh.older_than(version):
             slots = self.store.slots(prompt_id)
             rows = self.store.rows[slots]

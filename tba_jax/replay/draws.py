@@ -163,7 +163,7 @@ def is_wanted(settings: ReplaySettings, draw: Draw) -> bool:
 
 
 def without_level(settings: ReplaySettings, draws: Sequence[Draw]) -> tuple[list[Draw], int]:
-    """Empty the slots of groups with equal rewards, for replay.equal_rewards=skip.
+    """Empty the slots of groups with equal rewards; for replay.equal_rewards=skip.
 
     A batch that has only such groups stays unchanged.
 

@@ -64,7 +64,7 @@ class ExactLag:
         """Do nothing: an exact lag has only searchers of this process, which are never lost."""
 
     def has_begun(self, version: int) -> bool:
-        """Return whether every searcher has begun all its groups of these weights."""
+        """Return whether every searcher has begun its whole quota of the newest weights."""
         wanted = (version // self._sync_period + 1 + self._lag) * self._quota
         with self._lock:
             return min(self._begun.values()) >= wanted
@@ -94,7 +94,7 @@ class ExactLag:
         """Do nothing: the staleness does not depend on durations."""
 
     def holds(self, step: int) -> bool:
-        """Return False: a step waits for `is_due` instead."""
+        """Return False: the driver waits until `is_due` is True."""
         del step
         return False
 

@@ -43,7 +43,7 @@ class _Group:
 
 
 class _Rank:
-    """Groups of equal rank, drawn before higher ranks; prompts in random order."""
+    """Groups of one rank, drawn in random order before groups of higher ranks."""
 
     __slots__ = ("pool", "groups")
 
@@ -119,7 +119,11 @@ class FreshGroups:
         return known is None and unused > 0
 
     def use(self, merged: int, prompt_id: int, count: int) -> bool:
-        """Count drawn unused responses; return whether they are the first of a waiting group."""
+        """Count a draw of `count` unused responses of a group.
+
+        Returns:
+            Whether the group waits and none of its responses was drawn before.
+        """
         group = self._groups.get((merged, prompt_id))
         if group is None:
             return False
@@ -243,7 +247,7 @@ class FreshGroups:
 
 
 class _Merge:
-    """Prompts with stored responses of one merge, drawn or not."""
+    """Prompts of one merge that still have stored responses."""
 
     def __init__(self, rows: Mapping[int, int], pool: PromptPool) -> None:
         self.rows = dict(rows)  # number of rows by prompt
@@ -251,10 +255,10 @@ class _Merge:
 
 
 class RecentMerges:
-    """Prompts with stored responses of the newest merges, which can be drawn again.
+    """Prompts of the newest merges, to fill fresh slots when no unused response is left.
 
-    If a merge has less than a batch, the batch has all groups of the newest merge, and then repeats
-    of earlier merges, newest first.
+    Prompts of the newest merge are drawn first, then those of earlier merges. Only prompts with
+    stored responses can be drawn.
     """
 
     def __init__(self) -> None:

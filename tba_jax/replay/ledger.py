@@ -117,13 +117,13 @@ class Economy:
     Attributes:
         batches, slots: numbers of drawn batches and of their slots (one group each).
         fresh_slots: slots that were chosen to draw fresh data.
-        unused_slots: fresh slots filled with a waiting group.
+        unused_slots: fresh slots filled with responses that were never drawn.
         recycled_slots: fresh slots filled with a group of the newest merges that was drawn before.
         merged_groups: groups (one merge, one prompt) that waited to be drawn.
-        trained_groups: groups that were drawn while they waited.
-        came_in: merged responses, by their number of tokens.
-        trained: responses drawn for the first time, by their number of tokens.
-        staleness: responses in fresh slots except recycled ones, by staleness in steps.
+        trained_groups: groups of which a response was drawn while they waited.
+        came_in: number of merged responses, by number of tokens.
+        trained: number of responses that were drawn, by number of tokens.
+        staleness: number of responses in fresh slots that are not recycled, by staleness in steps.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Economy:
         self.staleness: collections.Counter[int] = collections.Counter()
 
     def trained_share(self, waiting: int) -> float:
-        """Return the share of trained groups among groups that no longer wait; 1 without a group.
+        """Return the share of trained groups among groups that no longer wait; 1 if there are none.
 
         Args:
             waiting: number of waiting groups without a drawn response.

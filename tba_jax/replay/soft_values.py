@@ -72,7 +72,7 @@ class SoftValues:
 
 
 def divided(states: Sequence[PartState], keep: Callable[[int], bool]) -> dict[str, np.ndarray]:
-    """Return the arrays of one new buffer from those of several old buffers; {} without arrays.
+    """Return the arrays of a new buffer, merged from old buffers; {} if all are empty.
 
     Args:
         states: states of the buffers.

@@ -108,11 +108,11 @@ class TrajectoryStore:
         return prompt_id in self._prompts
 
     def prompt(self, prompt_id: int) -> Prompt:
-        """Return the prompt, as its first stored response brought it."""
+        """Return the prompt, as stored with its first response."""
         return self._prompts[prompt_id].prompt
 
     def slots(self, prompt_id: int) -> Int[np.ndarray, " n"]:
-        """Return the slots of a prompt's responses, in an order that depends only on history."""
+        """Return the slots of a prompt's responses; the order depends on earlier calls only."""
         return np.array(self._prompts[prompt_id].slots, np.int64)
 
     def count_listed(self) -> int:

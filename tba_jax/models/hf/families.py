@@ -132,10 +132,10 @@ def aliases(name: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def is_spare(name: str, config: TransformerConfig) -> bool:
-    """Return whether a tensor that `tensors` does not list may be present, being no parameter.
+    """Return whether a checkpoint may contain this tensor although the model does not use it.
 
-    Such tensors are buffers of old checkpoints, the copy of a tied embedding, and the other parts
-    of a multimodal model.
+    Examples are buffers of old checkpoints, the copy of a tied embedding, and other parts of a
+    multimodal model.
     """
     has_copy = config.tie_embeddings and not config.num_labels
     is_copy = has_copy and name in FAMILIES[config.family].heads

@@ -237,13 +237,13 @@ def _sources(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first names as text, followed by the number of the others."""
     more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return (tensors of the folder by name, {missing tensor that the index lists: its file})."""
+    """Return (tensors by name, {tensor that the index lists and its file lacks: that file})."""
     if not (folder / _INDEX).is_file():
         if (folder / _SINGLE).is_file():
             return safetensors_file.entries(folder / _SINGLE), {}

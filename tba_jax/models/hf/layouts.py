@@ -82,7 +82,7 @@ def fused_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
 def shared_expert(
     config: TransformerConfig, i: int, experts: FeedForward = separate_experts
 ) -> dict[str, HFTensor]:
-    """Return the layout of some experts, and of one further expert that every token passes."""
+    """Return the tensors of routed experts and of the shared expert, which every token passes."""
     d, shared = config.hidden_size, dataclasses.replace(config, mlp_size=config.shared_size)
     out = experts(config, i)
     for name, tensor in _dense(shared, i).items():

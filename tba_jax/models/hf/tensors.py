@@ -62,7 +62,7 @@ class HFTensor:
         return {name: self.shape}
 
     def leaf_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return one array per leaf (or its layer), in our shape, from the arrays of `parts`."""
+        """Return an array in our shape for each leaf (or its layer), from the arrays of `parts`."""
         if self.is_mxfp4:
             return self.split(_from_mxfp4(parts[0], parts[1]))
         if not self.num_experts:
@@ -70,7 +70,7 @@ class HFTensor:
         return [np.stack(arrays) for arrays in zip(*map(self.split, parts), strict=True)]
 
     def file_arrays(self, ours: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the arrays of `parts`, never four-bit ones, from the arrays of our leaves."""
+        """Return the arrays of `parts` from the arrays of our leaves; never four-bit arrays."""
         if not self.num_experts:
             return [self.join(ours)]
         return [self.join([leaf[i] for leaf in ours]) for i in range(self.num_experts)]
@@ -97,13 +97,13 @@ class HFTensor:
 
 
 def plain(leaf: str, layer: int, shape: tuple[int, ...]) -> HFTensor:
-    """Return a tensor with the same layout as our leaf."""
+    """Return the layout of a tensor that files store like our leaf."""
     grid = (1, *shape)
     return HFTensor(shape, layer, (leaf,), grid, tuple(range(len(grid))))
 
 
 def split_vector(leaf: str, layer: int, axes: tuple[int, ...]) -> HFTensor:
-    """Return the map of a vector to a leaf with the axes `axes`."""
+    """Return the layout of a vector in files that is a leaf with several axes here."""
     size = int(np.prod(axes))
     order = tuple(range(len(axes) + 1))
     return HFTensor((size,), layer, (leaf,), (1, *axes), order)
@@ -152,7 +152,7 @@ def linear_parts(
 
 
 def each_expert(num_experts: int, tensor: HFTensor) -> HFTensor:
-    """Return a map with one tensor for each expert, along the first axis of our leaf."""
+    """Return the layout of a leaf that files store as one tensor for each expert (first axis)."""
     return dataclasses.replace(tensor, num_experts=num_experts)
 
 
