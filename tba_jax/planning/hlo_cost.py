@@ -205,7 +205,7 @@ class _Counter:
     def _unfused(
         self, x: Instruction, body: Mapping[str, Instruction]
     ) -> tuple[Instruction, list[Instruction]]:
-        """Return an instruction and its operands; for a fusion, the root instruction and its own."""
+        """Return an instruction and its operands; for a fusion, the root and its operands."""
         operands = [body[name] for name in x.operands]
         if x.opcode != "fusion":
             return x, operands

@@ -45,7 +45,7 @@ _BORDERS = ("solid", "dashed", "dotted", "double")
 
 
 def _look(group: int, theme: plots.Theme) -> tuple[str, int]:
-    """Return colour and dashes of a group; only groups after the last colour have dashes."""
+    """Return colour and dashes of a group; dashes are used when all colours are taken."""
     colours = (*plots.SERIES, theme.muted)
     return colours[group % len(colours)], group // len(colours) % len(_DASHES)
 
@@ -160,7 +160,7 @@ def _with_interval(found: _Interval | None, text: Callable[[float], str]) -> str
 
 
 def _bar(found: _Interval | None, low: float, high: float) -> str:
-    """Return a bar of an interval with a dot at its middle, on the scale from low to high."""
+    """Return HTML of a bar for an interval, with a dot at its middle; the scale is low to high."""
     if found is None or not high > low:
         return ""
     middle, start, end = (100 * (x - low) / (high - low) for x in found)

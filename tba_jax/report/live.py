@@ -40,7 +40,7 @@ _THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
 
 
 class SampledLog:
-    """Lines of a growing metrics.jsonl at equal distances, with evaluations.
+    """Evenly spaced lines of a growing metrics.jsonl, and its evaluations.
 
     Args:
         path: path of the log, which need not exist yet.
@@ -182,7 +182,7 @@ class LivePage:
         self._next_s = self._clock() + self._pause_s(began)
 
     def _pause_s(self, began: float) -> float:
-        """Return the pause in seconds after work that began when `work_clock` showed `began`."""
+        """Return the pause after work, in seconds; `began` is `work_clock` at its start."""
         is_over = self._run is not None and self._run.is_finished
         rest = 0.0 if is_over else self._rest * (self._work_clock() - began)
         return max(_PERIOD_S, rest)

@@ -199,7 +199,7 @@ def _missing(text: str) -> str:
 
 
 def _mark(reward: Any, *, is_graded: bool) -> str:
-    """Return the mark of a response: right or wrong if its reward is 1 or 0, else the reward."""
+    """Return HTML for the reward of a response: right for 1, wrong for 0, else the number."""
     if reward is None:
         return '<span class="mark none">– no reward</span>'
     if is_graded and reward >= 1:
@@ -210,7 +210,7 @@ def _mark(reward: Any, *, is_graded: bool) -> str:
 
 
 def _gold(answer: str) -> str:
-    """Return the reference answer; of a worked solution, only the last line is unfolded."""
+    """Return HTML of the reference answer; all lines but the last of a solution are folded."""
     *work, last = answer.strip().splitlines() or [""]
     if work:
         return details(f"answer: {last}", f"<pre>{escaped(answer)}</pre>")

@@ -458,7 +458,7 @@ def _lane(
 def _stack(
     axes: "Axes", shares: Mapping[str, np.ndarray], edges: np.ndarray, row: int, theme: Theme
 ) -> None:
-    """Draw the shares of a lane's phases in each time interval as stacked bars."""
+    """Draw stacked bars: the share of each phase of a lane in each time interval."""
     below = np.zeros(len(edges) - 1)
     place = row + 0.4
     for phase, share in shares.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that rewrite and serve the report of a run; the run waits for neither."""
+"""Processes that write and serve the report of a run, while the run continues."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ _REST = 50.0  # pause after a rewrite, in multiples of its duration: at most 2 %
 
 
 class ReportProcess:
-    """Starts `python -m tba_jax.report` from time to time.
+    """Starts `python -m tba_jax.report` at intervals, to write the report of the run.
 
     Args:
         settings: how often the page is written, and whether it is served.
@@ -58,7 +58,7 @@ class ReportProcess:
         )
 
     def _announce(self) -> bool:
-        """Print the address once the live page has written it."""
+        """Print the address of the live page, as soon as the page's process has written it."""
         line, end, _ = os.pread(self._printed.fileno(), _LINE_BYTES, 0).partition(b"\n")
         if end:
             self._note(f"live page: {line.decode(errors='replace').strip()}")
@@ -80,7 +80,7 @@ class ReportProcess:
             self._rewriting = self._start()
 
     def close(self) -> None:
-        """End both processes."""
+        """End the processes that write and serve the report."""
         self._announcing.close()
         self._printed.close()
         for process in (self._rewriting, self._serving):

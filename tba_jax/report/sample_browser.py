@@ -42,7 +42,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def read_samples(path: Path, most_bytes: int) -> list[dict[str, Any]]:
-    """Return responses at equal distances over the log.
+    """Return evenly spaced responses of the log.
 
     Args:
         path: path of samples.jsonl, which need not exist.

@@ -52,7 +52,7 @@ class MultiWriter:
 
         Args:
             step: step of the responses.
-            of: "train" or "eval".
+            of: kind of the responses, "train" or "eval".
             samples: records of samples.jsonl.
         """
         for writer in self._writers:

@@ -5,11 +5,10 @@ Each reward process leads a process group. When the process ends (at a deadline,
 parent has ended), its group is killed. Children can leave the group (setsid) and their ancestors
 (double fork), but they inherit resource limits. On Linux, a harmless limit therefore has a value
 that identifies the reward process, its mark. Every process with that mark is killed with the group.
-(A sub-reaper would mix orphans with the children of the program that uses this library.) Without
-Linux,
-or if that limit is already finite, only the group is killed. This is no sandbox: a process with the
-privilege can raise its limits. Invariant: a group or mark is killed only after its leader has
-ended, so a reused process ID never gets a signal.
+(A sub-reaper would mix orphans with the children of the program that uses this library.) On other
+systems, or if that limit is already finite, only the group is killed. This is no sandbox: a process
+with the privilege can raise its limits. Invariant: a group or mark is killed only after its leader
+has ended, so a reused process ID never gets a signal.
 """
 
 import contextlib

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a user's reward function and calls it as TRL does, in the reward process.
 
-A function is named "package.module:function" or "path/to/file.py:function". It gets those of
-`prompts`, `completions`, `completion_ids` and the other columns of the data that its signature
-takes, as keyword lists. It returns one float or None per completion. This module imports neither
-jax nor
-transformers. Invariant: for every behaviour of the function the caller gets an Outcome, never an
-exception.
+A function is named "package.module:function" or "path/to/file.py:function". It receives, as lists,
+those of `prompts`, `completions`, `completion_ids` and the columns of the data that its signature
+accepts. It returns one float or None per completion. This module imports neither jax nor
+transformers. Invariant: whatever the function does, the caller gets an Outcome and no exception.
 """
 
 import asyncio
@@ -140,7 +138,7 @@ def _load(function: str) -> _Function:
 
 
 def forget_loaded() -> None:
-    """Load every function again when it is called next."""
+    """Forget loaded functions, so that the next call loads each function again."""
     _load.cache_clear()
 
 
@@ -275,7 +273,7 @@ def _number(value: Any) -> float | Missing | None:
         return value
     number = value.item() if hasattr(value, "item") else value  # an array's element
     if number is not None and not isinstance(number, numbers.Real):
-        raise TypeError("no number")
+        raise TypeError("not a number")
     return None if number is None else float(number)
 
 

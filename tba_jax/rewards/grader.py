@@ -113,7 +113,7 @@ class Grader:
 def _merged(
     scores: ScoreResult, asked: Sequence[int], verdicts: Sequence[Verdict | None]
 ) -> ScoreResult:
-    """Return the given verdict of each response that has one, and the score of each other."""
+    """Return the result of each response: its verdict if it has one, else its score."""
     given = [verdict or Verdict(None, None) for verdict in verdicts]
     rewards = [verdict.reward for verdict in given]
     reasons = [verdict.reason for verdict in given]

@@ -87,7 +87,7 @@ class InProcessRewards:
         return call.result(functions.part_names(self._functions), self._weights)
 
     def _score(self, call: Call, number: int, name: str, items: range) -> bool:
-        """Call a function on some items; return whether every item has a result."""
+        """Call a function on some items, and record the results; return whether all have one."""
         outcome = functions.score_chunk(name, *call.arguments(items))
         if outcome.unusable:
             raise ValueError(f"reward function {name} {outcome.unusable}")

@@ -3,8 +3,7 @@
 
 To add a learned reward, write its source in a file of this folder, its settings in `config`, and
 its record here, under the name that tasks and `task.reward` use. This module imports no jax before
-a
-source is made. Invariant: settings that pass `check` make a source, unless its models cannot be
+a source is made. Invariant: settings that pass `check` make a source, unless its models cannot be
 used.
 """
 
@@ -78,8 +77,8 @@ class Use(NamedTuple):
         row: prompt text and columns of one row of the data, for a trial of the functions.
         tokenizer: tokenizer of the responses.
         sites: devices of the searchers, for models.
-        is_part: whether the source is added to another source, which scores responses to which
-            no function applies.
+        is_part: whether the rewards are added to those of another source. A response to which no
+            function applies is then no failure.
     """
 
     functions: str

@@ -3,9 +3,8 @@ r"""Reward for competition mathematics: the last \boxed{...} of a response, comp
 
 Only reward processes import this module: it needs the package math-verify (extra `math`), whose
 import must end before the deadline of the first item starts. The package's own time limits are off,
-because they would silently grade a slow comparison as wrong; the reward pool's deadline counts it
-as
-a failure. Invariant: a response without a boxed answer is wrong.
+because they would silently grade a slow comparison as wrong; with the reward pool's deadline, a
+slow comparison is a failure. Invariant: a response without a boxed answer is wrong.
 """
 
 import logging

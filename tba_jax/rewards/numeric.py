@@ -41,7 +41,7 @@ _MARKED = re.compile(rf"{_GSM8K_MARK}[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):]
 
 
 def _value(number: re.Match[str]) -> float | None:
-    """Return the value of a match of _NUMBER; None for a fraction over 0."""
+    """Return the value of a match of _NUMBER; None for a division by 0."""
 
     def read(group: str) -> float:
         return float((number[group] or "0").replace(",", "").replace(_MINUS, "-"))

@@ -5,9 +5,8 @@ A reward function is user code: it may hang, raise, crash its process or return 
 The pool gives each item a deadline, kills a process that exceeds it, and returns for every item
 either a finite number or a named reason. Several functions share the processes; their weighted sum
 is the reward, and an item on which a function fails has no reward. The processes import neither jax
-nor
-transformers. Invariant: a failure is never a reward of 0, and a failing item does not change the
-rewards of other items.
+nor transformers. Invariant: a failure is never a reward of 0, and a failing item does not change
+the rewards of other items.
 
 Items are sent in chunks, for throughput. The items of a failed chunk are sent again one by one, to
 find the item that fails. Pebble stops a process at its deadline (SIGTERM, then SIGKILL 3 s later)
@@ -303,7 +302,7 @@ class RewardPool:
         self._ready = True
 
     def _trial_error(self) -> LoadError | None:
-        """Return why a function fails on the row; one that takes too long has not failed."""
+        """Return why a function fails on the row; a function that takes too long does not fail."""
         if self._row is None:
             return None
         call = Call.on_row(self._functions, *self._row).arguments(range(1))

@@ -115,7 +115,7 @@ class HttpReward:
         return found
 
     def _wait(self) -> None:
-        """Wait for the next moment at which the rate limit permits a request."""
+        """Wait until the rate limit permits a request."""
         with self._lock:
             now = time.monotonic()
             start_s = max(now, self._next_s)

@@ -100,7 +100,7 @@ class RemoteRewards:
     """Placeholder in processes whose rewards are computed by other processes."""
 
     def check(self) -> None:
-        """Return at once: the processes that compute rewards check them."""
+        """Do nothing: other processes compute rewards and check the reward functions."""
 
     def score(self, *args: Any, **kwargs: Any) -> ScoreResult:
         """Raise AssertionError: rewards are computed in the searchers' processes."""

@@ -222,7 +222,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
 
 
 def resume_display(progress: Display, workdir: Path) -> None:
-    """Show the metrics of earlier processes of the run, sampled to at most `_SHOWN` lines."""
+    """Show metrics that earlier processes of the run logged, at most `_SHOWN` lines of them."""
     path = workdir / "metrics.jsonl"
     progress.resume([*sample_jsonl(path, _SHOWN, wrong_metrics, always=b'"eval/n"')])
 

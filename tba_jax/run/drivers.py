@@ -109,7 +109,7 @@ class SynchronousSearch(Search):
             self._do_rounds(1)
 
     def _do_given_rounds(self) -> None:
-        """Score the given responses, which are the first rounds of searcher 0."""
+        """Score the given responses as the first rounds of searcher 0."""
         for searcher in self._run.search.local:
             while searcher.num_given_rounds_left:
                 searcher.step()
@@ -233,7 +233,7 @@ def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
 
 
 def failed_requests(run: Run) -> dict[str, int]:
-    """Return metrics: failed requests of searchers to their server since the last step."""
+    """Return, as metrics, the failed requests of searchers to their server since the last step."""
     return {f"search/{name}": number for name, number in run.search.take_failures().items()}
 
 
@@ -312,7 +312,7 @@ class AsynchronousSearch(Search):
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def _step_of(self, station: int, search: ContinuousSearch) -> Callable[[], bool]:
-        """Return the step function of a decoding thread; it works on evaluation shards first."""
+        """Return the step function of a decoding thread, which does evaluation shards first."""
         return lambda: self._run.evaluations.step(station) or search.step()
 
     def _deliver(self) -> bool:
@@ -443,7 +443,7 @@ class AsynchronousSearch(Search):
         searchers = run.search.searchers
 
         def target() -> float:
-            """Return the number of responses to wait for; inf (unknown) until searcher 0 joins."""
+            """Return the number of responses to wait for; inf until searcher 0 has reported it."""
             given = sum(searcher.num_given for searcher in searchers)
             is_known = given or not run.config.task.start_path
             return given + run.config.search.initial_fill if is_known else math.inf
@@ -563,7 +563,7 @@ class FollowingSearch(Search):
         self._newest_eval = run.evaluated.last_eval_step
 
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
-        """Keep the weights of the first evaluation, which the owner requests."""
+        """Keep the current weights, if the owner will request their evaluation."""
         if not self.publishes_first:
             self._keep(self._run.trainer.step_index)
         return []
@@ -584,7 +584,7 @@ class FollowingSearch(Search):
         time.sleep(_CHECK_S)
 
     def _keep(self, step: int) -> None:
-        """Keep the weights of a version that will be evaluated."""
+        """Keep the weights of version `step` on the searchers, if it will be evaluated."""
         if self._run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
             if self._run.search.local:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a process of a run: states of its parts by name, and facts that identify the run.
 
-This module serialises host states, refuses files of other versions, and divides a state over
-another
+This module serialises host states, refuses files of other versions, and converts a state to another
 number of searchers. The facts have the ID of the run and digests of its inputs: weights, tokenizer,
-data, reward, objective. A resumed run compares the digests, because a change would alter its
-results without an error.
+data, reward, objective. A resumed run compares the digests, because a changed input would change
+its results without an error.
 
 Invariants: no file has pickled objects. A checkpoint of another run is refused, and the message
 names the changed input (tests/run/test_identity.py).
@@ -182,7 +181,7 @@ class RunClock:
             self.time_to_first_step_s = self()
 
     def state(self) -> PartState:
-        """Return the running time as state."""
+        """Return the running time, as the state of a part."""
         times = {"elapsed_s": self(), "time_to_first_step_s": self.time_to_first_step_s}
         return PartState({}, times)
 
@@ -241,12 +240,12 @@ def with_searchers(
 
 
 def _next_number(position: Mapping[str, Any]) -> int:
-    """Return a number above every round that an outbox has received."""
+    """Return a round number higher than all rounds of a saved outbox."""
     return max([position["next_round"], *(number + 1 for number, _ in position["ahead"])])
 
 
 def _counters(state: HostState, num_searchers: int) -> dict[str, PartState]:
-    """Return the counters of the searchers; searcher 0 gets the tokens of removed ones."""
+    """Return the counters of the searchers; searcher 0 also counts tokens of removed searchers."""
     known = {name: part.meta for name, part in state.named("searcher_").items()}
     names = [f"searcher_{i}" for i in range(num_searchers)]
     lost = sum(meta["decoded_tokens"] for name, meta in known.items() if name not in names)
@@ -375,7 +374,7 @@ def _reward(config: Config, task: "Task") -> Iterator[str]:
 
 
 def _source(module: str) -> Path | None:
-    """Return the file of a module; None if it is not found, which its import will report."""
+    """Return the file of a module; None if there is no such module, as its import will report."""
     if module.endswith(".py"):
         path = Path(module).expanduser().absolute()
         return path if path.is_file() else None

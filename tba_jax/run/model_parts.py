@@ -97,7 +97,7 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
 
 
 def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
-    """Return the scoring with published weights, for start data and divergence metrics."""
+    """Return the scoring settings for published weights, for start data and divergence metrics."""
     scoring = make_scoring(config, eos_ids)
     return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
 
@@ -136,7 +136,7 @@ def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
 def make_publication(
     model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> tuple[Layout, Any]:
-    """Return the layout that searchers want, and the shardings of the published copy.
+    """Return the layout of weights for searchers, and the shardings of the published copy.
 
     Args:
         mesh: `Placement.publication_mesh`.
@@ -365,9 +365,9 @@ def micro_batch_rows(config: Config) -> int:
 
 
 def groups_stay_whole(config: Config) -> bool:
-    """Return whether micro-batches hold whole groups, so that rows are scored once.
+    """Return whether each group is in a single micro-batch, so that its rows are scored once.
 
-    The paths of episodes that fork may need more rows than a micro-batch has.
+    The result is False if episodes may fork: their paths may need more rows than a micro-batch has.
     """
     return micro_batch_rows(config) >= config.objective.group_size and not allows_forks(config)
 
@@ -398,7 +398,7 @@ def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packi
 
 
 def _row_parts(config: Config, mesh: Mesh | None) -> int:
-    """Return the number of devices that share the rows of a batch."""
+    """Return the number of parts into which devices divide the rows of a batch."""
     if mesh is None:
         return config.mesh.data * config.mesh.fsdp * config.mesh.expert
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))

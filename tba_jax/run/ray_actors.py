@@ -172,7 +172,7 @@ class TrainerLocator:
             raise Unreachable("the trainer's process has just ended") from error
 
     def _newest(self) -> Any:
-        """Return the trainer that was started last; names of dead trainers may still exist."""
+        """Return the trainer that was started last; Ray may still list names of dead trainers."""
         named: Any = ray.util.list_named_actors(all_namespaces=True)
         numbers = [
             int(each["name"].removeprefix(_TRAINER))
@@ -221,10 +221,11 @@ class SearcherProcess:
         return True
 
     def _until_dismissed(self, search: Callable[[], str]) -> str:
-        """Search until the server dismisses this process before the end of the run.
+        """Search until the server dismisses this process, and return the reason.
 
-        After the end of the run this process waits: the trainer may die before it has saved, and
-        another trainer continues. The driver ends this process.
+        When the server reports the end of the run, this method waits and searches again. If the
+        trainer dies before its last save, the next trainer needs the searchers. Otherwise the
+        driver kills this process.
         """
         while (end := search()).endswith(RUN_ENDED):
             if end != RUN_ENDED:  # also the response to every later join request

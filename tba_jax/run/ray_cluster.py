@@ -348,10 +348,9 @@ class _Fleet:
             self._ray.kill(each)
 
     def _ended(self, done: Sequence[Any]) -> Outcome | None:
-        """Return the outcome of the trainer's first process, or None.
+        """Return the outcome of the trainer's first process, if the trainer has ended.
 
-        None means that other processes still run, or that a process died and all were started
-        again.
+        Returns None if processes of the trainer still run, or if one died and all were restarted.
 
         Args:
             done: members of `_running` that have ended.
@@ -401,7 +400,7 @@ class _Fleet:
         return max(steps, default=-1)
 
     def _look_at(self, searchers: _Searchers) -> None:
-        """Report changes of a searcher process, and restart it if it failed."""
+        """Print new lines of a searcher process, and restart the process if it failed."""
         now = time.monotonic()
         if searchers.is_over or now < searchers.asked_at:
             return
@@ -438,7 +437,7 @@ class _Fleet:
             searchers.is_over = True
             self._display.note(f"{searchers.name}: {end}")
             if all(each.is_over for each in self._searchers) and end.startswith("refused"):
-                raise FleetError(f"all searchers were dismissed; the last one was {end}")
+                raise FleetError(f"the trainer refused all searchers. The last reason: {end}")
 
     def _failed(self, searchers: _Searchers, why: str) -> None:
         """Restart a searcher process whose code raised an error, a limited number of times."""
@@ -461,7 +460,7 @@ def _cause(error: Any) -> BaseException:
 
 
 def _brief(error: BaseException) -> str:
-    """Return a short reason for the death of an actor; `Machines` reports lost machines."""
+    """Return a short reason for the death of an actor; lost machines are left to `Machines`."""
     return "out of memory" if "out of memory" in str(error).lower() else "its process ended"
 
 
@@ -527,7 +526,7 @@ class Machines:
             return lines
 
     def failure(self) -> str:
-        """Return the reason why this process cannot use the cluster any more; "" while it can."""
+        """Return why this process can no longer use the cluster; "" while it can."""
         with self._lock:
             silent_s = self._time() - self._answered_s
             is_dead = self._alive is not None and self._own not in self._alive

@@ -82,7 +82,7 @@ class Logs:
         return PartState({}, {file.path.name: file.num_bytes() for file in self._files()})
 
     def restore(self, state: PartState) -> None:
-        """Remember the saved lengths for `cut_back`."""
+        """Store the saved lengths, which `cut_back` uses."""
         self._saved = dict(state.meta)
 
     def cut_back(self, step: int, is_kept_metric: Wanted, is_kept_event: Wanted) -> None:
@@ -228,7 +228,7 @@ class Samples:
         self._write(step, "train", records)
 
     def add_evaluation(self, step: int, evaluation: Evaluation, prompts: list[Prompt]) -> None:
-        """Write the responses to the first held-out prompts, if it is time."""
+        """Write the responses to the first held-out prompts, if the step is due."""
         period, newest = self._step_period, self._newest_eval
         is_due = step // period != newest // period or step == self._num_steps
         if self._log is None or not is_due:
@@ -257,7 +257,7 @@ class Samples:
 
 
 def _hundredths(values: np.ndarray, kept: np.ndarray) -> list[int]:
-    """Return log ratios in whole hundredths, which take little room."""
+    """Return log ratios in whole hundredths, to make samples.jsonl smaller."""
     return np.rint(100 * np.clip(np.nan_to_num(values[kept]), -99, 99)).astype(int).tolist()
 
 
@@ -276,7 +276,7 @@ class Evaluated:
     last_eval_step: int = -1
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add an evaluation."""
+        """Record the result of an evaluation, a dictionary with `step`."""
         if self.before is None:
             self.before = record
         self.after = record

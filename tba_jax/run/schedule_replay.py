@@ -40,9 +40,9 @@ Event = Mapping[str, Any]
 class Admissions:
     """For each ticket of a searcher, the chunk before its last admission.
 
-    If a killed process left a ticket uncommitted, the next process admitted it again; only the last
-    admission counts. Most tickets are admitted once, in the order of their numbers, so only
-    exceptions are stored.
+    If a process was killed before it committed a ticket, the next process admitted the ticket
+    again; only the last admission counts. Most tickets are admitted once, in the order of their
+    numbers, so only the others are stored.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class Admissions:
                 self._others[ticket] = chunk
 
     def is_last(self, ticket: int, chunk: int) -> bool:
-        """Return whether the admission before this chunk is the last admission of the ticket."""
+        """Return whether the admission of the ticket before this chunk is the ticket's last one."""
         return self._others.get(ticket, chunk) == chunk
 
 
 class Admitted:
-    """Admission that admits every ticket, because the log decides."""
+    """Admission of a replay: admits every ticket, because the log has the order of tickets."""
 
     def admit(self, searcher: int, version: int) -> bool:
         """Return True."""
@@ -90,7 +90,7 @@ class Schedule:
         self.admissions: dict[int, Admissions] = {}
 
     def note(self, event: Event) -> None:
-        """Count the version that an event needs; called once for each event, in order."""
+        """Count that an event needs this version; called once for each event, in order."""
         if event["event"] == "chunk":
             admissions = self.admissions.setdefault(event["searcher"], Admissions())
             admissions.add(event["chunk"], event["tickets"])
@@ -205,7 +205,7 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
 
 
 class _Weights:
-    """Published weights of each searcher that later events need."""
+    """Published weights that later events of each searcher need."""
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self._run = run

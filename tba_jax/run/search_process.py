@@ -99,7 +99,7 @@ class StoredWeights:
     reader: VersionReader
 
     def reset(self, version: int) -> None:
-        """Forget all versions; `version` is the newest of the search server that was joined."""
+        """Forget all versions; `version` is the newest version of the new search server."""
         self.reader.forget()
         self.reader.announce(version)
 
@@ -140,7 +140,7 @@ class SearchProcess:
     Attributes:
         weights: source of the weights that the searchers sample with.
         evaluator: works on evaluation shards, with a station for each searcher.
-        wants_stop: returns whether this process received a stop request, which the owner receives.
+        wants_stop: returns whether this process received a stop request; sent to the owner.
         first_positions: state of each prompt stream before its first prompt.
     """
 
@@ -218,7 +218,7 @@ def open_search_process(
 def _fleet_sites(config: Config, first_searcher: int) -> Sites:
     """Divide the devices of this process among its searchers.
 
-    The devices of the first searcher read weights.
+    Weights are read from disk with the devices of the first searcher.
     """
     each, num = config.search.num_devices, config.num_searchers
     devices = jax.local_devices()
@@ -540,15 +540,12 @@ class NoSearchService:
 
     server = None
 
-    def announce(self) -> None:
-        """Do nothing."""
+    def announce(self) -> None: ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Return none."""
         return {}
 
     def workers(self, stop: StopFlag) -> list[Worker]:
-        """Return none."""
         return []
 
 

@@ -123,7 +123,7 @@ def train(
 
 
 def _lower_nothing(config: Config) -> None:
-    """Return None: a run that exceeds the device memory ends."""
+    """Choose no smaller sizes: a run that exceeds the device memory ends."""
     del config
 
 

@@ -513,7 +513,7 @@ class _Found:
         return None
 
     def mentions(self, *names: str) -> bool:
-        """Return whether a problem mentions one of these settings."""
+        """Return whether a found problem mentions one of these settings."""
         return any(line.startswith(f"config.{name} ") for line in self.lines for name in names)
 
 

@@ -160,7 +160,7 @@ def check_for_report(workdir: Path) -> None:
 
 
 def _names(workdir: Path) -> set[str]:
-    """Return the names in the directory that a run may write."""
+    """Return the names of existing files and folders that a run may write."""
     try:
         present = {entry.name for entry in workdir.iterdir()}
     except FileNotFoundError:

@@ -43,7 +43,7 @@ class Ticket(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A ticket in the session, and the version and time of its admission."""
+    """A ticket in progress, with the version and time of its admission."""
 
     ticket: Ticket
     version: int
@@ -201,7 +201,7 @@ class ContinuousSearch:
         return -(-max(0, groups.session.room) // size)
 
     def renewed(self) -> "ContinuousSearch":
-        """Return a copy with a new session, as after a resume; no prompt is taken twice."""
+        """Return a copy with an empty session, as after a resume; no prompt is taken twice."""
         other = ContinuousSearch(
             self.searcher,
             self._admission,
@@ -292,7 +292,7 @@ class ContinuousSearch:
 
 
 class RoundQuota(SearcherAdmission, Protocol):
-    """An admission that knows how many rounds are admitted."""
+    """Admission of rounds; its length is the number of rounds that may start now."""
 
     def __len__(self) -> int: ...
 

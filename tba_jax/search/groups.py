@@ -176,7 +176,7 @@ def _by_bucket(
 
 
 def _width(num: int, most: int) -> int:
-    """Return the compiled number of responses per row for `num` responses to a prompt."""
+    """Return the number of responses per row, one of the compiled numbers, for `num` responses."""
     return most if 4 * num > 3 * most else max(1, most // 4)
 
 

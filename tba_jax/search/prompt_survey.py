@@ -91,13 +91,13 @@ def judge(found: Survey, name: str, max_prompt_tokens: int, long_prompts: LongPr
         limit = f"task.max_prompt_tokens = {max_prompt_tokens}"
         if long_prompts == "refuse":
             most = f"the longest has {found.longest_tokens:,} (train problem {found.longest})"
-            remedy = f"set --config.task.max_prompt_tokens to {found.longest_tokens} or more"
+            remedy = f"Set --config.task.max_prompt_tokens to {found.longest_tokens} or more"
             if found.num_huge:
                 most = f"{found.num_huge:,} of them are too long to be tokenized at all"
-                remedy = "shorten those"
+                remedy = "Shorten those"
             raise ValueError(
-                f"{what} have more tokens than {limit}, the first is train problem "
-                f"{found.first_long}, and {most}; {remedy}, or leave such prompts out with "
+                f"{what} have more tokens than {limit}. The first is train problem "
+                f"{found.first_long}; {most}. {remedy}, or leave these prompts out with "
                 "--config.task.long_prompts=skip"
             )
         lines.append(f"{what} have more tokens than {limit} and are left out")

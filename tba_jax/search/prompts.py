@@ -76,7 +76,7 @@ def text_of(
 
 
 def is_long_text(text: str, tokenizer: Encoder, max_prompt_tokens: int) -> bool:
-    """Return whether a text has too many characters for the limit, before tokenizing it."""
+    """Return whether a text has more characters than `max_prompt_tokens` tokens can hold."""
     return len(text) > _LONG_TEXT and len(text) > max_prompt_tokens * tokenizer.longest_token
 
 
@@ -224,7 +224,7 @@ class PromptStream:
         return prompts
 
     def state(self) -> dict[str, Any]:
-        """Return position and count, JSON-compatible; later calls of `take` do not change it."""
+        """Return the stream's position and skip count, JSON-compatible; a copy."""
         return {"position": self._indices.get_state(), "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:

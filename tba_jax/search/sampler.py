@@ -49,7 +49,7 @@ class SampledGroup(NamedTuple):
 
 @dataclasses.dataclass
 class _Open:
-    """A group in the session; `left` is the number of unfinished episodes and continuations."""
+    """A group in progress; `left` is the number of unfinished episodes and continuations."""
 
     number: int
     prompt: Prompt
@@ -60,7 +60,12 @@ class _Open:
 
 
 class _Request(NamedTuple):
-    """Owner of a request: a group, and the tokens of the state that the request continues."""
+    """Purpose of a request to the decode session.
+
+    Attributes:
+        group: the group that needs the response.
+        state: tokens that a continuation begins with; None: the response is an episode.
+    """
 
     group: _Open
     state: np.ndarray | None = None
@@ -121,7 +126,7 @@ class Sampler:
 
         Args:
             published: the weights.
-            is_fed: whether prompts are also submitted while the session runs.
+            is_fed: True if prompts are also submitted later, while the session runs.
         """
         settings = self.settings
         size = settings.samples_per_prompt

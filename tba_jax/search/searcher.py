@@ -154,7 +154,7 @@ class Searcher:
     Attributes:
         decoded_tokens: tokens of the responses committed so far.
         idle_s: seconds without work, counted by the driver.
-        num_chunks: decode chunks done without rounds.
+        num_chunks: number of decode chunks of continuous search; 0 with rounds.
         num_given, num_given_rounds: numbers of given responses and of their rounds.
     """
 

@@ -2,9 +2,8 @@
 """Start data: responses from a file, as the first rounds of a searcher.
 
 Given responses are scored, committed and merged like sampled responses. Their behavior log-probs
-are
-those of the start policy. Invariants: no response is truncated or omitted, the policy could have
-sampled each response, and every round has the shape of a sampled round.
+are those of the start policy. Invariants: no response is truncated or omitted, the policy could
+have sampled each response, and every round has the shape of a sampled round.
 """
 
 from collections.abc import Callable, Sequence

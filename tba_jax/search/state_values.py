@@ -84,7 +84,7 @@ def advantages_of(
 
 
 def _mean_of_others(rewards: np.ndarray, index: int) -> float:
-    """Return the mean reward of the other responses; the own reward if no other has a reward."""
+    """Return, for each response, the mean reward of the others; its own reward without others."""
     others = np.delete(rewards, index)
     others = others[~np.isnan(others)]
     return float(others.mean()) if others.size else float(rewards[index])

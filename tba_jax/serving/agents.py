@@ -203,7 +203,7 @@ class Agent:
         previous: np.ndarray,
         completion: np.ndarray,
     ) -> np.ndarray | None:
-        """Return the prompt as a continuation of the turn, or None if it does not continue it."""
+        """Return the prompt if it continues the turn, with the turn's sampled tokens; else None."""
         before = np.concatenate([previous, completion])
         if kind == "chat":
             chat, tools = self._pool.served.chat, body.get("tools") or []
@@ -236,7 +236,7 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def continues(messages: Messages, history: Messages) -> bool:
-    """Return whether `messages` are `history`, its answer, and messages that the agent adds."""
+    """Return whether `messages` are `history`, the answer to it, and new messages of the agent."""
     if len(messages) <= len(history):
         return False
     added = [message["role"] for message in messages[len(history) :]]

@@ -87,8 +87,8 @@ class Loaded:
         name: name of the adapter in the server.
         folder: folder of its files.
         version: version of the weights.
-        users: searchers that sample with it, and requests under way.
-        loaded_s: end of the newest request to load it again.
+        users: number of searchers and unfinished requests that sample with the adapter.
+        loaded_s: time at which the adapter was last loaded again.
     """
 
     name: str
@@ -107,8 +107,8 @@ class InferenceServer:
         base: name of the base model, for the files of adapters.
         folder: parent of the folders of adapters, which the server reads.
         longest: tokens that prompt and response may have.
-        probe_id: a token of the model, for the check.
-        timeout_s: longest time of an attempt in seconds; a request is sent again for twice as long.
+        probe_id: ID of a token that the model has, as the prompt of `check`.
+        timeout_s: timeout of an attempt in seconds; attempts are repeated for twice that time.
 
     Attributes:
         failures: failed attempts, by name.
@@ -179,7 +179,7 @@ class InferenceServer:
             self._unload(Loaded(folder.name, folder, 0))
 
     def acquire(self, version: int, adapters: Any) -> Loaded:
-        """Return the adapter of a version for one more user, loaded if it is not there.
+        """Return the adapter of a version; load it if needed, and count one more user.
 
         Args:
             version: version of the weights.
@@ -266,7 +266,7 @@ class InferenceServer:
         return self._ask("/completions", body, read, load_again)
 
     def close(self) -> None:
-        """Stop sending requests again, and unload the adapters."""
+        """Stop retrying requests, and unload the adapters."""
         self.stop.set()
         with self._lock:
             left, self._loaded = list(self._loaded.values()), {}
@@ -294,7 +294,8 @@ class InferenceServer:
             path: path below the base URL.
             body: JSON of the request.
             read: returns the result, or raises `_Failed`.
-            load_again: called with the start of an attempt that did not find its adapter.
+            load_again: loads the adapter again after an attempt for which the server did not have
+                it; its argument is the start time of the attempt.
 
         Raises:
             ServerError: the time is over, or the server refuses.
@@ -365,7 +366,7 @@ class InferenceServer:
 
     @staticmethod
     def _body(name: str, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
-        """Return a request for one response. Servers have defaults, so every setting is given."""
+        """Return the body of a request for one response; no setting has the default."""
         return {
             "model": name,
             "prompt": prompt.tolist(),

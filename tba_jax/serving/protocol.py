@@ -278,7 +278,7 @@ class Deltas:
         return whole
 
     def _added(self, update: Update) -> str:
-        """Return the new text, without an end that may be part of a stop string or character."""
+        """Return the new text, except an end that may begin a stop string or a character."""
         text = self._call.text(update.tokens)
         if not update.finish:
             text = text.rstrip("\ufffd")
@@ -354,7 +354,7 @@ def _call(
     more = served.chat.stop_ids if kind == "chat" else ()
     stop_ids = tuple(dict.fromkeys((*own, *more, *stop_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
-        raise ApiError(f"stop_token_ids: more than {MAX_STOP_IDS} with the model's own")
+        raise ApiError(f"stop_token_ids: wanted at most {MAX_STOP_IDS} with those of the model")
     num_samples = _get(given, "n", int, 1)
     if not 1 <= num_samples * len(prompts) <= MAX_SAMPLES:
         raise ApiError(f"n = {num_samples}: wanted 1 to {MAX_SAMPLES} samples", param="n")

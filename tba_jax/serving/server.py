@@ -7,8 +7,8 @@
     GET  /v1/models, /health, /server_info;  POST /pause, /resume
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter
 
-Invariant: a request is refused before its body is read if it has no token or too many are under
-way, and a client that disconnects frees its slots.
+Invariant: a request without a valid token, or beyond the limit of concurrent requests, is refused
+before its body is read. A client that disconnects frees its slots.
 """
 
 import asyncio
@@ -167,7 +167,7 @@ class Application:
             await _send(send, 200, {"is_paused": self._queue.is_paused})
         elif self._num_requests >= self._max_requests:
             raise ApiError(
-                f"{self._num_requests} requests are under way, and no more are accepted. Try again",
+                f"the server has {self._num_requests} requests, its maximum. Try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
@@ -206,7 +206,7 @@ class Application:
         raise _no_route("GET", path)
 
     async def _change_adapters(self, path: str, body: Mapping[str, Any], send: Any) -> None:
-        """Load or unload an adapter; reading it stops no other request."""
+        """Load or unload an adapter; other requests continue while its files are read."""
         assert self._adapters is not None
         is_load = path == _ADAPTER_ROUTES[0]
         for name in ("lora_name", "lora_path")[: 1 + is_load]:

@@ -147,7 +147,7 @@ class ServerSession:
 
     Args:
         decoder: sends the requests.
-        num_slots: requests under way at a time.
+        num_slots: maximum number of concurrent requests.
         version: version of the weights.
     """
 

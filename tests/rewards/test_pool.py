@@ -347,7 +347,7 @@ def test_too_many_failures_are_reported_before_every_item_was_tried():
     ("function", "message"),
     [
         ("user_rewards:one_short", "user_rewards:one_short returned 3 rewards for 4 completions"),
-        ("user_rewards:words", "words returned 'good', a str, as a reward .*no number.; want"),
+        ("user_rewards:words", "words returned 'good', a str, as a reward .*not a number.; want"),
         ("user_rewards:odd", "odd returned 1.0, a Odd, as a reward .KeyError: 'no number today'"),
         (
             "user_rewards:wide",

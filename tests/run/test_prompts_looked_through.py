@@ -66,7 +66,7 @@ def test_prompts_are_tokenized_once_for_each_data_and_tokenizer(tmp_path):
     assert check(is_primary=False) == check(task="arithmetic") == 0 and said == []
     assert check() == 3 and said == ["checking 3 prompts", *told]
     assert check() == 0 and said == told
-    with pytest.raises(ValueError, match="the first is train problem 2"):
+    with pytest.raises(ValueError, match="The first is train problem 2"):
         check(long_prompts="refuse")
     assert tokenizer.num_texts == 3
     assert check({**NAMES, "data": "other"}) == 3

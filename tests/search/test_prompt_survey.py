@@ -50,7 +50,7 @@ def test_what_is_too_long_or_unknown_is_counted():
         "the tokenizer does not know 2 of the characters in training prompts, and loses them: "
         "'X' (2 times), 'Y' (1 times)",
     ]
-    with pytest.raises(ValueError, match="the first is train problem 2, and 1 of them are too lon"):
+    with pytest.raises(ValueError, match="The first is train problem 2; 1 of them are too lon"):
         judge(found, "texts", 10, "refuse")
 
 
