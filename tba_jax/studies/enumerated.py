@@ -195,9 +195,10 @@ def sums(num_prompts: int = 32, width: int = 32) -> Problem:
 
 
 def sparse() -> Problem:
-    """Return a problem with one prompt and 16 correct strings without the most likely token.
+    """Return a problem with one prompt and 16 correct strings, which a new policy rarely writes.
 
-    About one string in 1,000 of a new policy is correct.
+    Token 0 is the most likely token, and no correct string contains it. About one string in 1,000
+    of a new policy is correct.
     """
     without = np.flatnonzero((STRINGS > 0).all(1))
     right = np.random.default_rng(0).choice(without, 16, replace=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training data of a run on an enumerable problem: sampled, stored and replayed groups.
 
-The policy of D steps ago samples the data of a step, so the lag is exact. The stored unit is a
-whole group, or a response, with each string of a prompt stored once.
+The policy of D steps ago samples the data of a step, so the lag is exact. Data is stored either as
+whole groups, or as responses; of equal responses to a prompt, only the newest is stored.
 
 Invariant: replayed data were drawn before and keep the log-probs of the policy that drew them.
 """
@@ -31,7 +31,7 @@ class Settings:
         target_beta: beta of the target distribution.
         samples: S, strings drawn for a group, of which K are used, distinct strings first; 0: K.
         searchers: searchers; each draws as many groups as a batch has.
-        replay: stored unit of data, replayed with share 1 - `Condition.recency`.
+        replay: what is stored and replayed; the replayed share is 1 - `Condition.recency`.
         mask_eos: exclude the end from log pi.
         reset_period: steps between resets of the reference to the policy; 0: never.
         ema_decay: decay per step of a reference that is a moving average; 0: fixed reference.
@@ -150,7 +150,7 @@ def draw(
 
 
 def _chosen(is_new: Bool[Array, " p"], new: Drawn, old: Drawn) -> Drawn:
-    """Return, for each group, the new one if `is_new`, else the old one."""
+    """Return, for each position, the new group if `is_new`, else the old group."""
     return jax.tree.map(
         lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
     )
@@ -206,7 +206,7 @@ def stored(store: Store, drawn: Drawn, i: Array) -> Store:
 
 
 def nothing_kept(settings: Settings, num_prompts: int) -> Drawn | Store | None:
-    """Return the stored data before the first step."""
+    """Return the empty store of the first step."""
     if settings.replay == "off":
         return None
     if settings.replay == "groups":

@@ -132,7 +132,7 @@ def optimum_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def staleness_table(study: Study, rows: Sequence[Row]) -> str:
-    """Return the table of success by lag, its slope, and the share of collapsed runs."""
+    """Return the table of success at each lag, with its slope and the share of collapsed runs."""
     columns = " | ".join(f"success at lag {lag} (rate)" for lag in study.cases)
     lines = [
         f"| objective | {columns} | slope per 10 steps of lag, 90 % interval | collapsed at the "

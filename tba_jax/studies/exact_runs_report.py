@@ -63,7 +63,7 @@ def table(name: str, study: Study, rows: Sequence[Row]) -> str:
 
 
 def data_table(study: Study, rows: Sequence[Row]) -> str:
-    """Return the table of success over time and of the training data."""
+    """Return the table of success over time, with statistics of the training data."""
     lines = [
         f"| objective | {study.axis} | success at the end, 90 % interval | mean over the run | "
         "median steps to 10 % | to 50 % | to the first correct string drawn | "
@@ -94,7 +94,7 @@ def data_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def _of_level(row: Row, study: Study, field: str, level: float) -> np.ndarray:
-    """Return a measurement of each run of the second half of the seeds that reaches a level."""
+    """Return a measurement for each run that reaches a level, of the second half of the seeds."""
     at = study.rates.index(end_of(row, study.rates).rate)
     half = row.measures.success.shape[1] // 2
     values, success = getattr(row.measures, field)[at, half:], row.measures.success[at, half:]

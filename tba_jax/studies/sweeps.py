@@ -118,7 +118,7 @@ _SPARSE_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def _on_sparse(cases: Mapping[str, Case], axis: str) -> Study:
-    """Return a study of sampling settings on the problem where nearly no response is correct."""
+    """Return a study of sampling settings on the problem `sparse`."""
     return Study(("tb",), cases, sparse, _SPARSE_RATES, num_steps=200, axis=axis, shows="data")
 
 

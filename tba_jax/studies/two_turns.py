@@ -119,7 +119,7 @@ def group_data(game: Game, params: Any) -> GroupData:
 
 
 def trained(objective: Objective, game: Game) -> tuple[tuple[Array, Array], Array]:
-    """Train; return (policy, root of the mean square of the residuals)."""
+    """Train a policy on a game; return (policy, root mean square of the residuals)."""
     params = {
         "first": game.reference[0],
         "second": game.reference[1],

@@ -141,20 +141,16 @@ class Arithmetic:
     metric = "pass_at_1"
 
     def train_size(self) -> int:
-        """Return the number of training prompts."""
         return TRAIN_SIZE
 
     def eval_size(self) -> int:
-        """Return the number of evaluation prompts, the same for every seed."""
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the prompt text of a training problem and the columns of its reward."""
         expression, answer = problem(index, "train")
         return expression, {"answer": str(answer)}
 
     def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the prompt text of an evaluation problem and the columns of its reward."""
         expression, answer = problem(index, "eval")
         return expression, {"answer": str(answer)}
 

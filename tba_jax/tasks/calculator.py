@@ -22,7 +22,6 @@ class Calculator:
     """Environment with the methods of Gym-like classes."""
 
     def init(self, prompt: str) -> None:
-        """Begin an episode."""
         self._totals = running_totals(prompt)
 
     def step(self, text: str) -> tuple[str, float, bool]:

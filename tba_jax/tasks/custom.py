@@ -40,7 +40,7 @@ class _Part(NamedTuple):
 
 
 class _Judge:
-    """Validator that refuses malformed rows, and rows whose form differs from that of the first.
+    """Refuses malformed rows, and rows with other columns or types than the first row.
 
     Args:
         names: new names of columns.
@@ -73,9 +73,8 @@ class Custom:
     """Prompts and columns of any data set.
 
     A test split of the data is the held-out split. Without a test split, at least `num_held_out`
-    training rows are held out: the rows whose prompts have the smallest SHA-256. The choice does
-        not
-    depend on file order or seed, and rows with equal prompts stay together.
+    training rows are held out: the rows whose prompts have the smallest SHA-256. This choice does
+    not depend on file order or seed, and rows with equal prompts stay together.
 
     Args:
         data_path: a source as in `rows`.
@@ -127,11 +126,9 @@ class Custom:
         return _Part(rows, of_train, self._names), _Part(test_rows, of_test, self._names)
 
     def train_size(self) -> int:
-        """Return the number of training problems."""
         return len(self._splits[0].chosen)
 
     def eval_size(self) -> int:
-        """Return the number of held-out problems."""
         return len(self._splits[1].chosen)
 
     def train_problem(self, index: int) -> Problem:
@@ -139,7 +136,6 @@ class Custom:
         return self._asked(self._splits[0].problem(index))
 
     def eval_problem(self, index: int) -> Problem:
-        """Return prompt and columns of a held-out problem."""
         return self._asked(self._splits[1].problem(index))
 
     def _asked(self, problem: Problem) -> Problem:
@@ -147,7 +143,6 @@ class Custom:
         return asked_by_user(prompt, columns) if self._chat and isinstance(prompt, str) else problem
 
     def response_kind(self, text: str) -> None:
-        """Return None: responses have no kinds."""
         del text
 
 

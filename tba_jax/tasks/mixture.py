@@ -19,7 +19,7 @@ COLUMN = "data_set"
 
 
 class DataSet(NamedTuple):
-    """One of several data sets; with weight 0 its share is proportional to its number of rows."""
+    """One of several data sets; weight 0 means a share in proportion to its number of rows."""
 
     path: str
     weight: float
@@ -78,7 +78,7 @@ class Mixture:
         if len({*self.data_sets}) < len(sets):
             raise ValueError(
                 f"task.data_path: data sets are named {', '.join(self.data_sets)} in metrics, and "
-                "two have one name. Rename a file"
+                "two have the same name. Rename a file"
             )
         total = sum(weight for _, weight in sets)
         self._shares = [weight / total if total else 1 / len(sets) for _, weight in sets]
@@ -122,20 +122,17 @@ class Mixture:
         return columns
 
     def most_held_out(self, share: float) -> int:
-        """Return the largest number of held-out rows that uses at most `share` of each data set."""
+        """Return the most rows that can be held out without using more than `share` of any set."""
         sizes = [task.train_size() + task.eval_size() for task in self._tasks]
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def train_size(self) -> int:
-        """Return the number of training problems in an epoch."""
         return sum(self._counts)
 
     def eval_size(self) -> int:
-        """Return the number of held-out problems."""
         return len(self._eval_places)
 
     def train_problem(self, index: int) -> Problem:
-        """Return prompt and columns of a training problem."""
         for number, count in enumerate(self._counts):
             if index < count:
                 task = self._tasks[number]
@@ -144,7 +141,6 @@ class Mixture:
         raise IndexError(index)
 
     def eval_problem(self, index: int) -> Problem:
-        """Return prompt and columns of a held-out problem."""
         number, at = self._eval_places[index]
         return self._problem(number, self._tasks[number].eval_problem(at))
 
@@ -154,7 +150,6 @@ class Mixture:
         return prompt, named
 
     def response_kind(self, text: str) -> None:
-        """Return None: there are no response kinds."""
         del text
 
 

@@ -95,19 +95,15 @@ class ReasoningGym:
         return self._make(EVAL_SEED, EVAL_SIZE)
 
     def train_size(self) -> int:
-        """Return the number of training problems."""
         return TRAIN_SIZE
 
     def eval_size(self) -> int:
-        """Return the number of held-out problems."""
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> Problem:
-        """Return the prompt of a training problem, and the columns that its scorer needs."""
         return self._problem(self._train, TRAIN_SEED, TRAIN_SIZE, index)
 
     def eval_problem(self, index: int) -> Problem:
-        """Return the prompt of a held-out problem, and the columns that its scorer needs."""
         return self._problem(self._eval, EVAL_SEED, EVAL_SIZE, index)
 
     def _problem(self, data: Any, seed: int, size: int, index: int) -> Problem:

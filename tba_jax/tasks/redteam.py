@@ -24,11 +24,9 @@ class RedTeam:
     response_kinds = ()
 
     def train_size(self) -> int:
-        """Return 1: the only prompt."""
         return 1
 
     def eval_size(self) -> int:
-        """Return 1: the only prompt."""
         return 1
 
     def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -38,9 +36,7 @@ class RedTeam:
         return "", {}
 
     def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the empty prompt, as in `train_problem`."""
         return self.train_problem(index)
 
     def response_kind(self, text: str) -> str | None:
-        """Return None: attacks have no kinds."""
         return None

@@ -37,7 +37,7 @@ def has_split(source: str, split: Split) -> bool:
     if source.startswith(HUB_PREFIX):
         name, configuration = _hub_name(source)
         datasets = _datasets(source)
-        names = _asked(source, lambda: datasets.get_dataset_split_names(name, configuration))
+        names = _from_hub(source, lambda: datasets.get_dataset_split_names(name, configuration))
         return split in names
     return os.path.isdir(source) and bool(_files(source, split))
 
@@ -287,8 +287,12 @@ def _datasets(source: str) -> Any:
     return datasets
 
 
-def _asked(source: str, question: Any) -> Any:
-    """Return the answer of the hub; raise an error of the hub as a message of one line."""
+def _from_hub(source: str, question: Any) -> Any:
+    """Call `question`, which reads from the hub; convert its errors to ValueError.
+
+    Raises:
+        ValueError: the hub cannot be reached, or has no such data set.
+    """
     try:
         return question()
     except (OSError, ValueError) as error:  # no connection, no such data set or configuration
@@ -302,7 +306,7 @@ def _asked(source: str, question: Any) -> Any:
 def _hub_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]:
     name, configuration = _hub_name(source)
     datasets = _datasets(source)
-    table = _asked(source, lambda: datasets.load_dataset(name, configuration, split=split))
+    table = _from_hub(source, lambda: datasets.load_dataset(name, configuration, split=split))
     for index, row in enumerate(table):
         yield f"{name}, {split} row {index}", dict(row)
 
@@ -367,19 +371,15 @@ class RowTask:
         return self._rows(self.hub["test"], self.hub_eval_split)
 
     def train_size(self) -> int:
-        """Return the number of training problems."""
         return len(self._train)
 
     def eval_size(self) -> int:
-        """Return the number of held-out problems."""
         return len(self._eval)
 
     def train_problem(self, index: int) -> Problem:
-        """Return prompt and reward columns of a training problem."""
         return self._asked(self._train[index])
 
     def eval_problem(self, index: int) -> Problem:
-        """Return prompt and reward columns of a held-out problem."""
         return self._asked(self._eval[index])
 
     def _asked(self, placed: Placed) -> Problem:

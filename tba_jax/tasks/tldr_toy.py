@@ -41,7 +41,7 @@ def problem(index: int, split: Split) -> tuple[str, str]:
 
 
 def source(name: str) -> random.Random:
-    """Return a generator seeded by a name; only its method `random` is stable over releases."""
+    """Return a random generator seeded by a name; use only `random`, which no release changes."""
     return random.Random(f"tldr_toy 0 {name}")
 
 
@@ -89,11 +89,9 @@ class TLDRToy:
     response_kinds = ("unrepeated", "repeated")
 
     def train_size(self) -> int:
-        """Return the number of training prompts."""
         return TRAIN_SIZE
 
     def eval_size(self) -> int:
-        """Return the number of evaluation prompts, the same for every seed."""
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:

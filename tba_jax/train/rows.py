@@ -295,7 +295,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> t
 
 
 def _only(is_scored: Array, found: Array) -> Array:
-    """Return `found` with 0 at unscored tokens; `found` may have one more axis than `is_scored`."""
+    """Return `found` with 0 at unscored tokens; `found` may have a last axis in addition."""
     is_scored = is_scored if found.ndim == is_scored.ndim else is_scored[..., None]
     return jnp.where(is_scored, found, 0.0)
 

@@ -9,10 +9,9 @@ With `settings.micro_batch_rows`, gradients are accumulated in float32 over micr
 micro-batches that have only padding are skipped. If each group is in one micro-batch (see
 `Packing`), each row is scored once. Otherwise all rows are first scored without gradient, because
 the gradient with respect to each token's log-prob (for TB the centred residual) needs the whole
-group.
-With these gradients, rows are independent: each row is scored a second time, and the gradient is
-the same. Micro-batches take evenly spaced rows, so that sharded rows stay on their device if the
-number of devices also divides the rows of a micro-batch.
+group. With these gradients, rows are independent: each row is scored a second time, and the
+gradient is the same. Micro-batches take evenly spaced rows, so that sharded rows stay on their
+device if the number of devices also divides the rows of a micro-batch.
 """
 
 import functools
@@ -210,7 +209,7 @@ def _several_updates(
 def _score_functions(
     rows: Rows, state: TrainState, objective: Objective
 ) -> tuple[Any, Score, Callable[[Array], tuple[Array, Array | None]]]:
-    """Return (trained parameters, score function, function that splits scores and values)."""
+    """Return the first three fields of `_StepFunctions`: (trained, score, apart)."""
     if "value" in objective.heads:
         trained = (state.params, state.log_z_head)
         return trained, rows.score_values, lambda scored: (scored[..., 0], scored[..., 1])
@@ -234,7 +233,7 @@ def _jitted(
 
 
 def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
-    """Return rows with log pi_ref(y|x), computed if the state has a reference, else stored."""
+    """Return rows with log pi_ref(y|x); computed if the state has a reference, else as stored."""
     if state.reference_params is None:
         return rows
     scored = score_all(rows, state.reference_params, cut, rows.score)
@@ -270,7 +269,7 @@ def _log_z(
     sharding: ComputeSharding | None,
     base: Any,
 ) -> tuple[Float[Array, " p"], Callable[[Array], tuple[Any, Any]]]:
-    """Return (learned log Z of every prompt, its pull-back to parameters and head)."""
+    """Return (learned log Z of every prompt, its vector-Jacobian product)."""
     prompts, lengths = batch.prompts, batch.prompt_lengths[:, 0]
     assert prompts is not None, "a learned log Z needs the batch's prompts"
     # Give empty rows one token, so that no mean divides by 0.

@@ -2,10 +2,9 @@
 """The trainer: optimiser steps, publications and merges.
 
 The trainer publishes weights and merges outboxes at every sync, draws batches from the replay
-buffer,
-and minimises the objective. It never samples: responses arrive through outboxes and the buffer, and
-weights leave through a weight transport. With several trainer processes, the first process draws
-every batch, and all processes follow its StepPlan.
+buffer, and minimises the objective. It never samples: responses arrive through outboxes and the
+buffer, and weights leave through a weight transport. With several trainer processes, the first
+process draws every batch, and all processes follow its StepPlan.
 
 The trainer owns the step counter and checks the ledger at every merge. Invariant: published weights
 share no memory with its state.
@@ -250,10 +249,10 @@ class Trainer:
             raise NonFiniteError(
                 f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
                 f"{values['train/grad_norm']}: not finite in {in_a_row} consecutive steps. "
-                "Lower --config.optimizer.learning_rate or raise --config.objective.beta (an "
-                "objective of your own: look for a division by zero or a logarithm of zero), and "
-                "start again with another --workdir: the newest checkpoint may be damaged by the "
-                "same divergence"
+                "Lower --config.optimizer.learning_rate or raise --config.objective.beta, and "
+                "start again with another --workdir, because the newest checkpoint may have "
+                "diverged, too. If the objective is your own, look for a division by zero or a "
+                "logarithm of zero"
             )
         step = self.step_index
         self.step_index += 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transports of policy weights from the trainer to searchers, and the transport in memory.
 
-A publication is an immutable pair (version, params) in the rollout dtype. It is never an alias of
-the train state, whose buffers the next donated train step deletes. Invariant: `latest` returns a
-complete version or the one before it (tests/weights/test_transport.py).
+A publication is an immutable pair (version, params) in the rollout dtype. It shares no buffers with
+the train state, because the next train step deletes them (donation). Invariant: `latest` returns
+only complete versions (tests/weights/test_transport.py).
 """
 
 import abc
@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
     def settle(self) -> None:
-        """Deliver the newest publication now, unless delivery needs storage."""
+        """Deliver the newest publication now; do nothing if the delivery needs storage."""
         ...
 
     def close(self) -> None:

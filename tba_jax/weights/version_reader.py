@@ -24,7 +24,7 @@ class VersionReader:
         abstract: tree of jax.ShapeDtypeStruct of the files, with shardings on this process.
         shardings: as in `MemoryTransport`.
         timeout_s: seconds after which a listed version that cannot be read counts as damaged.
-        layout: function that converts restored weights to the searchers' layout; None: none needed.
+        layout: function that converts restored weights to the searchers' layout; None: no change.
         clock: monotonic clock, in seconds.
 
     Attributes:
@@ -127,7 +127,7 @@ class VersionReader:
         raise AssertionError("a reader of versions does not publish")
 
     def settle(self) -> None:
-        """Do nothing, because delivery waits for storage; `poll` delivers."""
+        """Do nothing: only `poll` may wait for storage."""
 
     def close(self) -> None:
         """Do nothing: there is no background work."""

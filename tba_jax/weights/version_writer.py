@@ -157,7 +157,7 @@ class VersionWriter:
         return Published(self._newest, None) if self._newest >= 0 else None
 
     def settle(self) -> None:
-        """Do nothing, because delivery waits for storage; `poll` delivers."""
+        """Do nothing: only `poll` may wait for storage."""
 
     def close(self) -> None:
         """Wait for the current version and release Orbax's threads."""
@@ -176,7 +176,7 @@ class CheckpointTransport(DeliveringTransport):
         workdir, confirm: as in `VersionWriter`.
         program: function that copies and casts the params under the trainer's device lock; files
             have the trainer's layout.
-        layout: function that converts restored weights to the searchers' layout; None: none needed.
+        layout: function that converts restored weights to the searchers' layout; None: no change.
         shardings, timeout_s: as in `DeliveringTransport`.
     """
 
@@ -223,7 +223,7 @@ class CheckpointTransport(DeliveringTransport):
         parcel.params = self._layout(versions.read(version, self._abstract))
 
     def settle(self) -> None:
-        """Do nothing, because delivery waits for storage; `poll` delivers."""
+        """Do nothing: only `poll` may wait for storage."""
 
     def close(self) -> None:
         """Wait for the current version and release Orbax's threads."""

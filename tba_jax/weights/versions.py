@@ -3,7 +3,7 @@
 
 `weights/<version>` is an Orbax folder with the digests of its files. `versions.json` lists the
 complete versions and, for readers in other processes, the session (start of the run) that wrote
-them. Invariant: a reader never gets a damaged version, but an older version and a note.
+them. Invariant: instead of a damaged version, a reader gets an older version and a note.
 """
 
 import os
@@ -32,8 +32,9 @@ class Versions:
 
     Args:
         workdir: directory of the run; nothing is created in it before `add`.
-        session: ID of the start of the run whose versions are used; "": versions of all starts.
-        readers: Orbax options with the processes that read together; None: all processes.
+        session: ID of a start of the run: only its versions are used; "": those of all starts.
+        readers: Orbax options that list the processes that read a version together; None: all
+            processes of the job.
 
     Attributes:
         folder: folder of the versions.
@@ -121,7 +122,10 @@ class Versions:
         sealed.write(self._marker, content)
 
     def _made(self) -> set[int]:
-        """Return the versions that this run recorded; without a record, all with digests."""
+        """Return the versions that this run wrote, from `versions.json`.
+
+        If that file is missing or damaged: all versions with digests.json.
+        """
         try:
             content = sealed.read(self._marker)
             return {int(version) for version in content.get("made", content["versions"])}
@@ -138,7 +142,7 @@ class Versions:
         )
 
     def named(self) -> list[int]:
-        """Return the listed versions; without a valid `versions.json`, all with digests."""
+        """Return the listed versions; without a valid `versions.json`, those with digests.json."""
         try:
             content = sealed.read(self._marker)
             if self._session and content["session"] != self._session:
@@ -218,7 +222,7 @@ class Versions:
 
 
 def _in_memory(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Return a numpy array that gives Orbax the shape and dtype; it takes no memory."""
+    """Return a numpy array of this shape and dtype that takes no memory, for Orbax."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
 

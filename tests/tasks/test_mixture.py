@@ -78,7 +78,7 @@ def test_weights_that_cannot_be(path, message):
 def test_names_and_forms_of_sets_must_agree(both, tmp_path):
     (tmp_path / "other").mkdir()
     same = write(tmp_path / "other", "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
-    with pytest.raises(ValueError, match="two have one name"):
+    with pytest.raises(ValueError, match="two have the same name"):
         get_task("custom", f"{both[0]},{same}", 2)
     chats = [{"prompt": [{"role": "user", "content": f"c{i}"}]} for i in range(4)]
     chat = write(tmp_path, "c.jsonl", chats)

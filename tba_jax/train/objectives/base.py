@@ -229,7 +229,7 @@ def tb_residual(
     *,
     beta: Float[Array, ""] | float,
 ) -> Float[Array, "p k"]:
-    """Return the trajectory-balance residual of each response, up to log Z(x).
+    """Return the trajectory-balance residual of each response, without log Z(x).
 
     residual = log pi(y|x) - log pi_ref(y|x) - r(x, y) / beta
 
@@ -266,10 +266,10 @@ def vargrad_log_z(data: GroupData, residual: Float[Array, "p k"]) -> Float[Array
 def balance_metrics(
     data: GroupData, residual: Float[Array, "p k"], log_z: Float[Array, " p"]
 ) -> dict[str, Float[Array, ""]]:
-    """Return metrics of the distance from balance, for any objective; gradient stopped.
+    """Return metrics of how far Trajectory Balance is from being satisfied; gradient stopped.
 
-    tb_loss is the mean of (residual + log_z)^2, residual_std is its square root, and log_z is the
-    mean estimate of log Z.
+    tb_loss is the mean of (residual + log_z)^2, residual_std is the square root of tb_loss, and
+    log_z is the mean estimate of log Z.
     """
     residual, log_z = jax.lax.stop_gradient((residual, log_z))
     tb_loss = data.mean_over_responses(jnp.square(residual + log_z[:, None]))

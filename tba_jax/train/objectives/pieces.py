@@ -33,7 +33,7 @@ def baseline(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, " p"]:
 
 
 def centred(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
-    """Return x minus the mean of its group; exactly 0 in a group of equal x."""
+    """Return x minus the mean of its group; exactly 0 if all x of a group are equal."""
     return x - baseline(data, x)[:, None]
 
 
@@ -51,7 +51,7 @@ def leave_one_out(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"
 def _within(
     data: GroupData, x: Float[Array, "p k"], mean: Float[Array, "p n"]
 ) -> Float[Array, "p n"]:
-    """Return a mean of x, clamped to the range of its group; an empty group is not clamped."""
+    """Return `mean` clamped to the range of x in each group; an empty group is not clamped."""
     is_drawn = data.weight > 0
     least = jnp.min(jnp.where(is_drawn, x, jnp.inf), axis=1, keepdims=True)
     greatest = jnp.max(jnp.where(is_drawn, x, -jnp.inf), axis=1, keepdims=True)

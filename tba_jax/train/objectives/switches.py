@@ -106,7 +106,7 @@ class Turns(NamedTuple):
     is_last: Bool[Array, "p k t"]
 
     def sums(self, x: Float[Array, "p k t"]) -> Float[Array, "p k t"]:
-        """Return the sum over turn n in entry n of the last axis; x is 0 at uncounted tokens."""
+        """Return [p k t]: entry n is the sum of x over turn n. x is 0 at uncounted tokens."""
         add = functools.partial(jax.ops.segment_sum, num_segments=x.shape[-1])
         return jax.vmap(jax.vmap(add))(x, self.index)
 
@@ -133,7 +133,7 @@ def shaped(t: Float[Array, "p k"], shape: str) -> Float[Array, "p k"]:
 def response_weight(
     data: GroupData, importance: str, cap: float, is_good: Float[Array, "p k"]
 ) -> Float[Array, "p k"]:
-    """Return the weight factor of each response's loss, gradient stopped."""
+    """Return the factor by which each response's loss is multiplied; gradient stopped."""
     if importance not in ("sequence_clip", "topr"):
         return jnp.ones_like(data.reward)
     log_weight = jax.lax.stop_gradient(jnp.sum(log_ratio(data), axis=-1))
@@ -143,7 +143,7 @@ def response_weight(
 
 
 def token_flow(data: GroupData, importance: str, floor: float, cap: float) -> Float[Array, "p k"]:
-    """Return 0, with a gradient that changes d/d log pi to a gradient with token weights."""
+    """Return 0 with a gradient; added to log pi, it weights the gradient of each token."""
     if importance not in ("token_clip", "truncated", "masked"):
         return jnp.zeros_like(data.reward)
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(data)))

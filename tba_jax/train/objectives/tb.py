@@ -123,13 +123,13 @@ class TrajectoryBalance(Objective):
 
     @property
     def needs_behavior(self) -> bool:
-        """Whether a setting reads the sampler's log-probs."""
+        """Whether the settings make the loss read the sampler's log-probs."""
         reads = self.anchor in ("behavior", "ema_surrogate") or self.kl_center == "behavior"
         return reads or self.importance != "none" or self.anchor == "none"
 
     @property
     def needs_token_reference(self) -> bool:
-        """Whether log-ratios are clamped token by token, or summed turn by turn."""
+        """Whether the settings clamp log-ratios per token, or sum them per turn."""
         return self.balance == "turn" or (self.anchor == "reference" and self.kl_clamp > 0)
 
     @property
@@ -139,7 +139,10 @@ class TrajectoryBalance(Objective):
 
     @property
     def beta_is(self) -> str:
-        """Rule for beta: positive, because the loss divides by it, or unused without an anchor."""
+        """Values of beta that the loss accepts: positive (it divides by beta), or unused.
+
+        Beta is unused if the loss has no anchor.
+        """
         return "unused" if self.anchor == "none" else "positive"
 
     @property
