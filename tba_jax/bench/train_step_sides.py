@@ -77,7 +77,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure times, memory and first loss of one side."""
+    """Measure times, memory and the loss of the first step of one side."""
     model = models.describe(job["model"])
     config, params = model.config, model.load_params(param_dtype=job["dtype"])
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -16,8 +16,8 @@ _HEAD = """\
 # Configuration
 
 Every setting. Set one with `--config.NAME=VALUE` or in a preset of `configs/`. `--dry_run` prints
-the settings of a run and stops. A resumed run may change the settings marked `*`: they decide what
-is logged, kept and risked, not what is computed.
+the settings of a run and stops. A resumed run may change the settings marked `*`: they concern
+logs, storage, devices and limits, not the training.
 
 `objective.beta`, the two temperatures and `optimizer.learning_rate` are schedules. A number is a
 constant. `linear(START, FINAL, STEPS)` moves on a straight line and `cosine(START, FINAL, STEPS)`

@@ -139,7 +139,9 @@ def written_out(argv: Sequence[str]) -> list[str]:
     if not names:
         return list(argv)
     if len(names) > 1:
-        raise ConfigError(f"objective.preset is given {len(names)} times: {', '.join(names)}")
+        raise ConfigError(
+            f"objective.preset is given {len(names)} times: {', '.join(names)}. Give one of them"
+        )
     rest = [text for text in argv if not text.startswith(FLAG)]
     first = next((i for i, text in enumerate(rest) if text.startswith("--config.")), len(rest))
     given = [f"--config.{field}={value}" for field, value in fields_of(names[0]).items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: each setting by its declaration, each section by itself, rules across sections."""
+"""Validation of a config: ranges of settings, and rules within and between sections."""
 
 from collections.abc import Callable
 from functools import partial

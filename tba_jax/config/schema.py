@@ -72,7 +72,7 @@ class LogSettings(Section):
     )
     watchdog_s: float = field(
         1800.0,
-        "driver=async: seconds without progress after which the run dumps stacks and stops",
+        "driver=async: seconds without progress after which the run prints all stacks and ends",
         above=0,
         on_resume=True,
     )

@@ -146,8 +146,8 @@ def extend(
     Args:
         weights: in the decoder's layout.
         prefixes: the first tokens of the prompts.
-        tokens: the tokens after them, right-padded, without the last token of the prompt.
-        lengths: valid tokens of each, possibly 0.
+        tokens: the rest of each prompt except its last token, right-padded.
+        lengths: number of valid tokens of each row, possibly 0.
         length: columns of the result, at least the tokens of each prompt but the last.
         config, compute_dtype, cache_dtype, implementation, cache_sharding: as in `prefill`.
     """

@@ -420,7 +420,7 @@ MODES: dict[str, Mode] = {
         ),
         Mode(
             "fleet",
-            "searchers in separate processes on machines that may come and go (section fleet)",
+            "searchers in separate processes on machines that join and leave (section fleet)",
             lambda devices, asked: TRAINER_ONLY,
             _check_fleet,
             trainers_search=False,

@@ -142,7 +142,7 @@ def place(
 def storable(tree: Any) -> Any:
     """Return the tree for Orbax: with several processes, process-local arrays become numpy.
 
-    Orbax refuses process-local jax arrays there, whichever processes save.
+    With several processes, Orbax refuses jax arrays of a single process.
 
     Args:
         tree: arrays, and other leaves, which stay unchanged.

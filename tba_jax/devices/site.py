@@ -42,7 +42,7 @@ class Site:
 
     @property
     def program_site(self) -> "Site":
-        """Site that programs are compiled for; a single device stands for any single device."""
+        """Site to compile programs for: itself, or for a single device, any single device."""
         return self if self.is_divided else any_device(self.platform)
 
     def locked(self, program: Program) -> Program:

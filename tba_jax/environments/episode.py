@@ -155,7 +155,6 @@ class SingleTurnSession:
 
     @property
     def version(self) -> int:
-        """Return the version of the weights."""
         return self._session.version
 
     @property

@@ -108,7 +108,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
-    """Return a sentence on train state that stays in host memory; "" if there is none."""
+    """Return [sentence on the train state that stays in host memory]; [] if there is none."""
     mesh = choice.placement.trainer_mesh
     size = offloaded_bytes(model_parts.abstract_state(config, model_config, mesh))
     if not size:

@@ -431,7 +431,7 @@ def abstract_weights(
     placement: Placement,
     quantization: Quantization = "none",
 ) -> Any:
-    """Return the weights on the first searcher's devices, in the decoder's layout.
+    """Return the shapes of the weights on the first searcher's devices, in the decoder's layout.
 
     Args:
         config, model_config, placement: config, architecture and placement of the plan.
@@ -446,7 +446,7 @@ def abstract_weights(
 def abstract_reference(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> Any:
-    """Return the reference on the first searcher's devices, in the trainer's layout."""
+    """Return the shapes of the reference on the first searcher, in the trainer's layout."""
     shardings = model_parts.reference_shardings(model_config, placement.searcher_meshes[0])
     return _abstract(abstract_params(model_config, config.model.param_dtype), shardings)
 

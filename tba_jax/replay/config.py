@@ -37,7 +37,7 @@ class ReplaySettings(Section):
     )
     priority_temperature: float = field(
         math.inf,
-        "replay draws a prompt's responses with softmax(reward / this); inf: uniformly",
+        "replay draws responses by softmax(reward / priority_temperature); inf: uniformly",
         above=0,
     )
     uniform_mix: float = share(

@@ -320,7 +320,7 @@ def _economy(told: Mapping[str, Any]) -> str:
 
 
 def _changes(run: Run) -> list[tuple[str, str]]:
-    """Return (field, change) pairs of config_changes, a mapping or lines "field: old -> new"."""
+    """Return (field, change) pairs from `config_changes` of report.json, in any of its formats."""
     changes = run.report.get("config_changes") or {}
     if isinstance(changes, Mapping):
         items = flat(changes).items()

@@ -41,7 +41,7 @@ class RewardSettings(Section):
     )
     timeout_s: float = field(
         10.0,
-        "deadline in seconds of an item, and of a call of an environment; a late process is killed",
+        "deadline in seconds of a reward, or a call of an environment; a late process is killed",
         above=0,
         on_resume=True,
     )

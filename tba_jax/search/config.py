@@ -27,7 +27,10 @@ class SearchSettings(Section):
         16, "S >= K = objective.group_size: responses drawn per prompt", at_least=1
     )
     prompts_per_round: int = field(
-        16, "prompts per round of a searcher; with driver=async, open prompts", at_least=1
+        16,
+        "prompts per round of a searcher; with driver=async and num_slots=0, prompts decoded at a "
+        "time",
+        at_least=1,
     )
     max_new_tokens: int = field(
         48, "maximum tokens of a response; of a whole episode, with observations", at_least=1
@@ -106,8 +109,7 @@ class SearchSettings(Section):
     initial_fill: int = field(0, "responses drawn before the first step", at_least=0)
     exact_lag: int = field(
         0,
-        "staleness of all training data in publications, exactly; driver=async: with concurrent "
-        "searchers; 0: no fixed staleness",
+        "fixed staleness of all training data, in publications; 0: the staleness varies",
         at_least=0,
     )
 

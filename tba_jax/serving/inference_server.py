@@ -151,7 +151,7 @@ class InferenceServer:
             cards = found.get("data") or []
             card = next((x for x in cards if not x.get("parent")), None)
             if card is None:
-                raise _Failed("server_nonsense", "it lists no model")
+                raise _Failed("server_nonsense", "the server lists no model")
             longest = card.get("max_model_len")
             if longest is not None and longest < self._longest:
                 raise _Failed(
@@ -366,7 +366,7 @@ class InferenceServer:
 
     @staticmethod
     def _body(name: str, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
-        """Return the body of a request for one response; no setting has the default."""
+        """Return the body of a request for one response; it sets every sampling setting."""
         return {
             "model": name,
             "prompt": prompt.tolist(),

@@ -73,7 +73,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
 
 
 def _largest_apart(names: Sequence[str], files: dict[str, Any]) -> list[str]:
-    """Return file names from the largest to the smallest file: every n-th has a similar total."""
+    """Return file names by descending size, so that every n-th names have a similar total size."""
     return sorted(names, key=lambda name: (-files[name][0], name))
 
 

@@ -107,7 +107,7 @@ def _known(values: np.ndarray) -> str:
 
 
 def diversity_table(study: Study, rows: Sequence[Row]) -> str:
-    """Return the table of policies at equal success and at the end."""
+    """Return the table of diversity: at equal success, and at the end of the runs."""
     low, middle, high = LEVELS
     lines = [
         f"| objective | {study.axis} | reach {middle:.0%} | there: entropy | modes of correct "

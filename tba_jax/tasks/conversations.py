@@ -121,7 +121,7 @@ def _parts(
 
 
 def _rest(text: str, before: str) -> str:
-    """Return the text of a formatted conversation after `beginning`."""
+    """Return the text of a formatted conversation after its beginning `before`."""
     if not text.startswith(before):
         raise ValueError(
             "the chat template changes earlier turns when the conversation continues (templates "

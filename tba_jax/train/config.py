@@ -31,7 +31,7 @@ class BatchSettings(Section):
     share_prompts: bool = field(
         True,
         "compute each prompt once for all of its responses in a micro-batch, in training and for "
-        "the reference; False: compile one program less, if prompts are far shorter than responses",
+        "the reference; False saves the compilation of a program if prompts have few tokens",
     )
     packed_length: int = field(
         0, "tokens per row that holds several responses; 0: one response per row", at_least=0
@@ -130,7 +130,9 @@ class OptimizerSettings(Section):
     weight_decay: float = field(
         0.0, "decay of matrices; norms and biases do not decay", at_least=0.0
     )
-    clip_norm: float = field(1.0, "global gradient norm; 0: no clipping", at_least=0.0)
+    clip_norm: float = field(
+        1.0, "maximum global norm of the gradient; 0: no clipping", at_least=0.0
+    )
     rounding: Literal["nearest", "stochastic"] = field(
         "nearest",
         "rounding of parameters and moments in bfloat16; stochastic: computed in float32, then "
@@ -174,7 +176,9 @@ class ReferenceSettings(Section):
         "process that computes log pi_ref: searcher: when a response is drawn; trainer: in every "
         "step",
     )
-    reset_period: int = field(0, "steps between reference := policy; 0: never", at_least=0)
+    reset_period: int = field(
+        0, "steps between updates of the reference to the policy; 0: never", at_least=0
+    )
     ema_decay: float = share(
         0.0, "decay per step of a moving average of the policy as the reference; 0: no average"
     )

@@ -103,7 +103,7 @@ class StepSettings:
         target: target distribution of training.
         scoring: settings of the log-probs of policy and reference.
         log_z_rate: learning rate of a learned log Z, relative to the policy's.
-        reference_reset_period: steps between reference := policy; 0: never.
+        reference_reset_period: steps between updates of the reference to the policy; 0: never.
         reference_ema_decay: decay per step of a moving-average reference; 0: no average.
         optimizer_reset_period: steps between resets of the moments; 0: never.
         micro_batch_rows: rows per micro-batch; 0: all.

@@ -52,7 +52,7 @@ class Ppo(Objective):
         1.0, "trace of generalised advantages; below 1 they rely more on the learned values"
     )
     log_z_rate: float = field(
-        1.0, "learning rate of the value head over the policy's learning rate", above=0
+        1.0, "learning rate of the value head, divided by the policy's learning rate", above=0
     )
     log_z_layers: int = field(
         1,

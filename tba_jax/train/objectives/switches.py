@@ -143,7 +143,7 @@ def response_weight(
 
 
 def token_flow(data: GroupData, importance: str, floor: float, cap: float) -> Float[Array, "p k"]:
-    """Return 0 with a gradient; added to log pi, it weights the gradient of each token."""
+    """Return zeros whose gradient, added to that of log pi, gives each token its weight."""
     if importance not in ("token_clip", "truncated", "masked"):
         return jnp.zeros_like(data.reward)
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(data)))

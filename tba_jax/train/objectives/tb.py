@@ -65,7 +65,7 @@ class TrajectoryBalance(Objective):
         at_least=0,
     )
     log_z_rate: float = field(
-        1.0, "log_z=learned: learning rate of the head over the policy's learning rate", above=0
+        1.0, "log_z=learned: learning rate of the head, divided by that of the policy", above=0
     )
     log_z_layers: int = field(
         1,
@@ -98,7 +98,7 @@ class TrajectoryBalance(Objective):
     )
     length_normalise: bool = field(False, "divide log-ratios by the number of tokens")
     reward_transform: Literal["raw", "group_normalised"] = field(
-        "raw", "group_normalised: the reward minus its group's mean, over its standard deviation"
+        "raw", "group_normalised: the reward minus the mean of its group, over their deviation"
     )
     importance: Literal["none", "token_clip", "sequence_clip", "topr", "truncated", "masked"] = (
         field(
