@@ -10,10 +10,10 @@ COMMANDS = {
     "serve": "serve a model or a run to OpenAI clients",
     "export": "write a folder that transformers loads, or --push it to the hub",
     "buffer": "show the replay buffer of a run",
-    "sft": "supervised fine-tuning",
-    "plan": "memory and time of a run on TPUs or GPUs that this machine does not have",
-    "sweep": "several runs, and a table of their outcomes",
-    "launch_processes": "several processes of a run on this machine",
+    "sft": "fine-tune a model on given responses, before RL",
+    "plan": "predict memory and time of a run on TPUs or GPUs that this machine does not have",
+    "sweep": "train every combination of some settings and seeds, and compare the runs",
+    "launch_processes": "start several processes of a run on this machine",
 }
 
 

@@ -36,8 +36,8 @@ def _rounds(config: Config) -> Iterator[str]:
     rounds = -(-prompts // (each * max(1, config.num_searchers)))
     if rounds > _MANY_ROUNDS:
         yield (
-            f"batch.num_prompts={prompts}: a step takes {rounds:,} rounds of {each} prompts "
-            f"(search.prompts_per_round) from each searcher, and the first comes after as many"
+            f"batch.num_prompts={prompts}: each step needs {rounds:,} rounds of {each} prompts "
+            "(search.prompts_per_round) from each searcher, and the first step waits for them"
         )
 
 

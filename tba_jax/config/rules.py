@@ -149,8 +149,8 @@ def _driver(config: Config) -> None:
             "replay.max_staleness",
             config.replay.max_staleness,
             f"data merged at a sync is up to sync_period - 1 = {config.sync_period - 1} steps "
-            "stale at its last fresh use, so it would always be late",
-            "Lower sync_period or raise it.",
+            "stale at its last fresh use, so some data would always be late",
+            "Lower sync_period, or raise replay.max_staleness.",
         )
     if config.replay.late == "wait":
         _strict_bound(config)
@@ -195,7 +195,7 @@ def _strict_bound(config: Config) -> None:
         "search.initial_fill",
         config.search.initial_fill,
         f"some responses would be late: the first {steps} steps take {most} fresh responses",
-        "Lower it, or raise replay.max_staleness.",
+        "Lower search.initial_fill, or raise replay.max_staleness.",
     )
 
 

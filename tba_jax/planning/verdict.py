@@ -329,7 +329,7 @@ def _savings(
     if config["model"]["param_dtype"] == "float32":
         kinds = ("parameters", "reference parameters", "frozen parameters")
         stored = sum(held.get(kind, 0.0) for kind in kinds) + moments
-        what = "--config.model.param_dtype=bfloat16 {} GiB (small updates round away)"
+        what = "--config.model.param_dtype=bfloat16 {} GiB (rounding loses small updates)"
         frees[what] = stored / 2
     named = [
         what.format(f"{size / GIB:.1f}")

@@ -316,7 +316,8 @@ def _economy(told: Mapping[str, Any]) -> str:
         f"is {told['length_rank']:.2f} (0.5 is unbiased), and {percent(told['effective_m'])} of "
         "the batch slots used the newest data"
     )
-    return text + (f", {percent(told['late_share'])} of it late." if told["late_share"] else ".")
+    late = told["late_share"]
+    return text + (f"; {percent(late)} of these responses were late." if late else ".")
 
 
 def _changes(run: Run) -> list[tuple[str, str]]:

@@ -58,7 +58,7 @@ class OutOfMemory(RuntimeError):
 
     def __str__(self) -> str:
         advice = (
-            "Set fewer --config.batch.micro_batch_rows or --config.search.num_slots; "
+            "Lower --config.batch.micro_batch_rows or --config.search.num_slots; "
             "python -m tba_jax.plan shows what a device holds"
         )
         if self.smaller:

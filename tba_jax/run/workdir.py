@@ -350,8 +350,8 @@ def holds_run(workdir: Path, config: Config) -> bool:
     wild = sorted(set(str(workdir.absolute())) & _WILD)
     if wild:
         raise UserError(
-            f"the path of the work directory {workdir} has {' and '.join(wild)} in it, which "
-            "checkpoints cannot be restored from: storage takes it for a pattern. Give another "
+            f"the path of the work directory {workdir} contains {' and '.join(wild)}, which "
+            "storage reads as a pattern, so that no checkpoint could be restored. Give another "
             "--workdir"
         )
     found = inspect(workdir)

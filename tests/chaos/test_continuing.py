@@ -110,7 +110,7 @@ def test_a_path_that_storage_takes_for_a_pattern_is_refused_before_anything_is_m
     cache, tmp_path
 ):
     done = run(tmp_path / "run[1]", *QUICK, cache=cache)
-    assert done.returncode == 2 and "run[1] has [ and ] in it" in done.stderr
+    assert done.returncode == 2 and "run[1] contains [ and ]" in done.stderr
     assert not any(tmp_path.iterdir())
 
 

@@ -207,7 +207,7 @@ def test_no_field_is_dead():
             {"reference.placement": "trainer", "reference.ema_decay": 0.9, "lora.rank": 4},
             "is not the product of their averages",
         ),
-        ({"replay.max_staleness": 1, "sync_period": 4}, "it would always be late"),
+        ({"replay.max_staleness": 1, "sync_period": 4}, "some data would always be late"),
         ({"replay.late": "drop"}, "replay.late = 'drop': without replay.max_staleness no response"),
         (
             {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "off"},

@@ -141,7 +141,7 @@ def test_a_cached_log_z_wants_the_start_model_to_be_the_reference_and_to_draw_fi
     fields = {"objective.log_z": "cached", "search.initial_fill": 64}
     validate(make_config(fields))
     for changed, message in (
-        ({"search.initial_fill": 0}, "search.initial_fill = 0: .* must precede training"),
+        ({"search.initial_fill": 0}, "search.initial_fill = 0: .* none are drawn before training"),
         ({"reference.placement": "trainer", "reference.reset_period": 5}, "reset_period = 5: "),
         ({"search.top_p": 0.9}, "search.top_p = 0.9: .* top-p excludes some tokens"),
     ):

@@ -101,5 +101,5 @@ def test_temperatures_say_how_far_they_get():
 
 def test_a_batch_of_very_many_rounds_is_said_before_the_first():
     (note,) = notes(make_config({"batch.num_prompts": 100_000, "search.prompts_per_round": 16}))
-    assert note.startswith("batch.num_prompts=100000: a step takes 6,250 rounds of 16 prompts")
+    assert note.startswith("batch.num_prompts=100000: each step needs 6,250 rounds of 16 prompts")
     assert notes(make_config({"batch.num_prompts": 1600, "search.prompts_per_round": 16})) == []

@@ -161,7 +161,7 @@ def test_a_pod_records_smaller_choices_for_its_next_start(cache, tmp_path, capfd
 
 def test_the_error_is_one_line_with_the_settings(capsys):
     assert tell(OutOfMemory("RESOURCE_EXHAUSTED: nine bytes")) == 1
-    assert "Set fewer --config.batch.micro_batch_rows or" in capsys.readouterr().err
+    assert "Lower --config.batch.micro_batch_rows or" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cause", ["again", "given", "later"])

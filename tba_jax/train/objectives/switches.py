@@ -227,20 +227,20 @@ def _check_cached(o: Any, shared: Any) -> None:
         getattr(shared, f"{name}_temperature").is_always(1.0) for name in ("reference", "reward")
     )
     for ok, name, value, rule, remedy in (
-        (o.anchor == "reference", "anchor", o.anchor, "is of the reference", "reference"),
+        (o.anchor == "reference", "anchor", o.anchor, "needs the reference as anchor", "reference"),
         (
             o.reward_transform == "raw",
             "reward_transform",
             o.reward_transform,
-            "is of raw rewards",
+            "is computed from raw rewards",
             "raw",
         ),
-        (not moves, "beta", shared.beta.plain, "has one temperature, and beta moves", "0.05"),
+        (not moves, "beta", shared.beta.plain, "needs a constant beta", "0.05"),
         (
             is_plain,
             "reward_temperature",
             shared.reward_temperature.plain,
-            "is of the target without temperatures",
+            "does not support temperatures of the target",
             "1",
         ),
     ):
