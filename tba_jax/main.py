@@ -122,7 +122,6 @@ def _run(config: Config, workdir: Path, address: str) -> int:
     """Train, replay, or report that the run is finished; return the exit code.
 
     Args:
-        config: a validated config.
         address: address of the work directory in an object store; "" for a local folder.
     """
     mode = MODES[config.placement]

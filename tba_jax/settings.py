@@ -183,7 +183,6 @@ def parse_schedule(name: str, value: Any) -> Schedule:
     """Return the schedule that a number or a text describes.
 
     Args:
-        name: name of the setting, for errors.
         value: a number, a text such as "linear(0.01, 0.001, 500)", or a schedule.
 
     Raises:
@@ -268,11 +267,7 @@ class Section:
         return {n: v.plain if isinstance(v, Schedule) else v for n, v in found.items()}
 
     def check(self) -> None:
-        """Check rules between several fields of this section.
-
-        Raises:
-            ConfigError: see `need`.
-        """
+        """Check rules between several fields of this section."""
 
 
 def field(
@@ -288,8 +283,6 @@ def field(
     """Declare a field of a section.
 
     Args:
-        default: default value.
-        meaning: meaning and unit.
         at_least, above, at_most: bounds of a number; `above` is exclusive.
         among: choices that are computed at import, so that a `Literal` type cannot list them.
         on_resume: whether a resumed run may change the field. True for logs, storage and limits;
@@ -375,11 +368,7 @@ class Setting:
         return IN_A_FILE in self.choices and is_in_a_file(value)
 
     def check(self, value: Any) -> None:
-        """Refuse a value outside the choices or bounds.
-
-        Raises:
-            ConfigError: see `need`.
-        """
+        """Refuse a value outside the choices or bounds."""
         numbers = value.numbers if isinstance(value, Schedule) else (value,)
         value = value.plain if isinstance(value, Schedule) else value
         ok = all(
@@ -413,7 +402,6 @@ def declared(section: type, prefix: str = "") -> Iterator[Setting]:
     """Yield the settings of a section and of its subsections, in order.
 
     Args:
-        section: the dataclass of the section.
         prefix: prefix of the names.
     """
     types = typing.get_type_hints(section)

@@ -78,12 +78,7 @@ def load(workdir: Path) -> tuple[int, "HostState"]:
 
 
 def found_attacks(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> "Finds":
-    """Return counts of the successful attacks in a buffer snapshot.
-
-    Args:
-        arrays: arrays of the snapshot.
-        meta: metadata of the snapshot.
-    """
+    """Return counts of the successful attacks in a buffer snapshot."""
     from tba_jax.evaluation.attacks import finds
     from tba_jax.flow.records import ROW_FIELDS, SettingsTable, unflatten, unpack
 
@@ -104,9 +99,6 @@ def summarise(
     """Return statistics of a buffer snapshot.
 
     Args:
-        arrays: arrays of the snapshot.
-        meta: metadata of the snapshot.
-        step: trainer step of the checkpoint.
         pending: responses that wait in outboxes.
     """
     counts = arrays["row_count"]
@@ -154,12 +146,6 @@ def texts(
     """Return the best, the worst and the newest responses with their prompts, without repeats.
 
     If a response is in several merges, its `count` and `uses` are those of the last merge.
-
-    Args:
-        arrays: arrays of the snapshot.
-        meta: metadata of the snapshot.
-        decode: function that converts token ids to text.
-        count: number of responses of each kind.
     """
     from tba_jax.flow.records import unflatten
 

@@ -25,9 +25,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     """Evaluate params on the task of a config, with the settings of its `eval` section.
 
     Args:
-        config: config of the run or of the command line.
         params: parameters on the devices of `devices.site.reading_mesh`, layers stacked.
-        folder: folder of the model, for its tokenizer.
 
     Raises:
         ValueError: too few devices for search.num_devices, or an unusable reward or judge.
@@ -96,7 +94,6 @@ def _open_model(
     """Return the config of a preset, and name, architecture, weights and folder of its model.
 
     Args:
-        name: name of the preset.
         path: path or hub ID of another model; "": the model of the preset.
         overrides: arguments --config.FIELD=VALUE.
     """

@@ -37,8 +37,6 @@ def push(folder: Path, repo: str, *, is_public: bool = False, step: int | None =
     """Upload a folder as one commit; create the repository if it does not exist.
 
     Args:
-        folder: folder to upload.
-        repo: NAME or OWNER/NAME.
         is_public: visibility of a new repository; an existing repository keeps its visibility.
         step: step of the policy, for the commit message. None: `folder` stays after a failure,
             and the error has a command that uploads it again.

@@ -43,7 +43,6 @@ class Interruption:
     handles SIGTERM after the processes have connected.
 
     Args:
-        numbers: the signals to handle.
         second: handler of a second signal of the same kind; the default ends the process. A second
             SIGHUP is always ignored, because a closing terminal and its shell both send one.
     """
@@ -79,7 +78,6 @@ class _Output(io.FileIO):
 
     Args:
         descriptor: the file descriptor, which stays open when this object is closed.
-        name: name of the output in the message.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:

@@ -66,9 +66,7 @@ def launch(
     """Run the processes to their end.
 
     Args:
-        num_processes: number of processes.
         arguments: arguments of the command; flags that identify each process are added.
-        command: program to run.
         grace_s: seconds after the first failure for the others to end by themselves.
 
     Returns:

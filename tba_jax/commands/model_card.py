@@ -49,8 +49,6 @@ def model_card(run: Run, step: int, name: str) -> str:
     """Return the card as Markdown with the hub's YAML header.
 
     Args:
-        run: files of the work directory.
-        step: step of the exported policy.
         name: argument of `from_pretrained`: a hub ID or the folder.
     """
     from huggingface_hub import ModelCardData

@@ -159,11 +159,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check flags that need no model.
-
-    Raises:
-        ValueError: a flag cannot be used.
-    """
+    """Check flags that need no model."""
     if bool(args.model) == bool(args.workdir):
         raise ValueError("give --model=FOLDER or --workdir=RUN, and not both")
     if args.num_slots < 1 or args.max_requests < 1 or min(args.max_length, args.max_adapters) < 0:

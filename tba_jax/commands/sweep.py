@@ -75,8 +75,6 @@ def points(
 
     Args:
         common: arguments of all runs, including `--config=`.
-        grid: values of each field.
-        seeds: seeds of the runs of each combination.
 
     Raises:
         ConfigError: no run has a valid config, or two runs would have the same folder.

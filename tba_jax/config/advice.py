@@ -50,9 +50,7 @@ class Advice:
         """Return the advice that has not been given before.
 
         Args:
-            step: steps made so far.
             values: metrics of the last step, and of the rounds merged before it.
-            times: times at the end of the last step.
         """
         if "search/cut_share" in values:
             self._cut.append(values["search/cut_share"])

@@ -64,9 +64,6 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
 def usable_part(argv: Sequence[str]) -> tuple[Config | None, list[str]]:
     """Return the valid settings and the errors of a command line.
 
-    Args:
-        argv: program name and arguments.
-
     Returns:
         The config with all valid settings (None if `--config` itself is invalid), and the error of
         each invalid setting.
@@ -141,10 +138,6 @@ def _check_fields(arguments: Sequence[str]) -> None:
 
 def local_folder(text: str | os.PathLike[str], what: str = "--workdir") -> Path:
     """Return a folder of the local file system from a command-line argument.
-
-    Args:
-        text: the argument's value.
-        what: name of the argument, for the error.
 
     Raises:
         ConfigError: `text` is an address such as gs://... As a path it would be a local folder

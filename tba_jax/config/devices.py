@@ -20,11 +20,7 @@ def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> No
     """Check the settings that depend on the number of devices.
 
     Args:
-        config: a validated config.
         num_devices: devices of this process.
         num_hosts: processes of the run.
-
-    Raises:
-        ConfigError: see `validate`.
     """
     MODES[config.placement].check(asked(config), num_devices, num_hosts)

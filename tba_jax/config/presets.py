@@ -24,9 +24,7 @@ def differing(file: str, presets: Mapping[str, Any], preset: str) -> ConfigDict:
     """Return the default config with the settings of one preset; its name is FILE/PRESET.
 
     Args:
-        file: name of the presets.
         presets: name of a preset -> its settings by section.
-        preset: name of the preset.
 
     Raises:
         ConfigError: unknown preset.

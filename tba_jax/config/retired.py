@@ -111,9 +111,6 @@ def upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
     the caller to report.
 
     Loads JAX.
-
-    Args:
-        saved: setting name -> value, as in config.json.
     """
     found = _joined(_converted(saved))
     kept = {

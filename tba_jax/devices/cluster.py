@@ -102,8 +102,6 @@ class Cluster:
     """The processes of a run that work in lock-step; possibly a single process.
 
     Args:
-        process_id: index of this process in the cluster.
-        num_processes: number of processes.
         members: numbers of the processes in `jax.distributed`; (): all processes, in order.
         is_primary: as the attribute; None: True in process 0 only.
         coordinator: HOST:PORT of process 0 of the job; "" if the platform provides it.
@@ -203,8 +201,6 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     """Connect to the other processes; call before the first use of a device.
 
     Args:
-        address: return value of `resolve_address`.
-        num_cpu_devices: number of devices of each process's CPU backend.
         heartbeat_s: heartbeat timeout; a process without heartbeats for this long ends the run.
         shutdown_s: maximum time from the first to the last process's disconnection.
 
@@ -291,9 +287,6 @@ class FailureNotice:
     When a peer is lost, `jax.distributed` aborts the process from native code, without exception or
     handler. A shell therefore waits on a pipe; if the pipe closes before `withdraw`, the shell
     writes the notice to this process's standard error.
-
-    Args:
-        cluster: cluster of this process.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -42,9 +42,6 @@ class DeviceLock:
     runtime may start programs in another order than the threads launched them. The first call of a
     program also compiles it while holding the lock.
 
-    Args:
-        timeout_s: maximum wait in seconds.
-
     Attributes:
         wait_s: seconds that all threads together have waited.
     """
@@ -122,7 +119,6 @@ def device_lock_for(meshes: Sequence[Mesh], *, timeout_s: float) -> DeviceLock |
 
     Args:
         meshes: mesh of each thread that launches programs; equal meshes count separately.
-        timeout_s: as in `DeviceLock`.
     """
     several = [frozenset(mesh.devices.flat) for mesh in meshes if mesh.size > 1]
     meet = any(a & b for a, b in itertools.combinations(several, 2))

@@ -137,7 +137,6 @@ def arrange(
     Args:
         placement: one of MODES.
         devices: devices of this process, or of all processes if the mode spans hosts.
-        asked: the config's request.
         process_index: index of the process whose searchers get devices.
 
     Raises:

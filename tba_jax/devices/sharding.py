@@ -41,7 +41,6 @@ def trainer_mesh(devices: Any, shape: MeshShape) -> Mesh:
 
     Args:
         devices: array or sequence of the devices, those of one process adjacent.
-        shape: sizes of the axes.
     """
     sizes = {axis: getattr(shape, axis) for axis in (*BATCH_AXES, CONTEXT, "model")}
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in MESH_AXES}
@@ -122,14 +121,7 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
 def place(
     placement: str, devices: Sequence[Any], asked: Asked, process_index: int = 0
 ) -> Placement:
-    """Return `placement.arrange` as meshes.
-
-    Args:
-        placement, devices, asked, process_index: as in `arrange`.
-
-    Raises:
-        PlacementError: as in `arrange`.
-    """
+    """Return `placement.arrange` as meshes."""
     found = arrange(placement, devices, asked, process_index)
     return Placement(
         trainer_mesh(np.array(found.trainer), found.mesh),
@@ -261,7 +253,6 @@ def partition_spec(
         axes: logical name of each axis; None: never divided.
         shape: shape of the array.
         mesh: rules for absent mesh axes have no effect.
-        rules: the table.
 
     Raises:
         ValueError: two axes of the array map to one mesh axis, or a size does not divide.
@@ -299,11 +290,6 @@ def tree_shardings(
     Args:
         axes: the tree with a tuple of logical axis names for each array, as from
             `transformer.param_axes`.
-        shapes: the tree with shapes.
-        rules: the table.
-
-    Raises:
-        ValueError: as in `partition_spec`.
     """
     return jax.tree.map(
         lambda array, names: NamedSharding(mesh, partition_spec(names, array.shape, mesh, rules)),
@@ -321,9 +307,6 @@ def shardings_like(tree: Any, params: Any, param_shardings: Any, mesh: Mesh) -> 
 
     Args:
         tree: leaves with shapes, such as a train state.
-        params: shapes of the parameters.
-        param_shardings: a NamedSharding for each.
-        mesh: mesh of the shardings.
     """
     shapes = {path: x.shape for path, x in _by_path(params).items()}
     specs = {path: x.spec for path, x in _by_path(param_shardings).items()}

@@ -127,8 +127,6 @@ class SentenceEmbedder:
 
     Args:
         path: folder or hub ID of a BERT model.
-        device: device of the weights.
-        batch_rows: number of texts per call of the model.
         max_tokens: maximum number of tokens of a text; longer texts are truncated.
 
     Raises:

@@ -137,7 +137,6 @@ class Evaluator:
         prompts: the evaluation prompts, the same for every call.
         num_skipped: number of prompts that were left out because they are too long; only reported.
         stations: parts that evaluate shards, one station for each set of devices.
-        settings: number of responses, sampling and limits.
         metric: headline metric: `reward_mean`, `pass_at_1`, or a metric that `metrics` return.
         min_new_tokens: minimum length of a response.
         metrics: further metric functions, called in this order.
@@ -190,8 +189,6 @@ class Evaluator:
 
         Args:
             params: weights on the devices of the station.
-            number: index of the shard.
-            station: index of the station.
         """
         first = number * self.shard_size
         stop = min(first + self.shard_size, len(self.prompts))

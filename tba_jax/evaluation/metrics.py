@@ -114,11 +114,8 @@ class ReferenceDistance:
     - `kl_from_reference`: the same for KL(pi_ref || pi), the direction of the official code.
 
     Args:
-        config: architecture of policy and reference.
         reference_params: returns the reference weights, on the evaluating device.
         scoring: its temperature divides the logits of both models in the divergences.
-        padding: padded lengths of prompts and responses.
-        site: devices of policy and reference.
 
     References:
         TBA, arXiv:2503.18929, section 5.3 and its code (perplexity.py).
@@ -183,11 +180,7 @@ def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
 def make_distance_program(
     config: TransformerConfig, scoring: Scoring, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
-    """Return a jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b].
-
-    Args:
-        config, scoring, site: as in `ReferenceDistance`.
-    """
+    """Return a jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b]."""
     return jax.jit(
         functools.partial(
             _distances,

@@ -51,12 +51,7 @@ class _Version:
 
 
 class EvaluationService:
-    """Thread-safe service that evaluates requested versions.
-
-    Args:
-        evaluator: evaluates shards and computes metrics.
-        clock: returns the seconds since the run began.
-    """
+    """Thread-safe service that evaluates requested versions."""
 
     def __init__(self, evaluator: Evaluator, clock: Callable[[], float]) -> None:
         self._evaluator = evaluator
@@ -71,7 +66,6 @@ class EvaluationService:
         """Request the evaluation of a version.
 
         Args:
-            version: number of the version.
             params: weights on each station; None for a station that does not evaluate.
         """
         numbers = collections.deque(range(self._evaluator.num_shards))
@@ -82,11 +76,7 @@ class EvaluationService:
             self._pass_on()
 
     def step(self, station: int = 0) -> bool:
-        """Evaluate the next shard, or compute metrics; return False if there was nothing to do.
-
-        Args:
-            station: index of the station that evaluates.
-        """
+        """Evaluate the next shard, or compute metrics; return False if there was nothing to do."""
         with self._lock:
             version = next(
                 (v for v in self._requests if v.left and v.params[station] is not None), None

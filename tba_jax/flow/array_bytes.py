@@ -22,7 +22,6 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
     """Return bytes: a checksum, a line of JSON that describes the contents, and the arrays.
 
     Args:
-        arrays: name -> array.
         meta: JSON-compatible value.
 
     Raises:

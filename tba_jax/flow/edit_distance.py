@@ -37,9 +37,7 @@ def mean_pairwise_distance(
     """Return the mean over pairs of rows of edit distance / length of the longer row.
 
     Args:
-        rows: token sequences.
         max_pairs: if there are more pairs, a sample of about this size is used.
-        seed: seed of that sample.
 
     Returns:
         A number in [0, 1], 0 if all rows are equal; nan for fewer than two rows.

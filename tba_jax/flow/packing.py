@@ -228,8 +228,6 @@ class Packing:
 
         Args:
             draws: p draws.
-            places: return value of `_places` for this shape.
-            shape: shape of the rows.
             padded: padded lengths of prompt and response; None: rows are packed.
         """
         piece, starts, c = 0, places.starts.tolist(), shape.responses

@@ -71,7 +71,6 @@ class Padding:
     Attributes:
         prompt_buckets: ascending prompt lengths in tokens.
         response_buckets: ascending response lengths in tokens.
-        pad_id: token ID at padding.
     """
 
     prompt_buckets: tuple[int, ...]

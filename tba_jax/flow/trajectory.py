@@ -43,7 +43,6 @@ class Trajectory:
     only; other paths that contain the token have False.
 
     Attributes:
-        prompt_id: ID of the prompt.
         response_tokens: int32 [t], unpadded, with the end-of-sequence token if one was drawn.
         reward: raw reward r(x, y), not divided by beta.
         reward_parts: name -> value of each of several rewards, before weights; nan if a reward does
@@ -54,10 +53,7 @@ class Trajectory:
             if the trainer scores the reference.
         version_min: oldest policy version that drew a token of this response.
         version_max: newest policy version that drew a token of this response.
-        searcher: ID of the searcher that drew the response.
         round: number of the round of that searcher.
-        sampling_temperature: temperature of the draw.
-        finish_reason: reason of the response's end.
         is_sampled: bool [t], True where the policy sampled the token and False where an environment
             wrote it; None: every token is sampled.
         token_advantages: float32 [t], estimated by sampling continuations from states of the
@@ -141,7 +137,6 @@ class Draw(NamedTuple):
     """One prompt slot of a batch drawn from the replay buffer.
 
     Attributes:
-        prompt: the prompt.
         trajectories: n <= K responses; empty if the slot stays empty.
         weights: times that each trajectory was drawn, at least 1; their sum is K, or 0 without any.
         is_fresh: whether the slot is drawn from the newest data, instead of the whole history.

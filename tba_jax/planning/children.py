@@ -53,7 +53,6 @@ def ask(
 
     Args:
         request: request for `compile_one.answer`.
-        timeout_s: seconds after which the child is killed.
         say: receives a line every 20 s while the child runs.
     """
     environment = dict(os.environ)

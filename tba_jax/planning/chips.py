@@ -33,7 +33,6 @@ class Chip:
     """Memory and peak rates of one device.
 
     Attributes:
-        name: name of the chip, such as v5e or H100.
         hbm_bytes: device memory.
         flops_per_s: peak rate of bfloat16 matrix products.
         bytes_per_s: peak rate of device memory.
@@ -100,7 +99,6 @@ class Topology:
 
     Attributes:
         text: text of --topology.
-        chip: chip of the slice.
         shape: number of chips along each axis.
         chips_per_host: number of chips of one host; 0: the compiler's default (4, fewer in smaller
             slices).
@@ -143,8 +141,6 @@ class GpuHosts:
     Attributes:
         text: text of --topology.
         gpu: GPU model of all hosts.
-        hosts: number of hosts.
-        per_host: number of GPUs of each host.
     """
 
     text: str

@@ -79,7 +79,6 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
     `Config.chosen` has the reasons.
 
     Args:
-        config: validated config.
         saved: fields of the config of the resumed run; empty for a new run.
 
     Raises:
@@ -104,11 +103,6 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
 
 def choose_together(config: Config, cluster: "Cluster", saved: Mapping[str, Any]) -> Config:
     """Return the config with the choices of process 0 for all devices, equal in every process.
-
-    Args:
-        config: result of `choose`.
-        cluster: processes of the run; every process calls this function.
-        saved: as in `choose`.
 
     Raises:
         PlacementError: the placement is impossible on these devices.
@@ -139,8 +133,6 @@ def on_devices(
 
     Args:
         config: config with known lengths.
-        devices: devices of the run.
-        memory_bytes: memory of each device.
 
     Raises:
         PlacementError: the placement is impossible on these devices.

@@ -69,7 +69,6 @@ class Planner:
         """Return placement, resident memory and programs of a config.
 
         Args:
-            config: nested fields of the config.
             chooses: whether to choose the placement for the slice.
             trainer_devices: as in `layouts.choose`, if the placement is chosen.
 
@@ -141,8 +140,6 @@ def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, A
     """Return a description with the requested micro-batch, if the mesh divides it.
 
     Args:
-        planner: describes the other config.
-        facts: description with the chosen placement.
         rows: micro-batch rows that the command line requests.
     """
     chosen = facts["changed_fields"]
@@ -163,8 +160,6 @@ def search(
     """Return the nested fields with the largest micro-batch and number of slots that fit.
 
     Args:
-        planner: compiles the trials.
-        config: nested fields, with the placement.
         say: receives a line for each trial.
 
     Raises:
@@ -231,9 +226,6 @@ def confirm(
     smaller size that fits. If no size fits, the estimated size stays.
 
     Args:
-        planner: compiles the programs.
-        facts: description with the chosen placement.
-        say: receives a line for each trial.
         names: settings whose sizes were chosen.
     """
     if _ROWS in names:
@@ -279,8 +271,6 @@ class Plan(NamedTuple):
     """Plan of a run: its description, compiled programs and conclusions.
 
     Attributes:
-        facts: description of the run.
-        programs: compiled programs.
         found: memory of each device group.
         weighed: balance of trainer and searchers; None if a program did not compile.
     """
@@ -340,10 +330,7 @@ def compare(
     """Compare two placements on a slice of several hosts; return (faster one, sentence on both).
 
     Args:
-        planner: compiles both placements.
-        config: nested fields from the user.
         facts: description of the placement in which every host trains and searches.
-        say: receives a line for each compiled program.
     """
 
     def whole(facts: Mapping[str, Any]) -> Plan:

@@ -95,7 +95,6 @@ def step_bytes(
 
     Args:
         responses: number of responses (if packed, of rows) of a micro-batch on one device.
-        mesh: mesh of the trainer.
         platform: platform of the trainer's devices, which selects the attention kernel.
     """
     x, t = config.task.max_prompt_tokens, config.search.max_new_tokens

@@ -33,8 +33,6 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
     devices: up to a fifth of the padded rows may be empty.
 
     Args:
-        size: number of devices.
-        config, model_config: config and architecture of the run.
         hosts: number of hosts that have equal parts of the mesh; 0: the trainer has whole hosts.
 
     Raises:
@@ -198,12 +196,7 @@ def sizes(
 
     Args:
         config: config of the run, with its final placement.
-        model_config: architecture of the policy.
-        mesh: mesh of the trainer.
-        devices: devices of the run.
-        hbm_bytes: memory of each device.
         of_searcher: config -> bytes that a searcher needs on each device.
-        shares_devices: whether trainer and searchers share devices.
     """
     fields: dict[str, Any] = {}
     held = estimates.held_bytes(config, model_config) / mesh.size
@@ -314,7 +307,6 @@ def group_sizes(
     Args:
         pool: number of devices of a host that search.
         per_host: number of devices of a host.
-        devices: devices of the slice.
     """
     sizes = [g for g in range(1, pool + 1) if pool % g == 0 and model_config.num_heads % g == 0]
     # Compilers for v5e and v6e accept one chip of a host, or all of them.

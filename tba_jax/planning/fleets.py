@@ -28,7 +28,6 @@ def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
     """Return the trainer's mesh as configured, and the mesh of one searcher.
 
     Args:
-        config: config with placement=fleet.
         devices: devices of all processes of the trainer.
 
     Raises:
@@ -68,10 +67,6 @@ def choose_fleet(
 
     A searcher process takes a whole host like the trainer's, or the accelerators that
     `fleet.searcher` names.
-
-    Args:
-        config: config with placement=fleet.
-        model_config, devices, hbm_bytes, judge_bytes: as in `layouts.choose`.
 
     Raises:
         PlacementError: no mesh of all these devices divides batch and model.

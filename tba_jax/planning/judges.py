@@ -65,7 +65,6 @@ def judge_residents(
 
     Args:
         models: role -> contents of config.json.
-        mesh: mesh of a searcher.
 
     Raises:
         ValueError: a model has the wrong kind for its role, or the mesh does not divide it.
@@ -83,12 +82,7 @@ def plan_judges(
     models: Mapping[str, Mapping[str, Any]],
     placement: Placement,
 ) -> list[Planned]:
-    """Return the programs of the models that score or judge.
-
-    Args:
-        config, models: as in `judge_residents`.
-        placement: placement of the run.
-    """
+    """Return the programs of the models that score or judge."""
     sizes = sizes_of(config)
     rows = sizes.round_prompts * sizes.samples
     mesh = placement.searcher_meshes[0]

@@ -56,7 +56,6 @@ def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> lis
     """Return the possible numbers of trainer devices, with devices left for searchers.
 
     Args:
-        devices: devices of the slice.
         whole_hosts: whether the trainer has all devices of some hosts; otherwise it has the same
             number of devices on every host.
     """
@@ -131,8 +130,6 @@ def choose(
     batch whose prompts no mesh divides gets more prompts, with a note in `notes`.
 
     Args:
-        devices: all devices of the slice.
-        hbm_bytes: memory of each device.
         judge_bytes: group size -> memory of reward models on the first device of a searcher group;
             infinity if the group does not divide them.
         trainer_devices: approximate number of trainer devices for a placement in which some hosts

@@ -21,9 +21,6 @@ def with_lengths(config: Config) -> tuple[Config, str]:
     fifth of the rows is held out. The choice depends only on data, model and config, so a resumed
     run makes the same choice.
 
-    Args:
-        config: a validated config.
-
     Raises:
         ValueError: the data or the model cannot be used.
     """

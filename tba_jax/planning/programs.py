@@ -37,12 +37,7 @@ FROZEN = "frozen parameters"
 
 
 class Ids(NamedTuple):
-    """Fields of a tokenizer that a plan needs; the values of the IDs change no shape.
-
-    Attributes:
-        eos_ids: IDs of end-of-sequence tokens.
-        pad_id: ID of the padding token.
-    """
+    """Fields of a tokenizer that a plan needs; the values of the IDs change no shape."""
 
     eos_ids: tuple[int, ...] = (0,)
     pad_id: int = 0
@@ -434,7 +429,6 @@ def abstract_weights(
     """Return the shapes of the weights on the first searcher's devices, in the decoder's layout.
 
     Args:
-        config, model_config, placement: config, architecture and placement of the plan.
         quantization: quantization of the weights: as configured for the policy, else "none".
     """
     mesh = placement.searcher_meshes[0]

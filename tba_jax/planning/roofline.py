@@ -144,7 +144,6 @@ def measure_rates(dtype: Any, num_bytes: int) -> Rates:
     """Measure the rates of the default device, as the best of a few large operations.
 
     Args:
-        dtype: dtype of the operands.
         num_bytes: size of the array that is read; use the size of the weights for equal cache
             effects.
     """

@@ -97,7 +97,6 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
     """Return the memory of each device group.
 
     Args:
-        facts: description from `compile_one`.
         programs: compiled programs; programs that failed are ignored.
     """
     groups = facts["groups"]

@@ -58,10 +58,8 @@ class ChannelServer:
 
     Args:
         handlers: method name -> handler. Handlers run on several threads.
-        token: bearer token that every request must carry.
         port: port to listen on; 0: any free port.
         is_local: whether to listen on the loopback interface only.
-        num_threads: number of threads that run handlers.
 
     Raises:
         ChannelError: the port is in use or not permitted.

@@ -133,13 +133,6 @@ class SearcherClient:
     """Sends and receives the messages of one searcher; a worker calls `step`.
 
     Args:
-        start: start state of the searcher, from the join response.
-        server: search server, or a channel to it.
-        outbox: outbox to which the searcher commits finished tickets.
-        quota: receives admitted tickets.
-        leased: receives leases, and holds their results.
-        callbacks: functions of the searcher.
-        clock: monotonic clock, in seconds.
         timeout_s: seconds without a response after which the trainer counts as lost.
     """
 

@@ -20,7 +20,6 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address.
 
     Args:
-        host: address.
         port: port; 0: any free port.
 
     Raises:
@@ -40,8 +39,6 @@ class HttpServer:
     """HTTP server of one application; accepts requests after `start`.
 
     Args:
-        application: handles each request.
-        name: name of the server's thread.
         bound: result of `bind`; the server closes this socket.
     """
 
@@ -74,7 +71,6 @@ class HttpServer:
 
         Raises:
             TimeoutError: the server did not start in time.
-            WorkerError: the thread of the server failed.
         """
         self._worker.start()
         waited = threading.Event()

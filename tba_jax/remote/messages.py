@@ -40,7 +40,6 @@ class SearcherKey(NamedTuple):
 
     Attributes:
         epoch: name of the search server that the searcher joined.
-        searcher: searcher ID.
         incarnation: number of the process that runs this searcher, from 1.
     """
 
@@ -173,7 +172,6 @@ def from_json(kind: Any, value: Any) -> Any:
 
     Args:
         kind: named tuple, tuple, or a type of JSON values; may also allow None.
-        value: result of `json.loads`.
 
     Raises:
         ValueError, TypeError: the value has another form.

@@ -64,11 +64,7 @@ def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, H
 
 
 class RemoteSearchServer:
-    """A search server in another process.
-
-    Args:
-        channel: channel to that process.
-    """
+    """A search server in another process."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -53,13 +53,9 @@ class SearchServer:
     """Thread-safe search server: handles join, ticket, put and lease requests from searchers.
 
     Args:
-        settings: settings of the server.
         searchers: counters and outboxes of the searchers; the trainer merges the outboxes.
-        admission: decides how many tickets may be open.
-        evaluations: evaluations whose shards searchers work on.
         clock: monotonic clock in seconds; a jump counts as at most a quarter of the heartbeat
             timeout.
-        run_clock: running time of the run in seconds.
         log: receives one line for each join, loss and return of a searcher.
         log_event: receives each chunk event of the schedule log.
     """
@@ -140,11 +136,9 @@ class SearchServer:
         """Return tickets that the searcher may start, in ascending order.
 
         Args:
-            key: sender of the request.
             max_tickets: maximum number of tickets to return; 0: only the heartbeat is processed.
             first_unseen: first ticket that the searcher has not received; this and later tickets
                 are sent again.
-            heartbeat: metrics of the searcher.
         """
         with self._lock:
             if (refused := self._check_sender(key)) is not None:
@@ -183,10 +177,7 @@ class SearchServer:
         """Accept the responses of finished tickets: those of all tickets, or none.
 
         Args:
-            key: sender.
-            commits: finished tickets.
             trace: actions of the searcher before these tickets.
-            num_bytes: size of the message, for the metrics.
         """
         with self._lock:
             if (refused := self._check_sender(key)) is not None:
@@ -294,7 +285,6 @@ class SearchServer:
         """Count these searchers as lost at once, because their process has ended.
 
         Args:
-            searchers: IDs of the lost searchers.
             reason: reason for the log; "": the caller logs the end of the process.
         """
         with self._lock:

@@ -143,8 +143,6 @@ class StepClient:
     starts with the first step, because processes that only search use the channel alone.
 
     Args:
-        channel: channel to the owner.
-        process: number of this process in the job.
         timeout_s: seconds without a response after which the owner counts as lost.
 
     Attributes:
@@ -168,7 +166,6 @@ class StepClient:
         """Return the owner's decision on a step.
 
         Args:
-            step: number of the step.
             facts: returns (wants_stop, is_publishing); called before every request.
 
         Raises:

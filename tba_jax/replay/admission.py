@@ -79,8 +79,6 @@ class Admission:
     come first.
 
     Args:
-        demand: demand of the trainer.
-        searchers: searcher IDs.
         unmerged: groups that already wait in outboxes.
     """
 
@@ -103,7 +101,6 @@ class Admission:
         """Return whether this searcher may begin one more prompt; if so, count it as open.
 
         Args:
-            searcher: ID of the asking searcher.
             version: version of the weights that it would begin with, or an older one.
         """
         with self._lock:
@@ -125,7 +122,6 @@ class Admission:
         """Count a group of this searcher as committed to its outbox.
 
         Args:
-            searcher: ID of the searcher.
             latency_s: time since its admission.
             version: version of its admission.
         """
@@ -229,11 +225,7 @@ def _quantile(ascending: Sequence[float], share: float) -> float:
 
 
 class RoundAdmission:
-    """Admits rounds of searchers in other processes with driver=sync, each with one version.
-
-    Args:
-        searchers: IDs of the searchers.
-    """
+    """Admits rounds of searchers in other processes with driver=sync, each with one version."""
 
     def __init__(self, searchers: Sequence[int]) -> None:
         self._lock = threading.Lock()
@@ -246,7 +238,6 @@ class RoundAdmission:
 
         Args:
             rounds: searcher ID -> number of rounds.
-            version: version of the weights that all of them sample with.
         """
         with self._lock:
             self._version = version

@@ -63,7 +63,6 @@ class ReplayBuffer:
 
         Args:
             commits: rounds in the order they were taken from the outboxes.
-            step: current trainer step.
 
         Returns:
             Increase of each ledger counter, plus "stored" and "rejected".
@@ -120,7 +119,6 @@ class ReplayBuffer:
         Args:
             num_prompts: p.
             group_size: K.
-            step: trainer step of the batch.
 
         Returns:
             The slots; None if the trainer must wait: nothing is stored, `max_reuse` leaves too few

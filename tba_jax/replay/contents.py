@@ -27,15 +27,10 @@ from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, TrajectoryStore
 class Contents:
     """Stored rows with their indices and counters.
 
-    Args:
-        settings: limits.
-
     Attributes:
-        store: the rows.
         replay: prompts of the store, for draws in epochs.
         fresh: groups that wait to be drawn.
         recent: prompts of the newest merges.
-        ledger, economy: the counters.
     """
 
     def __init__(self, settings: ReplaySettings) -> None:

@@ -138,7 +138,6 @@ def choose(
     """Return two counts per row: copies drawn without replacement, and repeats.
 
     Args:
-        rng: random generator.
         log_weights: log weight of each copy of a row.
         copies: copies of each row; 0 excludes the row.
         size: total number of draws. With fewer copies, all are taken, and the rest are repeats

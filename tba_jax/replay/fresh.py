@@ -166,7 +166,6 @@ class FreshGroups:
         """Return a group for a slot; None if there is none.
 
         Args:
-            rng: random generator.
             taken: prompts already in the batch.
             group_size: as in `count`; a group that fills another slot can be drawn again.
         """
@@ -321,7 +320,6 @@ class RecentMerges:
         """Return the merges of a saved `state`.
 
         Args:
-            state: the saved state.
             rows: stored rows by merge and prompt.
         """
         recent = cls()

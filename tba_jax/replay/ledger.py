@@ -173,12 +173,7 @@ class Economy:
         return late / self.staleness.total()
 
     def stats(self, waiting: int, max_staleness: int) -> dict[str, float]:
-        """Return the metrics.
-
-        Args:
-            waiting: as in `trained_share`.
-            max_staleness: as in `late_share`.
-        """
+        """Return the metrics."""
         return {
             "buffer/trained_share": self.trained_share(waiting),
             "buffer/length_rank": self.length_rank(),
@@ -187,12 +182,7 @@ class Economy:
         }
 
     def warnings(self, waiting: int, settings: ReplaySettings) -> list[str]:
-        """Return a warning for each kind of waste or bias, with the setting to change.
-
-        Args:
-            waiting: as in `trained_share`.
-            settings: settings of the buffer.
-        """
+        """Return a warning for each kind of waste or bias, with the setting to change."""
         if self.batches < _MIN_BATCHES:
             return []
         found = []

@@ -133,7 +133,6 @@ class TrajectoryStore:
         """Store a response to `prompt`.
 
         Args:
-            prompt, y: the prompt and the response.
             row_id: ID of the new row, if the response gets a row of its own.
             merged: trainer step of the merge.
 
@@ -159,7 +158,6 @@ class TrajectoryStore:
         """Remove a row; the last row of a prompt removes the prompt.
 
         Args:
-            slot: index of the row.
             copies: number of responses to remove, never-drawn ones first; None: all.
 
         Returns:

@@ -21,9 +21,6 @@ def build_report(workdir: str | os.PathLike[str], own: str = "") -> Path:
 
     Args:
         own: figures of the user, in the format of `report.figures`.
-
-    Raises:
-        ValueError: as in `load_run`.
     """
     return write_report(load_run(workdir), own)
 

@@ -54,10 +54,8 @@ def draw_panel(grouped: Sequence[RunGroup], name: str, axis: str, theme: plots.T
     """Draw the curves of a metric, with a colour for each group.
 
     Args:
-        grouped: groups of runs.
         name: key of metrics.jsonl.
         axis: a key of `groups.AXES`.
-        theme: colours.
     """
     figure = plots.new_figure(5.0, 2.6, theme)
     axes = figure.add_subplot()

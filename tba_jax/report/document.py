@@ -21,8 +21,6 @@ def document(
 
     Args:
         title: one sentence for the window title.
-        name: name of the run or the command.
-        body: HTML of the page.
         style: additional CSS rules of this page.
         script: the only script that may run; "" for none.
         fetches: whether the page may fetch data and pictures from its own server.
@@ -59,7 +57,6 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str) -> str:
     Args:
         head: names of the columns as text; empty for a table without names.
         rows: cells as HTML; the first cell of a row names the row.
-        kind: CSS class of the table.
     """
     body = "".join(
         f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'

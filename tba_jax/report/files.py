@@ -25,7 +25,6 @@ class Run:
     """A run as read from its work directory.
 
     Attributes:
-        workdir: the directory.
         report: contents of report.json; {} before the run has written it.
         config: flat config fields; {} without config.json.
         versions: versions of packages that affect the results; {} without config.json.

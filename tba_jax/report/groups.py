@@ -56,7 +56,6 @@ def group_runs(runs: Sequence[Run], fields: Sequence[str] = ()) -> list[RunGroup
     """Group runs by the values of some fields of their configs.
 
     Args:
-        runs: runs to group.
         fields: config fields; empty: every field that differs between the runs, except `seed`.
 
     Raises:

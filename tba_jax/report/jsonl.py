@@ -92,7 +92,6 @@ def parse_line(where: str, line: bytes, wrong: Wrong = _nothing) -> dict[str, An
 
     Args:
         where: file and line, for messages.
-        line: the line, with or without newline.
         wrong: returns the error of a record, "" for none.
 
     Raises:
@@ -133,13 +132,8 @@ def sample_jsonl(
     """Yield every n-th record of a log, and the last record.
 
     Args:
-        path: path of the log.
         least: minimum number of records of a long log; fewer than 2 * least are returned.
-        wrong: returns the error of a record, "" for none.
         always: records whose lines contain these bytes are returned in addition.
-
-    Raises:
-        ValueError: as in `stream_jsonl`, for the parsed lines.
     """
     stride = max(1, sum(1 for _ in read_lines(path)) // least)
     last: tuple[str, bytes] | None = None
@@ -159,7 +153,6 @@ class JsonlWriter:
     Opening a file removes an incomplete last line.
 
     Args:
-        path: path of the log.
         confirm: raises an error if this process may no longer change the log; called before the log
             is opened and before `keep` replaces it.
     """

@@ -63,7 +63,6 @@ def read_times(path: Path, start: int = 0) -> Times:
     """Return the times of a schedule log; empty without a file.
 
     Args:
-        path: path of the log.
         start: byte at which a line begins; earlier lines are ignored.
 
     Raises:
@@ -202,7 +201,6 @@ def waiting_shares(times: Times, edges: np.ndarray) -> dict[str, np.ndarray]:
     The log has the mean wait for each ticket; the wait is spread evenly over the ticket.
 
     Args:
-        times: times of a schedule log.
         edges: float64 [n + 1], seconds in ascending order.
     """
     lanes = {}

@@ -126,9 +126,7 @@ class LivePage:
 
     Args:
         own: names of the user's figures, in the format of the setting `report.figures`.
-        clock: monotonic clock, in seconds.
         work_clock: clock of this process's processor time, in seconds.
-        num_cores: number of cores of the machine.
 
     Attributes:
         version: number of the page, from 1; 0 before the first page.
@@ -319,7 +317,6 @@ class LiveServer:
     cannot read the run.
 
     Args:
-        page: page to serve.
         port: port to listen on; 0: any free port.
 
     Raises:

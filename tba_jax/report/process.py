@@ -22,9 +22,7 @@ class ReportProcess:
     """Starts `python -m tba_jax.report` at intervals, to write the report of the run.
 
     Args:
-        settings: how often the page is written, and whether it is served.
         note: prints the address of the page.
-        clock: monotonic clock, in seconds.
     """
 
     def __init__(

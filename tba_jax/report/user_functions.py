@@ -16,9 +16,7 @@ class UserFunctions:
 
     Args:
         field: setting with the names of the functions, separated by commas.
-        names: value of the setting.
         arguments: names of the functions' arguments.
-        note: prints one line.
 
     Raises:
         ConfigError: a function cannot be loaded, or does not take these arguments.

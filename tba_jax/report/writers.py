@@ -51,7 +51,6 @@ class MultiWriter:
         """Write responses to the trackers.
 
         Args:
-            step: step of the responses.
             of: kind of the responses, "train" or "eval".
             samples: records of samples.jsonl.
         """
@@ -88,10 +87,6 @@ class TensorBoardWriter:
     """Scalars and responses in TensorBoard event files (extra `tensorboard`).
 
     A resumed run replaces the values from its first step on.
-
-    Args:
-        folder: folder of the event files.
-        config: flat config fields shown with the run.
 
     Raises:
         ValueError: tensorboardX is not installed.
@@ -135,10 +130,7 @@ class WandbWriter:
     """Scalars and responses in Weights & Biases (extra `wandb`).
 
     Args:
-        project: W&B project.
-        name: name of the run in W&B.
         workdir: folder of W&B's files.
-        config: flat config fields shown with the run.
         run_id: W&B run ID, so that a resumed work directory continues its W&B run; "": a new run.
 
     Raises:
@@ -234,7 +226,6 @@ class ProgressDisplay:
         metric: headline metric of evaluations.
         console: a rich Console; None: standard output.
         plain_period_s: minimum number of seconds between two plain lines.
-        clock: monotonic clock, in seconds; tests replace it.
     """
 
     def __init__(

@@ -72,8 +72,6 @@ class EncoderClassifier:
 
     Args:
         settings: settings of kind "encoder".
-        reward: dtype and batch size.
-        device: device of the weights.
 
     Raises:
         ValueError: the path has no usable model, or the model has no such label.
@@ -123,8 +121,6 @@ class GuardClassifier:
     Args:
         settings: settings of kind "guard"; `path` is a language model whose tokenizer has a
             template.
-        reward: dtype and batch size.
-        device: device of the weights.
 
     Raises:
         ValueError: the path has no usable model, or the verdict has no tokens.

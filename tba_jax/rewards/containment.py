@@ -55,11 +55,7 @@ def enter(folder: str, max_memory_bytes: int) -> None:
 
 
 def leave(folder: str) -> None:
-    """End this process and all processes that it started; call when its parent has ended.
-
-    Args:
-        folder: as in `enter`; this function removes it.
-    """
+    """End this process and all processes that it started; call when its parent has ended."""
     shutil.rmtree(folder, ignore_errors=True)
     if sys.platform != "win32":
         _kill_marked(_mark_of(0))
@@ -68,12 +64,7 @@ def leave(folder: str) -> None:
 
 
 def end(folder: str, parent: int) -> None:
-    """Clean up in a process that ends by itself, for example because its pipe was closed.
-
-    Args:
-        folder: as in `enter`.
-        parent: process ID of the parent.
-    """
+    """Clean up in a process that ends by itself, for example because its pipe was closed."""
     if os.getppid() != parent:
         leave(folder)
     _kill_marked(_mark_of(0))

@@ -26,7 +26,6 @@ def gold_reward(prompts: list[str], completions: list[str], **columns: Any) -> l
     Args:
         prompts: posts, each followed by a colon.
         completions: digests.
-        columns: not used.
     """
     return [
         gold_score(prompt.removesuffix(":"), digest)

@@ -157,7 +157,6 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
     """Return why one of the functions cannot be used; None if all can be used.
 
     Args:
-        functions: names of the functions.
         columns: names of the data's columns; None: unknown, so arguments of functions are not
             checked.
     """
@@ -220,7 +219,6 @@ def score_chunk(
     """Call the function once.
 
     Args:
-        function: name of the function.
         prompts, completions: texts, or lists of chat messages.
         keywords: further arguments; those that the function does not take are left out.
     """

@@ -55,7 +55,6 @@ class Grader:
     """Computes texts, rewards and kinds of responses; thread-safe.
 
     Attributes:
-        rewards: computes rewards.
         decode_text: token ids -> text of each response, special tokens dropped.
         response_kind: text -> kind of the response, or None.
         first_kind: the kind whose share is logged; "": no share is logged.
@@ -78,7 +77,6 @@ class Grader:
         """Grade n responses, of one group or of a whole round.
 
         Args:
-            prompts: prompt of each response.
             responses: int32 [t] each, end-of-sequence included.
             has_eos: False if the length limit cut the response.
             verdicts: results of the environments of the responses; None: the reward source scores

@@ -30,10 +30,8 @@ def reward(
     """Return 1.0 if the last numbers of response and gold solution are equal, else 0.0.
 
     Args:
-        prompts: not used.
         completions: the responses, texts or chat messages.
         answer: the whole gold solutions.
-        columns: not used.
 
     References:
         `src/gsm8k_utils.py` of github.com/bbartoldson/TBA.

@@ -20,7 +20,6 @@ class InProcessRewards:
 
     Args:
         names: names of the functions, separated by commas.
-        max_failure_rate, weights, row, is_part: as in `RewardPool`.
     """
 
     def __init__(

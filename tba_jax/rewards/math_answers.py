@@ -49,10 +49,8 @@ def math_reward(
     r"""Return 1.0 if the boxed answer equals the gold answer mathematically, else 0.0.
 
     Args:
-        prompts: not used.
         completions: the responses, texts or chat messages.
         answer: gold solutions with the answer in \boxed{...}, or the bare answers.
-        columns: not used.
 
     Raises:
         ValueError: math-verify cannot parse a gold answer.

@@ -94,10 +94,8 @@ def arithmetic_reward(
     worked responses).
 
     Args:
-        prompts: not used.
         completions: the responses, texts or chat messages.
         answer: the correct integer of each problem, as text.
-        columns: not used.
     """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
@@ -116,10 +114,8 @@ def gsm8k_reward(
     first deletes every comma, and uses the last number even after a marked answer.
 
     Args:
-        prompts: not used.
         completions: the responses, texts or chat messages.
         answer: the whole gold solutions.
-        columns: not used.
 
     Raises:
         ValueError: a gold solution has no number, so every response would be wrong.

@@ -45,7 +45,6 @@ class Limiter:
         A line about dropped bytes is added once per window.
 
         Args:
-            data: printed bytes.
             now_s: monotonic time in seconds.
         """
         report = b""
@@ -72,11 +71,7 @@ class Limiter:
 
 
 class Output:
-    """Pipes of a pool's processes, and the parent's thread that copies from them.
-
-    Args:
-        folder: folder for the named pipes.
-    """
+    """Pipes of a pool's processes, and the parent's thread that copies from them."""
 
     def __init__(self, folder: str) -> None:
         self._limiters = {stream: Limiter() for stream in _STREAMS.values()}
@@ -134,11 +129,7 @@ def _write(stream: int, data: bytes) -> None:
 
 
 def redirect(folder: str) -> None:
-    """Redirect standard output and standard error of this reward process to the pipes.
-
-    Args:
-        folder: folder of the pipes, as in `Output`.
-    """
+    """Redirect standard output and standard error of this reward process to the pipes."""
     for name, stream in _STREAMS.items():
         # ENOENT or ENXIO means that the parent has closed the pool: this process ends soon.
         with contextlib.suppress(OSError):

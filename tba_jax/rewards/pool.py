@@ -331,8 +331,6 @@ class RewardPool:
         """Score the responses; every item gets a reward or a reason.
 
         Args:
-            prompts: prompt texts.
-            completions: response texts, one per prompt.
             columns: keyword arguments for the functions that take them, each with one value per
                 prompt. The column `prompt` is not passed on: it holds the chat messages of each
                 prompt, and the functions then get `prompts` and `completions` as message lists.

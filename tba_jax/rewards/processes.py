@@ -16,7 +16,6 @@ def enter_process(folder: str, parent: int, groups: str, max_memory_bytes: int) 
 
     Args:
         folder: folder from which user modules can be imported.
-        parent: process ID of the parent.
         groups: folder of `containment.Groups` and of `output.Output`.
         max_memory_bytes: memory limit; 0: no limit.
     """

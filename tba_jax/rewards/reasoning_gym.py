@@ -54,7 +54,6 @@ def answer_reward(
         dataset: name in reasoning-gym.
         seed, size: arguments with which the data set was generated.
         index: index of the problem in the data set.
-        columns: not used.
 
     Raises:
         ValueError: the installed reasoning-gym generates another question for this seed and index.

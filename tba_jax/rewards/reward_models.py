@@ -44,7 +44,6 @@ class RewardModel:
         missing_eos: reward of a response that the length limit cut; None: the model's score.
         offset: subtracted from every score, e.g. the mean score of reference responses, which
             gives `missing_eos` a fixed relation to the scores.
-        compute_dtype: dtype of matmul inputs.
         site: devices that divide the weights.
         where: name of the model in error messages.
         program: return value of `make_score_program` for these devices; None: make it.
@@ -103,10 +102,8 @@ class RewardModel:
         """Return the reward model of a Hugging Face folder or hub id, divided over a mesh.
 
         Args:
-            path_or_hub_id: source of the model.
             site: scoring devices, with the axis `model`.
             param_dtype: dtype of the stored weights and of matmul inputs.
-            options: further arguments of the class.
 
         Raises:
             ValueError: the model does not exist, is not a reward model, or cannot be divided over
@@ -157,8 +154,6 @@ class RewardModel:
         """Score responses; a score that is not finite is a failure named `reward_nan`.
 
         Args:
-            prompts: prompt texts.
-            completions: response texts.
             columns: only `prompt` is used: the chat messages of each prompt, if the data has chats.
             completion_ids: tokens of the responses, in the policy's vocabulary.
             has_eos: False if the length limit cut the response.
@@ -236,13 +231,7 @@ class RewardModel:
 def make_score_program(
     config: TransformerConfig, compute_dtype: Any, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
-    """Return jitted (params, tokens [b s], lengths [b]) -> scores of right-padded rows [b].
-
-    Args:
-        config: architecture, with one label.
-        compute_dtype: dtype of matmul inputs.
-        site: devices that divide the parameters.
-    """
+    """Return jitted (params, tokens [b s], lengths [b]) -> scores of right-padded rows [b]."""
     program = jax.jit(
         functools.partial(
             _scores,

@@ -87,9 +87,6 @@ def check_prompts(
 
     Args:
         shared: parts of the run; only the first process reads the prompts.
-        fingerprints: fingerprints of the data and of the tokenizer.
-        phase: function that displays the name of a phase that takes long.
-        note: function that displays one line for each finding.
 
     Raises:
         ValueError: prompts are too long, or cannot be read.
@@ -257,7 +254,6 @@ def open_start(
 
     Args:
         shared: parts of the run; all processes of the run call this function.
-        phase: function that displays the name of a phase that takes long.
         note: function that displays one line for each loss of data and each accepted change.
         accepted: inputs, named in `host_state.KINDS`, that may have changed since the checkpoint.
 
@@ -376,11 +372,8 @@ def build_trainer(
     """Build the trainer of a process.
 
     Args:
-        step: the train step.
-        ahead: background compiler of the train step.
         state: the train state; the trainer donates it.
         base: frozen parameters under adapters; None without adapters.
-        buffer, batches, outboxes, transport, log_event: as in `Trainer`.
     """
     program = shared.sites.trainer.locked(step.program)
     is_alone = shared.cluster.num_processes == 1
@@ -410,11 +403,7 @@ def build_trainer(
 
 
 def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatches:
-    """Return the source of batches in the process that owns the buffer.
-
-    Args:
-        peers: the other trainer processes.
-    """
+    """Return the source of batches in the process that owns the buffer."""
     config = shared.config
     return OwnBatches(
         buffer,
@@ -452,20 +441,12 @@ def build(
     """Build every part of a run and restore the newest checkpoint of its work directory.
 
     Args:
-        config: validated config of the run.
-        workdir: existing work directory.
         cluster: the processes of the run; all of them call this function.
-        clock: clock that started with the process.
-        progress: display of the phases.
-        extra_writers: additional metric writers.
         accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
-        link: as in `conduct`.
-        confirm: as in `open_shared`.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: the model folder, the data or a reward function is not usable.
-        UserError, CheckpointError: as in `open_start`.
     """
     with all_problems(config):
         shared = open_shared(

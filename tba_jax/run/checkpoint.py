@@ -73,11 +73,7 @@ class Saving(NamedTuple):
 
 
 class HostStateHandler(ocp.AsyncCheckpointHandler):
-    """Orbax handler that writes the host state into a file of the checkpoint folder.
-
-    Args:
-        saving: processes that save together.
-    """
+    """Orbax handler that writes the host state into a file of the checkpoint folder."""
 
     def __init__(self, saving: Saving) -> None:
         self._saving = saving
@@ -242,7 +238,6 @@ class Checkpoints:
         """Return a description of each file of a checkpoint that is missing or changed.
 
         Args:
-            step: step of the checkpoint.
             below: prefix of the paths to check, for example "host_state/"; "" checks all files.
             share: (i, n): check only the i-th of n shares of the files.
         """

@@ -70,22 +70,17 @@ def conduct(
     """Build a run, train, evaluate the final policy, write the report.
 
     Args:
-        config: validated config of the run.
-        workdir: claimed work directory.
         cluster: the processes of the run; all of them call this function.
         interrupted: function that returns True if the run must stop; called between steps.
         hold: lease of the work directory in process 0; None in the other processes.
         accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
-        start_s: value of `time.perf_counter` at the start of the run's clock.
         display: display of the progress; None: standard output.
         drive: driver instead of the configured driver, for example `replaying(schedule)`.
-        link: connection to the other processes of the run; None without other processes.
 
     Raises:
         OutOfMemory: device memory ran out before the first update.
         UserError: the reward function cannot be used.
         WorkdirLost: the work directory was removed, or another process has taken it over.
-        ValueError, RuntimeError, OSError: as in `build` and the drivers.
     """
     if display is None:
         display = make_display(config, workdir, is_shown=cluster.is_primary)
@@ -355,9 +350,7 @@ def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) ->
     """Return the shares of used responses and groups, and warnings.
 
     Args:
-        economy: counters of the use of the replay buffer's responses.
         waiting: number of groups without a drawn response.
-        settings: settings of the replay buffer.
     """
     figures = economy.stats(waiting, settings.max_staleness)
     return {

@@ -74,12 +74,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 class SynchronousSearch(Search):
-    """`loop.Search` of driver=sync: searchers sample between a publication and its merge.
-
-    Args:
-        admission: admits the rounds of searchers in other processes.
-        service: search server of the searchers in other processes.
-    """
+    """`loop.Search` of driver=sync: searchers sample between a publication and its merge."""
 
     def __init__(
         self, run: Run, admission: RoundAdmission, service: SearchService | NoSearchService
@@ -241,7 +236,6 @@ class AsynchronousSearch(Search):
     """`loop.Search` of driver=async: searchers sample concurrently with the trainer.
 
     Args:
-        service: search server of the searchers in other processes.
         admission: admits tickets; an `ExactLag` also fixes the staleness of every response.
     """
 
@@ -548,12 +542,7 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 class FollowingSearch(Search):
-    """`loop.Search` in a process that does not own the buffer.
-
-    Args:
-        weights: weights of the searchers of this process.
-        failed: set by a worker that fails.
-    """
+    """`loop.Search` in a process that does not own the buffer."""
 
     def __init__(self, run: Run, weights: PublishedWeights, failed: StopFlag) -> None:
         self._run = run

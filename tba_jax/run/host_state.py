@@ -59,11 +59,8 @@ class Facts:
     """Facts that identify the run of a host state.
 
     Attributes:
-        seed: seed of the run.
-        num_searchers: number of searchers of the whole run.
         run_id: unique name of the run.
         fingerprints: digests of model, data and more, by kind (`host_state.KINDS`).
-        format: version of the file format.
         step: step of the checkpoint; -1 in old checkpoints without this field.
         config: flat config of the run; {} in old checkpoints without this field.
     """
@@ -200,8 +197,6 @@ def with_searchers(
     far, so that no random number is used twice. Prompt streams begin a new epoch.
 
     Args:
-        state: saved state.
-        num_searchers: new number of searchers of the run.
         make_buffer: returns an empty buffer with the run's settings.
     """
     outboxes = state.named("outbox_")
@@ -285,9 +280,6 @@ def check_facts(step: int, saved: Facts, now: Facts, accepted: Collection[str]) 
     """Check whether a checkpoint may be continued.
 
     Args:
-        step: step of the checkpoint.
-        saved: facts in the checkpoint.
-        now: facts of this process.
         accepted: names in KINDS of inputs that may have changed.
 
     Returns:

@@ -97,10 +97,8 @@ class Hold:
     """Lease of a work directory; a context manager that releases it.
 
     Args:
-        store: folder or bucket of the work directory.
         beat_s: seconds between two heartbeats.
         expire_s: heartbeat timeout of a holder on another machine.
-        clock, sleep: monotonic clock in seconds, and a function that waits.
 
     Attributes:
         number: fencing number.
@@ -157,11 +155,7 @@ class Hold:
             raise cause if isinstance(cause, WorkdirLost) else error from None
 
     def confirm(self) -> None:
-        """Check the lease on disk, before a write that must not come from two processes.
-
-        Raises:
-            WorkdirLost: as in `check`.
-        """
+        """Check the lease on disk, before a write that must not come from two processes."""
         self.check()
         numbers = self._numbers()
         if numbers and max(numbers) > self.number:
@@ -305,11 +299,8 @@ class Mirroring:
     """Uploads new files of a run's local folder to the bucket, on a worker thread.
 
     Args:
-        mirror: copies files between the run's folder and the bucket.
-        hold: lease of the bucket.
         patience_s: seconds after which errors of the store end the run.
         period_s: seconds between two uploads.
-        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -341,7 +332,6 @@ class Mirroring:
 
         Raises:
             StorageError: the store has failed for too long.
-            WorkdirLost: as in `Hold.confirm`.
         """
         try:
             self._stop.check()
@@ -413,7 +403,6 @@ def run_folder(text: str | os.PathLike[str], what: str, note: Callable[[str], No
     """Return a local work directory to read; for a bucket, a temporary copy.
 
     Args:
-        text: folder or bucket address.
         what: name of the command-line argument.
         note: receives one line for each damaged object.
 

@@ -79,8 +79,6 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
     """Train until the last step or an interruption.
 
     Args:
-        run: the connected parts; restored.
-        search: search of the driver.
         interrupted: returns True if the run must stop; called between steps.
 
     Raises:
@@ -129,8 +127,6 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
     """Log a step, and save if a checkpoint is due.
 
     Args:
-        run: the run, after a step.
-        values: metrics of the step.
         extra: metrics of publications, merges and searchers since the last step.
     """
     step = run.trainer.step_index

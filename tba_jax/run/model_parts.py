@@ -49,14 +49,7 @@ def model_path(config: Config) -> str:
 
 
 def describe_model(config: Config, *, with_weights: bool = True) -> models.Description:
-    """Describe the start model of a run, with the settings of the run.
-
-    Args:
-        with_weights: as in `models.describe`.
-
-    Raises:
-        ValueError: as in `models.describe`.
-    """
+    """Describe the start model of a run, with the settings of the run."""
     found = models.describe(model_path(config), with_weights=with_weights)
     return dataclasses.replace(found, config=with_settings(found.config, config))
 
@@ -139,7 +132,6 @@ def make_publication(
     """Return the layout of weights for searchers, and the shardings of the published copy.
 
     Args:
-        mesh: `Placement.publication_mesh`.
         quantization: quantization of the copy, applied to weights in the rollout dtype.
     """
     layout = functools.partial(unstack_layers, config=model_config)
@@ -310,7 +302,6 @@ def make_step_settings(
     """Return the settings of the train step.
 
     Args:
-        eos_ids: end tokens of the tokenizer.
         mesh: mesh of the trainer; None: the mesh of `config.mesh`.
 
         Raises:
@@ -376,7 +367,6 @@ def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packi
     """Return the packing that converts draws to the rows of a batch.
 
     Args:
-        pad_id: padding token of the tokenizer.
         mesh: mesh of the trainer; None: the mesh of `config.mesh`.
     """
     objective = config.objective.built
@@ -513,9 +503,7 @@ def make_server(
     """Return the server that samples responses, if the config names one.
 
     Args:
-        config: validated.
         policy: architecture with adapters.
-        tokenizer: tokenizer of the policy.
         workdir: folder to which adapters are written; the server reads them there.
     """
     if config.search.engine == "devices":

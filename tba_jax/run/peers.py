@@ -76,7 +76,6 @@ class Owner:
     """Channel server of the process that owns the buffer; `Peers` of its trainer.
 
     Args:
-        token: bearer token of the channel.
         is_local: whether every process runs on this machine.
         address: host name of this machine that clients try first; "": unknown.
         trainers: numbers of the other trainer processes.
@@ -84,7 +83,6 @@ class Owner:
 
     Attributes:
         search_server: set while searchers may join.
-        num_restarts: as given.
     """
 
     def __init__(
@@ -153,7 +151,6 @@ def connect(
     """Connect the processes of a job with the owner of the buffer; every process calls this.
 
     Args:
-        cluster: all processes.
         trainers: numbers of the trainer processes; the first owns the buffer.
         owner: in the owner's process, an `Owner` that already listens; None: make one.
 

@@ -35,8 +35,6 @@ class TrainerProcess:
 
     Args:
         fields: config of the run as plain values.
-        workdir: work directory, claimed by the driver.
-        accept_changed: as in `conduct`.
         token: bearer token of the run's channel; "" in processes that do not own the buffer.
         num_restarts: how often the driver has restarted the trainer.
     """
@@ -82,7 +80,6 @@ class TrainerProcess:
 
         Raises:
             PeerError: another process of the group ended.
-            Exception: as in `conduct`.
         """
         start_s = time.perf_counter()
         from tba_jax.run.conduct import conduct

@@ -58,12 +58,8 @@ def train_fleet(
     """Begin a run with placement=fleet, or continue the run in the work directory.
 
     Args:
-        config: validated.
         workdir: work directory, visible on all machines.
-        hold: lease of the work directory.
         interrupted: returns True if the run must stop; an interrupted run can be continued.
-        accept_changed: as in `session.train`.
-        display: display of the progress.
 
     Raises:
         UserError: Ray is not installed or not reachable.
@@ -182,13 +178,7 @@ class _Searchers:
 
 
 class _Fleet:
-    """The actors of a run.
-
-    Args:
-        ray: the connected Ray module.
-        config, workdir, accept_changed, display: as in `train_fleet`.
-        hold: lease of the work directory.
-    """
+    """The actors of a run."""
 
     def __init__(
         self,
@@ -477,7 +467,6 @@ class Machines:
     Args:
         list_nodes: `ray.nodes`.
         own: Ray's ID of the node that this process belongs to.
-        clock: monotonic clock, in seconds.
         is_refused: returns whether the GCS has ended: it refuses connections and will not restart.
     """
 

@@ -149,7 +149,6 @@ def open_logs(
 
     Args:
         cluster: processes of the run; only process 0 writes metrics.jsonl and samples.jsonl.
-        extra: additional writers of metrics.
         confirm: raises an error if this process no longer holds the work directory.
     """
     own = JsonlWriter(workdir / "metrics.jsonl", confirm) if cluster.is_primary else None
@@ -299,8 +298,6 @@ class Run:
         shared: parts that all other parts use.
         search: searchers, prompt streams, outboxes and the weight transport of this process.
         ahead: background compiler.
-        evaluations: queue of evaluations.
-        evaluated: results of evaluations.
         last_saved_step: step of the newest checkpoint; -1 before the first.
         hold: lease of the work directory; None if another process holds it.
         sections: further sections of the report, by key.

@@ -200,8 +200,6 @@ def make_transport(
     """Make the weight transport; with adapters, only the adapters are published.
 
     Args:
-        policy: architecture of the policy.
-        sites: sites of trainer and searchers.
         base: frozen parameters under adapters; None without adapters.
         publish: program of a publication; None in a process that only reads.
         confirm: raises an error if this process no longer holds the work directory.
@@ -240,7 +238,6 @@ def make_version_writer(
     """Make the writer of published weights; all trainer processes call this.
 
     Args:
-        publish: function that copies and casts the weights.
         kept: returns versions that stay on disk in addition to the newest ones.
     """
     config, cluster = shared.config, shared.cluster
@@ -370,10 +367,8 @@ def build_searchers(
     """Build the searchers of this process with streams, outboxes and decoders.
 
     Args:
-        transport: delivers weights to these searchers.
         references: reference of each site; empty if the trainer scores the reference.
         wants_given: whether start data is read; True before the first step.
-        note: receives one line about start data.
     """
     config, sites, task = shared.config, shared.sites, shared.task
     decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
@@ -468,11 +463,9 @@ def make_judging(
     """Make the measures and metrics that the config names, besides those of the task.
 
     Args:
-        model_config: architecture of policy and reference.
         gold: reward source that judges the win rate; None: no win rate.
         reference_params: function that returns the start model's weights on a site's devices.
         sites: site of each searcher that evaluates; searchers may share a site.
-        note: function that prints errors of user-defined metrics.
 
     Raises:
         ConfigError: a user-defined metric cannot be used.
@@ -548,10 +541,7 @@ def build_evaluator(
     """Make the evaluator of a run, with a station for each searcher of this process.
 
     Args:
-        decoders: decoder of each site.
-        graders: grader of each searcher.
         references: reference scorer of each site; metrics use its weights as the start model.
-        note: function that prints the number of skipped prompts.
     """
     config, sites = shared.config, shared.sites.searchers
     start_params = functools.cache(functools.partial(load_start_weights, shared))

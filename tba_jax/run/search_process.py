@@ -89,7 +89,6 @@ class StoredWeights:
     """Weights on the devices of the searchers of a process, read from the work directory.
 
     Args:
-        shared: parts that every process of the run opens.
         transport: transport from which the searchers take weights.
         reader: reads published versions for `transport`.
     """
@@ -168,13 +167,9 @@ def open_search_process(
     """Build searchers on the devices of this process.
 
     Args:
-        config: validated config of the run.
-        workdir: work directory of the run, which every machine sees.
         searchers: consecutive searcher IDs.
-        note: receives one line about the task.
         cluster: cluster of this process alone, in a job whose other processes train; None: the
             process belongs to a fleet.
-        wants_stop: returns whether this process has a request to stop.
 
     Raises:
         PlacementError: too few devices. ValueError: as `open_shared`.
@@ -247,10 +242,6 @@ def search(
     """Search until the search server dismisses this process; return the reason.
 
     Args:
-        process: the searchers.
-        server: search server of the run, or a channel to it.
-        host: name of this machine, for log lines.
-        log: receives one line for each event.
         stop: ends the search when it is set; the reason is then "".
 
     Raises:
@@ -429,10 +420,6 @@ def _workers(
 
 class SearchService:
     """Interface of a driver to the searchers of other processes.
-
-    Args:
-        owner: channel server of this process.
-        admission: decides how many tickets may be open.
 
     Attributes:
         server: the search server.

@@ -77,7 +77,6 @@ def train(
         UserError: the directory holds another run, or another process holds it; model, data or
             another kind of KINDS changed; or the reward function cannot be used.
         StorageError: the store cannot be used, or fails for too long.
-        ValueError, RuntimeError, OSError: as in `build` and the drivers.
     """
     start_s = time.perf_counter() if start_s is None else start_s
     if schedule is not None and holds_run(Path(workdir), config):
@@ -129,13 +128,7 @@ def _lower_nothing(config: Config) -> None:
 
 @contextlib.contextmanager
 def _recording(config: Config, workdir: Path, lower: Lower) -> Iterator[None]:
-    """Record smaller choices in config.json if device memory runs out, for the next attempt.
-
-    Args:
-        config: config of the run.
-        workdir: work directory that this process holds.
-        lower: function that chooses smaller sizes.
-    """
+    """Record smaller choices in config.json if device memory runs out, for the next attempt."""
     try:
         yield
     except OutOfMemory as error:
@@ -155,7 +148,6 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
     """Hold a work directory while a run uses it.
 
     Args:
-        config: validated.
         workdir: folder, or address in an object store.
 
     Yields:
@@ -163,7 +155,6 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
 
     Raises:
         StorageError: the store cannot be used, or fails for too long.
-        UserError: as in `claim`.
     """
     if not is_address(workdir):
         hold = claim(Path(workdir), config)
@@ -272,12 +263,8 @@ def run_job(
     """Train, search, or both, by the role of this process, until the run ends or is interrupted.
 
     Args:
-        config: validated.
         workdir: work directory of the run; every process sees it.
         cluster: all processes of the job, all of which call this.
-        interrupted: returns whether this process received a stop request.
-        accept_changed: as in `conduct`.
-        start_s: value of `time.perf_counter` at which the run's clock started.
         held: exit stack that releases the work directory and the channel when it closes.
         lower: chooses smaller sizes if device memory runs out before the first update. The next
             start uses them. This start ends, because other processes may wait in a collective.
@@ -288,7 +275,6 @@ def run_job(
     Raises:
         UserError: the commands of the processes differ, or the work directory is refused.
         PeerError: another process ended.
-        Exception: as in `conduct`.
     """
     import jax
 

@@ -68,8 +68,6 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
     """Place the meshes of the trainer and of each searcher.
 
     Args:
-        config: validated.
-        devices: devices as in `placement.arrange`.
         process_index: process whose searchers are placed.
 
     Raises:
@@ -147,9 +145,6 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
     """Open rewards and judge of a run.
 
     A process without searchers opens no rewards.
-
-    Raises:
-        ValueError: as in `make_rewards` and `make_gold`.
     """
     if not sites.searchers:
         judges = config.eval.gold_model or config.eval.gold_reward
@@ -162,11 +157,7 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
 
 
 def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
-    """Return the processes of the configured environment; None without one.
-
-    Raises:
-        ValueError: as in `make_chat_format`.
-    """
+    """Return the processes of the configured environment; None without one."""
     if not config.task.environment:
         return None
     search, renderer = config.search, config.task.renderer
@@ -252,7 +243,6 @@ def make_rewards(
     """Make the source of rewards for training and evaluation; the caller closes it.
 
     Args:
-        policy_tokenizer: tokenizer of the responses.
         sites: sites of the searchers, for models that rewards need. A reward model is divided over
             the first site; `RewardSource.on` gives copies for the others. A victim has a copy on
             one device of each site.
@@ -298,7 +288,6 @@ def make_gold(
     """Make the judge of the win rate, or return None; the caller closes it.
 
     Args:
-        policy_tokenizer: tokenizer of the responses.
         site: site of the searcher that evaluates; a model is divided over it.
 
     Raises:
@@ -336,7 +325,6 @@ class Shared:
     """Parts that trainer, searchers and evaluator of a process share.
 
     Attributes:
-        cluster: the processes of the run.
         clock: running time in seconds, accumulated over resumes.
         model: start model.
     """
@@ -397,11 +385,7 @@ def open_shared(
     """Place the run on its devices and open the shared parts.
 
     Args:
-        config: validated config of the run.
-        workdir: existing work directory.
         cluster: the processes of the run; all of them call this function.
-        clock: clock that started with the process.
-        note: receives one line about the task.
         sites: sites of a searcher process of a fleet; None: the sites of the config's placement.
         confirm: raises an error if this process no longer holds the work directory.
 
@@ -461,11 +445,7 @@ def all_problems(config: Config) -> Iterator[None]:
 
 
 def command_problems(argv: Sequence[str]) -> list[str]:
-    """Return the errors in a command's settings, and in the files and models that they name.
-
-    Args:
-        argv: program name and arguments.
-    """
+    """Return the errors in a command's settings, and in the files and models that they name."""
     config, found = usable_part(argv)
     return found if config is None else [*found, *problems(config)]
 

@@ -116,7 +116,6 @@ def check_bucket(address: object, names: Collection[str], config: bytes | None) 
     A checkpoint of a run without config.json is accepted here; `inspect` checks its local copy.
 
     Args:
-        address: address of the store, for messages.
         names: names of all objects.
         config: content of config.json; None without that file.
 
@@ -407,7 +406,6 @@ def begin_run(workdir: Path, config: Config, run_id: str = "", *, is_lowered: bo
     """Write config.json of a new run.
 
     Args:
-        workdir: directory that this process holds or will hold.
         run_id: ID of the run; "": a new ID.
         is_lowered: whether the next start uses the sizes of this config, because larger sizes
             exceeded the device memory.
@@ -434,12 +432,6 @@ def begin_or_continue(workdir: Path, config: Config) -> bool:
     """Begin a run unless the directory holds one; return whether it does.
 
     A lost config.json is written again with the run ID from the newest checkpoint.
-
-    Args:
-        workdir: held by this process.
-
-    Raises:
-        UserError: as in `holds_run` and `begin_run`.
     """
     if not holds_run(workdir, config):
         begin_run(workdir, config)
@@ -497,8 +489,6 @@ def claim_together(
 
     Args:
         cluster: the processes; all of them call this function.
-        held: exit stack that releases the directory when it closes.
-        owner: number of the process that owns the replay buffer.
 
     Returns:
         (whether the run is finished, lease of the directory). Only the owner of an unfinished run

@@ -33,7 +33,6 @@ class Ticket(NamedTuple):
 
     Attributes:
         number: number of the ticket, counted from 0 in the order of the stream over the whole run.
-        prompt: the prompt.
         prompt_state: state of the stream after this prompt.
     """
 
@@ -83,9 +82,7 @@ class ContinuousSearch:
 
     Args:
         searcher: parts and counters of the searcher; its rounds of given responses come first.
-        admission: decides when another prompt may begin.
         swaps_in_flight: True: load newer weights between chunks; False: when the session is empty.
-        log_event: schedule log.
     """
 
     def __init__(
@@ -298,12 +295,7 @@ class RoundQuota(SearcherAdmission, Protocol):
 
 
 class RoundSearch:
-    """A searcher whose tickets are whole rounds, for driver=sync; used like `ContinuousSearch`.
-
-    Args:
-        searcher: samples, grades and commits a round at a time.
-        quota: admitted rounds.
-    """
+    """A searcher whose tickets are whole rounds, for driver=sync; used like `ContinuousSearch`."""
 
     def __init__(self, searcher: Searcher, quota: RoundQuota) -> None:
         self._searcher = searcher

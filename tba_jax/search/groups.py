@@ -112,10 +112,7 @@ def dispatch_reference(
     other responses.
 
     Args:
-        reference: computes the log-probs.
-        groups: sampled groups, any number.
         num_responses: number of responses per call.
-        padding: padded lengths.
         shares_prompts: whether rows hold a prompt and several responses to it: `num_responses` of
             them if three quarters exist, else a quarter of `num_responses`.
     """
@@ -225,10 +222,7 @@ def assemble_groups(
     """Return the trajectories of each sampled group that has responses.
 
     Args:
-        groups: p sampled groups.
-        grades: grades of all responses of the groups.
         reference_logprob: float32 [S] of each group; None: the trainer scores the reference.
-        searcher: searcher ID.
         numbers: round or ticket number of each group.
         advantages: float32 [t] per response of each group; None: no advantages.
     """

@@ -21,7 +21,6 @@ class Survey:
     """Survey of a task's training prompts, for one tokenizer and one length limit.
 
     Attributes:
-        num_prompts: number of prompts.
         num_long: prompts with more tokens than the limit.
         longest_tokens: tokens of the longest tokenized prompt.
         first_long: index of the first too long prompt; -1 if no prompt is too long.
@@ -75,12 +74,6 @@ def survey(task: Task, tokenizer: Encoder, max_prompt_tokens: int) -> Survey:
 
 def judge(found: Survey, name: str, max_prompt_tokens: int, long_prompts: LongPrompts) -> list[str]:
     """Return lines to print before a run begins.
-
-    Args:
-        found: the survey.
-        name: name of the task.
-        max_prompt_tokens: the limit.
-        long_prompts: treatment of longer prompts.
 
     Raises:
         ValueError: some prompts are too long, and such prompts are refused.

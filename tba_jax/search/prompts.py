@@ -140,14 +140,10 @@ class PromptStream:
     """The endless prompts of one searcher, with a new seeded shuffle in every epoch.
 
     Args:
-        task: the task.
-        tokenizer: converts prompt texts to ids.
         searcher: searcher ID in [0, num_searchers).
-        num_searchers: number of searchers of the run.
         ownership: "by_prompt": searcher s of n draws the prompts whose id is s mod n; "any": every
             searcher draws all prompts, each in its own order.
         max_prompt_tokens: length in tokens above which prompts are refused or skipped.
-        long_prompts: "refuse" or "skip".
         first_token_only: whether to keep only the first token of prompts, because agents write
             the others.
 

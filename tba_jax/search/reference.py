@@ -25,7 +25,6 @@ class Reference:
 
     Args:
         program: return value of `make_reference_program` for these devices.
-        params: reference parameters on these devices.
     """
 
     def __init__(self, program: Callable[..., Array], params: Any) -> None:
@@ -68,7 +67,6 @@ def make_reference_program(
 
     Args:
         scoring: scoring settings of the policy in the trainer.
-        site: devices that divide the parameters.
     """
     sharding = ComputeSharding(config, site)
     program = jax.jit(

@@ -37,7 +37,6 @@ class SampledGroup(NamedTuple):
     """A prompt and its finished episodes; all of them may have failed.
 
     Attributes:
-        prompt: the prompt.
         episodes: episodes in the order of the samples.
         continuations: tokens of a state -> sampled responses that continue the state.
     """
@@ -90,12 +89,8 @@ class Sampler:
     """Sampling of one searcher.
 
     Args:
-        decoder: opens decode sessions.
-        settings: settings of searchers.
         key: root key of the run.
-        searcher: index of the searcher.
         episodes: settings of episodes, for a task with an environment.
-        states: settings of the estimated state values.
     """
 
     states = NO_STATES
@@ -125,7 +120,6 @@ class Sampler:
         """Return an empty session.
 
         Args:
-            published: the weights.
             is_fed: True if prompts are also submitted later, while the session runs.
         """
         settings = self.settings
@@ -150,9 +144,7 @@ class Sampler:
         """Sample S episodes of each prompt, and wait until all have ended.
 
         Args:
-            prompts: p prompts.
             number: number of the round; no two rounds use the same random numbers.
-            published: the weights.
         """
         groups = self.open(published, is_fed=False)
         groups.submit(prompts, number)
@@ -188,12 +180,7 @@ class Sampler:
 
 
 class GroupSession:
-    """Groups of episodes in a session of the decode engine; one thread drives it.
-
-    Args:
-        sampler: random keys, temperatures and settings.
-        session: the session.
-    """
+    """Groups of episodes in a session of the decode engine; one thread drives it."""
 
     def __init__(self, sampler: Sampler, session: SingleTurnSession) -> None:
         self.session = session
@@ -204,7 +191,6 @@ class GroupSession:
         """Queue S episodes of each prompt; return the number of each group, ascending.
 
         Args:
-            prompts: p prompts.
             number: number of the round or ticket; it selects the random numbers.
         """
         keys, temperatures, continued, settings = self._sampler.requests(len(prompts), number)

@@ -69,8 +69,6 @@ class SearchParts:
     """Parts of a searcher.
 
     Attributes:
-        index: searcher ID.
-        stream: prompts of the searcher.
         weights: returns the newest weights on the searcher's devices; None before the first
             publication.
         sampler: samples responses; has the settings of searchers.
@@ -78,8 +76,6 @@ class SearchParts:
         reference: computes log pi_ref; None if the trainer computes it.
         padding: padding for the reference.
         shares_prompts: as in `dispatch_reference`.
-        outbox: destination of finished rounds.
-        clock: seconds since the run began.
     """
 
     index: int
@@ -148,7 +144,6 @@ class Searcher:
     """One searcher. `step()` does one round.
 
     Args:
-        parts: parts of the searcher.
         given: responses of the first rounds; None: all rounds are sampled.
 
     Attributes:

@@ -63,12 +63,8 @@ def load_start_groups(
     Args:
         path: JSON lines (or Parquet) with "response" and, for a task of several prompts,
             "prompt_id", the index of the training problem.
-        task: task of the training problems.
-        tokenizer: tokenizer of the policy.
-        max_prompt_tokens: maximum length of a prompt.
         min_new_tokens: minimum length of a response without its end-of-sequence token.
         max_new_tokens: maximum length of a response with its end-of-sequence token.
-        samples_per_prompt: S.
 
     Raises:
         ValueError: the file or a row is unusable; the message names it.
@@ -160,7 +156,6 @@ class StartData:
         Args:
             params: the policy's weights in the decoder's layout.
             number: number of the round, in [0, num_rounds).
-            version: version of these weights.
         """
         p, s = self._shape
         groups = self._groups[number * p : (number + 1) * p]
@@ -197,8 +192,6 @@ def make_start_program(
 
     Args:
         scoring: scoring settings of the run, with the dtype of the weights.
-        max_new_tokens: t.
-        site: devices of the parameters.
     """
 
     # The decoder's weights are never divided over fsdp.

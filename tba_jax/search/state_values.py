@@ -71,8 +71,6 @@ def advantages_of(
     reward are 0.
 
     Args:
-        responses: tokens of each response.
-        rewards: reward of each response.
         values: tokens of a state -> its value; states with nan are skipped.
         every: number of tokens between two states.
     """

@@ -28,9 +28,6 @@ def is_address(text: str | os.PathLike[str]) -> bool:
 def _as_os_error(what: str) -> Iterator[None]:
     """Convert every exception to an OSError, because each store has its own exception classes.
 
-    Args:
-        what: name of the operation, for the error message.
-
     Raises:
         OSError: the operation failed.
     """

@@ -106,8 +106,6 @@ def hasty_response(expression: str, rng: np.random.Generator, *, slip_prob: floa
     for two problems in five. With probability `slip_prob` the answer has another small error.
 
     Args:
-        expression: the sum.
-        rng: random generator of the errors.
         slip_prob: probability of a further error of at most 3.
 
     Returns:
@@ -126,14 +124,7 @@ def is_worked(text: str) -> bool:
 
 
 class Arithmetic:
-    """The `arithmetic` task; implements `tasks.Task`.
-
-    Attributes:
-        name: name in the registry.
-        response_kinds: results of `response_kind`.
-        reward: the function that grades a response.
-        metric: headline metric of the evaluation.
-    """
+    """The `arithmetic` task; implements `tasks.Task`."""
 
     name = "arithmetic"
     response_kinds = ("worked", "hasty")

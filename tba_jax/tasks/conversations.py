@@ -35,8 +35,6 @@ def read_examples(source: str, split: Split, tokenizer: Tokenizer) -> list[Examp
 
     Args:
         source: as in `rows`: a file, a folder or a data set on the hub.
-        split: split of the source.
-        tokenizer: tokenizer of the model.
 
     Raises:
         ValueError: the source or a row is unusable (the message has the place), or the model has

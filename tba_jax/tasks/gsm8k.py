@@ -25,7 +25,6 @@ class GSM8K(RowTask):
 
     Args:
         data_path: folder with train.jsonl and test.jsonl as OpenAI published them; empty: the hub.
-        chat: whether to format prompts as user messages.
     """
 
     name = "gsm8k"

@@ -21,7 +21,6 @@ class HendrycksMath(RowTask):
     Args:
         data_path: folder with train.jsonl and test.jsonl whose rows have `problem` and `solution`
             (with the answer in \\boxed{}); empty: the hub.
-        chat: whether to format prompts as user messages.
     """
 
     name = "math"

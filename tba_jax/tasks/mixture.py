@@ -62,7 +62,6 @@ class Mixture:
         sets: two or more data sets.
         num_held_out: number of rows to hold out in all, divided by the weights, if a set has no
             test split.
-        chat, columns: as in `Custom`.
 
     Raises:
         ValueError: as in `Custom`; or two sets have the same name.
@@ -165,7 +164,6 @@ def custom_task(
 
     Args:
         data_path: as in `data_sets`.
-        num_held_out, chat, columns: as in `Custom`.
 
     Raises:
         ValueError: as in `data_sets`, `Custom` and `Mixture`.

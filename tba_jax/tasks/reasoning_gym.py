@@ -33,7 +33,6 @@ class ReasoningGym:
     Args:
         dataset: name in reasoning-gym, such as "chain_sum".
         data_path: must be empty.
-        chat: whether to format prompts as user messages.
 
     Raises:
         ValueError: the package or the data set is missing, or the data set cannot be used.

@@ -12,10 +12,7 @@ class RedTeam:
     """The `redteam` task; implements `tasks.Task`.
 
     Attributes:
-        name: name in the registry.
-        reward: kind of reward that calls a victim model.
         metric: share of attacks with a mean toxicity above one half.
-        response_kinds: none.
     """
 
     name = "redteam"

@@ -47,9 +47,6 @@ class Rows(Sequence[Placed]):
 
     If a file is replaced, the old file stays readable. A file that is modified is refused.
 
-    Args:
-        files: paths.
-
     Attributes:
         places: int64, for each row: index of its file, line number, first byte, length.
     """
@@ -104,8 +101,6 @@ def open_rows(
     """Return the rows of a split as a sequence, after one validation pass over all of them.
 
     Args:
-        source: source of the rows.
-        split: split to read.
         judge: function of (place, row) that is called for each row in order; raises ValueError
             for an invalid row.
 

@@ -21,7 +21,6 @@ class TLDR(RowTask):
         data_path: folder with train.jsonl and test.jsonl whose rows have `prompt` ("SUBREDDIT: ...
             TITLE: ... POST: ... TL;DR:") and `completion` (the author's own summary); empty: the
             hub, evaluated on its validation split as in the paper.
-        chat: whether to format prompts as user messages.
     """
 
     name = "tldr"

@@ -76,11 +76,9 @@ class TLDRToy:
     """The `tldr_toy` task; implements `tasks.Task`.
 
     Attributes:
-        name: name in the registry.
         reward: empty, because the config names a reward model (`reward.model_path`).
         metric: share of held-out prompts whose response the gold reward prefers to the human
             digest.
-        response_kinds: results of `response_kind`.
     """
 
     name = "tldr_toy"

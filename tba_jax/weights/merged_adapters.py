@@ -22,7 +22,6 @@ class MergingTransport:
     same devices merge once.
 
     Args:
-        adapters: transport of the adapters.
         merges: one function per searcher: adapters on its devices -> weights in the layout of its
             decoder. Searchers with the same function share the function's last result.
 
@@ -59,11 +58,7 @@ class MergingTransport:
             return merged
 
     def merged(self, adapters: Sequence[Any]) -> list[Any]:
-        """Return merged weights for each searcher.
-
-        Args:
-            adapters: adapters of each searcher, on its devices.
-        """
+        """Return merged weights for each searcher."""
         return [merge(own) for merge, own in zip(self._merges, adapters, strict=True)]
 
     @property

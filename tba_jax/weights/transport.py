@@ -52,7 +52,6 @@ class Transport(Protocol):
         Does not wait for the delivery; `poll` delivers.
 
         Args:
-            version: trainer step of the publication.
             params: tree of arrays in the trainer's layout.
 
         Raises:
@@ -105,7 +104,6 @@ def make_publish_program(
     next donated train step deletes.
 
     Args:
-        dtype: rollout dtype.
         layout: function that rearranges the tree for the searchers; None: no change.
         out_shardings: tree of shardings of the result; None: XLA chooses.
         quantization: quantization of the copy; values other than "none" need the decoder's layout.
@@ -213,11 +211,7 @@ class Undelivered:
 
 
 class Mailbox:
-    """Holds the newest version on each searcher's devices.
-
-    Args:
-        shardings: as in `DeliveringTransport`.
-    """
+    """Holds the newest version on each searcher's devices."""
 
     def __init__(self, shardings: Sequence[Any]) -> None:
         self._shardings = list(shardings)
@@ -228,7 +222,6 @@ class Mailbox:
         """Copy params to each searcher's devices, then replace the previous version.
 
         Args:
-            version: trainer step of the publication.
             params: weights in the searchers' dtype and layout.
 
         Raises:
@@ -325,10 +318,6 @@ class PublishedWeights:
     """Weights that a trainer process publishes in memory to its own searchers.
 
     A version stays available until its evaluation is done, also after newer publications.
-
-    Args:
-        transport: transport from which the searchers take weights.
-        num_searchers: number of searchers of this process.
     """
 
     def __init__(self, transport: Transport, num_searchers: int) -> None:

@@ -20,12 +20,9 @@ class VersionReader:
     """Transport that only reads versions from disk.
 
     Args:
-        versions: published versions of the run.
         abstract: tree of jax.ShapeDtypeStruct of the files, with shardings on this process.
-        shardings: as in `MemoryTransport`.
         timeout_s: seconds after which a listed version that cannot be read counts as damaged.
         layout: function that converts restored weights to the searchers' layout; None: no change.
-        clock: monotonic clock, in seconds.
 
     Attributes:
         source: published versions of the run.

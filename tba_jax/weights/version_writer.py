@@ -59,11 +59,8 @@ class VersionWriter:
     the same step; `poll`, on another thread, waits for the files and lists them.
 
     Args:
-        workdir: the run's directory.
-        program: function that copies and casts the params.
         session: ID of this start of the run. Readers use only versions with this ID. "": versions
             of earlier starts stay.
-        members: the training processes.
         timeout_s: longest time for writing a version, in seconds.
         kept: returns further versions that must stay on disk.
         confirm: raises an error if this process may no longer write to the work directory; called
@@ -173,11 +170,9 @@ class CheckpointTransport(DeliveringTransport):
     searcher threads never call Orbax.
 
     Args:
-        workdir, confirm: as in `VersionWriter`.
         program: function that copies and casts the params under the trainer's device lock; files
             have the trainer's layout.
         layout: function that converts restored weights to the searchers' layout; None: no change.
-        shardings, timeout_s: as in `DeliveringTransport`.
     """
 
     def __init__(

@@ -164,7 +164,6 @@ class Versions:
         TensorStore 0.1.76 to 0.1.86 never frees the returned objects (16 kB for each version).
 
         Args:
-            version: version to read.
             abstract: tree of jax.ShapeDtypeStruct with shardings on devices of this process.
 
         Raises:
