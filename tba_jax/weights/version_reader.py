@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tba_jax.devices.platform import return_free_memory
 from tba_jax.weights.transport import Layout, Mailbox, Published
 from tba_jax.weights.versions import PublicationError, Versions
+
+_TRIM_PERIOD_S = 60.0  # least time between two returns of freed memory to the operating system
 
 
 class VersionReader:
@@ -51,6 +54,7 @@ class VersionReader:
         self._mailbox = Mailbox(shardings)
         self._announced = self._read = -1
         self._failing_since: float | None = None
+        self._trimmed_at = clock()
 
     def announce(self, version: int) -> None:
         """Announce that this version is complete; announcements of older versions are ignored."""
@@ -100,6 +104,9 @@ class VersionReader:
         with self._changed:
             if mailbox is self._mailbox:
                 self._read = version
+        if self._clock() - self._trimmed_at >= _TRIM_PERIOD_S:
+            self._trimmed_at = self._clock()
+            return_free_memory()
         self.delivery_s = self._clock() - start
         return True
 
