@@ -281,20 +281,14 @@ class SearchServer:
                     )
             return found
 
-    def lose_host(self, searchers: Sequence[int], reason: str = "") -> None:
-        """Count these searchers as lost at once, because their process has ended.
-
-        Args:
-            reason: reason for the log; "": the caller logs the end of the process.
-        """
+    def lose_host(self, searchers: Sequence[int]) -> None:
+        """Count these searchers as lost at once, because their process has ended."""
         with self._lock:
-            lost = [i for i in searchers if self._searchers[i].is_connected]
-            for searcher in lost:
+            for searcher in searchers:
                 record = self._searchers[searcher]
-                self._lose_open_tickets(searcher, record)
-                record.is_lost = True
-            if lost and reason:
-                self._log(f"{_name(lost)} on {self._searchers[lost[0]].host} is lost: {reason}")
+                if record.is_connected:
+                    self._lose_open_tickets(searcher, record)
+                    record.is_lost = True
 
     def close(self) -> None:
         """Answer every request with "ended"."""

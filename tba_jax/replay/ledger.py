@@ -40,7 +40,7 @@ _MAX_RANK_OFFSET = 0.05
 _MAX_M_OFFSET = 0.05
 
 
-class LedgerError(RuntimeError):
+class LedgerError(AssertionError):
     """Responses were lost or duplicated; the message has the numbers."""
 
 

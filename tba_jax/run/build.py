@@ -296,11 +296,6 @@ def open_start(
     for line in check_facts(newest, host_state.facts, facts, accepted):
         note(line)
     state = state if isinstance(state, TrainState) else TrainState(*state)
-    if int(state.step) != newest:
-        raise CheckpointError(
-            f"checkpoint {newest} holds step {int(state.step)}: its folder was renamed. Give "
-            f"checkpoints/{newest} the name checkpoints/{int(state.step)} again"
-        )
     return Start(state, base, references, newest, host_state)
 
 

@@ -56,8 +56,8 @@ def _is_own_remainder(folder: epath.Path) -> bool:
     )
 
 
-def _host_file(directory: epath.Path, process: int) -> epath.Path:
-    return directory / f"process_{process:05d}.npz"
+def _host_file(directory: epath.Path) -> epath.Path:
+    return directory / "process_00000.npz"
 
 
 class Saving(NamedTuple):
@@ -85,7 +85,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         data = pack(args.item)
 
         async def write() -> None:
-            _host_file(directory, 0).write_bytes(data)
+            _host_file(directory).write_bytes(data)
 
         return [ocp_future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
 
@@ -113,7 +113,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
                 "version of tba_jax saved; this version has one buffer. Continue the run with the "
                 "version that config.json names, or begin again in another --workdir"
             )
-        return unpack(_host_file(directory, 0).read_bytes())
+        return unpack(_host_file(directory).read_bytes())
 
 
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
@@ -156,9 +156,6 @@ class Checkpoints:
         confirm: function that raises an error if this process may no longer write to the folder.
             Called before unfinished folders are removed, a save starts, a save is committed, and a
             damaged checkpoint is moved.
-
-    Attributes:
-        list_s: seconds that the newest save needed to write the digests of its files.
     """
 
     def __init__(
@@ -174,7 +171,6 @@ class Checkpoints:
         saving = Saving((jax.process_index(),)) if processes is None else processes
         # Orbax refuses relative paths.
         self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
-        self.list_s = 0.0
         self._confirm = confirm
         self._writer = saves.Writer(self._folder, confirm)
         self._saving: int | None = None
@@ -228,9 +224,7 @@ class Checkpoints:
         # In an object store, Orbax writes to the final name from the beginning.
         for folder in (self._writer.unfinished(final), final):
             if folder.is_dir():
-                start = time.perf_counter()
                 digests.write(folder)
-                self.list_s = time.perf_counter() - start
                 return
         raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
 
@@ -407,9 +401,9 @@ class Checkpoints:
         self._check_step(step, restored["host_state"])
         return step, restored["train_state"], restored["host_state"]
 
-    def restore_host_state(self, step: int | None = None) -> tuple[int, HostState]:
-        """Read a host state and check its digests; for commands that inspect a run."""
-        step = self._resolve(step)
+    def restore_host_state(self) -> tuple[int, HostState]:
+        """Read the newest host state and check its digests; for commands that inspect a run."""
+        step = self._resolve(None)
         if found := self.damage(step, below="host_state/"):
             raise self.damaged(step, found)
         restored = self._read(step, ocp.args.Composite(host_state=HostStateRestore()))
@@ -469,9 +463,7 @@ class Checkpoints:
         self._manager.close()
 
 
-def load_host_state(
-    workdir: str,
-) -> tuple[int, HostState]:
+def load_host_state(workdir: str) -> tuple[int, HostState]:
     """Return step and host state of the newest checkpoint of a run, without changing files.
 
     Raises:

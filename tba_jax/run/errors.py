@@ -13,6 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
+from tba_jax.devices.worker import WorkerError
+from tba_jax.settings import ConfigError
+
+_PACKAGE = Path(__file__).parents[1]
 # Expected errors of storage and operating system, with what the user can do.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room"),
@@ -72,9 +76,6 @@ class WorkdirLost(RuntimeError):
 
 def tell(error: BaseException) -> int:
     """Print an error as one line, write an unexpected traceback to a file; return the exit code."""
-    from tba_jax.devices.worker import WorkerError
-    from tba_jax.settings import ConfigError
-
     if isinstance(error, WorkerError):
         cause = error.__cause__
         if isinstance(cause, ConfigError):  # of the user's settings or code, in any thread
@@ -117,41 +118,17 @@ def _kept(error: BaseException) -> str:
 def is_mendable(error: BaseException) -> bool:
     """Return whether the message of an error tells the user what to do.
 
-    Return True for the errors of this package and for a ValueError that this package raised. A
-    ValueError from numpy or jax is a bug of this package, and its traceback is kept.
+    Return True for a RuntimeError that this package defines and for a ValueError that this package
+    raised. A ValueError from numpy or jax is a bug of this package, and its traceback is kept.
     """
-    from tba_jax.devices.cluster import PeerError
-    from tba_jax.devices.device_lock import DeviceLockError
-    from tba_jax.remote.channel import ChannelError
-    from tba_jax.report.jsonl import LogError
-    from tba_jax.rewards.pool import RewardFailure
-    from tba_jax.serving.inference_server import ServerError
-    from tba_jax.storage.bucket import StorageError
-    from tba_jax.train.trainer import NonFiniteError
-    from tba_jax.weights.versions import PublicationError
-
-    named = (
-        UserError,
-        ChannelError,
-        CheckpointError,
-        FleetError,
-        LogError,
-        PeerError,
-        PublicationError,
-        RewardFailure,
-        ServerError,
-        NonFiniteError,
-        OutOfMemory,
-        StarvedError,
-        StorageError,
-        DeviceLockError,
-        WorkdirLost,
-    )
-    if isinstance(error, named) or (isinstance(error, OSError) and error.errno in _REMEDIES):
+    if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in _REMEDIES):
         return True
+    if isinstance(error, RuntimeError):
+        is_own = type(error).__module__.startswith(f"{_PACKAGE.name}.")
+        return is_own and not isinstance(error, WorkerError)  # `tell` prints its cause
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = Path(frames[-1].filename) if frames else Path()
-    return isinstance(error, ValueError) and Path(__file__).parents[1] in raised_in.parents
+    return isinstance(error, ValueError) and _PACKAGE in raised_in.parents
 
 
 def out_of_memory(error: BaseException | None) -> str:

@@ -100,20 +100,15 @@ def make_references(
     return references
 
 
-def make_start_data(
-    config: Config,
-    task: Task,
-    tokenizer: Tokenizer,
-    model_config: TransformerConfig,
-    sites: Sites,
-) -> StartData | None:
+def make_start_data(shared: Shared) -> StartData | None:
     """Return the given responses with which searcher 0 begins; None without task.start_path."""
+    config, tokenizer = shared.config, shared.tokenizer
     if not config.task.start_path:
         return None
     search = config.search
     groups = load_start_groups(
         config.task.start_path,
-        task,
+        shared.task,
         tokenizer,
         max_prompt_tokens=config.task.max_prompt_tokens,
         min_new_tokens=search.min_new_tokens,
@@ -121,10 +116,10 @@ def make_start_data(
         samples_per_prompt=search.samples_per_prompt,
     )
     program = make_start_program(
-        model_config,
+        shared.model.config,
         make_rollout_scoring(config, tokenizer.eos_ids),
         max_new_tokens=search.max_new_tokens,
-        site=sites.searchers[0],
+        site=shared.sites.searchers[0],
     )
     return StartData(
         groups,
@@ -266,18 +261,14 @@ def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> An
     )
 
 
-def make_decoders(
-    config: Config,
-    model_config: TransformerConfig,
-    tokenizer: Tokenizer,
-    sites: Sites,
-) -> dict[Site, Decoder]:
+def make_decoders(shared: Shared) -> dict[Site, Decoder]:
     """Make a decoder for each set of searcher devices; single devices share one decoder."""
+    sites = shared.sites.searchers
     programs = {
-        key: make_decoder(config, model_config, tokenizer, key)
-        for key in dict.fromkeys(site.program_site for site in sites.searchers)
+        key: make_decoder(shared.config, shared.model.config, shared.tokenizer, key)
+        for key in dict.fromkeys(site.program_site for site in sites)
     }
-    return {site: programs[site.program_site] for site in sites.searchers}
+    return {site: programs[site.program_site] for site in sites}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,21 +361,20 @@ def build_searchers(
         references: reference of each site; empty if the trainer scores the reference.
         wants_given: whether start data is read; True before the first step.
     """
-    config, sites, task = shared.config, shared.sites, shared.task
-    decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
+    config, sites, first = shared.config, shared.sites, shared.sites.first_searcher
+    decoders = make_decoders(shared)
     outboxes = tuple(Outbox(outbox_bytes(config)) for _ in sites.searchers)
     given = None
-    if wants_given and shared.sites.first_searcher == 0:
-        given = make_start_data(config, task, shared.tokenizer, shared.model.config, sites)
+    if wants_given and first == 0:
+        given = make_start_data(shared)
     if given is not None:
         note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
     key = jax.random.key(config.seed)
-    episodes = make_episodes(config, task, shared.tokenizer, shared.rewards.environments)
+    episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
     first_token_only = episodes is not None and episodes.first_token_only
     streams = tuple(_stream(shared, i, first_token_only) for i in range(len(sites.searchers)))
     objective = config.objective.built
     states = StateValues(objective.vine_tokens, objective.vine_samples)
-    first = shared.sites.first_searcher
     weights = [functools.partial(transport.latest, i) for i in range(len(sites.searchers))]
     engines: list[Sessions] = [decoders[site] for site in sites.searchers]
     if (server := shared.rewards.server) is not None:
@@ -400,13 +390,13 @@ def build_searchers(
         for i, engine in enumerate(engines)
     ]
     graders = [
-        make_grader(task, shared.tokenizer, shared.rewards.source.on(site))
+        make_grader(shared.task, shared.tokenizer, shared.rewards.source.on(site))
         for site in sites.searchers
     ]
     searchers = tuple(
         Searcher(
             SearchParts(
-                index=shared.sites.first_searcher + i,
+                index=first + i,
                 stream=streams[i],
                 weights=weights[i],
                 sampler=samplers[i],
@@ -417,7 +407,7 @@ def build_searchers(
                 clock=shared.clock,
                 shares_prompts=config.batch.share_prompts,
             ),
-            given if shared.sites.first_searcher + i == 0 else None,
+            given if first + i == 0 else None,
         )
         for i, site in enumerate(sites.searchers)
     )

@@ -233,14 +233,14 @@ def test_a_writer_that_was_replaced_leaves_the_files_of_its_successor_alone(tmp_
         if is_replaced.is_set():
             raise RuntimeError("another process has taken over")
 
-    def host_file(directory, process):
+    def host_file(directory):
         if not is_suspended.is_set():
             is_suspended.set()
             assert may_go_on.wait(60.0)
         else:  # the successor is in the midst of its save
             may_go_on.set()
             replaced.abandon(timeout_s=30.0)
-        return _host_file(directory, process)
+        return _host_file(directory)
 
     monkeypatch.setattr("tba_jax.run.checkpoint._host_file", host_file)
     idle, replaced = (Checkpoints(str(folder), confirm=confirm) for _ in range(2))
