@@ -2,6 +2,7 @@
 """Make the embedded start model: a small character-level Llama that usually guesses sums.
 
     python -m tba_jax.assets.make_start_model --out=DIR [--seed=0] [--num_steps=1500]
+        [--layers=dense|experts|delta] [--num_rows=256]
 
 It is pretrained on sums of six digits. Three in four have a direct, often wrong answer
 (`hasty_response`); one in four has a correct step-by-step answer (`worked_response`). The model
@@ -14,10 +15,15 @@ Measured with seed 0 on 2 cores that others used as well: 15 minutes (900 s of t
 pass@1 49.7 %; 26.2 % of the responses are worked; 100.0 % of the worked and 31.7 % of the hasty
 responses are right.
 
+The other two kinds of layers make models of the same width that are not embedded: Qwen3-MoE with
+2 of 4 experts for each token, and Qwen3.5 with two DeltaNet layers before one with attention. They
+start from the parameters of the embedded model that they share, and a few hundred steps suffice.
+
 Invariant: the same seed on the same machine writes the same folder.
 """
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +43,7 @@ from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.model import load
 from tba_jax.rewards.numeric import arithmetic_reward
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks import arithmetic
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -59,11 +66,36 @@ CONFIG = transformer.TransformerConfig(
     max_positions=512,
 )
 
+CONFIGS = {
+    "dense": CONFIG,
+    "experts": dataclasses.replace(
+        CONFIG,
+        family="qwen3_moe",
+        qk_norm=True,
+        norm_eps=1e-6,
+        mlp_size=64,
+        num_experts=4,
+        experts_per_token=2,
+        normalised_experts=True,
+    ),
+    "delta": dataclasses.replace(
+        CONFIG,
+        family="qwen3_5_text",
+        qk_norm=True,
+        norm_eps=1e-6,
+        norm_offset=True,
+        attention_gate=True,
+        pattern=("delta", "delta", "full"),
+        delta_key_heads=2,
+        delta_value_heads=4,
+        delta_key_dim=24,
+        delta_value_dim=24,
+        delta_taps=4,
+    ),
+}
+
 # How often a hasty answer is off by a little more: sampled ones are right less often than greedy.
 SLIP_PROB = 0.1
-# Rows of a batch. The kinds are kept apart because hasty rows are shorter; one in four is worked,
-# as in the text.
-NUM_WORKED, NUM_HASTY = 64, 192
 MATRIX_LEARNING_RATE, OTHER_LEARNING_RATE = 0.01, 2e-3  # peaks: Muon, Adam
 PROMPT_TOKENS = 1 + arithmetic.MAX_PROMPT_CHARS  # every prompt has as many
 
@@ -75,31 +107,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
     parser.add_argument("--num_steps", type=int, default=1500, help="optimiser steps")
+    parser.add_argument("--layers", choices=CONFIGS, default="dense", help="kind of layers")
+    # The kinds are kept apart because hasty rows are shorter.
+    parser.add_argument("--num_rows", type=int, default=256, help="rows of a batch; 1 in 4 worked")
     args = parser.parse_args(argv)
-    start = time.monotonic()
-    params = pretrain(args.seed, args.num_steps)
+    start, config = time.monotonic(), CONFIGS[args.layers]
+    params = pretrain(config, args.seed, args.num_steps, args.num_rows)
     write_tokenizer(args.out)
-    hf_config = config_json.hf_config(CONFIG, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
-    hf_weights.save(args.out, CONFIG, params, hf_config)
+    hf_config = config_json.hf_config(config, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    hf_weights.save(args.out, config, params, hf_config)
     print(f"{args.out}: written after {time.monotonic() - start:.0f} s")
     for name, value in measure(args.out, num_samples=4, seed=args.seed).items():
         print(f"  {name:24} {value}")
     return 0
 
 
-def pretrain(seed: int, num_steps: int) -> transformer.Params:
+def pretrain(
+    config: transformer.TransformerConfig, seed: int, num_steps: int, num_rows: int
+) -> transformer.Params:
     """Return parameters after `num_steps` of cross-entropy on responses of both kinds."""
-    params = transformer.init_params(CONFIG, jax.random.key(seed))
+    params = transformer.init_params(config, jax.random.key(seed))
+    if config != CONFIG:
+        params = with_known(params, load(START_MODEL)[1], config)
     tx = _optimizer(num_steps)
     opt_state = tx.init(params)
 
     @jax.jit
     def step(params, opt_state, worked, hasty):
-        (_, losses), grads = jax.value_and_grad(_loss, has_aux=True)(params, worked, hasty)
+        loss = jax.value_and_grad(_loss, has_aux=True)
+        (_, losses), grads = loss(params, worked, hasty, config)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, losses
 
-    batches = text_batches(seed)
+    batches = text_batches(seed, num_rows)
     start = time.monotonic()
     for i in range(num_steps):
         params, opt_state, losses = step(params, opt_state, *next(batches))
@@ -113,8 +153,32 @@ def pretrain(seed: int, num_steps: int) -> transformer.Params:
     return params
 
 
-def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield batches forever: int32 [NUM_WORKED, s] and [NUM_HASTY, s], <bos> prompt response <eos>.
+def with_known(
+    params: Any, known: transformer.Params, config: transformer.TransformerConfig
+) -> transformer.Params:
+    """Return parameters with those that a dense model of this width knows.
+
+    Each expert gets a part of the dense MLP, and together they write as much as all of it.
+    """
+
+    def of_leaf(path: Any, new: jax.Array) -> jax.Array:
+        name = path[-1].key
+        old = {**known, **known["layers"]}.get(name.removeprefix("expert_"))
+        if old is None:
+            return new
+        if name.startswith("expert_"):
+            axis = 1 if name == "expert_down" else 2
+            parts = jnp.stack(jnp.split(old, config.num_experts, axis), 1)
+            return parts * (config.num_experts if name == "expert_down" else 1)
+        if "norm" in name and config.norm_offset:
+            old = old - 1
+        return old if old.shape == new.shape else new
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def text_batches(seed: int, num_rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield batches forever: worked and hasty rows, int32 [rows, s], <bos> prompt response <eos>.
 
     Every problem is drawn once. Its response is worked with probability `worked_share`, else hasty.
     A row waits until a batch has room for its kind.
@@ -122,10 +186,12 @@ def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(seed)
     # Other problems than the task's own training set, though these could be met as well.
     index = arithmetic.TRAIN_SIZE * (1 + 16 * seed)
+    num_worked = num_rows // 4
+    num_hasty = num_rows - num_worked
     worked: list[str] = []
     hasty: list[str] = []
     while True:
-        while len(worked) < NUM_WORKED or len(hasty) < NUM_HASTY:
+        while len(worked) < num_worked or len(hasty) < num_hasty:
             prompt, _ = arithmetic.problem(index, "train")
             index += 1
             if rng.random() < arithmetic.worked_share(prompt):
@@ -133,8 +199,8 @@ def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             else:
                 response = arithmetic.hasty_response(prompt, rng, slip_prob=SLIP_PROB)
                 hasty.append(prompt + response)
-        yield token_rows(worked[:NUM_WORKED]), token_rows(hasty[:NUM_HASTY])
-        del worked[:NUM_WORKED], hasty[:NUM_HASTY]
+        yield token_rows(worked[:num_worked]), token_rows(hasty[:num_hasty])
+        del worked[:num_worked], hasty[:num_hasty]
 
 
 def token_rows(texts: Sequence[str]) -> np.ndarray:
@@ -231,7 +297,12 @@ def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
     return figures
 
 
-def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tuple[Any, Any]:
+def _loss(
+    params: transformer.Params,
+    worked: jax.Array,
+    hasty: jax.Array,
+    config: transformer.TransformerConfig,
+) -> tuple[Any, Any]:
     """Return cross-entropies per response token.
 
     Returns:
@@ -245,12 +316,12 @@ def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tu
             tokens[:, :-1],
             jnp.broadcast_to(jnp.arange(length - 1), (num_rows, length - 1)),
             jnp.ones((num_rows, length - 1), bool),  # causal; padding is only ever after the end
-            config=CONFIG,
+            config=config,
             compute_dtype=jnp.float32,
         )
         targets = tokens[:, PROMPT_TOKENS:]
         logits = transformer.unembed(
-            params, hidden[:, PROMPT_TOKENS - 1 :], config=CONFIG, compute_dtype=jnp.float32
+            params, hidden[:, PROMPT_TOKENS - 1 :], config=config, compute_dtype=jnp.float32
         )
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         is_token = (targets != PAD).astype(jnp.float32)
@@ -271,14 +342,16 @@ def _optimizer(num_steps: int) -> optax.GradientTransformation:
     def schedule(peak: float) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(0.0, peak, num_steps // 10, num_steps, peak / 100)
 
+    from_width = optax.contrib.MuonDimensionNumbers(1, (2, 3))
+    to_width = optax.contrib.MuonDimensionNumbers((1, 2), 3)
     axes = {
-        "q": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
-        "k": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
-        "v": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
-        "o": optax.contrib.MuonDimensionNumbers((1, 2), 3),
-        "gate": optax.contrib.MuonDimensionNumbers(1, 2),
-        "up": optax.contrib.MuonDimensionNumbers(1, 2),
-        "down": optax.contrib.MuonDimensionNumbers(1, 2),
+        **dict.fromkeys(("q", "k", "v", "q_gate"), from_width),
+        **dict.fromkeys(("delta_q", "delta_k", "delta_v", "delta_gate"), from_width),
+        **dict.fromkeys(("o", "delta_o"), to_width),
+        **dict.fromkeys(("gate", "up", "down"), optax.contrib.MuonDimensionNumbers(1, 2)),
+        **dict.fromkeys(
+            ("expert_gate", "expert_up", "expert_down"), optax.contrib.MuonDimensionNumbers(2, 3)
+        ),
     }
     return optax.contrib.muon(
         schedule(MATRIX_LEARNING_RATE),

@@ -184,9 +184,8 @@ def test_written_tokenizer_is_the_shipped_one(tmp_path):
 
 def test_pretraining_text_is_tokenized_as_the_tokenizer_does():
     tokenizer = Tokenizer.load(START_MODEL)
-    worked, hasty = next(make_start_model.text_batches(0))
-    assert worked.shape[0] == make_start_model.NUM_WORKED
-    assert hasty.shape[0] == make_start_model.NUM_HASTY
+    worked, hasty = next(make_start_model.text_batches(0, 256))
+    assert (len(worked), len(hasty)) == (64, 192)
     for rows, kind in ((worked, "worked"), (hasty, "hasty")):
         for row in rows:
             text = tokenizer.decode(row)
@@ -201,7 +200,7 @@ def test_pretraining_text_is_tokenized_as_the_tokenizer_does():
 
 def test_pretraining_text_repeats_no_problem_and_has_the_stated_share_of_work():
     """20,000 problems, standard error of the share 0.003; rows of both kinds keep their ratio."""
-    batches = make_start_model.text_batches(0)
+    batches = make_start_model.text_batches(0, 256)
     prompts = [r[:12].tobytes() for _ in range(20) for part in next(batches) for r in part]
     assert len(set(prompts)) > 0.99 * len(prompts) == 0.99 * 20 * 256
     shares = [arithmetic.worked_share(arithmetic.problem(i, "train")[0]) for i in range(20_000)]
