@@ -210,8 +210,13 @@ class TransformerConfig:
 
     @property
     def float32_leaves(self) -> tuple[str, ...]:
-        """Names of the leaves outside the layers that are always float32."""
-        return (self.output_table,) * (self.float32_head and not self.num_labels)
+        """Names of the leaves that are always float32.
+
+        The decay of DeltaNet multiplies over all tokens, and is the exponential of a sum.
+        """
+        head = (self.output_table,) * (self.float32_head and not self.num_labels)
+        decay = ("delta_decay_bias", "delta_log_decay") * ("delta" in self.pattern)
+        return (*head, *decay)
 
     @property
     def rotary_dim(self) -> int:

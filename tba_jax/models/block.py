@@ -125,7 +125,9 @@ class Block(nnx.Module):
         self.delta_gate = kernel((d, heads, size), d)
         self.delta_o = kernel((heads, size, d), heads * size * 2 * config.num_layers)
         self.delta_rate, self.delta_decay = kernel((d, heads), d), kernel((d, heads), d)
-        self.delta_decay_bias, self.delta_log_decay = ones(heads), zeros(heads)
+        # `TransformerConfig.float32_leaves`
+        self.delta_decay_bias = nnx.Param(jnp.ones(heads, jnp.float32))
+        self.delta_log_decay = nnx.Param(jnp.zeros(heads, jnp.float32))
         self.delta_norm = ones(size)
 
     def __call__(

@@ -111,7 +111,7 @@ def make_publish_program(
     """
 
     def copy(path: Any, x: jax.Array) -> jax.Array:
-        is_exact = len(path) == 1 and path[0].key in float32_leaves
+        is_exact = path[-1].key in float32_leaves
         return jnp.copy(x.astype(jnp.float32 if is_exact else dtype))
 
     def publish(params: Any) -> Any:

@@ -97,3 +97,16 @@ def test_a_mesh_gathers_the_table_in_float32():
     gathered = jax.jit(lambda params: sharding.ends(params, jnp.bfloat16))(divided)
     np.testing.assert_array_equal(gathered["unembed"], params["unembed"])
     assert gathered["embed"].dtype == jnp.bfloat16
+
+
+def test_the_decay_of_delta_layers_is_float32_in_searchers():
+    """In bfloat16, a decay per token of 0.9 would be off by 1 % of its logarithm."""
+    config = tiny_config(family="qwen3_5_text")
+    params = random_params(config)
+    publish = make_publish_program(jnp.dtype(jnp.bfloat16), float32_leaves=config.float32_leaves)
+    published = publish(params)
+    shapes = transformer.abstract_params(config, jnp.bfloat16)
+    assert jax.tree.map(lambda x: x.dtype, published) == jax.tree.map(lambda x: x.dtype, shapes)
+    for name in ("delta_log_decay", "delta_decay_bias"):
+        np.testing.assert_array_equal(published["layers"][name], params["layers"][name])
+    assert published["layers"]["delta_o"].dtype == jnp.bfloat16
