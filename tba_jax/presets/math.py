@@ -24,8 +24,12 @@ tba_prime_2, tba_prime_10
     `math` on data exactly 2 and 10 steps old, as in the paper's code of November 2025. Log-ratios
     are centred by their mean under the sampler. Token ratios are at most 8, and token log-ratios
     at most 10. Searchers sample for later steps while the trainer trains. Not run by us.
+qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
+    `math` with models of 2025 and their chat templates; the 4B model with adapters. The mixtures
+    train with the experts of their searchers. `python -m tba_jax.plan` prints placement and mesh
+    for your devices. Not run by us.
 
-All presets use plain-text prompts. For an SFT model, they have the format that the model was tuned
+The others use plain-text prompts. For an SFT model, they have the format that the model was tuned
 on. With an instruction-tuned model (--config.model.path=Qwen/Qwen2.5-7B-Instruct), set
 --config.task.chat=True to use its chat template.
 """
@@ -168,6 +172,23 @@ for _lag in (2, 10):
         },
         "search": {**_MATH["search"], "exact_lag": _lag},
         "replay": {"recency_prob": 1.0},
+    }
+
+_ONE_DEVICE = {"placement": "shared", "num_searchers": 1, "mesh": {}}
+# Data is at most two steps old.
+_REPLAY = {"router_replay": _MATH["replay"]["max_staleness"] + 1}
+for _name, _path, _of_model, _changes in (
+    ("qwen3_1_7b", "Qwen/Qwen3-1.7B", {}, _ONE_DEVICE),
+    ("qwen3_4b", "Qwen/Qwen3-4B", {}, _ONE_DEVICE | {"lora": {"rank": 32}}),
+    ("gemma_3_12b", "google/gemma-3-12b-it", {}, {}),
+    ("gpt_oss_20b", "openai/gpt-oss-20b", _REPLAY, {}),
+    ("qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B", _REPLAY, {}),
+):
+    PRESETS[_name] = {
+        **_MATH,
+        **_changes,
+        "task": {**_MATH["task"], "chat": True},
+        "model": {**_MATH["model"], "path": _path, **_of_model},
     }
 
 
