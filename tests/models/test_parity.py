@@ -5,6 +5,7 @@ Both directions for every family and option: its folder read by us, and ours rea
 random models are made, and ties between greedy tokens kept out, is in tests/golden/make_golden.py.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -38,7 +39,12 @@ from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
 
+NUM_GREEDY = 200
 MODELS = make_golden.MODELS | make_golden.MORE_MODELS
+_NEW = (
+    *("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mistral", "olmo3", "gpt_oss"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
+)
 torch.set_num_threads(1)
 
 
@@ -57,7 +63,9 @@ def kl(want, got):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_path):
-    model, found = make_golden.model_and_outputs(MODELS[name])
+    longer = copy.deepcopy(MODELS[name])
+    longer.max_position_embeddings = 256
+    model, found = make_golden.model_and_outputs(longer, NUM_GREEDY)
     model.save_pretrained(tmp_path / "theirs")
     config, params, _ = load_folder(tmp_path / "theirs")
     tokens = found["tokens"]
@@ -88,10 +96,12 @@ def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_pat
         _bfloat16_is_as_near_as_that_of_transformers(again, config, params, found)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", *_NEW])
 def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(family, tmp_path):
     config = tiny_config(family=family)
-    policy = lora.with_adapters(config, 4, 16.0, ("q", "v", "o", "down"))
+    further = ("delta_q", "delta_o") if "delta" in config.pattern else ()
+    of_mlp = () if config.num_experts else ("down",)
+    policy = lora.with_adapters(config, 4, 16.0, ("q", "v", "o", *of_mlp, *further))
     base, adapters = random_params(config), trained_adapters(policy)
     merged = lora.merge(base, adapters, config=policy)
     hf_weights.save(tmp_path, config, merged, config_json.hf_config(config))
