@@ -17,7 +17,8 @@ responses are right.
 
 The other two kinds of layers make models of the same width that are not embedded: Qwen3-MoE with
 2 of 4 experts for each token, and Qwen3.5 with two DeltaNet layers before one with attention. They
-start from the parameters of the embedded model that they share, and a few hundred steps suffice.
+start from the parameters of the embedded model that they share. The experts need
+`--num_steps=200 --num_rows=64`; the DeltaNet layers are all new and need `--num_rows=128`.
 
 Invariant: the same seed on the same machine writes the same folder.
 """
@@ -40,6 +41,7 @@ from tokenizers.processors import TemplateProcessing
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import transformer
+from tba_jax.models.architecture import has_leaf
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.model import load
 from tba_jax.rewards.numeric import arithmetic_reward
@@ -172,6 +174,10 @@ def with_known(
             return parts * (config.num_experts if name == "expert_down" else 1)
         if "norm" in name and config.norm_offset:
             old = old - 1
+        if name == "o" and config.attention_gate:
+            old = old * 2  # a new gate halves the output of attention
+        if name in known["layers"]:
+            old = old[np.array([has_leaf(kind, name) for kind in config.layer_kinds])]
         return old if old.shape == new.shape else new
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
