@@ -18,6 +18,7 @@ from tba_jax.decoding import programs
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.flow.trajectory import ExpertsShape
 from tba_jax.models import attention, kv_cache, transformer
 from tba_jax.models.attention import Wanted
 from tba_jax.models.kv_cache import LayerCache
@@ -44,6 +45,7 @@ class Compiled:
         chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
             average; each chunk costs one round trip to the device.
         implementation: attention implementation; None: the default of the architecture.
+        experts: shape of the experts of a token, to record them; None: not recorded.
         site: devices over which weights and caches are sharded; default: the device of the weights.
 
     Attributes:
@@ -63,6 +65,7 @@ class Compiled:
         cache_dtype: Any = None,
         chunk_steps: int = CHUNK_STEPS,
         implementation: Wanted | None = None,
+        experts: ExpertsShape | None = None,
         site: Site = ANY_DEVICE,
     ):
         if max_length > config.max_positions:
@@ -79,6 +82,7 @@ class Compiled:
         self.prompt_buckets = tuple(prompt_buckets)
         self.max_length = max_length
         self.chunk_steps = chunk_steps
+        self.experts = experts
         self.cache_lengths = cache_lengths(max_length + chunk_steps)
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         self._locked = site.locked
@@ -113,6 +117,7 @@ class Compiled:
             **static,
             num_steps=chunk_steps,
             pad_id=pad_id,
+            experts=experts,
         )
         self._new_cache: dict[jax.sharding.Sharding, Any] = {}
         self._unstack = site.locked(
@@ -143,7 +148,7 @@ class Compiled:
             if self.cache_sharding is None:
                 return out
             return jax.tree.map(
-                lambda x: (  # tokens and log-probs have two axes, caches more
+                lambda x: (  # tokens, log-probs and experts have two axes, caches more
                     x if x.ndim < 3 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
                 ),
                 out,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
+from tba_jax.flow.trajectory import ExpertsShape
 from tba_jax.models import attention, delta, kv_cache, transformer
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.kv_cache import KVCache, LayerCache
@@ -69,6 +70,7 @@ class _Carry(NamedTuple):
     tokens: Int[Array, "m n"]
     logprobs: Float32[Array, "m n"]
     recent: tuple[LayerCache, ...]
+    experts: Int[Array, "m w"] | None
 
 
 def prefill(
@@ -121,7 +123,7 @@ def prefill(
     caches = []
     for layer, kind in zip(weights["layers"], config.layer_kinds, strict=True):
         of_kind = mix if kind == "delta" else functools.partial(attend, kind=kind)
-        x, cache = transformer.run_layer(
+        x, cache, _ = transformer.run_layer(
             layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
         )
         caches.append(cache)
@@ -196,7 +198,7 @@ def extend(
         old = take(whole if is_delta else resize(whole, length=length), prefixes.rows)
         of_kind: Callable[..., Any] = mix if is_delta else functools.partial(attend, kind=kind)
         of_kind = functools.partial(of_kind, old=old)
-        x, cache = transformer.run_layer(
+        x, cache, _ = transformer.run_layer(
             layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
         )
         caches.append(cache)
@@ -290,8 +292,14 @@ def run_chunk(
     has_minimum: bool,
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
-) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[LayerCache, ...]]:
-    """Return (tokens, log-probs, history) of up to `num_steps` tokens per slot; donate `history`.
+    experts: ExpertsShape | None = None,
+) -> tuple[
+    Int[Array, "m n"], Float32[Array, "m n"], tuple[LayerCache, ...], Int[Array, "m w"] | None
+]:
+    """Return (tokens, log-probs, history, experts) of up to `num_steps` tokens per slot.
+
+    The history is donated. Experts are those of the token that each step reads, [n l e] merged into
+    one axis; None unless they are recorded.
 
     The chunk stops early when no slot is live. A slot whose response has ended gets `pad_id` and
     log-prob 0 until the end of the chunk. Every live slot needs `num_steps` free columns.
@@ -307,11 +315,13 @@ def run_chunk(
         has_minimum: at least one slot has a minimum number of tokens.
         implementation: attention implementation.
         cache_sharding: sharding of the KV cache on a mesh.
+        experts: shape of the experts of a token, to record them.
     """
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)
     ropes = _rotations(slots, num_steps, config)
     unwritten = _init_recent(history, config, num_steps, compute_dtype)
+    mesh = _mesh(cache_sharding)
 
     def body(carry: _Carry) -> _Carry:
         step = carry.step
@@ -328,7 +338,7 @@ def run_chunk(
             sharding=cache_sharding,
         )
         caches = history, carry.recent
-        x, recent = _run_layers(weights, x, step_ropes, caches, attend, config, cache_sharding)
+        x, recent, chosen = _run_layers(weights, x, step_ropes, caches, attend, config, mesh)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         if has_minimum:
@@ -336,26 +346,43 @@ def run_chunk(
         tokens, logprobs = sample_tokens(
             logits, bits[step], slots.settings, is_truncated=is_truncated, mode=mode
         )
-        tokens = jnp.where(carry.is_live, tokens, pad_id)
-        count = carry.count + carry.is_live
-        is_stop = jnp.any(tokens[:, None] == stop_ids, axis=1)
-        return _Carry(
-            step=step + 1,
-            last=tokens,
-            count=count,
-            is_live=carry.is_live & ~is_stop & (count < slots.max_new_tokens),
-            tokens=carry.tokens.at[step].set(tokens),
-            logprobs=carry.logprobs.at[step].set(jnp.where(carry.is_live, logprobs, 0.0)),
-            recent=_of_live(carry.recent, recent, carry.is_live),
-        )
+        carry = carry._replace(recent=_of_live(carry.recent, recent, carry.is_live))
+        return _next_carry(carry, tokens, logprobs, chosen, slots, pad_id)
 
     carry = jax.lax.while_loop(
         lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live),
         body,
-        _first_carry(slots, num_steps, pad_id, unwritten),
+        _first_carry(slots, num_steps, pad_id, unwritten, experts),
     )
 
-    return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots)
+    return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots), carry.experts
+
+
+def _next_carry(
+    carry: _Carry,
+    tokens: Int[Array, " n"],
+    logprobs: Float32[Array, " n"],
+    chosen: list[Int[Array, "n e"]],
+    slots: Slots,
+    pad_id: int,
+) -> _Carry:
+    """Return the carry after the slots have drawn these tokens; its caches are up to date."""
+    step = carry.step
+    tokens = jnp.where(carry.is_live, tokens, pad_id)
+    count = carry.count + carry.is_live
+    is_stop = jnp.any(tokens[:, None] == jnp.asarray(slots.stop_ids), axis=1)
+    ids = carry.experts
+    if ids is not None:
+        ids = ids.at[step].set(jnp.stack(chosen, axis=1).astype(ids.dtype).reshape(-1))
+    return carry._replace(
+        step=step + 1,
+        last=tokens,
+        count=count,
+        is_live=carry.is_live & ~is_stop & (count < slots.max_new_tokens),
+        tokens=carry.tokens.at[step].set(tokens),
+        logprobs=carry.logprobs.at[step].set(jnp.where(carry.is_live, logprobs, 0.0)),
+        experts=ids,
+    )
 
 
 def _of_live(
@@ -373,9 +400,15 @@ def _of_live(
 
 
 def _first_carry(
-    slots: Slots, num_steps: int, pad_id: int, recent: tuple[LayerCache, ...]
+    slots: Slots,
+    num_steps: int,
+    pad_id: int,
+    recent: tuple[LayerCache, ...],
+    experts: ExpertsShape | None,
 ) -> _Carry:
-    n = slots.last.shape[0]
+    n, ids = slots.last.shape[0], None
+    if experts is not None:
+        ids = jnp.zeros((num_steps, n * experts.layers * experts.per_token), experts.dtype)
     return _Carry(
         step=jnp.int32(0),
         last=jnp.asarray(slots.last),
@@ -384,6 +417,7 @@ def _first_carry(
         tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
         logprobs=jnp.zeros((num_steps, n), jnp.float32),
         recent=recent,
+        experts=ids,
     )
 
 
@@ -394,9 +428,9 @@ def _run_layers(
     caches: tuple[tuple[LayerCache, ...], tuple[LayerCache, ...]],
     attend: Callable[..., Any],
     config: TransformerConfig,
-    cache_sharding: jax.sharding.NamedSharding | None,
-) -> tuple[Float[Array, "n d"], tuple[LayerCache, ...]]:
-    """Return hidden states of one token per slot after all layers, and the updated caches."""
+    mesh: jax.sharding.Mesh | None,
+) -> tuple[Float[Array, "n d"], tuple[LayerCache, ...], list[Int[Array, "n e"]]]:
+    """Return hidden states of one token per slot, the updated caches, and the chosen experts."""
     is_new = attention.causal(jnp.ones((x.shape[0], 1), bool), is_right_padded=True)
 
     def mix(x: delta.Inputs, layer: int) -> tuple[Array, LayerCache]:
@@ -413,17 +447,19 @@ def _run_layers(
         return attend(q, k, v, history=history[layer], recent=recent[layer], scores=scores)
 
     (history, recent), written, kinds = caches, [], config.layer_kinds
+    chosen = []
     for i, layer in enumerate(weights["layers"]):
-        x, cache = transformer.run_layer(
+        x, cache, own = transformer.run_layer(
             layer,
             x,
             ropes[kinds[i]],
             functools.partial(mix if kinds[i] == "delta" else with_caches, layer=i),
             config=config,
-            mesh=_mesh(cache_sharding),
+            mesh=mesh,
         )
         written.append(cache)
-    return x, tuple(written)
+        chosen.append(own)
+    return x, tuple(written), chosen
 
 
 def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mesh | None:

@@ -70,6 +70,7 @@ class _Occupant(NamedTuple):
     logprobs: list[np.ndarray]
     versions: list[int]  # weight version of each part of `tokens`
     version_min: int
+    experts: list[np.ndarray]  # of the token that each step read
 
 
 class Session:
@@ -258,7 +259,7 @@ class Session:
         assert self._history is not None
         settings = before.settings
         is_greedy = settings.temperature[live] == 0
-        tokens, logprobs, self._history = self.decoder.run_chunk(
+        tokens, logprobs, self._history, experts = self.decoder.run_chunk(
             self._weights,
             self._history,
             before,
@@ -266,7 +267,10 @@ class Session:
             is_truncated=bool(((settings.top_p < 1) | (settings.top_k > 0))[live].any()),
             has_minimum=bool((before.count < before.min_new_tokens)[live].any()),
         )
-        finished = self._collect(np.asarray(tokens), np.asarray(logprobs))
+        if (shape := self.decoder.experts) is not None:
+            size = (len(tokens), -1, shape.layers, shape.per_token)
+            experts = np.asarray(experts).reshape(size)
+        finished = self._collect(np.asarray(tokens), np.asarray(logprobs), experts)
         end = time.perf_counter()
         self.statistics.chunk_s += end - start
         if not self.statistics.first_token_s and self._started is not None:
@@ -420,7 +424,7 @@ class Session:
         stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
         slots.stop_ids[slot] = -1
         slots.stop_ids[slot, : len(stop_ids)] = stop_ids
-        self._occupants[slot] = _Occupant(request, sample, [], [], [], version)
+        self._occupants[slot] = _Occupant(request, sample, [], [], [], version, [])
 
     def _fit_cache(self, prompt_length: int) -> None:
         """Resize the cache to about the length that the next chunk needs."""
@@ -471,7 +475,9 @@ class Session:
             caches[layer] = change(cache)
         self._history = tuple(caches)
 
-    def _collect(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Response]:
+    def _collect(
+        self, tokens: np.ndarray, logprobs: np.ndarray, experts: np.ndarray | None
+    ) -> list[Response]:
         """Append the chunk's tokens to their responses and free the slots of finished ones."""
         slots = self._slots
         is_stop = (tokens[:, :, None] == slots.stop_ids).any(axis=2)
@@ -496,6 +502,8 @@ class Session:
             occupant.tokens.append(drawn[:num])
             occupant.logprobs.append(logprobs[:num, slot])
             occupant.versions.append(self.version)
+            if experts is not None:
+                occupant.experts.append(experts[:num, slot])
             slots.count[slot] += num
             slots.length[slot] += num
             slots.last[slot] = drawn[num - 1]
@@ -521,12 +529,20 @@ class Session:
                         token_versions=np.repeat(
                             np.array(occupant.versions, np.int32), list(map(len, occupant.tokens))
                         ),
+                        experts=self._experts(occupant),
                     )
                 )
         self.statistics.steps += longest
         self.statistics.slot_steps += longest * self.num_slots
         self._keep(kept)
         return finished
+
+    def _experts(self, occupant: _Occupant) -> np.ndarray | None:
+        """Return the experts of each token of a response; the last token was not read."""
+        if (shape := self.decoder.experts) is None:
+            return None
+        # The first step reads the last token of the prompt.
+        return np.concatenate([*occupant.experts, shape.unknown(1)])[1:]
 
 
 def _power_of_4(num: int) -> int:

@@ -56,6 +56,7 @@ class Batch(NamedTuple):
             episode forks.
         soft_values: float32 [p k], soft value of the prompt; nan if it is unknown. None unless a
             cached log Z reads soft values.
+        experts: unsigned [n c t l e], as in `Trajectory`; None: not recorded.
     """
 
     tokens: HostOrDeviceArray
@@ -73,6 +74,7 @@ class Batch(NamedTuple):
     token_advantages: HostOrDeviceArray | None = None
     path_lengths: HostOrDeviceArray | None = None
     places: HostOrDeviceArray | None = None
+    experts: HostOrDeviceArray | None = None
 
 
 class PackedBatch(NamedTuple):
@@ -97,6 +99,7 @@ class PackedBatch(NamedTuple):
         prompts, soft_values: as in `Batch`.
         contexts: int32 [n s], for positions of a prompt and of the responses to it, the number of
             that prompt in the row, from 1; 0 at padding. None: every response has its own prompt.
+        experts: unsigned [n s l e], not known at prompts and padding; None as in `Batch`.
     """
 
     tokens: HostOrDeviceArray
@@ -116,3 +119,4 @@ class PackedBatch(NamedTuple):
     contexts: HostOrDeviceArray | None = None
     paths: HostOrDeviceArray | None = None
     places: HostOrDeviceArray | None = None
+    experts: HostOrDeviceArray | None = None

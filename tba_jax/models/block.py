@@ -131,9 +131,14 @@ class Block(nnx.Module):
         self.delta_norm = ones(size)
 
     def __call__(
-        self, x: Float[Array, "*b d"], angles: Rope, attend: Attend, mesh: Any = None
-    ) -> tuple[Float[Array, "*b d"], Any]:
-        """Return (x after this layer, second result of `attend`)."""
+        self,
+        x: Float[Array, "*b d"],
+        angles: Rope,
+        attend: Attend,
+        mesh: Any = None,
+        recorded: experts.Recorded | None = None,
+    ) -> tuple[Float[Array, "*b d"], Any, Array | None]:
+        """Return (x after this layer, second result of `attend`, choice of the router)."""
         y = self._norm("attn_norm", x)
         if self.kind == "delta":
             out, extra = self._delta(y, attend)
@@ -141,10 +146,11 @@ class Block(nnx.Module):
             out, extra = self._attention(y, angles, attend)
         out = self._norm("attn_out_norm", out)
         if self.config.parallel_residual:
-            return x + out + self._mlp(self._norm("mlp_norm", x), mesh), extra
+            of_mlp, own = self._mlp(self._norm("mlp_norm", x), mesh, recorded)
+            return x + out + of_mlp, extra, own
         x = x + out
-        out = self._mlp(self._norm("mlp_norm", x), mesh)
-        return x + self._norm("mlp_out_norm", out), extra
+        out, own = self._mlp(self._norm("mlp_norm", x), mesh, recorded)
+        return x + self._norm("mlp_out_norm", out), extra, own
 
     def _attention(
         self, y: Float[Array, "*b d"], angles: Rope, attend: Attend
@@ -201,17 +207,19 @@ class Block(nnx.Module):
         out = (out * jax.nn.silu(gate)).astype(y.dtype).reshape(*y.shape[:-1], -1)
         return self._linear("delta_o", out, False, y.shape[-1:]), extra
 
-    def _mlp(self, y: Float[Array, "*b d"], mesh: Any) -> Float[Array, "*b d"]:
+    def _mlp(
+        self, y: Float[Array, "*b d"], mesh: Any, recorded: experts.Recorded | None
+    ) -> tuple[Float[Array, "*b d"], Array | None]:
         config = self.config
         if config.num_experts:
             names = (name for name in experts.LEAVES if hasattr(self, name))
             leaves = {name: getattr(self, name)[...] for name in names}
-            out = experts.feed_forward(y, leaves, config=config, mesh=mesh)
+            out, own = experts.feed_forward(y, leaves, config=config, mesh=mesh, recorded=recorded)
             if not config.shared_size:
-                return out
+                return out, own
             shared = jax.nn.sigmoid(y @ self.shared_router[...].astype(y.dtype))
-            return out + shared[..., None] * self._dense_mlp(y, config.shared_size)
-        return self._dense_mlp(y, config.mlp_size)
+            return out + shared[..., None] * self._dense_mlp(y, config.shared_size), own
+        return self._dense_mlp(y, config.mlp_size), None
 
     def _dense_mlp(self, y: Float[Array, "*b d"], f: int) -> Float[Array, "*b d"]:
         config, d = self.config, self.config.hidden_size

@@ -40,6 +40,13 @@ class ModelSettings(Section):
         "the output matrix is stored and published in float32, and logits are its float32 products "
         "with the states; for bfloat16, slower",
     )
+    router_replay: int = field(
+        -1,
+        "mixtures of experts: 0: searchers record the IDs of each token's experts, and steps log "
+        "the share for which the trainer's router chooses others; N: the trainer also uses the "
+        "recorded experts for responses less than N steps old; -1: nothing is recorded",
+        at_least=-1,
+    )
     rollout_dtype: Literal["float32", "bfloat16", "auto"] = field(
         "float32",
         "dtype of the searchers' weights and computation; auto: float32 on CPUs, else bfloat16",

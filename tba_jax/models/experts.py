@@ -4,16 +4,18 @@
 Tokens are sorted by expert, so that each matrix product is one grouped product
 (`jax.lax.ragged_dot`). On a mesh, `expert` divides the experts and the rows of a batch: devices of
 one group gather their tokens, compute their own experts, and add up the results.
+The experts of a token may be given: those that the sampler chose, with weights of the live router.
 Invariant: a token's output does not depend on the other tokens, nor on the mesh, up to rounding.
 """
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tba_jax.models import context_axis
 from tba_jax.models.activations import gated
@@ -28,24 +30,88 @@ LEAVES = (
 """Possible leaves of a layer's experts."""
 
 
+class Recorded(NamedTuple):
+    """The experts that the sampler chose for tokens.
+
+    Attributes:
+        ids: unsigned integers [*b k] of one layer, or [*b l k]; the largest one: not known.
+        is_used: bool [*b], tokens that pass these experts where they are known; the others pass
+            those that the router chooses.
+    """
+
+    ids: Array
+    is_used: Array
+
+
+def differ(own: Int32[Array, "*b k"], ids: Int[Array, "*b k"]) -> Bool[Array, "*b"]:
+    """Return the tokens whose experts are known and are not the set that the router chooses."""
+    is_own = jnp.any(own[..., :, None] == ids[..., None, :].astype(jnp.int32), axis=-2)
+    return is_known(ids) & ~jnp.all(is_own, axis=-1)
+
+
+def is_known(ids: Int[Array, "*b k"]) -> Bool[Array, "*b"]:
+    """Return the tokens whose experts are known."""
+    return ids[..., 0] != jnp.iinfo(ids.dtype).max
+
+
+def at_end(recorded: Recorded | None, shape: tuple[int, int]) -> Recorded | None:
+    """Return the experts of rows [b s] that end with these tokens; unknown at tokens before."""
+    if recorded is None:
+        return None
+
+    def whole(x: Array, value: int, rest: tuple[int, ...]) -> Array:
+        x = x.reshape(shape[0], -1, *rest)
+        more = ((0, 0), (shape[1] - x.shape[1], 0), *[(0, 0)] * len(rest))
+        return jnp.pad(x, more, constant_values=value)
+
+    ids, is_used = recorded
+    unknown = jnp.iinfo(ids.dtype).max
+    return Recorded(whole(ids, unknown, ids.shape[-2:]), whole(is_used, False, ()))
+
+
+def by_layer(recorded: Recorded | None) -> Array | None:
+    """Return the IDs [l *b k], as `run_layers` takes them."""
+    return None if recorded is None else jnp.moveaxis(recorded.ids, -2, 0)
+
+
+def of_layer(recorded: Recorded | None, ids: Array | None) -> Recorded | None:
+    """Return the experts of one layer, from its entry of `by_layer`."""
+    return None if recorded is None else recorded._replace(ids=ids)
+
+
+def add_differing(differing: Array | None, own: Array | None, ids: Array | None) -> Array | None:
+    """Return the number of layers whose experts differ, after one more layer."""
+    if differing is None or own is None or ids is None:
+        return None
+    return differing + differ(own, ids)
+
+
 def feed_forward(
     y: Float[Array, "*b d"],
     leaves: Mapping[str, Array],
     *,
     config: TransformerConfig,
     mesh: Mesh | None = None,
-) -> Float[Array, "*b d"]:
-    """Return the weighted sum of the outputs of each token's experts.
+    recorded: Recorded | None = None,
+) -> tuple[Float[Array, "*b d"], Int32[Array, "*b k"]]:
+    """Return the weighted sum of the outputs of each token's experts, and the router's choice.
 
     Args:
         y: normalised residual stream.
         leaves: the layer's parameters, by names of LEAVES; matrices may be 8-bit, with scales.
         config: the architecture, with experts.
         mesh: the devices; None: one device.
+        recorded: experts of the sampler; None: the router chooses all.
     """
     rows = y.reshape(-1, y.shape[-1])
+    given = jax.tree.map(lambda x: x.reshape(len(rows), *x.shape[y.ndim - 1 :]), recorded)
+
+    def shaped(out: Array, own: Array) -> tuple[Array, Array]:
+        return out[: len(rows)].reshape(y.shape), own[: len(rows)].reshape(*y.shape[:-1], -1)
+
     if mesh is None or mesh.size == 1:
-        return _of_rows(rows, leaves, jnp.int32(0), config=config).reshape(y.shape)
+        chosen = route(rows, leaves, config, given)
+        return shaped(_of_rows(rows, leaves, chosen, jnp.int32(0), config=config), chosen.own)
     row_axes = context_axis.row_axes(mesh)
     expert = "expert" if "expert" in mesh.shape else None
     # A decoder's mesh may divide the axis `model` into two (`decoding.compiled.cache_sharding`).
@@ -64,47 +130,81 @@ def feed_forward(
         for name in leaves
     }
 
-    def on_device(rows: Array, leaves: Mapping[str, Array]) -> Array:
-        first = jnp.int32(0)
+    def on_device(
+        rows: Array, leaves: Mapping[str, Array], given: Recorded | None
+    ) -> tuple[Array, Array]:
+        first, chosen = jnp.int32(0), route(rows, leaves, config, given)
+        own = chosen.own
         if expert is not None:
             first = jax.lax.axis_index(expert) * leaves["expert_down"].shape[0]
-            rows = jax.lax.all_gather(rows, expert, tiled=True)
-        if model and "expert_down_bias" in leaves:  # only one part adds the bias
+            rows, chosen = jax.lax.all_gather((rows, chosen), expert, tiled=True)
+        if model and "expert_down_bias" in leaves:  # added once, not by each part
             is_first = jax.lax.axis_index(model) == 0
             bias = jnp.where(is_first, leaves["expert_down_bias"], 0)
             leaves = {**leaves, "expert_down_bias": bias}
-        out = _of_rows(rows, leaves, first, config=config)
+        out = _of_rows(rows, leaves, chosen, first, config=config)
         if expert is not None:
             out = jax.lax.psum_scatter(out, expert, tiled=True)
-        return jax.lax.psum(out, model) if model else out
+        return jax.lax.psum(out, model) if model else out, own
 
     parts = math.prod(mesh.shape[axis] for axis in row_axes)
     divided = PartitionSpec(row_axes or None)
     run = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(divided, specs), out_specs=divided, check_vma=False
+        on_device,
+        mesh=mesh,
+        in_specs=(divided, specs, divided),
+        out_specs=(divided, divided),
+        check_vma=False,
     )
-    padded = jnp.pad(rows, ((0, -len(rows) % parts), (0, 0)))
-    return run(padded, dict(leaves))[: len(rows)].reshape(y.shape)
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, -len(rows) % parts), *[(0, 0)] * (x.ndim - 1)))
+
+    return shaped(*run(padded(rows), dict(leaves), jax.tree.map(padded, given)))
+
+
+class Chosen(NamedTuple):
+    """Experts of n tokens.
+
+    Attributes:
+        weights: float32 [n k], of each token's experts; as in transformers.
+        numbers: int32 [n k], the experts.
+        own: int32 [n k], the experts that the router chooses.
+    """
+
+    weights: Float32[Array, "n k"]
+    numbers: Int32[Array, "n k"]
+    own: Int32[Array, "n k"]
 
 
 def route(
-    rows: Float[Array, "n d"], leaves: Mapping[str, Array], config: TransformerConfig
-) -> tuple[Float32[Array, "n k"], Int32[Array, "n k"]]:
-    """Return weights and numbers of each token's experts, computed in float32."""
+    rows: Float[Array, "n d"],
+    leaves: Mapping[str, Array],
+    config: TransformerConfig,
+    recorded: Recorded | None = None,
+) -> Chosen:
+    """Return the experts of each token; those of the sampler have weights of this router."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     router = leaves["router"].astype(rows.dtype)
     logits = jnp.matmul(rows, router, preferred_element_type=wide)
     if config.router_bias:
         logits = logits + jnp.broadcast_to(leaves["router_bias"].astype(wide), logits.shape)
-    weights, numbers = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.experts_per_token)
+    scores = jax.nn.softmax(logits, axis=-1)
+    weights, own = jax.lax.top_k(scores, config.experts_per_token)
+    numbers = own
+    if recorded is not None:
+        is_used = (is_known(recorded.ids) & recorded.is_used)[:, None]
+        numbers = jnp.where(is_used, recorded.ids.astype(jnp.int32), own)
+        weights = jnp.take_along_axis(scores, numbers, axis=-1)
     if config.normalised_experts:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, numbers
+    return Chosen(weights, numbers, own)
 
 
 def _of_rows(
     rows: Float[Array, "n d"],
     leaves: Mapping[str, Array],
+    chosen: Chosen,
     first: Int32[Array, ""],
     *,
     config: TransformerConfig,
@@ -118,8 +218,8 @@ def _of_rows(
     """
     (n, d), k = rows.shape, config.experts_per_token
     num = leaves["expert_down"].shape[0]
-    weights, numbers = route(rows, leaves, config)
-    local = (numbers - first).reshape(-1)
+    weights = chosen.weights
+    local = (chosen.numbers - first).reshape(-1)
     local = jnp.where((local >= 0) & (local < num), local, num)
     order = jnp.argsort(local)
     back = jnp.argsort(order)

@@ -14,15 +14,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models import attention, context_axis, shared_prompts
+from tba_jax.models import attention, context_axis, experts, shared_prompts
 from tba_jax.models.fused_logprobs import fused_logprobs, vocab_block_on
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
-from tba_jax.models.transformer import Remat, TransformerConfig, apply
+from tba_jax.models.transformer import Remat, TransformerConfig, apply_recorded
 
 Readout = Callable[[Float[Array, "n t d"]], Float[Array, "n t"]]
-"""Returns a number per state. Functions with a readout return, on a last axis of two, log-probs and
-the readout of the state that predicts each token."""
+"""Returns a number per state. Functions with a readout return, on a last axis, log-probs and the
+readout of the state that predicts each token. With recorded experts the last of this axis is the
+number of layers in which the router chooses other experts for the token."""
 
 
 def response_mask(
@@ -59,6 +60,7 @@ def token_logprobs(
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
+    recorded: experts.Recorded | None = None,
 ) -> Float[Array, "p k t *both"]:
     """Return log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -73,6 +75,7 @@ def token_logprobs(
         remat: what the backward pass recomputes.
         sharding: use of parameters that are divided over a mesh; None: one device.
         readout: function of the hidden states, evaluated besides the log-probs; None: no function.
+        recorded: experts of the sampler at the responses, IDs [p k t l e]; None: not known.
 
     Raises:
         ValueError: the model is a classifier, or `fused_logprobs` refuses a size.
@@ -92,31 +95,40 @@ def token_logprobs(
     positions = jnp.maximum(index - first, 0)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
-    hidden = apply(
+    hidden, differing = apply_recorded(
         params,
         rows,
         positions,
-        mask,
+        attention.causal(mask),
+        experts.at_end(recorded, rows.shape),
         config=config,
         compute_dtype=compute_dtype,
         remat=remat,
         sharding=sharding,
     )
+    if differing is not None:
+        differing = differing[:, s - t :].reshape(p, k, t)
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
     logprobs = _response_logprobs(params, hidden, rows[:, s - t :], config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return _beside(logprobs.reshape(p, k, t), hidden, in_response, readout)
+    return _beside(logprobs.reshape(p, k, t), hidden, in_response, readout, differing)
 
 
 def _beside(
-    logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
+    logprobs: Float[Array, "*n"],
+    states: Array,
+    is_scored: Array,
+    readout: Readout | None,
+    differing: Int[Array, "*n"] | None,
 ) -> Array:
-    """Return log-probs (0 at unscored tokens), and the readout of the states if there is one."""
-    if readout is None:
+    """Return log-probs, readout and number of layers with other experts; 0 at unscored tokens."""
+    further = [] if readout is None else [readout(states).reshape(logprobs.shape)]
+    if differing is not None:
+        further.append(differing.astype(logprobs.dtype))
+    if not further:
         return jnp.where(is_scored, logprobs, 0.0)
-    both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
-    return jnp.where(is_scored[..., None], both, 0.0)
+    return jnp.where(is_scored[..., None], jnp.stack([logprobs, *further], axis=-1), 0.0)
 
 
 def row_token_logprobs(
@@ -131,6 +143,7 @@ def row_token_logprobs(
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
+    recorded: experts.Recorded | None = None,
 ) -> Float[Array, "b c t *both"]:
     """Return `token_logprobs` of c responses per prompt; for c > 1 a prompt is computed once.
 
@@ -141,7 +154,8 @@ def row_token_logprobs(
         prompt_lengths: prompt tokens without padding.
         response_lengths: response tokens, EOS included; 0 for no response.
         response_bucket: t, static.
-        config, scoring, remat, sharding, readout: as in `token_logprobs`.
+        config, scoring, remat, sharding, readout, recorded: as in `token_logprobs`; IDs
+            [b c t l e].
 
     Raises:
         ValueError: as `token_logprobs`.
@@ -159,13 +173,14 @@ def row_token_logprobs(
             remat=remat,
             sharding=sharding,
             readout=readout,
+            recorded=recorded,
         )
     _refuse_classifier(config)
     compute_dtype = jnp.dtype(scoring.compute_dtype)
     responses = tokens[:, tokens.shape[1] - c * t :].reshape(b, c, t)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
-    prompt_end, hidden = shared_prompts.apply(
+    prompt_end, hidden, differing = shared_prompts.apply(
         params,
         tokens[:, : tokens.shape[1] - c * t],
         responses,
@@ -175,6 +190,7 @@ def row_token_logprobs(
         compute_dtype=compute_dtype,
         remat=remat,
         sharding=sharding,
+        recorded=recorded,
     )
     # The last state of the prompt predicts the first token of every response.
     first = jnp.broadcast_to(prompt_end[:, None, None], (b, c, 1, hidden.shape[-1]))
@@ -182,7 +198,7 @@ def row_token_logprobs(
     targets = responses.reshape(b * c, t)
     logprobs = _response_logprobs(params, hidden, targets, config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return _beside(logprobs.reshape(b, c, t), hidden, in_response, readout)
+    return _beside(logprobs.reshape(b, c, t), hidden, in_response, readout, differing)
 
 
 def _of_tokens(
@@ -252,6 +268,7 @@ def packed_token_logprobs(
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
+    recorded: experts.Recorded | None = None,
 ) -> Float[Array, "n s *both"]:
     """Return log pi of every token given the tokens before it in its own sequence, float32.
 
@@ -263,10 +280,10 @@ def packed_token_logprobs(
         tokens: rows of several sequences, as `PackedBatch.tokens`.
         segments: index of each position's sequence; 0 at padding.
         positions: position in the sequence.
-        shared: (), or, if responses share a copy of their prompt, `PackedBatch.contexts` and which
-            positions are prompts; [n s] each.
-        config, scoring, remat, sharding, readout: as in `token_logprobs`; a minimum length is not
-            supported.
+        shared: empty; or, if responses follow one copy of their prompt, `PackedBatch.contexts` and
+            which positions are prompts; [n s] each.
+        config, scoring, remat, sharding, readout, recorded: as `token_logprobs`, with IDs
+            [n s l e]; a minimum length is not supported.
 
     Raises:
         ValueError: as `token_logprobs`.
@@ -276,14 +293,14 @@ def packed_token_logprobs(
     compute_dtype = jnp.dtype(scoring.compute_dtype)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
-    hidden = apply(
+    hidden, differing = apply_recorded(
         params,
         tokens,
         positions,
-        segments > 0,
+        attention.packed(segments, contexts, is_prompt),
+        recorded,
         config=config,
         compute_dtype=compute_dtype,
-        visible=attention.packed(segments, contexts, is_prompt),
         remat=remat,
         sharding=sharding,
     )
@@ -291,7 +308,9 @@ def packed_token_logprobs(
         # Use all positions, because the mesh divides their number; the first one is not scored.
         states = _states_before(hidden, segments, is_prompt, sharding)
         logprobs = _of_tokens(params, states, tokens, config, scoring, sharding)
-        return _beside(logprobs, states, positions > 0, readout)
+        if differing is not None:
+            differing = context_axis.gathered(differing, sharding.mesh)
+        return _beside(logprobs, states, positions > 0, readout, differing)
     if is_prompt is None:
         states = hidden[:, :-1]
     else:
@@ -301,7 +320,7 @@ def packed_token_logprobs(
     # No state predicts the first token of a row.
     first = ((0, 0), (1, 0))
     states = jnp.pad(states, (*first, (0, 0))) if readout is not None else states
-    return _beside(jnp.pad(logprobs, first), states, positions > 0, readout)
+    return _beside(jnp.pad(logprobs, first), states, positions > 0, readout, differing)
 
 
 def _states_before(

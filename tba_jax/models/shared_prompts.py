@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models import attention, context_axis, delta, transformer
+from tba_jax.models import attention, context_axis, delta, experts, transformer
 from tba_jax.models.architecture import LayerKind
+from tba_jax.models.block import Rope
 from tba_jax.models.kv_cache import State
 from tba_jax.models.layer_loop import Remat, run_layers
 from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
@@ -56,10 +57,12 @@ def apply(
     compute_dtype: Any,
     remat: Remat = "none",
     sharding: Any = None,
-) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"]]:
+    recorded: experts.Recorded | None = None,
+) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"], Int[Array, "b c t"] | None]:
     """Return (state at each prompt's last token, states of its responses), after the final norm.
 
-    The output at a padded position is finite but has no meaning.
+    Third, as of `transformer.apply_recorded`. The output at a padded position is finite but has no
+    meaning.
 
     Args:
         params: parameters from `init_params` or `model.load`, also in the decoder's layout.
@@ -67,6 +70,7 @@ def apply(
         responses: token IDs of c responses per prompt, right-padded.
         prompt_lengths: number of tokens of each prompt, at least one.
         config, compute_dtype, remat, sharding: as in `transformer.apply`.
+        recorded: experts of the sampler at the responses, as in `transformer.apply_recorded`.
 
     Raises:
         ValueError: as `transformer.apply`.
@@ -78,13 +82,12 @@ def apply(
     if sharding is not None and context_axis.num_parts(sharding.mesh) > 1:
         options = {"config": config, "compute_dtype": compute_dtype}
         return _apply_in_rows(
-            params, prompts, responses, mask, **options, remat=remat, sharding=sharding
+            params, prompts, responses, mask, recorded, **options, remat=remat, sharding=sharding
         )
     visible = attention.causal(mask)
     of_prompts = jnp.maximum(index - start, 0)
     after = prompt_lengths[:, None, None] + jnp.arange(t)[None, None]
     of_responses = jnp.broadcast_to(after, responses.shape)
-    prompt_angles, response_angles = rotary(of_prompts, config), rotary(of_responses, config)
 
     kernels: Any = {
         "implementation": choose_attention(config, compute_dtype, sharding),
@@ -92,38 +95,75 @@ def apply(
     }
     block: Any = {"config": config, "mesh": None if sharding is None else sharding.mesh}
 
-    def layer_of(kind: LayerKind) -> Any:
-        def keep(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Seen]:
-            scores = scores_of(kind, config, sinks)
-            out = attention.attend_causal(q, k, v, visible, scores=scores, **kernels)
-            return out, Seen(k, v, mask)
-
-        def layer(streams: tuple[Array, Array], layer_params: Params) -> tuple[Array, Array]:
-            prompt, response = streams
-            first = functools.partial(delta.mix, visible=visible) if kind == "delta" else keep
-            prompt, seen = run_layer(layer_params, prompt, prompt_angles[kind], first, **block)
-
-            def look(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
-                scores = scores_of(kind, config, sinks)
-                return attend_after(q, k, v, seen, scores=scores, **kernels), None
-
-            then = functools.partial(_mix_after, state=seen) if kind == "delta" else look
-            response, _ = run_layer(layer_params, response, response_angles[kind], then, **block)
-            return prompt, response
-
-        return layer
-
-    layers = [layer_of(kind) for kind in config.pattern]
+    angles = rotary(of_prompts, config), rotary(of_responses, config)
+    layers = [_layer_of(kind, visible, angles, recorded, kernels, block) for kind in config.pattern]
     kwargs: Any = {"config": config, "compute_dtype": compute_dtype}
     streams = (
         embed(params, prompts, of_prompts, **kwargs),
         embed(params, responses, of_responses, **kwargs),
+        None if recorded is None else jnp.zeros(responses.shape, jnp.int32),
     )
-    prompt, response = run_layers(layers, streams, params, remat=remat, sharding=sharding, **kwargs)
+    prompt, response, differing = run_layers(
+        layers,
+        streams,
+        params,
+        remat=remat,
+        sharding=sharding,
+        further=experts.by_layer(recorded),
+        **kwargs,
+    )
     return (
         final_norm(params, prompt[:, -1], config=config),
         final_norm(params, response, config=config),
+        differing,
     )
+
+
+def _layer_of(
+    kind: LayerKind,
+    visible: attention.Visible,
+    angles: tuple[dict[LayerKind, Rope], dict[LayerKind, Rope]],
+    recorded: experts.Recorded | None,
+    kernels: dict[str, Any],
+    block: dict[str, Any],
+) -> Any:
+    """Return the function of `run_layers` for layers of this kind.
+
+    Args:
+        visible: of the prompts.
+        angles: rotary angles of prompts and responses.
+        recorded: as in `apply`.
+        kernels, block: keyword arguments of attention and of `run_layer`.
+    """
+
+    def keep(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Seen]:
+        scores = scores_of(kind, block["config"], sinks)
+        out = attention.attend_causal(q, k, v, visible, scores=scores, **kernels)
+        return out, Seen(k, v, visible.mask)
+
+    def layer(
+        streams: tuple[Array, Array, Array | None], layer_params: Params, ids: Array | None
+    ) -> tuple[Array, Array, Array | None]:
+        prompt, response, differing = streams
+        first = functools.partial(delta.mix, visible=visible) if kind == "delta" else keep
+        prompt, seen, _ = run_layer(layer_params, prompt, angles[0][kind], first, **block)
+
+        def look(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
+            scores = scores_of(kind, block["config"], sinks)
+            return attend_after(q, k, v, seen, scores=scores, **kernels), None
+
+        then = functools.partial(_mix_after, state=seen) if kind == "delta" else look
+        response, _, own = run_layer(
+            layer_params,
+            response,
+            angles[1][kind],
+            then,
+            **block,
+            recorded=experts.of_layer(recorded, ids),
+        )
+        return prompt, response, experts.add_differing(differing, own, ids)
+
+    return layer
 
 
 def _apply_in_rows(
@@ -131,11 +171,12 @@ def _apply_in_rows(
     prompts: Int[Array, "b x"],
     responses: Int[Array, "b c t"],
     mask: Bool[Array, "b x"],
+    recorded: experts.Recorded | None,
     *,
     sharding: Any,
     **options: Any,
-) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"]]:
-    """Return `apply` on packed rows of shared prompts, in one stream, for the axis `context`."""
+) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"], Int[Array, "b c t"] | None]:
+    """Return `apply` of one stream, for the mesh axis `context`: packed rows of shared prompts."""
     (b, x), (c, t) = prompts.shape, responses.shape[1:]
     # Numbers of the sequences: 1 for the prompt, then one for each response.
     own = jnp.broadcast_to(jnp.repeat(jnp.arange(2, c + 2), t), (b, c * t))
@@ -145,17 +186,19 @@ def _apply_in_rows(
     positions = jnp.concatenate([jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0), after], axis=1)
     is_prompt = jnp.broadcast_to(jnp.arange(x + c * t) < x, segments.shape)
     tokens = jnp.concatenate([prompts, responses.reshape(b, c * t)], axis=1)
-    hidden = transformer.apply(
+    hidden, differing = transformer.apply_recorded(
         params,
         tokens,
         positions,
-        segments > 0,
-        visible=attention.packed(segments, jnp.minimum(segments, 1), is_prompt),
+        attention.packed(segments, jnp.minimum(segments, 1), is_prompt),
+        experts.at_end(recorded, tokens.shape),
         sharding=sharding,
         **options,
     )
     hidden = context_axis.gathered(hidden, sharding.mesh)
-    return hidden[:, x - 1], hidden[:, x:].reshape(b, c, t, -1)
+    if differing is not None:
+        differing = differing[:, x:].reshape(b, c, t)
+    return hidden[:, x - 1], hidden[:, x:].reshape(b, c, t, -1), differing
 
 
 def _mix_after(x: delta.Inputs, state: State) -> tuple[Float[Array, "b c t h r f"], None]:

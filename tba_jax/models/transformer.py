@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, context_axis, delta, rope
+from tba_jax.models import attention, context_axis, delta, experts, rope
 from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
@@ -57,7 +57,7 @@ class Ends(nnx.Module):
 
 
 def leaf_dtype(name: str, dtype: Any, config: TransformerConfig) -> Any:
-    """Return the dtype of a leaf outside the layers, in parameters of dtype `dtype`."""
+    """Return the dtype of a leaf whose tree has this dtype."""
     return jnp.float32 if name in config.float32_leaves else dtype
 
 
@@ -146,12 +146,47 @@ def apply(
     Raises:
         ValueError: `remat` is not the name of a policy, or `mesh.context` does not divide the rows.
     """
-    visible = attention.causal(mask) if visible is None else visible
+    return apply_recorded(
+        params,
+        tokens,
+        positions,
+        attention.causal(mask) if visible is None else visible,
+        None,
+        config=config,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        sharding=sharding,
+    )[0]
+
+
+def apply_recorded(
+    params: Params,
+    tokens: Int[Array, "b s"],
+    positions: Int[Array, "b s"],
+    visible: attention.Visible,
+    recorded: experts.Recorded | None,
+    *,
+    config: TransformerConfig,
+    compute_dtype: Any,
+    remat: Remat = "none",
+    sharding: Any = None,
+) -> tuple[Float[Array, "b s d"], Int[Array, "b s"] | None]:
+    """Return (as `apply`, number of layers whose experts `experts.differ` at each position).
+
+    Args:
+        recorded: experts of the sampler in all layers; None: none, and the second result is None.
+        params, tokens, positions, visible, config, compute_dtype, remat, sharding: as in `apply`.
+
+    Raises:
+        ValueError: as `apply`.
+    """
     if visible.prompts is not None:
         visible = visible._replace(positions=positions)
     implementation = choose_attention(config, compute_dtype, sharding)
     cache, mesh = (None, None) if sharding is None else (sharding.cache, sharding.mesh)
-    tokens, positions = (context_axis.as_rows(x, mesh) for x in (tokens, positions))
+    tokens, positions, recorded = jax.tree.map(
+        lambda x: context_axis.as_rows(x, mesh), (tokens, positions, recorded)
+    )
     angles = rotary(positions, config)
 
     def layer_of(kind: LayerKind) -> Any:
@@ -172,23 +207,32 @@ def apply(
 
         through: Attend = mix if kind == "delta" else attend
 
-        def layer(x: Array, layer_params: Params) -> Array:
-            return run_layer(layer_params, x, angles[kind], through, config=config, mesh=mesh)[0]
+        def layer(
+            streams: tuple[Array, Array | None], layer_params: Params, ids: Array | None
+        ) -> tuple[Array, Array | None]:
+            x, differing = streams
+            given = experts.of_layer(recorded, ids)
+            x, _, own = run_layer(
+                layer_params, x, angles[kind], through, config=config, mesh=mesh, recorded=given
+            )
+            return x, experts.add_differing(differing, own, ids)
 
         return layer
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
     layers = [layer_of(kind) for kind in config.pattern]
-    x = run_layers(
+    x, differing = run_layers(
         layers,
-        x,
+        (x, None if recorded is None else jnp.zeros(tokens.shape, jnp.int32)),
         params,
         config=config,
         compute_dtype=compute_dtype,
         remat=remat,
         sharding=sharding,
+        further=experts.by_layer(recorded),
     )
-    return context_axis.as_sequences(final_norm(params, x, config=config), mesh)
+    hidden = context_axis.as_sequences(final_norm(params, x, config=config), mesh)
+    return hidden, None if differing is None else context_axis.as_sequences(differing, mesh)
 
 
 def scores_of(
@@ -249,8 +293,9 @@ def run_layer(
     *,
     config: TransformerConfig,
     mesh: Mesh | None = None,
-) -> tuple[Float[Array, "*b d"], Any]:
-    """Return (x after one layer, second result of `attend`).
+    recorded: experts.Recorded | None = None,
+) -> tuple[Float[Array, "*b d"], Any, Int[Array, "*b k"] | None]:
+    """Return (x after one layer, second result of `attend`, choice of the router if it has one).
 
     Args:
         layer_params: parameters of one layer, without the layer axis; possibly `quantized`.
@@ -258,8 +303,10 @@ def run_layer(
         angles: return value of `rotary` for the layer's kind.
         attend: function that attends to the keys that queries see.
         mesh: devices of the program, for experts; None: one device.
+        recorded: experts of the sampler in this layer; None: the router chooses.
     """
-    return nnx.merge(_block_graph(config, layer_params), layer_params)(x, angles, attend, mesh)
+    block = nnx.merge(_block_graph(config, layer_params), layer_params)
+    return block(x, angles, attend, mesh, recorded)
 
 
 def final_norm(

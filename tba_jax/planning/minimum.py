@@ -96,7 +96,7 @@ def _of_trainer(
 ) -> dict[str, Minimum]:
     sizes, of = programs.sizes_of(config), _products(model_config)
     devices = placement.trainer_mesh.size
-    batch = programs.abstract_batch(config, placement)
+    batch = programs.abstract_batch(config, placement, model_config)
     rows, length = batch.tokens.shape
     if isinstance(batch, PackedBatch):
         forward = of.causal(rows, length) + rows * length * of.head

@@ -194,7 +194,7 @@ def _trainer_programs(
         model_parts.make_step_settings(config, Ids().eos_ids, mesh),
         shardings,
     )
-    batch = abstract_batch(config, placement)
+    batch = abstract_batch(config, placement, model_config)
     batch = placed_shapes(batch, shardings.of_batch(batch))
     publish, params = _publication(config, model_config, placement)
     frozen = _frozen(config, model_config, placement)
@@ -361,11 +361,13 @@ def _scoring(
     )
 
 
-def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
-    """Return the largest batch as ShapeDtypeStructs."""
+def abstract_batch(
+    config: Config, placement: Placement, model_config: TransformerConfig | None = None
+) -> Batch | PackedBatch:
+    """Return the largest batch as ShapeDtypeStructs; arguments as of `make_packing`."""
     sizes = sizes_of(config)
     p, k = sizes.prompts, sizes.group
-    packing = model_parts.make_packing(config, 0, placement.trainer_mesh)
+    packing = model_parts.make_packing(config, 0, placement.trainer_mesh, model_config)
     shape = packing.shapes[0]
     n, c = shape.buckets[-1], shape.responses
 
@@ -384,6 +386,12 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
         else None,
         "soft_values": array((p, k), jnp.float32) if packing.has_soft_values else None,
     }
+
+    def experts(*shape: int) -> Any:
+        if (own := packing.experts) is None:
+            return None
+        return array((*shape, own.layers, own.per_token), own.dtype)
+
     if config.batch.packed_length:
         rows = (n, config.batch.packed_length)
         return PackedBatch(
@@ -393,6 +401,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
             behavior_token_logprobs=array(rows, jnp.float32),
             contexts=array(rows) if config.batch.share_prompts else None,
             token_advantages=array(rows, jnp.float32) if packing.has_advantages else None,
+            experts=experts(*rows),
             **of_responses,
         )
     return Batch(
@@ -402,6 +411,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
         token_advantages=(
             array((n, c, sizes.response), jnp.float32) if packing.has_advantages else None
         ),
+        experts=experts(n, c, sizes.response),
         **of_responses,
     )
 

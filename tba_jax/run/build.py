@@ -158,9 +158,9 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompile
     if config.driver != "async" or not is_alone or not has_one_length:
         return Precompiler({}).start()
     load_grain()
-    batch = first_batch(
-        config, make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh)
-    )
+    mesh = shared.sites.trainer.mesh
+    packing = make_packing(config, shared.tokenizer.pad_id, mesh, shared.policy)
+    batch = first_batch(config, packing)
     jobs: dict[Hashable, Any] = {
         PUBLICATION: functools.partial(_lower_publication, shared, publish),
         step_job(batch): functools.partial(_lower_step, shared, step, batch),
@@ -402,7 +402,7 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
     config = shared.config
     return OwnBatches(
         buffer,
-        make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh),
+        make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh, shared.policy),
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from tba_jax.train.rows import Rows, Tokens
 
 Score = Callable[[Any, Any], Array]
-"""(parameters, inputs of some rows) -> token log-probs, or [..., 2] with values after them."""
+"""(parameters, inputs of some rows) -> as `Rows.score` or `Rows.score_values`."""
 
 LossOf = Callable[[Array, Tokens], Float[Array, ""]]
 """(scores of some rows, tokens of the same rows) -> their contribution to the loss."""
@@ -138,6 +138,6 @@ def score_all(rows: Rows, params: Any, cut: Cut, score: Score) -> Array:
 
 def _zeros(rows: Rows, score: Score) -> Array:
     """Return zeros in the shape of the scores of all rows."""
-    if score is rows.score:
-        return jnp.zeros_like(rows.tokens.behavior)
-    return jnp.zeros((*rows.tokens.behavior.shape, 2), rows.tokens.behavior.dtype)
+    num = 1 + (score is not rows.score) + (rows.inputs.recorded is not None)
+    last = () if num == 1 else (num,)
+    return jnp.zeros((*rows.tokens.behavior.shape, *last), rows.tokens.behavior.dtype)

@@ -39,6 +39,7 @@ from tba_jax.train.step_metrics import (
     batch_metrics,
     measured,
     padding_share,
+    routing_disagreement,
     stratified,
 )
 from tba_jax.train.step_settings import StepSettings, tempered_target, value_at
@@ -87,10 +88,7 @@ def make_train_step(
         state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
         batch = batch if shardings is None else shardings.placed(batch)
-        rows = make_rows(batch, state.step, config, settings.scoring, settings.remat, compute, base)
-        c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
-        size = rows_at_once(settings.micro_batch_rows, c, settings.row_multiple)
-        cut = cut_rows(rows, size, is_whole=settings.is_whole)
+        rows, cut = _cut(batch, state.step, settings, config, compute, base)
         beta = value_at(settings.target.beta, state.step)
         temperatures = settings.target.temperatures(state.step)
         raw = _with_reference(rows, state, cut)
@@ -127,6 +125,7 @@ def make_train_step(
             **temperatures,
             **batch_metrics(batch, rows, done.policy, raw.responses.reference_logprob),
             "padding_share": padding_share(batch, cut),
+            **done.routing,
             **{name: getattr(new_state, name) for name in _SKIPPED},
         }
         shown = _shown(raw, done.policy) if settings.shows_tokens else {}
@@ -134,6 +133,22 @@ def make_train_step(
         return new_state, {f"train/{name}": x for name, x in metrics.items()} | strata | shown
 
     return _jitted(train_step, shardings)
+
+
+def _cut(
+    batch: Batch | PackedBatch,
+    step: Array,
+    settings: StepSettings,
+    config: TransformerConfig,
+    compute: ComputeSharding | None,
+    base: Any,
+) -> tuple[Rows, Cut]:
+    """Return a batch as rows, and their division into micro-batches."""
+    scoring, remat = settings.scoring, settings.remat
+    rows = make_rows(batch, step, config, scoring, remat, compute, base, settings.router_replay)
+    c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
+    size = rows_at_once(settings.micro_batch_rows, c, settings.row_multiple)
+    return rows, cut_rows(rows, size, is_whole=settings.is_whole)
 
 
 def _shown(rows: Rows, policy: Array) -> dict[str, Any]:
@@ -181,7 +196,8 @@ def _one_update(
     done = how.update(*stored, loss, grads, 0)
     made = done.is_finite.astype(jnp.int32)
     policy, _ = how.apart(scored)
-    return UpdateResult(policy, loss, done.trained, done.opt_state, made, done.grad_norm)
+    routing = routing_disagreement(rows, scored)
+    return UpdateResult(policy, loss, done.trained, done.opt_state, made, done.grad_norm, routing)
 
 
 def _several_updates(
@@ -203,7 +219,9 @@ def _several_updates(
     )
     of_groups = how.loss_of(scored, rows.tokens).metrics
     loss = Loss(done.loss, {**of_groups, **done.metrics})
-    return UpdateResult(policy, loss, done.trained, done.opt_state, done.made, done.grad_norm)
+    routing = routing_disagreement(rows, scored)
+    updated = done.trained, done.opt_state, done.made, done.grad_norm
+    return UpdateResult(policy, loss, *updated, routing)
 
 
 def _score_functions(
@@ -213,6 +231,8 @@ def _score_functions(
     if "value" in objective.heads:
         trained = (state.params, state.log_z_head)
         return trained, rows.score_values, lambda scored: (scored[..., 0], scored[..., 1])
+    if rows.inputs.recorded is not None:
+        return state.params, rows.score, lambda scored: (scored[..., 0], None)
     return state.params, rows.score, lambda scored: (scored, None)
 
 
@@ -236,7 +256,9 @@ def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
     """Return rows with log pi_ref(y|x); computed if the state has a reference, else as stored."""
     if state.reference_params is None:
         return rows
-    scored = score_all(rows, state.reference_params, cut, rows.score)
+    # The reference is a fixed density: its router chooses.
+    routed = rows._replace(inputs=rows.inputs._replace(recorded=None))
+    scored = score_all(routed, state.reference_params, cut, rows.score)
     return rows._replace(
         tokens=rows.tokens._replace(reference=scored),
         responses=rows.responses._replace(

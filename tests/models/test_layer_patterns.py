@@ -233,14 +233,15 @@ def test_a_token_gets_the_weighted_sum_of_its_best_experts(family):
             )
             wanted[n] += product("expert_down", np.asarray(inner)) * each[i] / each[best].sum()
     with jax.enable_x64(True):
-        got = experts.feed_forward(
+        got, own = experts.feed_forward(
             jnp.asarray(rows), jax.tree.map(jnp.asarray, leaves), config=config
         )
     np.testing.assert_allclose(got, wanted, atol=1e-6)
+    assert own.shape == (len(rows), config.experts_per_token)
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_eight_bit_experts_are_near_exact_ones(family):
+@pytest.mark.parametrize("family", dict.fromkeys((*WITH_EXPERTS, *WITH_DELTA)))
+def test_eight_bit_matrices_of_experts_and_delta_layers_are_near_exact_ones(family):
     config = tiny_config(family=family)
     exact = transformer.unstack_layers(random_params(config), config)
     tokens = jnp.asarray([[3, 4, 5, 6, 7, 8]])
@@ -251,7 +252,9 @@ def test_eight_bit_experts_are_near_exact_ones(family):
         return transformer.apply(weights, tokens, positions, tokens >= 0, **kwargs)
 
     rounded = quantized.quantize(exact, "int8")
-    assert rounded["layers"][0]["expert_gate"].dtype == jnp.int8
+    of_kind = {"expert_gate": config.num_experts, "delta_q": family in WITH_DELTA}
+    for name, has_matrix in of_kind.items():
+        assert not has_matrix or rounded["layers"][0][name].dtype == jnp.int8
     wanted, got = states(exact), states(rounded)
     assert 0 < np.abs(wanted - got).max() < 0.1 * np.abs(wanted).max()
 

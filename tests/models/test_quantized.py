@@ -96,7 +96,7 @@ def with_rounded_cache(config, weights, tokens):
     kwargs = {"config": config, "compute_dtype": jnp.float32}
     x = transformer.embed(weights, tokens, positions, **kwargs)
     for layer in weights["layers"]:
-        x, _ = transformer.run_layer(layer, x, angles["full"], attend, config=config)
+        x, _, _ = transformer.run_layer(layer, x, angles["full"], attend, config=config)
     return transformer.unembed(weights, transformer.final_norm(weights, x, config=config), **kwargs)
 
 

@@ -135,7 +135,7 @@ def test_a_mesh_divides_rows_and_heads_and_changes_no_number(num_kv_heads):
         def loss(params):
             if sharding is not None:
                 params = sharding.ends(params, jnp.float32)
-            ends, states = shared_prompts.apply(
+            ends, states, _ = shared_prompts.apply(
                 params,
                 jnp.asarray(prompts, jnp.int32),
                 jnp.asarray(responses, jnp.int32),

@@ -187,7 +187,7 @@ def test_responses_to_a_shared_prompt_have_flash_attention_with_its_gradient():
     ]
 
     def loss(params, *tokens):
-        ends, states = shared_prompts.apply(
+        ends, states, _ = shared_prompts.apply(
             params,
             *tokens,
             config=SMALL,
