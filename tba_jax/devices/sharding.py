@@ -37,7 +37,7 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def trainer_mesh(devices: Any, shape: MeshShape) -> Mesh:
-    """Return the trainer's mesh; without mesh.expert and mesh.context it has no such axes.
+    """Return the trainer's mesh; it has axes `expert` and `context` only if they are requested.
 
     Args:
         devices: array or sequence of the devices, those of one process adjacent.

@@ -42,7 +42,7 @@ class Site:
 
     @property
     def program_site(self) -> "Site":
-        """Site to compile programs for: itself, or for a single device, any single device."""
+        """Site for compiling programs: this site, or with one device, a site of any one device."""
         return self if self.is_divided else any_device(self.platform)
 
     def locked(self, program: Program) -> Program:

@@ -136,7 +136,7 @@ class Hold:
         self.release()
 
     def begin(self) -> None:
-        """Start the companion, after the run was built."""
+        """Start the worker `companion`; called when the run has been built."""
         if self.companion is not None:
             self.companion.start()
 

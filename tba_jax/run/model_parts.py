@@ -119,7 +119,7 @@ def searcher_shardings(
 
 
 def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
-    """Return the shardings of adapters, which follow their matrices."""
+    """Return the shardings of adapters, divided as the matrices that they adapt."""
     return on_mesh(mesh, lora.split(param_shardings(policy, mesh))[1])
 
 

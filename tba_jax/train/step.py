@@ -268,7 +268,7 @@ def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
 
 
 def _with_tempered_target(rows: Rows, temperatures: dict[str, Float[Array, ""]]) -> Rows:
-    """Return rows with reference and rewards of the tempered target."""
+    """Return rows with reference log-probs and rewards scaled for the tempered target."""
     if not temperatures:
         return rows
     reward, reference = rows.responses.reward, rows.tokens.reference
