@@ -99,7 +99,7 @@ CONFIGS = {
 # How often a hasty answer is off by a little more: sampled ones are right less often than greedy.
 SLIP_PROB = 0.1
 MATRIX_LEARNING_RATE, OTHER_LEARNING_RATE = 0.01, 2e-3  # peaks: Muon, Adam
-PROMPT_TOKENS = 1 + arithmetic.MAX_PROMPT_CHARS  # every prompt has as many
+PROMPT_TOKENS = 1 + arithmetic.MAX_PROMPT_CHARS  # of every prompt
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,7 +45,7 @@ Ask = Callable[..., Answer]
 _FIXED = ("name", "group", "variants", "with_cache", "calls_per_round")  # known before compiling
 
 _ROWS, _SLOTS, _REMAT = "batch.micro_batch_rows", "search.num_slots", "model.remat"
-_PROGRAMS = {_ROWS: "train_step", _SLOTS: "decode_chunk"}  # whose memory a size decides
+_PROGRAMS = {_ROWS: "train_step", _SLOTS: "decode_chunk"}  # whose memory the size decides
 
 
 class Planner:

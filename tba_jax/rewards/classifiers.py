@@ -140,7 +140,7 @@ class GuardClassifier:
         self._verdict = self._tokenizer.encode(settings.target, add_bos=False)
         if not len(self._verdict):
             raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
-        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # an early test
+        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # fails without a template
         self._buckets = length_buckets(settings.max_tokens, 3)
         self._batch_rows = reward.batch_size
         self._program = verdict_program(
