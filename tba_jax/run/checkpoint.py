@@ -191,9 +191,7 @@ class Checkpoints:
             self._folder,
             item_names=_ITEMS,
             item_handlers={
-                "train_state": ocp.StandardCheckpointHandler(
-                    multiprocessing_options=multiprocessing
-                ),
+                "train_state": saves.tree_handler(multiprocessing),
                 "host_state": HostStateHandler(saving),
             },
             options=ocp.CheckpointManagerOptions(

@@ -10,9 +10,16 @@ for a signal (tests/storage/test_saves.py).
 Orbax gives the unfinished folder of a step the same name in every process. If a process is
 suspended during a save and replaced, it would later write into the folder of its successor.
 Invariant: a writer changes no unfinished folder of another writer (tests/run/test_checkpoint.py).
+
+When one array cannot be written, Orbax closes the event loop of the save while the other arrays are
+still being written. Each of these writes then prints a traceback. Invariant: the loop of a save is
+closed after all its writes have ended (tests/storage/test_saves.py).
 """
 
+import asyncio
+import copy
 import errno
+import functools
 import os
 import re
 import secrets
@@ -21,10 +28,63 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_LAST_WRITES_S = 30.0  # a failed save waits so long for its other writes
+
+
+def tree_handler(
+    processes: ocp.options.MultiprocessingOptions,
+) -> ocp.StandardCheckpointHandler:
+    """Return Orbax's handler of a tree of arrays, with saves that end after their last write."""
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=processes)
+    kinds = (int, float, np.number, np.ndarray, jax.Array)
+    arrays = [(kind, _ending_writes(ocp.type_handlers.get_type_handler(kind))) for kind in kinds]
+    # StandardCheckpointHandler has no argument for the handlers of its arrays.
+    handler._impl = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=processes,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*arrays),
+    )
+    return handler
+
+
+def _ending_writes(arrays: ocp.type_handlers.TypeHandler) -> ocp.type_handlers.TypeHandler:
+    """Return a copy of a type handler whose event loop is closed after its last write."""
+    arrays = copy.copy(arrays)
+    serialize = arrays.serialize
+
+    async def serialize_all(values: Any, infos: Any, args: Any = None) -> Any:
+        for info in infos:
+            # Orbax awaits this in the event loop of the writes, before the first of them.
+            info.await_path_creation = functools.partial(_watch, info.await_path_creation)
+        return await serialize(values, infos, args)
+
+    arrays.serialize = serialize_all
+    return arrays
+
+
+async def _watch(path_exists: Callable[[], Any]) -> Any:
+    _close_after_writes(asyncio.get_running_loop())
+    return await path_exists()
+
+
+def _close_after_writes(loop: Any) -> None:
+    if "close" in vars(loop):
+        return
+    close = loop.close
+
+    def close_after_writes() -> None:
+        writes = asyncio.all_tasks(loop)
+        if writes and not loop.is_closed():
+            ended = asyncio.wait(writes, timeout=_LAST_WRITES_S)
+            for write in loop.run_until_complete(ended)[0]:
+                write.exception()  # the first error of the save has been reported
+        close()
+
+    loop.close = close_after_writes
 
 
 def in_background(

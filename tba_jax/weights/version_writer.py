@@ -93,7 +93,7 @@ class VersionWriter:
             self.versions.clear()
         self._files = saves.Writer(self.versions.folder, confirm)
         self._writer = ocp.AsyncCheckpointer(
-            ocp.StandardCheckpointHandler(multiprocessing_options=members.options),
+            saves.tree_handler(members.options),
             async_options=saves.in_background(timeout_s),
             multiprocessing_options=members.options,
             temporary_path_class=self._files.temporary_path_class,

@@ -117,9 +117,7 @@ def replace_once(workdir: Path, cache: Path, rng: np.random.Generator) -> str:
                 process.communicate()
     told = [line for line in old_err.splitlines() if line.startswith("error: ")]
     tracebacks = [line for line in (old_err + new_err).splitlines() if "Traceback" in line]
-    # Where the second process removed an unfinished version, TensorStore prints one for each array
-    # that the first process was writing, because Orbax has closed the event loop by then.
-    told += tracebacks[(old_err + new_err).count("RuntimeError: Event loop is closed") :]
+    told += tracebacks
     if old.returncode != 1 or len(told) != 1 or "has taken over" not in told[0]:
         raise Wrong(f"{what}: the first process: {old.returncode} {old_out} {old_err}")
     if new.returncode or "has taken it over" not in " ".join(new_out.split()):
