@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tba_jax.models import context_axis
 from tba_jax.models.activations import gated
 from tba_jax.models.architecture import TransformerConfig
+from tba_jax.models.grouped_product import grouped_product
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
 LEAVES = (
@@ -228,7 +229,7 @@ def _of_rows(
 
     def product(name: str, x: Array) -> Array:
         kernel, scale = leaves[name].astype(x.dtype), leaves.get(f"{name}_scale")
-        out = jax.lax.ragged_dot(x, kernel, sizes)
+        out = grouped_product(x, kernel, sizes)
         if scale is not None:  # `quantized`
             out = (out * scale[expert]).astype(x.dtype)
         bias = leaves.get(f"{name}_bias")
