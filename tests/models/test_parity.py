@@ -6,11 +6,14 @@ random models are made, and ties between greedy tokens kept out, is in tests/gol
 """
 
 import copy
+import functools
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 from fake_models import (
+    BFLOAT16_KL,
     GOLDEN,
     STORIES,
     adapted,
@@ -33,7 +36,7 @@ import torch
 import transformers
 from golden import make_golden
 
-from tba_jax.models import classifier, lora, rope
+from tba_jax.models import attention, classifier, experts, lora, rope, transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
@@ -102,12 +105,22 @@ def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(fa
     further = ("delta_q", "delta_o") if "delta" in config.pattern else ()
     of_mlp = () if config.num_experts else ("down",)
     policy = lora.with_adapters(config, 4, 16.0, ("q", "v", "o", *of_mlp, *further))
-    base, adapters = random_params(config), trained_adapters(policy)
-    merged = lora.merge(base, adapters, config=policy)
-    hf_weights.save(tmp_path, config, merged, config_json.hf_config(config))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with torch.no_grad():
-        want = theirs(torch.arange(12).reshape(2, 6)).logits.numpy()
+    adapters, tokens = trained_adapters(policy), np.arange(12).reshape(2, 6)
+    for seed in range(20):
+        base = random_params(config, seed)
+        merged = lora.merge(base, adapters, config=policy)
+        hf_weights.save(tmp_path, config, merged, config_json.hf_config(config))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        with torch.no_grad():
+            want = theirs(torch.tensor(tokens)).logits.numpy()
+        # Random delta layers amplify rounding: transformers itself is 6e-5 from its float64 logits
+        # with the first seed. As in `make_golden`, such a seed is passed over.
+        if "delta" not in config.pattern or (
+            make_golden.amplified(theirs, tokens, want) <= make_golden.MAX_AMPLIFIED
+        ):
+            break
+    else:
+        pytest.fail("every seed amplifies rounding")
     got = adapted(base, adapters, policy)
     assert np.abs(want).max() > 0.5
     # Float32 products summed in another order, and merged before.
@@ -116,13 +129,46 @@ def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(fa
 
 @torch.no_grad()
 def _bfloat16_is_as_near_as_that_of_transformers(model, config, params, found):
-    """The gate of test_families, and no worse than three times what torch loses."""
+    """The gate of test_families, and no worse than three times what torch loses.
+
+    Experts are those of float32: where two have nearly equal scores, bfloat16 can choose another
+    one, which is no error of its products. One such token of 24 gave 0.0143 nats instead of 0.0001.
+    """
     tokens = found["tokens"]
-    low = logits_of(config, params, tokens, tokens >= 0, jnp.bfloat16)
+    if config.num_experts:
+        low = logits_with_experts_of_float32(config, params, jnp.asarray(tokens))
+    else:
+        low = logits_of(config, params, tokens, tokens >= 0, jnp.bfloat16)
     theirs = model.to(torch.bfloat16)(torch.tensor(tokens)).logits.float().numpy()
     loss, their_loss = kl(found["logits"], low), kl(found["logits"], theirs)
-    assert loss < bfloat16_kl(config)
+    assert loss < (bfloat16_kl(config) if "delta" in config.pattern else BFLOAT16_KL)
     assert config.num_experts or loss < 3 * their_loss, (loss, their_loss)
+
+
+def logits_with_experts_of_float32(config, params, tokens):
+    """Logits in bfloat16 of tokens that pass the experts that float32 chooses."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    @functools.partial(jax.jit, static_argnames=("dtype", "is_used"))
+    def run(ids, dtype, is_used):
+        recorded = experts.Recorded(ids, jnp.full(tokens.shape, is_used))
+        kwargs = {"config": config, "compute_dtype": dtype}
+        visible = attention.causal(tokens >= 0)
+        hidden, differing = transformer.apply_recorded(
+            params, tokens, positions, visible, recorded, **kwargs
+        )
+        return transformer.unembed(params, hidden, **kwargs), differing
+
+    k, unknown = config.experts_per_token, np.iinfo(np.uint8).max
+    ids = np.full((*tokens.shape, config.num_layers, k), unknown, np.uint8)
+    for layer in range(config.num_layers):
+        for chosen in itertools.combinations(range(config.num_experts), k):
+            tried = np.full_like(ids, unknown)
+            tried[..., layer, :] = chosen
+            is_right = np.asarray(run(tried, jnp.float32, False)[1]) == 0
+            ids[is_right, layer] = chosen
+    assert (ids != unknown).all()
+    return np.asarray(run(ids, jnp.bfloat16, True)[0])
 
 
 REWARD_MODELS = {
