@@ -282,9 +282,7 @@ def partition_spec(
     return PartitionSpec(*spec)
 
 
-def tree_shardings(
-    axes: Any, shapes: Any, mesh: Mesh, rules: Mapping[str, Rule] = AXIS_RULES
-) -> Any:
+def tree_shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
     """Return a NamedSharding for each array of a tree.
 
     Args:
@@ -292,7 +290,7 @@ def tree_shardings(
             `transformer.param_axes`.
     """
     return jax.tree.map(
-        lambda array, names: NamedSharding(mesh, partition_spec(names, array.shape, mesh, rules)),
+        lambda array, names: NamedSharding(mesh, partition_spec(names, array.shape, mesh)),
         shapes,
         axes,
     )

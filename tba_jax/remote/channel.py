@@ -26,6 +26,7 @@ Raises:
 """
 
 MAX_REQUEST_BYTES = 2**30
+_NUM_THREADS = 8  # threads that run handlers
 _FUTURE_S = 1.0  # after this time a response is empty, and the client repeats the request
 
 
@@ -72,7 +73,6 @@ class ChannelServer:
         *,
         port: int = 0,
         is_local: bool = False,
-        num_threads: int = 8,
     ) -> None:
         self._handlers = dict(handlers)
         self._authorization = f"Bearer {token}".encode()
@@ -87,7 +87,7 @@ class ChannelServer:
                 "any free port"
             ) from error
         self._server = HttpServer(self._respond, "channel-server", bound)
-        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, "channel-handler")
+        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "channel-handler")
 
     def start(self) -> "ChannelServer":
         """Start listening; return self."""

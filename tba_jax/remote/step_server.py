@@ -11,6 +11,7 @@ Invariant: every process receives the same bytes for a step, however often it re
 
 import concurrent.futures
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -147,11 +148,13 @@ class StepClient:
 
     Attributes:
         channel: channel to the owner.
+        host: name of this process and its machine, for log lines.
         check: raises an error if this process has failed; called while waiting for a step.
     """
 
     def __init__(self, channel: Channel, process: int, *, timeout_s: float) -> None:
         self.channel = channel
+        self.host = f"process {process} on {socket.gethostname()}"
         self.check: Callable[[], None] = lambda: None
         self._process = process
         self._timeout_s = timeout_s

@@ -41,13 +41,13 @@ def write_report(run: Run, own: str = "") -> Path:
     return page
 
 
-def draw_pictures(run: Run, dpi: int = 180) -> dict[str, tuple[bytes, bytes]]:
+def draw_pictures(run: Run) -> dict[str, tuple[bytes, bytes]]:
     """Return figure name -> PNG files (light theme, dark theme); empty figures are left out."""
     pictures = {}
     for figure in FIGURES:
         light, dark = figure.draw(run, plots.LIGHT), figure.draw(run, plots.DARK)
         if light is not None and dark is not None:
-            pictures[figure.name] = plots.to_png(light, dpi), plots.to_png(dark, dpi)
+            pictures[figure.name] = plots.to_png(light), plots.to_png(dark)
     return pictures
 
 

@@ -107,12 +107,12 @@ class SampledLog:
         return Metrics(record for _, record in lines)
 
 
-def _newest_part(path: Path, num_bytes: int = _SCHEDULE_BYTES) -> int:
-    """Return the first byte of a line that is about `num_bytes` before the end of a log."""
-    if not path.exists() or path.stat().st_size <= num_bytes:
+def _newest_part(path: Path) -> int:
+    """Return the first byte of a line that is about `_SCHEDULE_BYTES` before the end of a log."""
+    if not path.exists() or path.stat().st_size <= _SCHEDULE_BYTES:
         return 0
     with open(path, "rb") as file:
-        file.seek(-num_bytes, os.SEEK_END)
+        file.seek(-_SCHEDULE_BYTES, os.SEEK_END)
         file.readline()
         return file.tell()
 

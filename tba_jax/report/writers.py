@@ -22,6 +22,7 @@ import numpy as np
 from tba_jax.report.jsonl import jsonable
 
 SPARK = "▁▂▃▄▅▆▇█"
+_PLAIN_PERIOD_S = 10.0  # least time between two plain lines
 _SHOWN_SHARE = 0.05  # smaller shares are not shown
 
 
@@ -225,7 +226,6 @@ class ProgressDisplay:
         kind: name of the response kind that `*/kind_share` counts, such as "worked".
         metric: headline metric of evaluations.
         console: a rich Console; None: standard output.
-        plain_period_s: minimum number of seconds between two plain lines.
     """
 
     def __init__(
@@ -236,7 +236,6 @@ class ProgressDisplay:
         kind: str = "",
         metric: str = "pass_at_1",
         console: Any = None,
-        plain_period_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from rich.console import Console
@@ -248,7 +247,6 @@ class ProgressDisplay:
         self._metric = metric
         self._label = f"held-out {metric_label(metric)}"
         self._console = console if console is not None else Console(highlight=False)
-        self._plain_period_s = plain_period_s
         self._clock = clock
         self._lock = threading.RLock()
         self._start = clock()
@@ -277,7 +275,7 @@ class ProgressDisplay:
                 self._step = step
                 self._marks.append((self._clock(), step))
                 self._phase = ""
-            due = self._clock() - self._printed_at >= self._plain_period_s
+            due = self._clock() - self._printed_at >= _PLAIN_PERIOD_S
             due = due or f"eval/{self._metric}" in numbers or (is_first and bool(self._marks))
             if self._live is None and due:
                 self._plain_line()

@@ -18,7 +18,6 @@ thread has a time limit (tests/integration/test_async_loop.py).
 """
 
 import math
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,8 +25,6 @@ from typing import Any
 from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import NO_COUNTS, RoundReport
-from tba_jax.remote.messages import RUN_ENDED
-from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.remote.step_server import StepClient
 from tba_jax.replay.admission import Admission, RoundAdmission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
@@ -41,7 +38,7 @@ from tba_jax.run.search_process import (
     NoSearchService,
     SearchProcess,
     SearchService,
-    search,
+    search_in_job,
     serving,
 )
 from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
@@ -504,14 +501,10 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
     process = SearchProcess(
         run.shared, run.search, weights, run.evaluator, lambda: run.is_interrupted(interrupted)
     )
-    host = f"process {run.cluster.number} on {socket.gethostname()}"
-    server = RemoteSearchServer(link.channel)
 
     def work() -> bool:
         """Search until the owner reports the end of the run."""
-        reason = search(process, server, host, run.logs.progress.note, ended)
-        if reason and not reason.endswith(RUN_ENDED):
-            raise PeerError(f"process {run.cluster.number} may not search: {reason}")
+        search_in_job(process, link, run.logs.progress.note, ended)
         ended.set()
         while not failed.wait(_CHECK_S):  # this worker has nothing else to do
             pass

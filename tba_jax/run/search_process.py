@@ -53,9 +53,10 @@ from tba_jax.remote.messages import (
     SearcherStart,
     Trace,
 )
-from tba_jax.remote.search_channel import SearchRequests
+from tba_jax.remote.search_channel import RemoteSearchServer, SearchRequests
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.searcher_table import ServerSettings, TicketAdmission
+from tba_jax.remote.step_server import StepClient
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.model_parts import swaps_in_flight
 from tba_jax.run.peers import Owner
@@ -274,6 +275,19 @@ def search(
         except Dismissed as dismissed:
             return str(dismissed)
     return ""
+
+
+def search_in_job(
+    process: SearchProcess, link: StepClient, log: Callable[[str], None], stop: StopFlag | None
+) -> None:
+    """Search in a process of a job, until the run ends or `stop` is set.
+
+    Raises:
+        PeerError: the owner of the buffer refuses the searchers.
+    """
+    reason = search(process, RemoteSearchServer(link.channel), link.host, log, stop)
+    if reason and not reason.endswith(RUN_ENDED):
+        raise PeerError(f"{link.host} may not search: {reason}")
 
 
 def _join(

@@ -10,7 +10,6 @@ collective.
 
 import contextlib
 import gc
-import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -319,13 +318,11 @@ def _search(
     interrupted: Callable[[], bool],
 ) -> None:
     """Search until the run ends; a process without searchers waits for the end."""
-    from tba_jax.run.search_process import open_search_process, search
+    from tba_jax.run.search_process import open_search_process, search_in_job
 
-    server = RemoteSearchServer(link.channel)
-    host = f"process {cluster.number} on {socket.gethostname()}"
     searchers = roles.search.get(cluster.number)
     if searchers is None:
-        _wait_for_end(server, host, config.log.watchdog_s)
+        _wait_for_end(link, config.log.watchdog_s)
         return
     process = open_search_process(
         config,
@@ -337,23 +334,21 @@ def _search(
     )
     try:
         process.shared.rewards.check()
-        reason = search(process, server, host, lambda text: None)
+        search_in_job(process, link, lambda text: None, None)
     finally:
         process.shared.rewards.close()
-    if not reason.endswith(RUN_ENDED):
-        raise PeerError(f"process {cluster.number} may not search: {reason}")
 
 
-def _wait_for_end(server: RemoteSearchServer, host: str, limit_s: float) -> None:
+def _wait_for_end(link: StepClient, limit_s: float) -> None:
     """Wait until the run ends.
 
     Raises:
         PeerError: the owner does not respond for `limit_s`.
     """
-    last_s = time.monotonic()
+    server, last_s = RemoteSearchServer(link.channel), time.monotonic()
     while True:
         try:
-            if server.join(JoinRequest((), host, {})).refusal == RUN_ENDED:
+            if server.join(JoinRequest((), link.host, {})).refusal == RUN_ENDED:
                 return
             last_s = time.monotonic()
         except Unreachable as error:

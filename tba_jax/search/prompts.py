@@ -84,7 +84,7 @@ def _where(task: Task, split: Split, index: int) -> str:
     return f"{split} problem {index} of task {task.name}"
 
 
-def _prompt(
+def read_prompt(
     task: Task,
     tokenizer: Encoder,
     split: Split,
@@ -123,17 +123,6 @@ def _formatted(messages: Messages, tokenizer: Encoder, where: str) -> str:
         raise ValueError(
             f"{where} is a chat (in the data, or by task.chat=True): {error}"
         ) from error
-
-
-def train_prompt(
-    task: Task, tokenizer: Encoder, index: int, max_prompt_tokens: int, long_prompts: LongPrompts
-) -> Prompt | None:
-    """Return one training prompt; None if it is too long and such prompts are skipped.
-
-    Raises:
-        ValueError: the prompt is too long, and such prompts are refused.
-    """
-    return _prompt(task, tokenizer, "train", index, max_prompt_tokens, long_prompts)
 
 
 class PromptStream:
@@ -199,7 +188,7 @@ class PromptStream:
         prompts: list[Prompt] = []
         num_skipped_in_a_row = 0
         while len(prompts) < num_prompts:
-            prompt = _prompt(
+            prompt = read_prompt(
                 self._task,
                 self._tokenizer,
                 "train",
@@ -246,7 +235,7 @@ def eval_prompts(
     prompts: list[Prompt] = []
     num_skipped = 0
     for index in range(size):
-        prompt = _prompt(task, tokenizer, "eval", index, max_prompt_tokens, long_prompts)
+        prompt = read_prompt(task, tokenizer, "eval", index, max_prompt_tokens, long_prompts)
         if prompt is None:
             num_skipped += 1
             continue

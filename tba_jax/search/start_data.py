@@ -21,7 +21,7 @@ from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.search.prompts import Encoder, train_prompt
+from tba_jax.search.prompts import Encoder, read_prompt
 from tba_jax.search.sampler import SampledGroup
 from tba_jax.tasks.registry import Task
 from tba_jax.tasks.rows import read_rows
@@ -87,7 +87,7 @@ def load_start_groups(
                 f"{task.name}, a whole number from 0 to {size - 1}"
             )
         if index not in prompts:
-            prompt = train_prompt(task, tokenizer, index, max_prompt_tokens, "skip")
+            prompt = read_prompt(task, tokenizer, "train", index, max_prompt_tokens, "skip")
             if prompt is None:
                 raise ValueError(
                     f"{where}: the prompt of training problem {index} has more than "
