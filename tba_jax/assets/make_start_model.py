@@ -158,9 +158,10 @@ def pretrain(
 def with_known(
     params: Any, known: transformer.Params, config: transformer.TransformerConfig
 ) -> transformer.Params:
-    """Return parameters with those that a dense model of this width knows.
+    """Return `params` with the values that a dense model of this width has for the same leaves.
 
-    Each expert gets a part of the dense MLP, and together they write as much as all of it.
+    Each expert gets a part of the dense MLP. The parts are scaled so that the sum over all experts
+    with equal weights is the output of the dense MLP.
     """
 
     def of_leaf(path: Any, new: jax.Array) -> jax.Array:
@@ -210,7 +211,7 @@ def text_batches(seed: int, num_rows: int) -> Iterator[tuple[np.ndarray, np.ndar
 
 
 def token_rows(texts: Sequence[str]) -> np.ndarray:
-    """Return int32 [rows, s] with <bos> text <eos>, padded to the maximum length of that kind.
+    """Return int32 [rows, s] with <bos> text <eos>, padded to the longest possible response.
 
     Args:
         texts: prompts with responses, all of them worked or all of them hasty.

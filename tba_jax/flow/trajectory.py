@@ -16,9 +16,9 @@ FinishReason = Literal["eos", "length", "turns", "done"]
 
 
 class ExpertsShape(NamedTuple):
-    """Recorded experts of one token: IDs [layers, per_token] of an unsigned dtype.
+    """Shape and unsigned dtype of the recorded expert IDs of one token: [layers, per_token].
 
-    The largest ID marks a token whose experts are not known.
+    The largest value of the dtype marks a token whose experts are not known.
     """
 
     layers: int

@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
     """The experts that the sampler chose for tokens.
 
     Attributes:
-        ids: unsigned integers [*b k] of one layer, or [*b l k]; the largest one: not known.
+        ids: unsigned integers [*b k] of one layer, or [*b l k] of all; the largest value: unknown.
         is_used: bool [*b], tokens that pass these experts where they are known; the others pass
             those that the router chooses.
     """
@@ -45,13 +45,13 @@ class Recorded(NamedTuple):
 
 
 def differ(own: Int32[Array, "*b k"], ids: Int[Array, "*b k"]) -> Bool[Array, "*b"]:
-    """Return the tokens whose experts are known and are not the set that the router chooses."""
+    """Return for each token whether its experts are known and differ from the router's choice."""
     is_own = jnp.any(own[..., :, None] == ids[..., None, :].astype(jnp.int32), axis=-2)
     return is_known(ids) & ~jnp.all(is_own, axis=-1)
 
 
 def is_known(ids: Int[Array, "*b k"]) -> Bool[Array, "*b"]:
-    """Return the tokens whose experts are known."""
+    """Return for each token whether its experts are known."""
     return ids[..., 0] != jnp.iinfo(ids.dtype).max
 
 

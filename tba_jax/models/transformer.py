@@ -171,7 +171,7 @@ def apply_recorded(
     remat: Remat = "none",
     sharding: Any = None,
 ) -> tuple[Float[Array, "b s d"], Int[Array, "b s"] | None]:
-    """Return (as `apply`, number of layers whose experts `experts.differ` at each position).
+    """Return the result of `apply`, and the number of layers where `experts.differ` is true.
 
     Args:
         recorded: experts of the sampler in all layers; None: none, and the second result is None.

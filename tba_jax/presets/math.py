@@ -25,9 +25,9 @@ tba_prime_2, tba_prime_10
     are centred by their mean under the sampler. Token ratios are at most 8, and token log-ratios
     at most 10. Searchers sample for later steps while the trainer trains. Not run by us.
 qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
-    `math` with models of 2025 and their chat templates; the 4B model with adapters. The mixtures
-    train with the experts of their searchers. `python -m tba_jax.plan` prints placement and mesh
-    for your devices. Not run by us.
+    `math` with models of 2025 and their chat templates; the 4B model trains adapters. The trainers
+    of gpt_oss_20b and qwen3_30b_a3b use the experts that the searchers chose. The command
+    `python -m tba_jax.plan` prints placement and mesh for your devices. Not run by us.
 
 The others use plain-text prompts. For an SFT model, they have the format that the model was tuned
 on. With an instruction-tuned model (--config.model.path=Qwen/Qwen2.5-7B-Instruct), set

@@ -263,10 +263,10 @@ def measured(rows: Rows, policy: Float[Array, "n *r t"], beta: Float[Array, ""])
 
 
 def routing_disagreement(rows: Rows, scored: Array) -> dict[str, Array]:
-    """Return the share of (token, layer) with other experts in the router than in the sampler.
+    """Return the share of (token, layer) for which the router and the sampler chose other experts.
 
-    Of the tokens with known experts in a response, each once; {} if experts are not recorded. With
-    router replay, the layers before are those of the sampler.
+    The response tokens with known experts count, each once. The result is {} if experts are not
+    recorded. With router replay, the input of a layer comes from the sampler's experts.
     """
     recorded = rows.inputs.recorded
     if recorded is None:
