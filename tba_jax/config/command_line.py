@@ -65,11 +65,13 @@ def usable_part(argv: Sequence[str]) -> tuple[Config | None, list[str]]:
     """Return the valid settings and the errors of a command line.
 
     Returns:
-        The config with all valid settings (None if `--config` itself is invalid), and the error of
-        each invalid setting.
+        The config with all valid settings (None if `--config` is missing or invalid), and the error
+        of each invalid setting.
     """
     names = [a for a in argv if a.startswith("--config=")]
     given = [a for a in argv if a.startswith("--config.") and "=" in a]
+    if not names:
+        return None, ["settings need a config, and no --config is given; try --config=math"]
     try:
         override(None, names)
     except ConfigError as error:

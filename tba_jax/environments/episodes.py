@@ -550,7 +550,8 @@ def _experts(segments: Sequence[_Segment]) -> np.ndarray | None:
     known = next((s.experts for s in segments if s.experts is not None), None)
     if known is None:
         return None
-    shape = ExpertsShape(*known.shape[1:], known.dtype.name)
+    _, layers, per_token = known.shape
+    shape = ExpertsShape(layers, per_token, known.dtype.name)
     return np.concatenate(
         [shape.unknown(len(s.tokens)) if s.experts is None else s.experts for s in segments]
     )

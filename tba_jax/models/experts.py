@@ -55,7 +55,7 @@ def is_known(ids: Int[Array, "*b k"]) -> Bool[Array, "*b"]:
     return ids[..., 0] != jnp.iinfo(ids.dtype).max
 
 
-def at_end(recorded: Recorded | None, shape: tuple[int, int]) -> Recorded | None:
+def at_end(recorded: Recorded | None, shape: tuple[int, ...]) -> Recorded | None:
     """Return the experts of rows [b s] that end with these tokens; unknown at tokens before."""
     if recorded is None:
         return None

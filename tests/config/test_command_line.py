@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.commands import buffer, evaluate, export, report, sft, sweep
-from tba_jax.config.command_line import override
+from tba_jax.config.command_line import override, usable_part
 from tba_jax.config.retired import RETIRED, upgrade
 from tba_jax.config.schema import SETTINGS, Config, ConfigError, difference, flatten
 
@@ -157,3 +157,9 @@ def test_commands_refuse_the_address_of_what_is_no_object_store(
     assert command.main(arguments) == 1
     assert f": {name}={NO_STORE} cannot be read: {NO_STORE!r} {WANT}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_without_a_config_are_refused_with_an_example():
+    config, problems = usable_part(["--workdir=run", "--config.search.engine=openai"])
+    assert config is None
+    assert problems == ["settings need a config, and no --config is given; try --config=math"]
