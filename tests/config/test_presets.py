@@ -29,7 +29,7 @@ def test_the_names_are_those_of_the_files():
         "tldr",
         "redteam",
     }
-    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 17
+    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 22
 
 
 @pytest.mark.parametrize("name", sorted({*names()} - {"custom:default"}))  # it needs data
