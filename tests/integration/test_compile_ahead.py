@@ -92,6 +92,7 @@ shared = types.SimpleNamespace(
     cluster=Cluster(),
     tokenizer=types.SimpleNamespace(pad_id=0),
     sites=types.SimpleNamespace(trainer=types.SimpleNamespace(mesh=None)),
+    policy=types.SimpleNamespace(config=None),
 )
 build.compile_ahead(shared, None, None)
 """
