@@ -9,6 +9,8 @@ from commands import SYNC, lines, run
 from tba_jax.run.model_parts import START_MODEL
 from tests.serving.faulty_server import FaultyServer
 
+# The limit of a command is 600 s.
+pytestmark = pytest.mark.timeout(700)
 LORA = ("lora.rank=4", "optimizer.learning_rate=0.003")
 
 
