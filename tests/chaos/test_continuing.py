@@ -49,8 +49,8 @@ def test_another_runs_checkpoint_that_was_copied_in_is_refused(cache, tmp_path):
     shutil.rmtree(other / "checkpoints" / "2")
     shutil.copytree(workdir / "checkpoints" / "2", other / "checkpoints" / "2")
     done = run(other, *overrides, cache=cache)
-    assert done.returncode == 1
-    assert "error: checkpoint 2 is of run " in done.stderr and "was copied there" in done.stderr
+    assert done.returncode == 2
+    assert "checkpoints/2 is a checkpoint of run " in done.stderr and "Move it away" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
