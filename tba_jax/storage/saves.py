@@ -81,7 +81,9 @@ def _close_after_writes(loop: Any) -> None:
         if writes and not loop.is_closed():
             ended = asyncio.wait(writes, timeout=_LAST_WRITES_S)
             for write in loop.run_until_complete(ended)[0]:
-                write.exception()  # the first error of the save has been reported
+                # The first error of the save has been reported; asyncio logs errors that none read.
+                if not write.cancelled():
+                    write.exception()
         close()
 
     loop.close = close_after_writes
