@@ -18,7 +18,7 @@ from tba_jax.devices.site import Site
 
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("jax_cuda12_plugin") is None,
+        not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
         reason="the compiler for NVIDIA GPUs is not installed (pip install 'jax[cuda12]')",
     ),
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
