@@ -152,13 +152,14 @@ def test_a_step_in_micro_batches_replays(draws):
     assert metrics["train/grad_norm"] > 0
 
 
-def test_experts_of_other_tokens_do_not_close_the_gap(draws):
-    def reversed_experts(y):
-        return dataclasses.replace(y, experts=np.concatenate([y.experts[-2::-1], y.experts[-1:]]))
+def test_experts_of_the_next_token_do_not_close_the_gap(draws):
+    def one_early(y):
+        ids = np.concatenate([y.experts[1:-1], y.experts[:1], y.experts[-1:]])
+        return dataclasses.replace(y, experts=ids)
 
-    wrong = [d._replace(trajectories=tuple(map(reversed_experts, d.trajectories))) for d in draws]
+    wrong = [d._replace(trajectories=tuple(map(one_early, d.trajectories))) for d in draws]
     gap, *_ = measured(wrong, "padded", 1)
-    assert gap > 1e-2  # a thousand times the bound with the experts of these tokens
+    assert gap > 0.1  # as without replay; a third of these experts differ from the right ones
 
 
 def test_replay_ends_with_the_bound_of_staleness(draws):
