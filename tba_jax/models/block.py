@@ -146,8 +146,9 @@ class Block(nnx.Module):
             out, extra = self._attention(y, angles, attend)
         out = self._norm("attn_out_norm", out)
         if self.config.parallel_residual:
+            total = x + out  # before the MLP: another order of the sums changes the last bits
             of_mlp, own = self._mlp(self._norm("mlp_norm", x), mesh, recorded)
-            return x + out + of_mlp, extra, own
+            return total + of_mlp, extra, own
         x = x + out
         out, own = self._mlp(self._norm("mlp_norm", x), mesh, recorded)
         return x + self._norm("mlp_out_norm", out), extra, own
