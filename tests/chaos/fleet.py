@@ -59,7 +59,7 @@ def kills(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict
 
 def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
     """The trainer alone; searchers live on."""
-    num_steps = 8 * args.kills + 4
+    num_steps = 24 * args.kills + 4  # a fleet makes about four steps a second
     fields = {"num_steps": num_steps}
     fleet = Fleet(workdir, **fields)
     fleet.until_step(1)
