@@ -54,7 +54,7 @@ def test_a_death_of_a_searcher_is_in_the_metrics_before_it_joins_again(tmp_path)
     fleet.until(lambda: fleet.told().count(" joined") == 2)
     fleet.until_step(5)
     assert fleet.kill("SearcherProcess")
-    fleet.until(lambda: "it starts again where there is room" in fleet.told())
+    fleet.until(lambda: "Ray restarts it on a free machine" in fleet.told())
     fleet.until(lambda: fleet.metrics("fleet/searchers")[-1] == 1)
     assert fleet.metrics("fleet/searchers_lost")[-1] == 1
     assert " joined again" not in fleet.told()
@@ -95,7 +95,7 @@ def test_a_trainer_that_dies_alone_is_replaced_while_searchers_live_on(tmp_path)
     assert fleet.kill("TrainerProcess")
     fleet.until_step(10)
     assert fleet.pids("ray::SearcherProcess") == searchers
-    assert fleet.told().count("the trainer died (its process ended); it is made again") == 1
+    assert fleet.told().count("the trainer died (its process ended). Restarting the trainer") == 1
     assert fleet.end() == 0, fleet.told()
     report = check(fleet.workdir, 60)
     restarts = fleet.metrics("fleet/trainer_restarts")
