@@ -149,3 +149,19 @@ def test_what_an_environment_wrote_is_marked_and_scored_apart():
     (group,) = assemble_groups([turns], grades, None, searcher=0, numbers=[0])
     assert [y.is_sampled is marks for y in group.trajectories] == [False, True]
     assert np.isnan([y.reference_logprob for y in group.trajectories]).all()
+
+
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_the_reference_of_an_episode_that_forks_is_the_sum_over_its_paths(shares_prompts):
+    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_sampled):
+        shape = *response_lengths.shape, response_bucket
+        own = tokens[:, tokens.shape[1] - shape[1] * shape[2] :].reshape(shape)
+        return -(own if is_sampled is None else own * is_sampled).sum(-1)
+
+    # The second path repeats tokens of the first, which count once.
+    marks = np.array([True, False, True, False, False, True])
+    y = episode(6, 9, 7, 6, 9, 8, is_sampled=marks)._replace(path_lengths=(3, 3))
+    group = SampledGroup(PROMPTS[1], (y, *sampled()[1].episodes))
+    padding = Padding((4,), (2, 4), 0)
+    scored = dispatch_reference(reference, [group], 4, padding, shares_prompts=shares_prompts)
+    assert [sums.tolist() for sums in scored.sums()] == [[-(6 + 7 + 8), -8]]

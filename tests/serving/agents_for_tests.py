@@ -141,3 +141,17 @@ def fork(base_url, row):
             num += len(choice["token_ids"])
             texts[i] = [*choice["prompt_token_ids"], *choice["token_ids"], 20 + turn]
     return num / 10
+
+
+def thinking(base_url, row):
+    """Three turns of a chat; the reward is the number of tokens sampled / 100.
+
+    A tool's result follows the second turn: a template that drops earlier thinking keeps it there.
+    """
+    messages, num = [{"role": "user", "content": row["prompt"]}], 0
+    for answer in ("user", "tool", "user"):
+        body = {"messages": messages, "return_token_ids": True}
+        (choice,) = post(base_url, "/chat/completions", **body)["choices"]
+        num += len(choice["token_ids"])
+        messages += [choice["message"], {"role": answer, "content": "1+1"}]
+    return num / 100

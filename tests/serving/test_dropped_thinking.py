@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation whose template drops earlier thinking becomes an episode that forks.
+
+tests/data/qwen3.jinja is the chat template of Qwen3-8B, byte for byte (Apache 2.0).
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+from qwen_tokenizer import qwen_like_tokenizer
+
+from tba_jax.decoding.requests import Response, SamplingSettings
+from tba_jax.environments.chat import TemplateFormat
+from tba_jax.environments.episodes import Episodes
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.serving.agents import AgentPool
+from tba_jax.serving.protocol import Served
+
+FILE = Path(__file__).with_name("agents_for_tests.py")
+TEMPLATE = Path(__file__).parents[1] / "data" / "qwen3.jinja"
+START, END = "<|im_start|>", "<|im_end|>\n"
+TURNS = [f"<think>\nhm {i}\n</think>\n\nanswer {i}<|im_end|>" for i in range(3)]
+
+
+class Scripted:
+    """A decode session whose turns are given; each is sampled with log-prob -1."""
+
+    num_slots, room, version, is_idle = 4, 4, 7, True
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.contexts = tokenizer, []
+
+    def submit(self, prompt, keys, settings, temperatures):
+        self.contexts.append(prompt)
+        self.is_idle = False
+        return len(self.contexts) - 1
+
+    def forget(self, conversation): ...
+
+    def step(self):
+        if self.is_idle:
+            return []
+        number, self.is_idle = len(self.contexts) - 1, True
+        tokens = self.tokenizer.encode(TURNS[number], add_bos=False)
+        logprobs = np.full(len(tokens), -1, np.float32)
+        return [Response(number, 0, tokens, logprobs, True, 7, 7, 1.0)]
+
+
+def played(tokenizer):
+    """The episode of an agent, and the session that sampled it."""
+    limits = SamplingSettings(4000)
+    served = Served("policy", tokenizer, TemplateFormat(tokenizer), tokenizer.eos_ids, 4000, limits)
+    pool = AgentPool(f"{FILE}:thinking", served, timeout_s=30.0, allows_forks=True)
+    inner = Scripted(tokenizer)
+    try:
+        pool.check()
+        session = Episodes(pool, tokenizer, 8, is_agent=True).over(inner)
+        start = tokenizer.encode(START, add_bos=False)
+        prompt = Prompt(0, "", start, {"prompt": "7+5"})
+        session.submit(prompt, np.zeros((1, 2), np.uint32), limits, np.ones(1))
+        found, end = [], time.monotonic() + 60
+        while not found:
+            assert time.monotonic() < end
+            session.take_answers()
+            found = session.step()
+            time.sleep(0.002)
+    finally:
+        pool.close()
+    return found[0], inner
+
+
+def test_a_template_that_drops_thinking_makes_a_path_that_begins_at_the_prompt(tmp_path):
+    qwen_like_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(TEMPLATE.read_bytes())
+    tokenizer = Tokenizer.load(tmp_path)
+    y, session = played(tokenizer)
+    first, second, third = TURNS
+    # The second request drops the thinking of the first turn: it forks. The third keeps that of the
+    # second, as the template does up to the next message of the user: it continues the second.
+    user, assistant = f"user\n7+5{END}", f"{START}assistant\n"
+    ask = f"{START}user\n1+1{END}{assistant}"
+    result = f"{START}user\n<tool_response>\n1+1\n</tool_response>{END}{assistant}"
+    paths = [
+        [(user + assistant, False), (first, True)],
+        [
+            (f"{user}{assistant}answer 0{END}{ask}", False),
+            (second, True),
+            (f"\n{result}", False),
+            (third, True),
+        ],
+    ]
+    assert len(y.paths) == len(paths)
+    for own, parts in zip(y.paths, paths, strict=True):
+        texts = "".join(text for text, _ in parts)
+        assert tokenizer.decode(y.tokens[own], skip_special=False) == texts
+        sizes = [len(tokenizer.encode(text, add_bos=False)) for text, _ in parts]
+        marks = np.repeat([is_sampled for _, is_sampled in parts], sizes)
+        np.testing.assert_array_equal(y.is_sampled[own], marks)
+        np.testing.assert_array_equal(y.token_logprobs[own], np.where(marks, -1, 0))
+    # Every turn was sampled after the tokens before it in its path, and counts once.
+    before = [f"{user}{assistant}", paths[1][0][0], "".join(x for x, _ in paths[1][:3])]
+    found = [tokenizer.decode(x, skip_special=False) for x in session.contexts]
+    assert found == [START + text for text in before]
+    assert y.is_sampled.sum() == round(100 * y.verdict.reward)
