@@ -37,7 +37,7 @@ import transformers
 from golden import make_golden
 
 from tba_jax.models import attention, classifier, experts, lora, rope, transformer
-from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.hf import adapter_files, config_json, hf_weights
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
@@ -125,6 +125,34 @@ def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(fa
     assert np.abs(want).max() > 0.5
     # Float32 products summed in another order, and merged before.
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+# peft 0.21 reads a property that transformers 5.24 calls deprecated.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("family", ["llama", *(x for x in _NEW if not x.startswith("qwen3_5"))])
+def test_peft_reads_the_adapters_that_a_server_gets_and_writes_the_same(family, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed (the extra `parity`)")
+    config = tiny_config(family=family)
+    of_mlp = () if config.num_experts else ("gate", "up", "down")
+    policy = lora.with_adapters(config, 4, 16.0, ("q", "k", "v", "o", *of_mlp))
+    base, adapters = random_params(config), trained_adapters(policy)
+    hf_weights.save(tmp_path / "base", config, base, config_json.hf_config(config))
+    adapter_files.write(tmp_path / "ours", policy, adapters, str(tmp_path / "base"))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32
+    )
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        start = plain(tokens).logits.numpy()
+        model = peft.PeftModel.from_pretrained(plain, tmp_path / "ours")
+        want = model(tokens).logits.numpy()
+    assert np.abs(want - start).max() > 0.1
+    # Float32 products summed in another order.
+    np.testing.assert_allclose(adapted(base, adapters, policy), want, rtol=0, atol=1e-5)
+    model.save_pretrained(tmp_path / "theirs")
+    found, read = adapter_files.read(tmp_path / "theirs", config)
+    assert found.adapters.scale == policy.adapters.scale
+    jax.tree.map(np.testing.assert_array_equal, read, adapters)
 
 
 @torch.no_grad()
