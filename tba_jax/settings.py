@@ -500,7 +500,7 @@ def load_function(field: str, name: str) -> Any:
 
 
 def source_of(name: str) -> str:
-    """Return the source text of the object given under a name, if Python has it."""
+    """Return the source text of an object in `GIVEN`; "" if Python does not have the text."""
     try:
         return inspect.getsource(GIVEN[name])
     except (KeyError, OSError, TypeError):

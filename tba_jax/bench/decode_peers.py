@@ -74,7 +74,7 @@ def _hf(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], dict[
     whole = torch.tensor(prompts, dtype=torch.int64, device=device)
 
     class Watch(transformers.StoppingCriteria):
-        """Records the time of the first token, and stops generation at `length` tokens.
+        """Recorder of the time of the first token, which stops generation at `length` tokens.
 
         A smaller max_new_tokens would need another static cache.
         """

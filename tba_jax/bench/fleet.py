@@ -314,7 +314,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     try:
         counts = [int(part) for part in args.searchers.split(",")]
     except ValueError as error:
-        raise ValueError(f"--searchers={args.searchers}: wanted numbers with commas") from error
+        raise ValueError(
+            f"--searchers={args.searchers}: not a list of numbers. Set --searchers=4,16"
+        ) from error
     args.trainer_core = 1 if (os.cpu_count() or 1) > 1 else -1
     if args.trainer_core > 0:
         os.sched_setaffinity(0, {0})

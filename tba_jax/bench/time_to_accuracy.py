@@ -6,8 +6,8 @@
 Both sides train the embedded start model on the embedded sums, with equal batches, the same reward
 and equal linear schedules, and evaluate the same held-out problems greedily at equal intervals.
 `ours_cold` begins with an empty compilation cache, `ours_warm` with the cache of an earlier run.
-The peer's learning rate is the fastest of the given rates; the trials of the rates also load its
-files into the file cache. Then each side runs once per seed, alternating, on the cores of this
+Trials choose the fastest of the given learning rates for the peer, and load the peer's files into
+the file cache. Then each side runs once per seed, alternating, on the cores of this
 process. A process ends when it reaches the accuracy.
 
 `from_command_s` counts from the start of the process to the evaluation that reached the accuracy,
@@ -65,15 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default="", help="trl, or none")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
     parser.add_argument(
-        "--peer_learning_rates", default="1e-4,3e-4,1e-3", help="the best of them is taken"
+        "--peer_learning_rates",
+        default="1e-4,3e-4,1e-3",
+        help="learning rates to try; the fastest is used",
     )
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
-    parser.add_argument("--accuracy", type=float, default=0.95, help="share of the held-out")
+    parser.add_argument("--accuracy", type=float, default=0.95, help="held-out accuracy to reach")
     parser.add_argument("--num_steps", type=int, default=150, help="steps of the schedule")
     parser.add_argument("--eval_period", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--num_held_out", type=int, default=512, help="held-out problems")
     parser.add_argument("--num_prompts", type=int, default=16, help="prompts of a batch")
-    parser.add_argument("--group_size", type=int, default=16, help="responses to each")
+    parser.add_argument("--group_size", type=int, default=16, help="responses per prompt")
     return reporting.run_in_folder(parser, argv, measure, _table)
 
 

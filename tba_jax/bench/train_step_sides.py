@@ -6,7 +6,8 @@
 The naive step is a straightforward implementation: the same model and optimiser without
 recomputation, logits of all positions in float32, and their log-softmax.
 
-Invariant: all sides start from the same weights and batch, and report the loss of their first step.
+The sides of the comparison are tba_jax, the naive step and the peers. Invariant: all sides start
+from the same weights and batch, and report the loss of their first step.
 """
 
 import os
@@ -48,7 +49,7 @@ from tba_jax.train.step_settings import StepSettings, Target
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job."""
+    """Run the job in the given JSON file."""
     return run_job(argv[0], lambda job: (write if job["side"] == "write" else measure)(job))
 
 
@@ -77,7 +78,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure times, memory and the loss of the first step of one side."""
+    """Measure the train step of one side: its times, memory, and the loss of the first step."""
     model = models.describe(job["model"])
     config, params = model.config, model.load_params(param_dtype=job["dtype"])
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protection of a run against signals and closed output streams in the middle of a step.
 
-Signals become a flag that drivers look at between steps. Writes to a closed pipe or terminal are
+A signal sets a flag that drivers check between steps. Writes to a closed pipe or terminal are
 dropped.
 """
 
@@ -29,15 +29,15 @@ _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
 def not_ignored(numbers: Sequence[signal.Signals] = ENDING) -> list[signal.Signals]:
-    """Return the signals that have no handler and are not ignored.
+    """Return the signals to handle: SIGINT, SIGTERM, and others that have the default action.
 
-    SIGHUP is ignored under `nohup`. SIGINT and SIGTERM are always among the signals returned.
+    A signal that is ignored, as SIGHUP under `nohup`, stays ignored.
     """
     return [n for n in numbers if n in _ALWAYS or signal.getsignal(n) == signal.SIG_DFL]
 
 
 class Interruption:
-    """Sets a flag when a signal arrives; the drivers look at the flag between steps.
+    """Flag that an arriving signal sets; the drivers check it between steps.
 
     Handlers of ignored signals stay unchanged (`not_ignored`). In a pod, JAX's preemption service
     handles SIGTERM after the processes have connected.

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# Flag -> smallest allowed value.
+_LEAST = {"num_slots": 1, "max_requests": 1, "max_length": 0, "max_adapters": 0}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command until SIGINT or SIGTERM; return the exit code."""
@@ -28,9 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--model", default="", help="folder or Hugging Face hub id")
-    parser.add_argument("--workdir", default="", help="directory of a run: its newest checkpoint")
+    parser.add_argument(
+        "--workdir", default="", help="work directory of a run, whose newest checkpoint is served"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="to listen on; 0: any free port")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0: any free port"
+    )
     parser.add_argument("--token", default="", help="bearer token that requests must carry")
     parser.add_argument(
         "--renderer", default="", help="chat and tool format of the library renderers"
@@ -162,10 +169,9 @@ def _check(args: argparse.Namespace) -> None:
     """Check flags that need no model."""
     if bool(args.model) == bool(args.workdir):
         raise ValueError("give --model=FOLDER or --workdir=RUN, and not both")
-    if args.num_slots < 1 or args.max_requests < 1 or min(args.max_length, args.max_adapters) < 0:
-        raise ValueError(
-            "--num_slots and --max_requests start at 1, --max_length and --max_adapters at 0"
-        )
+    for name, least in _LEAST.items():
+        if (value := getattr(args, name)) < least:
+            raise ValueError(f"--{name}={value}: must be at least {least}. Set --{name}={least}")
     if not args.token and args.host != "localhost":
         try:
             is_loopback = ipaddress.ip_address(args.host).is_loopback

@@ -45,7 +45,7 @@ def page() -> str:
 
 
 def _own(objective: str) -> str:
-    """Return the section of an objective's own settings."""
+    """Return the part of the page with an objective's own settings."""
     return f"### `objective.name={objective}`\n\n{_table(own_settings(objective))}"
 
 

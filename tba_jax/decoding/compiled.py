@@ -45,7 +45,7 @@ class Compiled:
         chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
             average; each chunk costs one round trip to the device.
         implementation: attention implementation; None: the default of the architecture.
-        experts: shape of the experts of a token, to record them; None: not recorded.
+        experts: shape of the expert IDs to record for each token; None: IDs are not recorded.
         site: devices over which weights and caches are sharded; default: the device of the weights.
 
     Attributes:

@@ -315,7 +315,7 @@ def run_chunk(
         has_minimum: at least one slot has a minimum number of tokens.
         implementation: attention implementation.
         cache_sharding: sharding of the KV cache on a mesh.
-        experts: shape of the experts of a token, to record them.
+        experts: shape of the expert IDs to record for each token; None: IDs are not recorded.
     """
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)

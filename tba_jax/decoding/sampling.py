@@ -9,8 +9,9 @@ A draw inverts the cumulative distribution in two levels, first a block of about
 then a token of that block. Cumulative sums are integers, hence exact: a float32 running sum over
 152,064 tokens gives most of them no probability at all. Remaining rounding errors are the float32
 exponential and block sums, and the fixed-point masses of `_FULL` units per level. The total
-variation distance to the exact softmax stays below 1e-6 at that size. Every token can be drawn if
-its block has at least 2.4e-10 of the probability and the token at least that share of its block.
+variation distance to the exact softmax stays below 1e-6 for 152,064 tokens. Every token can be
+drawn if its block has at least 2.4e-10 of the probability and the token at least that share of its
+block.
 """
 
 import math

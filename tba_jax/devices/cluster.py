@@ -282,7 +282,7 @@ def _brief(error: BaseException) -> str:
 
 
 class FailureNotice:
-    """Prints a notice if this process is killed.
+    """Notice that a shell prints if this process is killed.
 
     When a peer is lost, `jax.distributed` aborts the process from native code, without exception or
     handler. A shell therefore waits on a pipe; if the pipe closes before `withdraw`, the shell

@@ -21,7 +21,7 @@ THREAD = "compiler"
 
 
 class Precompiler:
-    """Compiles programs in order on one thread, which `start` starts.
+    """Compiler of programs, in order, on one thread that `start` starts.
 
     Args:
         jobs: job name -> function that lowers a program for the shapes of its calls.

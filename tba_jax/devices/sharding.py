@@ -121,7 +121,7 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
 def place(
     placement: str, devices: Sequence[Any], asked: Asked, process_index: int = 0
 ) -> Placement:
-    """Return `placement.arrange` as meshes."""
+    """Return the meshes of trainer and searchers; arguments and errors: `placement.arrange`."""
     found = arrange(placement, devices, asked, process_index)
     return Placement(
         trainer_mesh(np.array(found.trainer), found.mesh),

@@ -129,7 +129,7 @@ class TurnSession(Protocol):
 
 
 class Sessions(Protocol):
-    """Opens decode sessions: a `Decoder`, or a client of an inference server."""
+    """Source of decode sessions: a `Decoder`, or a client of an inference server."""
 
     def session(
         self,

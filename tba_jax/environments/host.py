@@ -154,7 +154,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
 
 
 class Agent:
-    """Adapter from an agent, which requests its turns from the policy itself.
+    """Adapter for an agent, which requests its turns from the policy over HTTP.
 
     Args:
         run: (base URL, row) -> reward; possibly a coroutine function.

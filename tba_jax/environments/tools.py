@@ -79,7 +79,7 @@ def _power(base: int | float, exponent: int | float) -> int | float:
         raise ValueError("the power is too large")
     value = base**exponent
     if isinstance(value, complex):
-        raise ValueError("the power is not real")
+        raise ValueError("the power is not a real number")
     return value
 
 

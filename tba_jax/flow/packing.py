@@ -59,14 +59,14 @@ class Packing:
             copy of a prompt before its responses. False: each response has a copy of its prompt.
         row_multiple: divisor of the number of rows, also of rows with prompts alone: the number
             of devices that divide the rows.
-        micro_batch_rows: number of responses in a micro-batch, which divides the rows; 0: all.
+        micro_batch_rows: maximum number of responses in a micro-batch; 0: all.
         is_whole: whether all rows of a draw are in one micro-batch.
         has_prompts: whether the batch has rows with prompts alone.
         has_soft_values: whether the batch has soft values of prompts.
         has_advantages: whether the batch has advantages of tokens.
         has_equal_weights: whether distinct responses of a draw have equal weights with sum K.
             Otherwise the weight of a response is its number of draws.
-        experts: shape of the recorded experts of a token; None: the batch has none.
+        experts: shape of the recorded expert IDs of a token; None: IDs are not recorded.
     """
 
     num_prompts: int
@@ -303,7 +303,7 @@ def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
 
 
 class _Sequence(NamedTuple):
-    """A path of a response and its prompt, with their place in a row.
+    """A path of a response (`Trajectory.paths`) after its prompt, and its position in a row.
 
     Attributes:
         slot: slot of the response in the batch.

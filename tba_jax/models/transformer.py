@@ -370,7 +370,7 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
 
 
 def _block_graph(config: TransformerConfig, names: Iterable[str]) -> Any:
-    """Return the graph of a layer with leaves of these names."""
+    """Return the NNX graph definition of a layer with leaves of these names."""
     kind: LayerKind = "delta" if "delta_o" in names else "full"
 
     def make() -> Block:

@@ -49,7 +49,9 @@ _PROGRAMS = {_ROWS: "train_step", _SLOTS: "decode_chunk"}  # whose memory the si
 
 
 class Planner:
-    """Describes configs and compiles their programs on one slice, in child processes.
+    """Descriptions of configs and compilation of their programs for one slice.
+
+    Child processes describe and compile.
 
     Args:
         request: entries that all requests to child processes share.

@@ -255,7 +255,7 @@ def _total(arrays: Sequence[Array] | Iterator[Array]) -> float:
 
 
 def _logical(array: Array) -> float:
-    """Return the bytes of an array in any memory."""
+    """Return the bytes of an array, whether it is in device memory or in fast memory."""
     return array._replace(is_on_chip=False).num_bytes
 
 

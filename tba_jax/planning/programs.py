@@ -439,7 +439,7 @@ def abstract_weights(
     """Return the shapes of the weights on the first searcher's devices, in the decoder's layout.
 
     Args:
-        quantization: quantization of the weights: as configured for the policy, else "none".
+        quantization: quantization of the weights. Only the policy's weights are quantized.
     """
     mesh = placement.searcher_meshes[0]
     where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())

@@ -33,7 +33,8 @@ class Program:
     Attributes:
         name: train_step, publish, score_reference, prefill, admit, decode_chunk, ...
         group: trainer or searcher.
-        hbm: kind -> bytes; arguments of resident kinds are counted under those kinds.
+        hbm: kind of memory -> bytes. Arguments that stay in memory between programs, such as
+            parameters, have their own kinds; other arguments are "inputs".
         flops, num_bytes, collective_bytes, network_bytes, launches: cost of one execution.
         compile_s: time of the compiler alone.
         roofline_s: lower bound of the time of one execution.

@@ -29,9 +29,10 @@ qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
     of gpt_oss_20b and qwen3_30b_a3b use the experts that the searchers chose. The command
     `python -m tba_jax.plan` prints placement and mesh for your devices. Not run by us.
 
-The others use plain-text prompts. For an SFT model, they have the format that the model was tuned
-on. With an instruction-tuned model (--config.model.path=Qwen/Qwen2.5-7B-Instruct), set
---config.task.chat=True to use its chat template.
+All other presets of `math` use plain-text prompts. For an SFT model, the prompts have the format
+that the model was tuned on. With an instruction-tuned model
+(--config.model.path=Qwen/Qwen2.5-7B-Instruct), set --config.task.chat=True to use its chat
+template.
 """
 
 from ml_collections import ConfigDict

@@ -195,7 +195,7 @@ class Channel:
             with self._lock:
                 self._connected = address, endpoint.token
             return response
-        raise Unreachable("; ".join(failures) or "the trainer has no address")
+        raise Unreachable("; ".join(failures) or "the address of the trainer is not known yet")
 
     def _post(self, address: str, token: str, method: str, body: bytes) -> bytes:
         import urllib3

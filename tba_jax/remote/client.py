@@ -130,7 +130,7 @@ class Callbacks(NamedTuple):
 
 
 class SearcherClient:
-    """Sends and receives the messages of one searcher; a worker calls `step`.
+    """Client of the search server for one searcher; a worker calls `step`.
 
     Args:
         timeout_s: seconds without a response after which the trainer counts as lost.

@@ -32,7 +32,7 @@ class EvaluationQueue(Protocol):
 
 
 class TicketAdmission(Protocol):
-    """Decides which tickets may be open: `Admission`, or `RoundAdmission` with driver=sync."""
+    """Rule for the tickets that may be open: `Admission`; with driver=sync, `RoundAdmission`."""
 
     def admit(self, searcher: int, version: int) -> bool:
         """Return whether this searcher may start a ticket with weights of this version."""
@@ -52,7 +52,7 @@ class ServerSettings(NamedTuple):
 
     Attributes:
         epoch: name of this server, different from the names of all earlier servers.
-        identity: names of the code, model, data and run that searchers must have.
+        identity: digests of code, model and data, and the run ID, that searchers must have.
         responses_per_ticket: number of responses of a ticket.
         heartbeat_timeout_s: seconds without a message after which a searcher counts as lost.
         max_tickets: maximum number of tickets in one response.

@@ -42,7 +42,7 @@ class StepRequest(NamedTuple):
 
 
 class StepServer:
-    """Answers the requests of the other trainer processes; thread-safe.
+    """Thread-safe server of plans and batches for the other trainer processes.
 
     Args:
         processes: numbers of the other trainer processes.
@@ -138,7 +138,7 @@ def step_handlers(server: StepServer) -> Mapping[str, Handler]:
 
 
 class StepClient:
-    """Requests steps from the process that owns the buffer.
+    """Client that requests plans and batches from the process that owns the buffer.
 
     A worker thread sends the requests, so that `wait` notices failures of this process. The worker
     starts with the first step, because processes that only search use the channel alone.

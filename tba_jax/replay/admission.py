@@ -58,7 +58,7 @@ class Latency(NamedTuple):
 
 
 class Admission:
-    """Counts open groups, and decides whether another may begin.
+    """Count of open groups, and the rule for the start of another group.
 
     Groups are used in the order of admission, m p groups per step. A group that is admitted at step
     t with weights of version v is therefore used within the bound if at most
@@ -225,7 +225,7 @@ def _quantile(ascending: Sequence[float], share: float) -> float:
 
 
 class RoundAdmission:
-    """Admits rounds of searchers in other processes with driver=sync, each with one version."""
+    """Admission of rounds of remote searchers with driver=sync, each with one version."""
 
     def __init__(self, searchers: Sequence[int]) -> None:
         self._lock = threading.Lock()

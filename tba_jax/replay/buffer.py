@@ -206,16 +206,16 @@ class ReplayBuffer:
         else:
             return None
         rows = contents.store.rows
-        slots = contents.store.slots(prompt_id)
-        slots = slots[rows["merged"][slots] == merged]
-        copies = contents.copies(slots)
-        unused = np.clip(rows["count"][slots] - rows["uses"][slots], 0, copies)
+        indices = contents.store.indices(prompt_id)
+        indices = indices[rows["merged"][indices] == merged]
+        copies = contents.copies(indices)
+        unused = np.clip(rows["count"][indices] - rows["uses"][indices], 0, copies)
         # First the never-drawn copies of every row, then the others.
         copies = np.concatenate([unused, copies - unused])
         log_weights = np.zeros(len(copies))
         if copies.sum() > group_size:
-            log_weights[len(slots) :] -= _AFTER_ALL_OTHERS
-        draw = self._hand_out(prompt_id, slots, log_weights, copies, group_size, True)
+            log_weights[len(indices) :] -= _AFTER_ALL_OTHERS
+        draw = self._hand_out(prompt_id, indices, log_weights, copies, group_size, True)
         if prompt_id in contents.store:  # it may have reached max_reuse
             taken.add(prompt_id)
         if found is not None:
@@ -247,15 +247,15 @@ class ReplayBuffer:
             contents.replay.recycle()
             prompt_id = contents.replay.draw(self._rng, taken)
         assert prompt_id is not None, "_suffices found a prompt"
-        slots = contents.store.slots(prompt_id)
-        copies = contents.copies(slots)
+        indices = contents.store.indices(prompt_id)
+        copies = contents.copies(indices)
         log_weights = response_log_weights(
-            contents.store.rows["reward"][slots],
+            contents.store.rows["reward"][indices],
             copies,
             priority_temperature=self._settings.priority_temperature,
             uniform_mix=self._settings.uniform_mix,
         )
-        draw = self._hand_out(prompt_id, slots, log_weights, copies, group_size, False)
+        draw = self._hand_out(prompt_id, indices, log_weights, copies, group_size, False)
         if prompt_id in contents.store:  # it may have reached max_reuse
             taken.add(prompt_id)
         return draw
@@ -263,23 +263,23 @@ class ReplayBuffer:
     def _hand_out(
         self,
         prompt_id: int,
-        slots: Int[np.ndarray, " n"],
+        indices: Int[np.ndarray, " n"],
         log_weights: Float[np.ndarray, " c"],
         copies: Int[np.ndarray, " c"],
         group_size: int,
         is_fresh: bool,
     ) -> Draw:
-        """Choose responses stored in `slots`, and count the responses as used."""
+        """Choose responses of these rows, and count the responses as used."""
         store = self._contents.store
         prompt = store.prompt(prompt_id)
         times, repeats = choose(self._rng, log_weights, copies, group_size)
-        if len(copies) > len(slots):
-            times, repeats = (x.reshape(-1, len(slots)).sum(axis=0) for x in (times, repeats))
+        if len(copies) > len(indices):
+            times, repeats = (x.reshape(-1, len(indices)).sum(axis=0) for x in (times, repeats))
         picked = np.flatnonzero(times)
-        slots, times, repeats = slots[picked], times[picked], repeats[picked]
-        rows = self._contents.use(slots, times)
-        trajectories = store.trajectories(slots.tolist(), rows)
-        self._contents.evict_used_up(slots.tolist())
+        indices, times, repeats = indices[picked], times[picked], repeats[picked]
+        rows = self._contents.use(indices, times)
+        trajectories = store.trajectories(indices.tolist(), rows)
+        self._contents.evict_used_up(indices.tolist())
         num_repeats = int(repeats.sum())
         self._contents.ledger.counters["used"] += group_size
         self._contents.ledger.counters["repeats"] += num_repeats

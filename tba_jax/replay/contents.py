@@ -63,38 +63,40 @@ class Contents:
             self._evict_late(step - self._settings.max_staleness)
 
     def use(
-        self, slots: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
+        self, indices: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
     ) -> list[tuple[Any, ...]]:
-        """Count draws of these slots, `times` each, and evict rows that reached max_reuse.
+        """Count draws of these rows, `times` each, and evict rows that reached max_reuse.
 
         Returns:
-            The rows of these slots before the eviction.
+            The rows before the eviction.
         """
-        rows = self.store.use(slots, times)
-        for slot, row, n in zip(slots.tolist(), rows, times.tolist(), strict=True):
+        rows = self.store.use(indices, times)
+        for index, row, n in zip(indices.tolist(), rows, times.tolist(), strict=True):
             unused = row[COUNT] - row[USES]
             if unused > 0:
                 first = min(n, unused)
                 self.ledger.counters["trained_unique"] += first
-                self.economy.trained[self.store.length(slot)] += first
+                self.economy.trained[self.store.length(index)] += first
                 is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], first)
                 self.economy.trained_groups += is_first
         return rows
 
-    def evict_used_up(self, slots: Sequence[int]) -> None:
-        """Evict the rows of these slots that reached max_reuse."""
+    def evict_used_up(self, indices: Sequence[int]) -> None:
+        """Evict those rows that reached max_reuse."""
         most = self._settings.max_reuse
-        for slot in slots if most else ():
-            row = self.store.rows[slot]
+        for index in indices if most else ():
+            row = self.store.rows[index]
             if row["uses"] >= most * row["count"]:
-                self._evict(slot, "reuse")
+                self._evict(index, "reuse")
 
-    def copies(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return how many responses of each slot may still be drawn."""
-        count = self.store.rows["count"][slots]
+    def copies(self, indices: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Return how many responses of each row may still be drawn."""
+        count = self.store.rows["count"][indices]
         if not self._settings.max_reuse:
             return count
-        return np.minimum(count, self._settings.max_reuse * count - self.store.rows["uses"][slots])
+        return np.minimum(
+            count, self._settings.max_reuse * count - self.store.rows["uses"][indices]
+        )
 
     def totals(self) -> dict[str, int]:
         """Return all counters of the ledger, and the number of stored responses."""
@@ -139,7 +141,7 @@ class Contents:
         """Recount the unused responses of a group; return whether the group is new."""
         unused, version = 0, 0
         if prompt_id in self.store:
-            rows = self.store.rows[self.store.slots(prompt_id)]
+            rows = self.store.rows[self.store.indices(prompt_id)]
             left = rows["count"] - rows["uses"]
             is_unused = (rows["merged"] == merged) & (left > 0)
             if is_unused.any():
@@ -147,9 +149,9 @@ class Contents:
                 version = int(rows["version_min"][is_unused].min())
         return self.fresh.put(merged, prompt_id, unused, version)
 
-    def _evict(self, slot: int, reason: str, copies: int | None = None) -> None:
+    def _evict(self, index: int, reason: str, copies: int | None = None) -> None:
         """Remove a row, or `copies` of its never-drawn responses, and count it by `reason`."""
-        row = self.store.remove(slot, copies)
+        row = self.store.remove(index, copies)
         gone = row[COUNT] if copies is None else copies
         self.ledger.counters[f"evicted_{reason}"] += gone
         unused = max(0, row[COUNT] - row[USES])
@@ -161,31 +163,33 @@ class Contents:
             self.replay.discard(row[PROMPT_ID])
 
     def _evict_surplus(self, prompt_id: int) -> None:
-        slots = self.store.slots(prompt_id)
-        surplus = len(slots) - self._settings.capacity_per_prompt
+        indices = self.store.indices(prompt_id)
+        surplus = len(indices) - self._settings.capacity_per_prompt
         if surplus > 0:
-            rows = self.store.rows[slots]
+            rows = self.store.rows[indices]
             order = np.lexsort((rows["id"], rows["version_min"]))
-            for slot in slots[order[:surplus]].tolist():
-                self._evict(slot, "capacity")
+            for index in indices[order[:surplus]].tolist():
+                self._evict(index, "capacity")
 
     def _evict_bytes(self) -> None:
         while self.store.num_bytes > self._settings.max_bytes:
-            slot = self.store.oldest()
-            assert slot is not None, "num_bytes is positive but the store is empty"
-            self._evict(slot, "bytes")
+            index = self.store.oldest()
+            assert index is not None, "num_bytes is positive but the store is empty"
+            self._evict(index, "bytes")
 
     def _evict_late(self, version: int) -> None:
         """Evict unused responses whose policy version is older than `version`."""
         for merged, prompt_id in self.fresh.older_than(version):
-            slots = self.store.slots(prompt_id)
-            rows = self.store.rows[slots]
+            indices = self.store.indices(prompt_id)
+            rows = self.store.rows[indices]
             left = rows["count"] - rows["uses"]
             is_late = (rows["merged"] == merged) & (rows["version_min"] < version) & (left > 0)
-            for slot, copies in zip(slots[is_late].tolist(), left[is_late].tolist(), strict=True):
-                self._evict(slot, "late", copies)
+            for index, copies in zip(
+                indices[is_late].tolist(), left[is_late].tolist(), strict=True
+            ):
+                self._evict(index, "late", copies)
             # Without its unused copies, a row may have reached max_reuse.
-            self.evict_used_up(slots[is_late & (rows["uses"] > 0)].tolist())
+            self.evict_used_up(indices[is_late & (rows["uses"] > 0)].tolist())
             self._refresh(merged, prompt_id)
 
     def state(self) -> PartState:

@@ -20,7 +20,7 @@ from tba_jax.replay.outbox import Outbox
 
 
 class ExactLag:
-    """Decides which tickets may begin, when the trainer may publish, and what it merges.
+    """Rules for the start of tickets, for publications and for merges, with an exact lag.
 
     Args:
         lag: D, in publications.

@@ -57,24 +57,24 @@ _NO_ID = -1  # ID of a free row
 class _Responses:
     """Rows of one prompt in a fixed order, and the number of responses in these rows."""
 
-    __slots__ = ("prompt", "slots", "num_responses", "num_bytes")
+    __slots__ = ("prompt", "indices", "num_responses", "num_bytes")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.slots = array("i")
+        self.indices = array("i")
         self.num_responses = 0
         self.num_bytes = prompt.tokens.nbytes + len(prompt.text) + PROMPT_OVERHEAD_BYTES
 
 
 class TrajectoryStore:
-    """Packed trajectories by slot (index into `rows`) and by prompt.
+    """Packed trajectories by index into `rows`, and by prompt.
 
     Args:
         unites: whether responses of one merge with the same tokens, versions, reward, sampling
             temperature and actions share a row.
 
     Attributes:
-        rows: structured table with FIELDS; free slots have ID -1.
+        rows: structured table with FIELDS; free rows have ID -1.
         num_rows: rows in use.
         num_trajectories: stored responses; equal responses count separately.
         num_bytes: stored bytes, including estimated bookkeeping.
@@ -98,7 +98,7 @@ class TrajectoryStore:
         self._heap: list[int] | None = None  # see oldest
         self._unites = unites
         self._newest = -1  # newest merge; only its rows can be joined
-        self._joinable: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> slot, ID
+        self._joinable: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> row index, ID
 
     def __len__(self) -> int:
         """Return the number of prompts with at least one response."""
@@ -111,22 +111,24 @@ class TrajectoryStore:
         """Return the prompt, as stored with its first response."""
         return self._prompts[prompt_id].prompt
 
-    def slots(self, prompt_id: int) -> Int[np.ndarray, " n"]:
-        """Return the slots of a prompt's responses; the order depends on earlier calls only."""
-        return np.array(self._prompts[prompt_id].slots, np.int64)
+    def indices(self, prompt_id: int) -> Int[np.ndarray, " n"]:
+        """Return the indices of a prompt's rows; their order depends on earlier calls only."""
+        return np.array(self._prompts[prompt_id].indices, np.int64)
 
     def count_listed(self) -> int:
         """Return the number of responses, counted prompt by prompt, to check `num_trajectories`."""
         return sum(responses.num_responses for responses in self._prompts.values())
 
-    def length(self, slot: int) -> int:
-        """Return the number of tokens of the response in this slot."""
-        return len(self._tokens[slot]) // 4
+    def length(self, index: int) -> int:
+        """Return the number of tokens of the response at this row index."""
+        return len(self._tokens[index]) // 4
 
-    def trajectories(self, slots: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Trajectory]:
-        """Return the trajectories in these slots; `rows` are their rows as tuples."""
-        tokens = [self._tokens[slot] for slot in slots]
-        extras = [self._extras[slot] for slot in slots]
+    def trajectories(
+        self, indices: Sequence[int], rows: Sequence[Sequence[Any]]
+    ) -> list[Trajectory]:
+        """Return the trajectories at these row indices; `rows` are the rows as tuples."""
+        tokens = [self._tokens[index] for index in indices]
+        extras = [self._extras[index] for index in indices]
         return unpack(rows, tokens, extras, self._settings)
 
     def insert(self, prompt: Prompt, y: Trajectory, *, row_id: int, merged: int) -> bool:
@@ -146,15 +148,15 @@ class TrajectoryStore:
         row = (*pack_row(y, self._settings), row_id, 1, 0, merged)
         tokens, extras = pack_tokens(y), pack_extras(y)
         if self._unites and merged == self._newest:
-            slot, known_id = self._joinable.get(self._key(row, tokens, extras), (0, _NO_ID))
-            if known_id != _NO_ID and self.rows["id"][slot] == known_id:
+            index, known_id = self._joinable.get(self._key(row, tokens, extras), (0, _NO_ID))
+            if known_id != _NO_ID and self.rows["id"][index] == known_id:
                 self._count(responses, row, 1)
-                self.rows["count"][slot] += 1
+                self.rows["count"][index] += 1
                 return False
         self._put(responses, row, tokens, extras)
         return True
 
-    def remove(self, slot: int, copies: int | None = None) -> tuple[Any, ...]:
+    def remove(self, index: int, copies: int | None = None) -> tuple[Any, ...]:
         """Remove a row; the last row of a prompt removes the prompt.
 
         Args:
@@ -163,32 +165,32 @@ class TrajectoryStore:
         Returns:
             The row before the removal.
         """
-        row = self.rows[slot].item()
+        row = self.rows[index].item()
         responses = self._prompts[row[PROMPT_ID]]
         if copies is not None and copies < row[COUNT]:
             # The remaining responses keep the draws.
             part = [*row]
             part[COUNT], part[USES] = copies, 0
             self._count(responses, part, -1)
-            self.rows["count"][slot] -= copies
+            self.rows["count"][index] -= copies
             return row
-        self._take_out(responses, slot, row)
-        if not responses.slots:
+        self._take_out(responses, index, row)
+        if not responses.indices:
             del self._prompts[row[PROMPT_ID]]
             self.num_bytes -= responses.num_bytes
         return row
 
     def use(
-        self, slots: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
+        self, indices: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
     ) -> list[tuple[Any, ...]]:
-        """Count draws of these distinct slots, `times` each; return the rows before the change."""
-        rows = self.rows[slots].tolist()
-        self.rows["uses"][slots] += times.astype(np.int32)
+        """Count draws of distinct rows, `times` each; return the rows before the change."""
+        rows = self.rows[indices].tolist()
+        self.rows["uses"][indices] += times.astype(np.int32)
         self.sum_uses += int(times.sum())
         return rows
 
     def oldest(self) -> int | None:
-        """Return the slot with the oldest policy version, lowest ID first; None when empty.
+        """Return the index of the row with the oldest version, then lowest ID; None without rows.
 
         Uses a heap with lazy deletion: entries of removed rows are skipped when they reach the
         top. The heap is built on first use, because most runs never reach a limit. It is rebuilt
@@ -202,9 +204,9 @@ class TrajectoryStore:
             heapq.heapify(heap)
             self._heap = heap
         while heap:
-            slot = heap[0] & 0xFFFFFFFF
-            if self.rows["id"][slot] == (heap[0] >> 32) & 0xFFFFFFFFFFFFFFFF:
-                return slot
+            index = heap[0] & 0xFFFFFFFF
+            if self.rows["id"][index] == (heap[0] >> 32) & 0xFFFFFFFFFFFFFFFF:
+                return index
             heapq.heappop(heap)
         return None
 
@@ -213,20 +215,20 @@ class TrajectoryStore:
     ) -> None:
         """Write one row, its bytes and its index entries."""
         if self._free:
-            slot = self._free.pop()
-            self._tokens[slot], self._extras[slot] = tokens, extras
+            index = self._free.pop()
+            self._tokens[index], self._extras[index] = tokens, extras
         else:
-            slot = len(self._tokens)
+            index = len(self._tokens)
             self._tokens.append(tokens)
             self._extras.append(extras)
-            if slot == len(self.rows):
+            if index == len(self.rows):
                 # Doubling keeps the cost per insert constant.
-                grown = np.zeros(2 * slot, _DTYPE)
-                grown[:slot] = self.rows
-                grown["id"][slot:] = _NO_ID
+                grown = np.zeros(2 * index, _DTYPE)
+                grown[:index] = self.rows
+                grown["id"][index:] = _NO_ID
                 self.rows = grown
-        self.rows[slot] = (*row, len(responses.slots))
-        responses.slots.append(slot)
+        self.rows[index] = (*row, len(responses.indices))
+        responses.indices.append(index)
         self.num_rows += 1
         self.num_bytes += len(tokens) + len(extras) + RESPONSE_OVERHEAD_BYTES
         self._count(responses, row, 1)
@@ -235,27 +237,27 @@ class TrajectoryStore:
                 self._newest = row[MERGED]
                 self._joinable.clear()
             # An entry may outlive its row; the ID reveals that.
-            self._joinable[self._key(row, tokens, extras)] = slot, row[ID]
+            self._joinable[self._key(row, tokens, extras)] = index, row[ID]
         if self._heap is not None:
             if len(self._heap) > 2 * self.num_rows + 1024:
                 self._heap = None  # most entries are stale
             else:
-                heapq.heappush(self._heap, _heap_key(row, slot))
+                heapq.heappush(self._heap, _heap_key(row, index))
 
-    def _take_out(self, responses: _Responses, slot: int, row: tuple[Any, ...]) -> None:
+    def _take_out(self, responses: _Responses, index: int, row: tuple[Any, ...]) -> None:
         """Undo `_put`; the prompt stays, even without responses."""
-        last = responses.slots.pop()
-        if last != slot:
+        last = responses.indices.pop()
+        if last != index:
             position = row[-1]
-            responses.slots[position] = last
+            responses.indices[position] = last
             self.rows["position"][last] = position
-        payload = len(self._tokens[slot]) + len(self._extras[slot])
+        payload = len(self._tokens[index]) + len(self._extras[index])
         self.num_rows -= 1
         self.num_bytes -= payload + RESPONSE_OVERHEAD_BYTES
         self._count(responses, row, -1)
-        self.rows["id"][slot] = _NO_ID
-        self._tokens[slot] = self._extras[slot] = b""
-        self._free.append(slot)
+        self.rows["id"][index] = _NO_ID
+        self._tokens[index] = self._extras[index] = b""
+        self._free.append(index)
 
     def _count(self, responses: _Responses, row: Sequence[Any], sign: int) -> None:
         """Add the responses of a row to the sums (`sign` 1), or subtract them (`sign` -1)."""
@@ -286,14 +288,14 @@ class TrajectoryStore:
         log-probs and reward parts in `extras`.
         """
         stores = [self._prompts[prompt_id] for prompt_id in prompt_ids]
-        sizes = [len(responses.slots) for responses in stores]
-        chained = itertools.chain.from_iterable(responses.slots for responses in stores)
-        slots = np.fromiter(chained, np.int64, sum(sizes))
+        sizes = [len(responses.indices) for responses in stores]
+        chained = itertools.chain.from_iterable(responses.indices for responses in stores)
+        indices = np.fromiter(chained, np.int64, sum(sizes))
         arrays, prompts = pack_prompts([responses.prompt for responses in stores])
         arrays["store_sizes"] = np.array(sizes, np.int64)
-        arrays.update({f"row_{name}": self.rows[name][slots] for name, _ in FIELDS})
-        arrays.update(flatten([self._tokens[slot] for slot in slots.tolist()], "tokens"))
-        arrays.update(flatten([self._extras[slot] for slot in slots.tolist()], "extras"))
+        arrays.update({f"row_{name}": self.rows[name][indices] for name, _ in FIELDS})
+        arrays.update(flatten([self._tokens[index] for index in indices.tolist()], "tokens"))
+        arrays.update(flatten([self._extras[index] for index in indices.tolist()], "extras"))
         meta = {
             "prompts": prompts,
             "settings": self._settings.to_json(),
@@ -326,6 +328,6 @@ class TrajectoryStore:
         return store
 
 
-def _heap_key(row: Sequence[Any], slot: int) -> int:
+def _heap_key(row: Sequence[Any], index: int) -> int:
     """Return an integer that sorts by version, then ID; a tuple takes three times the memory."""
-    return (row[VERSION] << 96) | (row[ID] << 32) | slot
+    return (row[VERSION] << 96) | (row[ID] << 32) | index

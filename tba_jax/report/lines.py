@@ -59,7 +59,7 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=256)  # A run writes few kinds of lines.
 def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
-    """Return a getter of the number fields of lines with these names, and the other names."""
+    """Return a getter of a line's number fields, and the names of its other fields."""
     others = [x for x in names if x in ("step", "eval/metric") or x.endswith("_histogram")]
     return _picker([x for x in names if x not in others]), tuple(others)
 
@@ -68,7 +68,7 @@ def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any],
 def _event_layout(
     names: tuple[str, ...],
 ) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
-    """Return a getter of the time fields of events with these names, and other checked names."""
+    """Return a getter of an event's time fields, and the names of its other checked fields."""
     others = tuple(x for x in names if x in _EVENT_FIELDS)
     return _picker([x for x in names if x.endswith("_s")]), others
 

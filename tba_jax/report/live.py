@@ -108,7 +108,7 @@ class SampledLog:
 
 
 def _newest_part(path: Path) -> int:
-    """Return the first byte of a line that is about `_SCHEDULE_BYTES` before the end of a log."""
+    """Return the byte offset of the first line within the last `_SCHEDULE_BYTES` of a log."""
     if not path.exists() or path.stat().st_size <= _SCHEDULE_BYTES:
         return 0
     with open(path, "rb") as file:

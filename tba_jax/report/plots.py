@@ -474,7 +474,7 @@ def _stack(
 
 
 def optimisation(run: Run, theme: Theme) -> "Figure | None":
-    """Draw small multiples of loss, log ratio, log Z, gradient norm, sample size and staleness."""
+    """Draw panels of loss, log ratio, log Z, gradient norm, effective sample size, staleness."""
     panels = [
         ("TB loss", "train/tb_loss"),
         ("log ratio to the reference (nats)", "train/kl_reference"),

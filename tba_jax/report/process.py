@@ -19,7 +19,7 @@ _REST = 50.0  # pause after a rewrite, in multiples of its duration: at most 2 %
 
 
 class ReportProcess:
-    """Starts `python -m tba_jax.report` at intervals, to write the report of the run.
+    """Starter of `python -m tba_jax.report`, which writes the report of the run, at intervals.
 
     Args:
         note: prints the address of the page.

@@ -12,7 +12,7 @@ from tba_jax.settings import ConfigError, load_function
 
 
 class UserFunctions:
-    """Calls users' functions; each returns a dict of numbers by name, or None.
+    """Functions of the user; each returns a dict of numbers by name, or None.
 
     Args:
         field: setting with the names of the functions, separated by commas.

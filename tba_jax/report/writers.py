@@ -27,7 +27,7 @@ _SHOWN_SHARE = 0.05  # smaller shares are not shown
 
 
 class MetricWriter(Protocol):
-    """Writes the metrics of a run."""
+    """Writer of the metrics of a run."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record `values` (metric name -> number, string or list) of one optimiser step."""

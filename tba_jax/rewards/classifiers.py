@@ -34,7 +34,7 @@ MISS_PROB = 0.01
 
 
 class ResponseClassifier(Protocol):
-    """Scores responses to prompts; thread-safe."""
+    """Thread-safe classifier of responses to prompts."""
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]

@@ -52,7 +52,7 @@ class Grades(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grader:
-    """Computes texts, rewards and kinds of responses; thread-safe.
+    """Thread-safe computation of the texts, rewards and kinds of responses.
 
     Attributes:
         decode_text: token ids -> text of each response, special tokens dropped.

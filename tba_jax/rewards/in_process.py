@@ -16,7 +16,7 @@ from tba_jax.rewards.source import ScoreResult
 
 
 class InProcessRewards:
-    """Scores responses in the calling thread.
+    """Reward source that scores responses in the calling thread.
 
     Args:
         names: names of the functions, separated by commas.

@@ -57,7 +57,7 @@ def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 class RewardSource(Protocol):
-    """Scores responses; thread-safe."""
+    """Thread-safe source of the rewards of responses."""
 
     def check(self) -> None:
         """Wait until rewards can be computed.

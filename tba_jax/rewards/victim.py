@@ -131,7 +131,7 @@ def make_victim_decoder(
 
 
 class VictimReward:
-    """Scores attacks; implements `RewardSource`. Concurrent calls use different devices.
+    """Reward source for attacks; concurrent calls use different devices.
 
     Args:
         victim: the model under attack.

@@ -34,7 +34,7 @@ class Summand(NamedTuple):
 
 
 class WeightedSum:
-    """Calls its sources one after the other; thread-safe, because the sources are."""
+    """Weighted sum of thread-safe reward sources, which are called one after the other."""
 
     def __init__(self, summands: Sequence[Summand]) -> None:
         self._summands = tuple(summands)

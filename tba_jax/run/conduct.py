@@ -158,7 +158,7 @@ def _open(
             accept_changed=accept_changed,
             link=link,
             # No other process uses a local folder that mirrors an object store.
-            confirm=hold.confirm if hold is not None and hold.companion is None else _nothing,
+            confirm=hold.confirm if hold is not None and hold.mirroring is None else _nothing,
         )
         run.hold = hold
         if callbacks is not None:

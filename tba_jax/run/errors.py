@@ -143,7 +143,7 @@ def out_of_memory(error: BaseException | None) -> str:
 
 
 class Watchdog:
-    """Ends the process with a message if no step, round or evaluation ends within `limit_s`."""
+    """Timeout that ends the process if no step, round or evaluation ends within `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

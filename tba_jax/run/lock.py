@@ -103,7 +103,8 @@ class Hold:
     Attributes:
         number: fencing number.
         taken_over: line about a previous holder whose heartbeat stopped; "": there was none.
-        companion: worker that starts with the run and that `check` also checks; None: no worker.
+        mirroring: upload to the object store, which starts with the run and which `check` also
+            checks; None: the work directory is a local folder.
 
     Raises:
         UserError: another process holds the directory.
@@ -125,7 +126,7 @@ class Hold:
         self._stop = StopFlag()
         self.number, self.taken_over = self._acquire()
         self._beat_at = clock()
-        self.companion: Mirroring | None = None
+        self.mirroring: Mirroring | None = None
         self._worker = Worker("workdir-lock", self._beat, self._stop, idle_s=beat_s)
         self._worker.start()
 
@@ -136,18 +137,18 @@ class Hold:
         self.release()
 
     def begin(self) -> None:
-        """Start the worker `companion`; called when the run has been built."""
-        if self.companion is not None:
-            self.companion.start()
+        """Start the upload `mirroring`; called when the run has been built."""
+        if self.mirroring is not None:
+            self.mirroring.start()
 
     def check(self) -> None:
-        """Raise a failure of the heartbeat or of the companion, without any I/O.
+        """Raise a failure of the heartbeat or of the upload, without any I/O.
 
         Raises:
             WorkdirLost: the directory was removed, or another process has taken it over.
         """
-        if self.companion is not None:
-            self.companion.check()
+        if self.mirroring is not None:
+            self.mirroring.check()
         try:
             self._stop.check()
         except WorkerError as error:
@@ -296,7 +297,7 @@ def _began(pid: int) -> str:
 
 
 class Mirroring:
-    """Uploads new files of a run's local folder to the bucket, on a worker thread.
+    """Worker thread that uploads new files of a run's local folder to the bucket.
 
     Args:
         patience_s: seconds after which errors of the store end the run.

@@ -291,7 +291,7 @@ def make_decoder(
 
 
 def recorded_experts(config: Config, model_config: TransformerConfig) -> ExpertsShape | None:
-    """Return the shape of the experts that searchers record for a token; None: they do not.
+    """Return the shape of the expert IDs that searchers record for a token; None: no recording.
 
     Raises:
         ConfigError: the model has no experts, or the searchers cannot record them.

@@ -147,7 +147,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class TrainerLocator:
-    """Finds the endpoint of the newest trainer of a run, also after a restart.
+    """Locator of the endpoint of a run's newest trainer, also after a restart.
 
     Args:
         namespace: Ray namespace of the run.

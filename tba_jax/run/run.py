@@ -164,7 +164,7 @@ def schedule_name(process_id: int) -> str:
 
 
 class Samples:
-    """Writes responses of evenly spaced steps of the run.
+    """Writer of responses of evenly spaced steps of the run.
 
     Args:
         log: writer of samples.jsonl; None if another process writes it.

@@ -246,7 +246,7 @@ class _Weights:
 
 
 class SearcherReplay:
-    """Repeats the events of one searcher, each event as late as possible.
+    """Replay of the events of one searcher, each event as late as possible.
 
     Args:
         search: search of the searcher, in its state at the beginning of the run.

@@ -127,7 +127,7 @@ def _lower_nothing(config: Config) -> None:
 
 @contextlib.contextmanager
 def _recording(config: Config, workdir: Path, lower: Lower) -> Iterator[None]:
-    """Record smaller choices in config.json if device memory runs out, for the next attempt."""
+    """If device memory runs out, record smaller sizes in config.json for the next attempt."""
     try:
         yield
     except OutOfMemory as error:
@@ -182,13 +182,13 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
         if begin_or_continue(folder, config) and is_finished(folder, config.num_steps):
             yield folder, None
             return
-        hold.companion = Mirroring(mirror, hold, patience_s=config.checkpoint.timeout_s)
+        hold.mirroring = Mirroring(mirror, hold, patience_s=config.checkpoint.timeout_s)
         try:
             yield folder, hold
         except BaseException:
-            hold.companion.abandon()
+            hold.mirroring.abandon()
             raise
-        hold.companion.finish()
+        hold.mirroring.finish()
 
 
 def _train_fleet(

@@ -22,7 +22,7 @@ from tba_jax.search.sampler import SampledGroup
 
 
 class ReferenceScorer(Protocol):
-    """Computes the summed reference log-probs of padded responses."""
+    """Function that returns the summed reference log-probs of padded responses."""
 
     def __call__(
         self,
@@ -113,8 +113,9 @@ def dispatch_reference(
 
     Args:
         num_responses: number of responses per call.
-        shares_prompts: whether rows hold a prompt and several responses to it: `num_responses` of
-            them if three quarters exist, else a quarter of `num_responses`.
+        shares_prompts: whether a row holds a prompt and several responses to it. A row has room
+            for `num_responses` responses if there are more than three quarters of that number,
+            else for a quarter of it.
     """
     rows: dict[_Bucket, list[_Row]] = {}
     paths = [[_paths(y) for y in group.episodes] for group in groups]

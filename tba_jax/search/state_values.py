@@ -33,7 +33,10 @@ class Continuation(NamedTuple):
 
 
 def states_of(responses: Sequence[np.ndarray], every: int) -> list[np.ndarray]:
-    """Return the distinct states after every `every` tokens, without whole responses."""
+    """Return the distinct states: the starts of responses with a multiple of `every` tokens.
+
+    A whole response is not a state.
+    """
     states = {
         tokens[:end].tobytes(): tokens[:end]
         for tokens in responses

@@ -278,7 +278,10 @@ class Deltas:
         return whole
 
     def _added(self, update: Update) -> str:
-        """Return the new text, except an end that may begin a stop string or a character."""
+        """Return the new text, without an end that may be the start of a stop string or character.
+
+        Such an end is sent when later tokens show what it is.
+        """
         text = self._call.text(update.tokens)
         if not update.finish:
             text = text.rstrip("\ufffd")

@@ -35,7 +35,7 @@ class _Job(NamedTuple):
 
 
 class ServerDecoder:
-    """Opens sessions of one searcher, one at a time.
+    """Source of the sessions of one searcher, one session at a time.
 
     Args:
         server: samples the responses.

@@ -134,7 +134,7 @@ def remove(unfinished: epath.Path, patience_s: float = 2.0) -> None:
 
 
 class Writer:
-    """Names the unfinished folders of saves, and deletes them after a failed save.
+    """Names of the unfinished folders of saves, and their deletion after a failed save.
 
     In a job of several processes, all processes write into the same unfinished folder, so its name
     has no random part.

@@ -94,7 +94,10 @@ def data_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def _of_level(row: Row, study: Study, field: str, level: float) -> np.ndarray:
-    """Return a measurement for each run that reaches a level, of the second half of the seeds."""
+    """Return a measurement of each run at the point where success reaches `level`; nan: never.
+
+    The runs are those of the second half of the seeds, at the selected learning rate.
+    """
     at = study.rates.index(end_of(row, study.rates).rate)
     half = row.measures.success.shape[1] // 2
     values, success = getattr(row.measures, field)[at, half:], row.measures.success[at, half:]

@@ -40,7 +40,7 @@ class _Part(NamedTuple):
 
 
 class _Judge:
-    """Refuses malformed rows, and rows with other columns or types than the first row.
+    """Check that refuses malformed rows, and rows with other columns or types than the first.
 
     Args:
         names: new names of columns.

@@ -41,7 +41,10 @@ def problem(index: int, split: Split) -> tuple[str, str]:
 
 
 def source(name: str) -> random.Random:
-    """Return a random generator seeded by a name; use only `random`, which no release changes."""
+    """Return a random generator seeded by a name.
+
+    Use only its method `random`: results of other methods may change with the Python version.
+    """
     return random.Random(f"tldr_toy 0 {name}")
 
 

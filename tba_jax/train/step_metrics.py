@@ -241,7 +241,7 @@ def batch_metrics(
 
 
 def measured(rows: Rows, policy: Float[Array, "n *r t"], beta: Float[Array, ""]) -> Measured:
-    """Return the measurements of every response, for the target that the objective receives."""
+    """Return the measurements of every response; the residuals use this beta."""
     tokens, responses = rows.tokens, rows.responses
     counted, weight = tokens.counted, responses.weight
     log_ratio = jnp.where(counted, policy - tokens.behavior, 0)

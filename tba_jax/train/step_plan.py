@@ -107,7 +107,7 @@ class NoPeers:
 
 @dataclasses.dataclass(frozen=True)
 class OwnBatches:
-    """Draws batches from this process's replay buffer, and decides for all trainer processes.
+    """Batches from this process's replay buffer, and decisions for all trainer processes.
 
     Args:
         packing: layout of draws in a batch.
@@ -162,7 +162,7 @@ class OwnBatches:
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedBatches:
-    """Receives every step from the process that owns the replay buffer.
+    """Plans and batches received from the process that owns the replay buffer.
 
     Args:
         receive: (step, facts) -> bytes of `pack_decision`; `facts` returns (wants_stop,

@@ -89,7 +89,7 @@ MAX_NONFINITE_STEPS = 3
 
 
 class Trainer:
-    """Makes one optimiser step per `step()`; the driver also calls `publish` and `merge`.
+    """Trainer of the policy: `step` trains one batch; the driver also calls `publish` and `merge`.
 
     Args:
         state: initial or restored train state.

@@ -15,7 +15,7 @@ from tba_jax.weights.transport import Published, Transport
 
 
 class MergingTransport:
-    """Transports adapters; `latest` returns the base weights with the adapters merged in.
+    """Transport of adapters; `latest` returns the base weights with the adapters merged in.
 
     Each searcher's devices hold the base weights from the start of the run. A searcher merges a
     version when it begins to use it, so the trainer waits for the transfer only. Searchers with the

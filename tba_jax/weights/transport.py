@@ -34,7 +34,7 @@ class Published(NamedTuple):
 
 
 class Transport(Protocol):
-    """Publishes the weights of the trainer and delivers them to searchers."""
+    """Transport of the trainer's published weights to searchers."""
 
     @property
     def delivery_s(self) -> float:
@@ -142,7 +142,7 @@ def _after_some_work(x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass
-class Parcel:
+class Delivery:
     """A publication that is being delivered.
 
     Attributes:
@@ -157,7 +157,7 @@ class Parcel:
 
 
 class Undelivered:
-    """Holds at most one publication: the newest that has not been delivered.
+    """The newest publication that has not been delivered, if any.
 
     A newer publication replaces it, so that the trainer never waits for a slow delivery and
     searchers get the newest weights.
@@ -169,7 +169,7 @@ class Undelivered:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._waiting: Parcel | None = None
+        self._waiting: Delivery | None = None
         # Time of the first publication after the last delivery.
         self._since: float | None = None
 
@@ -190,7 +190,7 @@ class Undelivered:
                     "hang. Repair them or raise --config.checkpoint.timeout_s, then run the same "
                     "command again"
                 )
-            self._waiting = Parcel(version, params, now)
+            self._waiting = Delivery(version, params, now)
             self._changed.notify_all()
 
     def wait(self, wait_s: float) -> None:
@@ -198,7 +198,7 @@ class Undelivered:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None, wait_s)
 
-    def take(self) -> Parcel | None:
+    def take(self) -> Delivery | None:
         """Remove and return the waiting publication; None if there is none."""
         with self._changed:
             taken, self._waiting = self._waiting, None
@@ -210,8 +210,8 @@ class Undelivered:
             self._since = None if self._waiting is None else self._waiting.since
 
 
-class Mailbox:
-    """Holds the newest version on each searcher's devices."""
+class Delivered:
+    """The newest delivered version, on each searcher's devices."""
 
     def __init__(self, shardings: Sequence[Any]) -> None:
         self._shardings = list(shardings)
@@ -270,7 +270,7 @@ class DeliveringTransport(abc.ABC):
     ) -> None:
         self.delivery_s = 0.0
         self._program = program
-        self._mailbox = Mailbox(shardings)
+        self._delivered = Delivered(shardings)
         self._undelivered = Undelivered(timeout_s)
         self._delivering = threading.Lock()
 
@@ -282,28 +282,28 @@ class DeliveringTransport(abc.ABC):
         """Deliver the newest publication; return whether there was one."""
         self._undelivered.wait(wait_s)
         with self._delivering:
-            parcel = self._undelivered.take()
-            if parcel is None:
+            delivery = self._undelivered.take()
+            if delivery is None:
                 return False
-            self._carry(parcel)
-            self._mailbox.put(parcel.version, parcel.params)
+            self._carry(delivery)
+            self._delivered.put(delivery.version, delivery.params)
             self._undelivered.note_delivery()
-            self.delivery_s = time.monotonic() - parcel.since
+            self.delivery_s = time.monotonic() - delivery.since
             return True
 
     def latest(self, reader: int) -> Published | None:
         """Return the newest delivered version on the reader's devices; None before the first."""
-        return self._mailbox.latest(reader)
+        return self._delivered.latest(reader)
 
     @abc.abstractmethod
-    def _carry(self, parcel: Parcel) -> None:
-        """Transfer the weights, and set `parcel.params` to the result in the searchers' layout."""
+    def _carry(self, delivery: Delivery) -> None:
+        """Transfer the weights; set `delivery.params` to the result in the searchers' layout."""
 
 
 class MemoryTransport(DeliveringTransport):
     """Transport inside one process."""
 
-    def _carry(self, parcel: Parcel) -> None:
+    def _carry(self, delivery: Delivery) -> None:
         """Do nothing: the weights are in memory."""
 
     def settle(self) -> None:

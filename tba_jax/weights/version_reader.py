@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.devices.platform import return_free_memory
-from tba_jax.weights.transport import Layout, Mailbox, Published
+from tba_jax.weights.transport import Delivered, Layout, Published
 from tba_jax.weights.versions import PublicationError, Versions
 
 _TRIM_PERIOD_S = 60.0  # least time between two returns of freed memory to the operating system
@@ -51,7 +51,7 @@ class VersionReader:
         self._layout: Layout = (lambda params: params) if layout is None else layout
         self._clock = clock
         self._changed = threading.Condition()
-        self._mailbox = Mailbox(shardings)
+        self._delivered = Delivered(shardings)
         self._announced = self._read = -1
         self._failing_since: float | None = None
         self._trimmed_at = clock()
@@ -66,11 +66,11 @@ class VersionReader:
         """Forget all versions that were read: their trainer was replaced."""
         with self._changed:
             self._announced = self._read = -1
-            self._mailbox = Mailbox(self._shardings)
+            self._delivered = Delivered(self._shardings)
 
     def latest(self, reader: int) -> Published | None:
         """Return the newest version that was read, on the devices of searcher `reader`."""
-        return self._mailbox.latest(reader)
+        return self._delivered.latest(reader)
 
     def poll(self, wait_s: float = 0.0) -> bool:
         """Read the newest version, unless it was read before.
@@ -80,7 +80,7 @@ class VersionReader:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._announced > self._read, wait_s)
-            version, mailbox = self._announced, self._mailbox
+            version, delivered = self._announced, self._delivered
             if version <= self._read:
                 return False
         start = self._clock()
@@ -99,10 +99,10 @@ class VersionReader:
                     "run the same command again"
                 ) from error
             return False
-        mailbox.put(version, self._layout(restored))
+        delivered.put(version, self._layout(restored))
         self._failing_since = None
         with self._changed:
-            if mailbox is self._mailbox:
+            if delivered is self._delivered:
                 self._read = version
         if self._clock() - self._trimmed_at >= _TRIM_PERIOD_S:
             self._trimmed_at = self._clock()
@@ -121,9 +121,9 @@ class VersionReader:
                 f"published weights {self.source.path(version)} are deleted or damaged "
                 f"({found[0]}). Run the same command again to continue from the newest checkpoint"
             )
-        mailbox = Mailbox(self._shardings)
-        mailbox.put(version, self._layout(self.source.read(version, self._abstract)))
-        found_here = [mailbox.latest(i) for i in range(len(self._shardings))]
+        delivered = Delivered(self._shardings)
+        delivered.put(version, self._layout(self.source.read(version, self._abstract)))
+        found_here = [delivered.latest(i) for i in range(len(self._shardings))]
         return [published.params for published in found_here if published is not None]
 
     def publish(self, version: int, params: Any) -> None:

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from tba_jax.devices.sharding import storable
 from tba_jax.models.trees import check_same_tree
 from tba_jax.storage import saves
-from tba_jax.weights.transport import DeliveringTransport, Layout, Parcel, Published
+from tba_jax.weights.transport import DeliveringTransport, Delivery, Layout, Published
 from tba_jax.weights.versions import PublicationError, Versions, not_published
 
 POLL_S = 0.05
@@ -53,7 +53,7 @@ _ALONE = Members(0, (0,))
 
 
 class VersionWriter:
-    """Writes versions for readers in other processes.
+    """Writer of versions for readers in other processes.
 
     `publish` copies the weights to the host on the trainer's thread, in all training processes at
     the same step; `poll`, on another thread, waits for the files and lists them.
@@ -192,20 +192,21 @@ class CheckpointTransport(DeliveringTransport):
         )
         self._abstract: Any = None
 
-    def _carry(self, parcel: Parcel) -> None:
+    def _carry(self, delivery: Delivery) -> None:
         """Write the version, and restore it for the searchers.
 
         Raises:
             PublicationError: the files are damaged, or cannot be written or read.
         """
-        version, versions = parcel.version, self._writer.versions
+        version, versions = delivery.version, self._writer.versions
         if self._abstract is None:
             self._abstract = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parcel.params
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                delivery.params,
             )
-        check_same_tree(self._abstract, parcel.params)
+        check_same_tree(self._abstract, delivery.params)
         for _ in range(2):  # if the files are damaged, they are written once more from memory
-            self._writer.publish(version, parcel.params)
+            self._writer.publish(version, delivery.params)
             self._writer.poll()
             if not (found := versions.damage(version)):
                 break
@@ -214,8 +215,8 @@ class CheckpointTransport(DeliveringTransport):
                 f"published weights {versions.path(version)} are damaged after two attempts to "
                 f"write them: {found[0]}. Repair the storage, then run the same command again"
             )
-        parcel.params = None  # the restored copy replaces these arrays
-        parcel.params = self._layout(versions.read(version, self._abstract))
+        delivery.params = None  # the restored copy replaces these arrays
+        delivery.params = self._layout(versions.read(version, self._abstract))
 
     def settle(self) -> None:
         """Do nothing: only `poll` may wait for storage."""

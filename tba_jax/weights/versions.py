@@ -210,9 +210,10 @@ class Versions:
                 return version
             note(f"published weights {self.path(version)} are damaged: {found[0]}")
             if wanted is not None:
+                others = [v for v in named if v != version]
+                remedy = f"Give another version: {others}" if others else "No other version exists"
                 raise PublicationError(
-                    f"published weights {self.path(version)} are damaged: {found[0]}. Give "
-                    f"another version: {[v for v in named if v != version] or 'none is left'}"
+                    f"published weights {self.path(version)} are damaged: {found[0]}. {remedy}"
                 )
         raise PublicationError(
             f"{self.folder} has no intact published version; listed: {named or 'none'}. Run with "

@@ -58,4 +58,4 @@ def test_the_table_has_a_line_for_each_number():
 
 def test_numbers_that_are_none_are_one_line(capsys):
     assert main(["--searchers=many"]) == 1
-    assert "--searchers=many: wanted numbers with commas" in capsys.readouterr().err
+    assert "--searchers=many: not a list of numbers" in capsys.readouterr().err

@@ -224,6 +224,6 @@ def test_what_is_evicted_is_not_drawn_again():
     buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=3, round=1)], 5)
     (draw,) = (d for d in buffer.sample(2, 2, 5) if d.prompt.prompt_id == 1)
     assert {y.version_min for y in draw.trajectories} == {3}
-    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "reuse")
-    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "reuse")
+    buffer._contents._evict(buffer._contents.store.indices(2)[0].item(), "reuse")
+    buffer._contents._evict(buffer._contents.store.indices(2)[0].item(), "reuse")
     assert fresh_prompts(buffer.sample(2, 2, 5)) == [1, 1]

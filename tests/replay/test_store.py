@@ -17,7 +17,7 @@ from tba_jax.replay.store import (
 
 
 def test_many_inserts_and_removals_agree_with_a_dictionary():
-    """6,000 operations: the table grows twice, freed slots are used again, heaps are remade.
+    """6,000 operations: the table grows twice, freed rows are used again, heaps are remade.
 
     Merges of 30 insertions each; a response of few tokens, versions and rewards is often equal.
     """
@@ -39,29 +39,29 @@ def test_many_inserts_and_removals_agree_with_a_dictionary():
             else:
                 equal[2] += 1
         else:
-            slot = store.oldest()
+            index = store.oldest()
             first_id = min(model, key=lambda i: (model[i][1].version_min, i))
             _, y, count, uses = model[first_id]
-            row = store.rows[slot].item()
+            row = store.rows[index].item()
             assert (row[ID], row[COUNT], row[USES]) == (first_id, count, uses)
-            (back,) = store.trajectories([slot], [row])
+            (back,) = store.trajectories([index], [row])
             assert_same_trajectory(back, y)
             if rng.random() < 0.3:
-                assert store.use(np.array([slot]), np.array([2]))[0][USES] == uses
+                assert store.use(np.array([index]), np.array([2]))[0][USES] == uses
                 model[first_id][3] += 2
             elif rng.random() < 0.5 and count > 1:
-                store.remove(slot, 1)
+                store.remove(index, 1)
                 model[first_id][2] -= 1
             else:
-                assert store.remove(slot)[ID] == first_id
+                assert store.remove(index)[ID] == first_id
                 del model[first_id]
         responses = sum(count for _, _, count, _ in model.values())
         assert (store.num_trajectories, store.num_rows) == (responses, len(model))
     assert store.count_listed() == responses > len(model) > 1024
     for prompt_id in range(4):
-        slots = store.slots(prompt_id)
-        rows = store.rows[slots].tolist()
-        for row, back in zip(rows, store.trajectories(slots.tolist(), rows), strict=True):
+        indices = store.indices(prompt_id)
+        rows = store.rows[indices].tolist()
+        for row, back in zip(rows, store.trajectories(indices.tolist(), rows), strict=True):
             assert_same_trajectory(back, model[row[ID]][1])
     assert store.sum_versions == sum(n * y.version_min for _, y, n, _ in model.values())
     assert store.sum_rewards == sum(n * y.reward for _, y, n, _ in model.values())
@@ -70,8 +70,8 @@ def test_many_inserts_and_removals_agree_with_a_dictionary():
         make_prompt(p).tokens.nbytes + len(f"prompt {p}") + PROMPT_OVERHEAD_BYTES for p in range(4)
     )
     assert store.num_bytes == len(model) * (8 + RESPONSE_OVERHEAD_BYTES) + prompt_bytes
-    while (slot := store.oldest()) is not None:
-        store.remove(slot)
+    while (index := store.oldest()) is not None:
+        store.remove(index)
     assert (store.num_trajectories, store.num_bytes, len(store)) == (0, 0, 0)
     assert (store.num_rows, store.sum_uses, store.sum_versions) == (0, 0, 0)
 
@@ -81,8 +81,8 @@ def test_a_removed_row_is_joined_by_no_equal_response():
     insert = functools.partial(store.insert, make_prompt(1), merged=4)
     assert insert(make_trajectory(1, [5]), row_id=0)
     assert not insert(make_trajectory(1, [5]), row_id=1)
-    store.remove(store.slots(1)[0].item())
-    # Another response takes the free slot.
+    store.remove(store.indices(1)[0].item())
+    # Another response takes the free row.
     assert insert(make_trajectory(1, [6]), row_id=2)
     assert insert(make_trajectory(1, [5]), row_id=3)
     assert store.num_trajectories == store.num_rows == 2
@@ -96,7 +96,7 @@ def test_a_restored_store_unites_with_what_it_had_of_the_newest_merge():
     for which in (store, restored):
         assert not which.insert(make_prompt(1), make_trajectory(1, [6]), row_id=2, merged=4)
         assert which.insert(make_prompt(1), make_trajectory(1, [5]), row_id=2, merged=4)
-        assert which.rows["count"][which.slots(1)].tolist() == [1, 2, 1]
+        assert which.rows["count"][which.indices(1)].tolist() == [1, 2, 1]
 
 
 def test_a_table_that_grew_holds_no_phantom_rows():
@@ -115,11 +115,11 @@ def test_stale_heap_entries_do_not_pile_up():
     assert int(store.rows["id"][store.oldest()]) == 0
     for row_id in range(1, 5000):
         # Each replaces the one before, whose entry is behind that of row 0.
-        before = store.slots(1)[1:].tolist()
+        before = store.indices(1)[1:].tolist()
         y = make_trajectory(1, [7], version=1)
         store.insert(make_prompt(1), y, row_id=row_id, merged=0)
-        for slot in before:
-            store.remove(slot)
+        for index in before:
+            store.remove(index)
         assert len(store._heap or ()) < 1100
     assert int(store.rows["id"][store.oldest()]) == 0
     store.remove(store.oldest())
@@ -131,7 +131,7 @@ def test_a_restored_store_has_the_same_sums_to_the_last_bit():
     for row_id, reward in enumerate((1e16, 1.0, 1.0)):
         y = make_trajectory(1, [row_id], reward=reward)
         store.insert(make_prompt(1), y, row_id=row_id, merged=0)
-    store.remove(store.slots(1)[0].item())
+    store.remove(store.indices(1)[0].item())
     restored = TrajectoryStore.restored(*store.snapshot([1]))
     assert store.sum_rewards != 2.0  # rounding is in it
     assert restored.sum_rewards == store.sum_rewards
