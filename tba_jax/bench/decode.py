@@ -73,14 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = reporting.make_parser("decode", __doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="Hugging Face model folder; default: random weights")
-    which.add_argument("--shape", default="39m", choices=_SHAPES, help="shape of random weights")
+    which.add_argument(
+        "--shape", default="39m", choices=_SHAPES, help="model shape for random weights"
+    )
     parser.add_argument("--workload", default="uniform", choices=WORKLOADS)
     for name in ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens"):
         parser.add_argument(f"--{name}", type=int, help="default: that of the workload")
     parser.add_argument("--num_slots", type=int, default=0, help="decode slots; 0: all responses")
     parser.add_argument("--chunk_steps", type=int, default=8, help="decode steps of a chunk")
     parser.add_argument(
-        "--quantization", default="none", choices=("none", "int8", "fp8"), help="weights"
+        "--quantization",
+        default="none",
+        choices=("none", "int8", "fp8"),
+        help="quantization of the weights",
     )
     parser.add_argument(
         "--queued", default="", help="queue lengths to compare, such as 64,256,1024"
@@ -174,8 +179,8 @@ def _numbers(text: str) -> list[int]:
         numbers = [0]
     if any(n < 1 or n % _QUEUE_STEP for n in numbers):
         raise ValueError(
-            f"got --queued={text}; wanted multiples of {_QUEUE_STEP}, whole rounds of the slots, "
-            "such as 64,256,1024"
+            f"--queued={text}: each queue length must be a positive multiple of {_QUEUE_STEP}. Set "
+            "--queued=64,256,1024"
         )
     return numbers
 

@@ -350,11 +350,17 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = make_parser("fleet", __doc__)
-    parser.add_argument("--searchers", default="0,1,10,100,1000", help="numbers, with commas")
-    parser.add_argument("--period_s", type=float, default=60.0, help="time between two puts")
-    parser.add_argument("--seconds", type=float, default=60.0, help="measured time per number")
+    parser.add_argument(
+        "--searchers", default="0,1,10,100,1000", help="numbers of searchers, with commas"
+    )
+    parser.add_argument(
+        "--period_s", type=float, default=60.0, help="seconds between two puts of a searcher"
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each number")
     parser.add_argument("--windows", type=int, default=6, help="parts of the measured time")
-    parser.add_argument("--responses", type=int, default=128, help=f"per put; {SAMPLES} per ticket")
+    parser.add_argument(
+        "--responses", type=int, default=128, help=f"responses per put, {SAMPLES} per ticket"
+    )
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a response")
     parser.add_argument("--step_ms", type=float, default=100.0, help="approximate time of a step")
     parser.add_argument("--threads", type=int, default=16, help="concurrent puts")

@@ -131,9 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("structure", __doc__)
     parser.add_argument("--config", default="math:gsm8k", help="a preset or a file, as for plan")
     parser.add_argument(
-        "--targets", default="h100:8,v5e:2x4,v5p:2x2x1", help="as plan's --topology, with commas"
+        "--targets",
+        default="h100:8,v5e:2x4,v5p:2x2x1",
+        help="values of --topology of tba_jax.plan, with commas",
     )
-    parser.add_argument("--programs", default=",".join(PROGRAMS), help="only these")
+    parser.add_argument(
+        "--programs", default=",".join(PROGRAMS), help="programs to compile, with commas"
+    )
     parser.add_argument("--timeout_s", type=float, default=1800.0, help="limit per compilation")
     argv = sys.argv[1:] if argv is None else list(argv)
     overrides = [x for x in argv if x.startswith("--config.")]

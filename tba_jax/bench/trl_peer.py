@@ -96,7 +96,7 @@ def time_steps(job: dict[str, Any]) -> None:
 
 
 def _timed(base: type) -> type:
-    """Return a trainer that measures sampling and the rest of the work before training."""
+    """Return a subclass of a TRL trainer that times sampling, and all work before training."""
 
     class Timed(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

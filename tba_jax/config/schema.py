@@ -83,7 +83,7 @@ class Config:
     """Configuration of a run: top-level settings, and one section of settings for each part."""
 
     name: str = field("default", "name of the run's folder: FILE/PRESET, set by the preset")
-    seed: int = field(0, "root of every random number of the run", at_least=0)
+    seed: int = field(0, "root seed of all random numbers of the run", at_least=0)
     driver: Literal["async", "sync"] = field(
         "async", "async: searcher threads concurrent with the trainer; sync: one thread"
     )

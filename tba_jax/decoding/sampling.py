@@ -173,7 +173,7 @@ def _least_kept_weight(
         """Return the largest threshold t of each row for which amount(t) is at least the goal.
 
         Args:
-            is_used: bool [b], whether the row uses the filter.
+            is_used: bool [b], whether the row uses the filter, top-k or top-p.
             amount: t [b] -> number or mass of the weights that are at least t.
             goal: returns the amount to keep, [b]; positive where `is_used`.
             least: [b], result of rows that do not use the filter.

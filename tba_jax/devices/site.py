@@ -21,8 +21,9 @@ class Site:
     """Devices and their lock; hashable.
 
     Attributes:
-        mesh: the devices; an empty mesh: any single device, that of a program's arguments.
-        lock: lock of threads that launch programs there; None: they cannot block one another.
+        mesh: the devices. An empty mesh stands for the single device of a program's arguments.
+        lock: lock of threads that launch programs on the devices; None: the threads cannot block
+            one another.
         any_of: platform of the device if the mesh is empty.
     """
 
@@ -37,7 +38,7 @@ class Site:
 
     @property
     def is_divided(self) -> bool:
-        """Whether programs here run on several devices."""
+        """Whether programs at this site run on several devices."""
         return self.mesh.size > 1
 
     @property

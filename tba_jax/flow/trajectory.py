@@ -69,7 +69,8 @@ class Trajectory:
             if the trainer scores the reference.
         version_min: oldest policy version that drew a token of this response.
         version_max: newest policy version that drew a token of this response.
-        round: number of the round of that searcher.
+        searcher: ID of the searcher that committed the response.
+        round: number of the searcher's round or ticket.
         is_sampled: bool [t], True where the policy sampled the token and False where an environment
             wrote it; None: every token is sampled.
         token_advantages: float32 [t], estimated by sampling continuations from states of the

@@ -308,7 +308,7 @@ def _seen(
     of_keys: Int[Array, " c"],
     window: int | None,
 ) -> Bool[Array, "b q c"]:
-    """Return whether each query sees each key, both with these indices in their row."""
+    """Return whether queries at indices `of_queries` of a row see keys at indices `of_keys`."""
     seen = (of_keys[None, :] <= of_queries[:, None])[None] & keys.mask[:, None, :]
     if keys.segments is not None and queries.segments is not None:
         related = keys.segments[:, None, :] == queries.segments[:, :, None]

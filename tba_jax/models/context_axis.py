@@ -149,7 +149,7 @@ def attend_causal(
 
 
 def _balanced(x: Float[Array, "b t *rest"], n: int) -> Float[Array, "b t *rest"]:
-    """Return the parts i and 2n - 1 - i on device i, which has the parts 2i and 2i + 1 of 2n."""
+    """Give device i the parts i and 2n - 1 - i; before, it has the parts 2i and 2i + 1 of 2n."""
     even, odd = jnp.split(x, 2, axis=1)
     to = [_device_of(part, n) for part in range(2 * n)]
     even = jax.lax.ppermute(even, CONTEXT, [(i, to[2 * i]) for i in range(n)])

@@ -140,12 +140,16 @@ def micro_batch_rows(
 ) -> int:
     """Return the config's micro-batch size if the mesh divides it, else the nearest divisible size.
 
-    The size is raised where memory allows. Padded rows are raised to whole groups on each device
-    if the config asks for whole groups, whose prompts are then computed once, or if rows share
-    prompts. Otherwise groups that share prompts get as many rows as fit, because each part of a
-    group computes the prompt again. Packed rows are raised to as many whole groups as fit, because
-    each micro-batch reads weights and gradients once. A size that does not fit is lowered to the
-    largest size that fits.
+    If the memory permits, the size is raised:
+
+    - With padded rows, to whole groups on each device, if the configured size is a multiple of the
+      group size or rows share prompts.
+    - With shared prompts, if whole groups do not fit, to as many rows as fit, because each part of
+      a group computes the prompt again.
+    - With packed rows, to as many whole groups as fit, because each micro-batch reads weights and
+      gradients once.
+
+    A size that does not fit is lowered to the largest size that fits.
     """
     wanted, num_parts = config.batch.micro_batch_rows, mesh.num_parts
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
@@ -190,9 +194,10 @@ def sizes(
     """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
 
     The decode slots are the responses of a round, halved until they fit the memory. On shared
-    devices, a small micro-batch must fit in addition. A micro-batch has as many rows as fit; on
-    CPUs whole groups whose logits are kept for the backward pass, if there are some.
-    `model.remat` is `dots` if whole groups then fit each device.
+    devices, a small micro-batch must fit in addition. A micro-batch has as many rows as fit. On
+    CPUs its logits must also fit the memory that is kept for the backward pass, if one group per
+    device does. `model.remat`, if auto, is the first of `_remats` with which one group per device
+    fits.
 
     Args:
         config: config of the run, with its final placement.

@@ -82,7 +82,7 @@ class Contents:
         return rows
 
     def evict_used_up(self, indices: Sequence[int]) -> None:
-        """Evict those rows that reached max_reuse."""
+        """Evict the rows at these indices that reached max_reuse."""
         most = self._settings.max_reuse
         for index in indices if most else ():
             row = self.store.rows[index]

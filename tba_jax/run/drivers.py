@@ -54,7 +54,7 @@ _STARVED_BATCHES = 20
 
 
 def rounds_per_sync(run: Run) -> int:
-    """Return the number of rounds per searcher and publication that fill the fresh batch rows."""
+    """Return the rounds per searcher and publication that give every batch slot a prompt."""
     config = run.config
     prompts = config.batch.num_prompts * config.sync_period
     return -(-prompts // (config.search.prompts_per_round * run.shared.sites.num_searchers))

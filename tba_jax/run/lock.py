@@ -190,7 +190,8 @@ class Hold:
             if self._clock() - self._beat_at > self._expire_s:
                 raise WorkdirLost(
                     f"no heartbeat could be written to {self._store} for {self._expire_s:.0f} s "
-                    f"({error}), so that another process may take it over"
+                    f"({error}); another process may take it over. Repair the storage, then run "
+                    "the same command again"
                 ) from error
         return False  # the worker sleeps until the next call
 

@@ -88,7 +88,7 @@ class Loaded:
         folder: folder of its files.
         version: version of the weights.
         users: number of searchers and unfinished requests that sample with the adapter.
-        loaded_s: time at which the adapter was last loaded again.
+        loaded_s: time of the last repeated load, by `time.monotonic`; 0: loaded once.
     """
 
     name: str

@@ -408,7 +408,10 @@ def _settings(
         )
     decode = served.tokenizer.decode
     if stop and given.get("min_tokens"):
-        raise ApiError("min_tokens with stop: a text cannot be prevented. Leave out one of them")
+        raise ApiError(
+            "min_tokens with stop: a stop text cannot be prevented before min_tokens tokens. Leave "
+            "out one of them"
+        )
     stops = StopStrings(stop, lambda ids: decode(ids, skip_special=False)) if stop else None
     default = served.sampling or SamplingSettings(room)
     settings = SamplingSettings(

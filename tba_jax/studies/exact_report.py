@@ -2,7 +2,7 @@
 """Tables and figures of the studies on enumerable problems.
 
 The first half of the seeds selects the learning rate of an objective in a case; the second half is
-reported. Only slopes are fitted values.
+reported. Slopes are least-squares fits; no other value is fitted.
 """
 
 from collections.abc import Sequence
