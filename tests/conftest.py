@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,6 +23,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 MAX_CACHED_BYTES = 2 * 2**30
+WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def open_test_cache() -> Path:
@@ -61,6 +63,17 @@ def cache_home(tmp_path_factory):
 def cache():
     """Return the compilation cache of the processes that the tests start."""
     return COMPILED
+
+
+@pytest.fixture(autouse=True)
+def unchanged_signals():
+    """A test leaves the session's signal handlers, some of which ignore their signal.
+
+    A session under nohup whose SIGHUP is no longer ignored ends with its terminal.
+    """
+    before = {number: signal.getsignal(number) for number in WATCHED}
+    yield
+    assert {number: signal.getsignal(number) for number in WATCHED} == before
 
 
 @pytest.fixture

@@ -26,26 +26,32 @@ def test_a_signal_is_a_flag_and_a_second_one_has_its_usual_effect(usr1):
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_a_second_hangup_is_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
+@contextlib.contextmanager
+def hangups(handler):
+    """Handle SIGHUP so, whatever the session does: under nohup it ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, handler)
     try:
-        with contextlib.closing(Interruption((signal.SIGHUP,))) as interruption:
-            for _ in range(3):
-                os.kill(os.getpid(), signal.SIGHUP)
-            assert interruption.signal_number == signal.SIGHUP
+        yield
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_second_hangup_is_ignored():
+    with (
+        hangups(signal.SIG_DFL),
+        contextlib.closing(Interruption((signal.SIGHUP,))) as interruption,
+    ):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert interruption.signal_number == signal.SIGHUP
+
+
 def test_a_signal_that_was_ignored_stays_ignored():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with hangups(signal.SIG_IGN):
         with contextlib.closing(Interruption()) as interruption:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not interruption()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 PRINTING = """

@@ -66,21 +66,32 @@ def test_others_may_end_by_themselves(capfd):
     assert code == 4 and "[1] done" in out and "killed" not in err
 
 
-def test_an_interruption_reaches_every_process(capfd):
+def test_an_interruption_reaches_every_process(capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("READY", str(tmp_path))
     body = """
     def stop(*_):
         print("saved", flush=True)
         sys.exit(0)
     signal.signal(signal.SIGINT, stop)
-    print("ready", flush=True)
+    open(os.path.join(os.environ["READY"], str(who)), "w").close()
     time.sleep(60)
     """
-    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    is_over = threading.Event()
+
+    def interrupt():
+        # Earlier, the signal would end a process without a handler; later, this one.
+        while not is_over.wait(0.02):
+            if len(os.listdir(tmp_path)) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         code, out, _ = run(body, capfd)
     finally:
-        timer.cancel()
+        is_over.set()
+        thread.join()
     assert code == 0 and "[0] saved" in out and "[1] saved" in out
 
 
