@@ -51,7 +51,10 @@ def kills(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict
         name = draws.choice(["SearcherProcess", "SearcherProcess", "TrainerProcess"])
         which = draws.randrange(3)
         # One that died just now may be on its way back.
-        fleet.until(lambda name=name, which=which: fleet.kill(name, which) or _over(fleet))
+        fleet.until(
+            lambda name=name, which=which: fleet.kill(name, which) or _over(fleet),
+            f"a process ray::{name}",
+        )
         if not _over(fleet):
             killed.append(name)
     return {"killed": killed, **_ended(fleet, num_steps)}
@@ -68,9 +71,10 @@ def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> di
     for _ in range(args.kills):
         fleet.until_step(fleet.num_steps() + 2)
         time.sleep(draws.uniform(0.0, 3.0))
-        fleet.until(lambda: fleet.kill("TrainerProcess"))  # it may be on its way back
+        # It may be on its way back.
+        fleet.until(lambda: fleet.kill("TrainerProcess"), "a process ray::TrainerProcess")
         killed.append(fleet.num_steps())
-    fleet.until(lambda: fleet.num_steps() >= num_steps - 1 or _over(fleet))
+    fleet.until(lambda: fleet.num_steps() >= num_steps - 1 or _over(fleet), f"step {num_steps - 1}")
     lived = searchers == _pids(fleet, "SearcherProcess")
     result = {"killed_at_step": killed, **_ended(fleet, num_steps), "searchers_lived_on": lived}
     assert lived, "a searcher ended with a trainer"
@@ -106,7 +110,7 @@ def machine(workdir: Path, draws: random.Random, args: argparse.Namespace) -> di
     with _cluster(num_cpus=2) as cluster:
         node = cluster.add_node(**{**NODE, "num_cpus": 2})
         fleet = Fleet(workdir, os.getpid(), **fields, **{"fleet.address": cluster.address})
-        fleet.until(lambda: "searcher 2 " in fleet.told())
+        fleet.until_told("searcher 2 ")
         fleet.until_step(6)
         cluster.remove_node(node, allow_graceful=False)
         fleet.until_step(14)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1500.0
+NUM_LINES = 40
+"""Lines of the command's output that a failed wait shows."""
 _POLL_S = 0.1
 SMALL = {
     "placement": "fleet",
@@ -40,16 +42,15 @@ class Fleet:
     def __init__(self, workdir, root=None, limit_s=LIMIT_S, **fields):
         self.workdir = Path(workdir)
         self._said = self.workdir.with_name(f"{self.workdir.name}.txt")
-        options = [f"--config.{name}={value}" for name, value in {**SMALL, **fields}.items()]
         with self._said.open("a") as out:
             self._before = out.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tba_jax.main", "--config=math", *options,
-                 f"--workdir={workdir}"],
+                command(workdir, **fields),
                 cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
         self._root = self.process.pid if root is None else root
+        self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
 
     def told(self):
@@ -58,15 +59,30 @@ class Fleet:
             file.seek(self._before)
             return file.read()
 
-    def until(self, condition):
-        """Wait until `condition()`; it must not end before."""
+    def until(self, condition, what):
+        """Wait until `condition()`; the command must not end before.
+
+        Args:
+            what: the condition in words, for the message of a wait that fails.
+        """
         while not condition():
-            assert self.process.poll() is None, self.told()
-            self._wait()
+            if self.process.poll() is not None:
+                raise AssertionError(
+                    self._failure(f"the command ended with {self.process.returncode} before {what}")
+                )
+            self._wait(what)
+
+    def until_told(self, words, times=1):
+        """Wait until the command has printed the words that often."""
+        self.until(lambda: self.told().count(words) >= times, f"{words!r} in the output, {times} x")
 
     def until_step(self, step):
         """Wait until the run has made so many steps; a resumed one counts on."""
-        self.until(lambda: self.num_steps() >= step)
+        self.until(lambda: self.num_steps() >= step, f"step {step}")
+
+    def until_metric(self, name, value):
+        """Wait until a metric has the value in the newest step."""
+        self.until(lambda: self.metrics(name)[-1] == value, f"{name} = {value}")
 
     def num_steps(self):
         """Steps that are logged."""
@@ -94,14 +110,28 @@ class Fleet:
     def end(self):
         """Its exit code."""
         while self.process.poll() is None:
-            self._wait()
+            self._wait("the end of the command")
         return self.process.returncode
 
-    def _wait(self):
+    def _wait(self, what):
         if time.monotonic() > self._deadline:
             self.process.kill()
-            raise AssertionError(f"it took too long:\n{self.told()}")
+            raise AssertionError(
+                self._failure(f"the command runs for {self._limit_s:.0f} s, without {what}")
+            )
         time.sleep(_POLL_S)
+
+    def _failure(self, problem):
+        newest = self.told().splitlines()[-NUM_LINES:]
+        steps = f"{self.num_steps()} steps logged"
+        return "\n".join([f"{problem}; {steps}. Its last lines:", *newest])
+
+
+def command(workdir, *flags, **fields):
+    """argv of the main command with the fields over those of `SMALL`."""
+    options = [f"--config.{name}={value}" for name, value in {**SMALL, **fields}.items()]
+    main = [sys.executable, "-m", "tba_jax.main", "--config=math"]
+    return [*main, *options, f"--workdir={workdir}", *flags]
 
 
 def below(pid):
