@@ -39,6 +39,8 @@ def outputs(contents):
     return found
 
 
+# test_api.py calls the same functions.
+@pytest.mark.slow
 def test_the_cells_run_in_order_and_put_out_what_is_shown(tmp_path):
     contents = json.loads(NOTEBOOK.read_text())
     sources = ["".join(cell["source"]) for cell in contents["cells"]]

@@ -19,6 +19,8 @@ def unfinish(workdir):
     (workdir / "report.json").unlink()
 
 
+# run/test_checkpoint.py has the parts.
+@pytest.mark.slow
 def test_a_flipped_bit_costs_a_checkpoint_and_not_the_run(cache, tmp_path):
     workdir = tmp_path / "run"
     assert run(workdir, *QUICK, cache=cache).returncode == 0

@@ -136,6 +136,7 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     assert "pool.py" not in done.stderr  # the user's frames only
 
 
+@pytest.mark.slow  # integration/test_custom_run.py has it with other data
 def test_bad_data_row_is_named(cache, tmp_path):
     good = '{"question": "What is 1 + 1?", "answer": "#### 2"}\n'
     (tmp_path / "train.jsonl").write_text(good * 2 + '{"question": "What is 1 + 1?"}\n')

@@ -34,7 +34,10 @@ if __name__ == "__main__":  # reward processes import this file
     [
         (),
         # All batches have one shape.
-        ("batch.micro_batch_rows=16", "lora.rank=2", "num_cpu_devices=1"),
+        pytest.param(
+            ("batch.micro_batch_rows=16", "lora.rank=2", "num_cpu_devices=1"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("batch.micro_batch_rows=16", "reference.placement=trainer"), marks=pytest.mark.slow
         ),

@@ -227,8 +227,10 @@ def needs_level(completions, level):
     ("changes", "text", "message"),
     [
         ({}, '{"text": "1+1", "target": "2"}', "data.jsonl, line 41: no column 'prompt'; got"),
-        ({"reward": "rewards.py:needs_level"}, "", "needs the argument 'level', but the data has"),
         # The same from further places; their messages are tested without a process as well.
+        slow(
+            {"reward": "rewards.py:needs_level"}, "", "needs the argument 'level', but the data has"
+        ),
         slow({}, '{"prompt": "1+1", "target": "2"', "data.jsonl, line 41: not JSON"),
         slow({}, '{"prompt": "1+1"}', "data.jsonl, line 41: no column 'target', which"),
         slow(

@@ -16,6 +16,7 @@ from tba_jax.commands import saved as saved_run
 from tba_jax.models.hf import hf_weights
 from tba_jax.run.model_parts import START_MODEL
 
+pytestmark = pytest.mark.slow
 LORA = ("lora.rank=4", "optimizer.learning_rate=0.003", "sync.transport=checkpoint")
 
 
@@ -38,6 +39,7 @@ def size(folder):
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
+# models/test_lora.py has the parts: what is trained, and what is published.
 def test_the_policy_learns_and_only_adapters_are_written(reference, model):
     records = [r for r in lines(reference / "metrics.jsonl") if "train/loss" in r]
     assert records[0]["train/kl_reference"] == pytest.approx(0, abs=1e-4)
@@ -50,7 +52,6 @@ def test_the_policy_learns_and_only_adapters_are_written(reference, model):
     assert size(reference / "checkpoints" / "8" / "train_state") < 0.2 * whole
 
 
-@pytest.mark.slow
 def test_searchers_draw_with_merged_matrices_in_eight_bits(reference, cache, tmp_path):
     workdir = tmp_path / "run"
     modules = "lora.modules=('q', 'up')"
@@ -67,7 +68,6 @@ def test_searchers_draw_with_merged_matrices_in_eight_bits(reference, cache, tmp
     assert size(workdir / "weights" / "8") < 2 * size(reference / "weights" / "8")
 
 
-@pytest.mark.slow
 def test_evaluate_and_export_agree_with_the_run(reference, model, tmp_path, capsys):
     after = json.loads((reference / "report.json").read_text())["eval"]["after"]
     assert evaluate.main([f"--workdir={reference}", "--json"]) == 0
@@ -84,7 +84,6 @@ def test_evaluate_and_export_agree_with_the_run(reference, model, tmp_path, caps
     assert changed == {"q", "k", "v", "o"}
 
 
-@pytest.mark.slow
 def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(
     reference, model, cache, tmp_path
 ):
@@ -105,7 +104,6 @@ def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(
     assert final["eval"] == unkilled["eval"]
 
 
-@pytest.mark.slow
 def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
     done = run(
         tmp_path / "run",
@@ -127,7 +125,6 @@ def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
     assert len(losses(tmp_path / "run")) == 12
 
 
-@pytest.mark.slow
 def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cache, tmp_path):
     overrides = (
         "num_cpu_devices=2",
@@ -146,7 +143,6 @@ def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cach
 
 
 # Last: it spoils the model that the other tests read.
-@pytest.mark.slow
 def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, cache, capsys):
     _, params, hf_config = load_folder(str(model))
     config, _, _ = load_folder(str(model))

@@ -9,8 +9,8 @@ from commands import SYNC, lines, run
 from tba_jax.run.model_parts import START_MODEL
 from tests.serving.faulty_server import FaultyServer
 
-# The limit of a command is 600 s.
-pytestmark = pytest.mark.timeout(700)
+# The limit of a command is 600 s. serving/test_inference_server.py has the parts.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 LORA = ("lora.rank=4", "optimizer.learning_rate=0.003")
 
 
@@ -31,7 +31,6 @@ def run_with(model, workdir, *overrides, cache):
     return records, ledger, done.stderr
 
 
-@pytest.mark.slow
 def test_the_policy_learns_from_responses_of_a_server(model, tmp_path, cache):
     records, ledger, _ = run_with(model, tmp_path / "run", cache=cache)
     assert len(records) == 8 and ledger["rejected"] == {}

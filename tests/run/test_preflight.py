@@ -186,6 +186,8 @@ def test_the_command_prints_them_and_ends_before_weights_are_read(name, folder, 
     assert "loading the model" not in done.stdout and not (tmp_path / "runs").exists()
 
 
+# The test above has the order; this is a command with one problem.
+@pytest.mark.slow
 def test_a_misspelt_reward_ends_a_run_before_the_model_is_loaded(folder, tmp_path):
     fields = {"task__reward": "{}/rewards.py:scroe", "task__max_prompt_tokens": 32}
     done = subprocess.run(

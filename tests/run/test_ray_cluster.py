@@ -29,7 +29,7 @@ with _ray(make_config({{"placement": "fleet"}}), display):
 """
 
 
-@pytest.mark.parametrize("before", ["", "import ray"])
+@pytest.mark.parametrize("before", ["", pytest.param("import ray", marks=pytest.mark.slow)])
 def test_ray_listens_on_loopback_or_the_run_says_that_it_does_not(before):
     """Ray reads the setting when it is imported, which a notebook may have done before."""
     folders = (ROOT, ROOT / "tests", ROOT / "tests" / "integration")
