@@ -60,6 +60,7 @@ def test_parity_names_what_is_too_far(monkeypatch, capsys):
     assert "padded.gradient.bfloat16" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # the tests above have what the command does with a part
 @pytest.mark.timeout(900)
 def test_the_dry_run_goes_through_every_probe(tmp_path):
     names = "device,parity,memory"

@@ -253,7 +253,7 @@ def measure_memory(mib, num_devices):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_loading_takes_little_memory_beyond_the_model(num_devices):
     # Measured: 16 MiB on one device, 60 MiB on eight, most of it the compiler's. A loader that
     # held the model would take 256 MiB.
