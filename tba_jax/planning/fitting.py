@@ -211,7 +211,8 @@ def sizes(
 
     def needed(n: int, remat: str) -> float:
         trial = _with(config, "model", remat=remat)
-        return estimates.step_bytes(n // parts, trial, model_config, mesh, platform)
+        rows = -(-n // parts)  # fewer rows than devices are padded
+        return estimates.step_bytes(rows, trial, model_config, mesh, platform)
 
     if not config.search.num_slots:
         # Decoding is bound by memory: more slots save more time than more rows of a micro-batch.

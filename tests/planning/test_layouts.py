@@ -136,6 +136,17 @@ def test_searchers_that_fit_no_group_share_the_trainers_devices():
     assert (choice.name, choice.num_groups) == ("shared", 1)
 
 
+def test_fewer_rows_than_trainer_devices_are_estimated_as_one_row_for_each():
+    """8 rows at a time on 16 devices that also search, with open slots, divided by zero."""
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    config = freeze(PRESETS["get_config"]("gsm8k"))
+    assert (config.batch.micro_batch_rows, config.search.num_slots) == (8, 0)
+    found = fitting.sizes(
+        config, shape, MeshShape(1, 16), jax.devices(), 15e9, lambda _: 1e9, shares_devices=True
+    )
+    assert found["batch.micro_batch_rows"] % 16 == 0
+
+
 def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
     """All of a batch, some groups, or what was asked for; flash attention leaves more room."""
     shape = config_json.transformer_config(PUBLISHED[RHO])
