@@ -199,18 +199,28 @@ def fine_tune(
 def _packing(
     examples: Sequence[Example], pad_id: int, args: argparse.Namespace, settings: StepSettings
 ) -> Packing:
-    prompt = length_buckets(max(len(x.prompt) for x in examples), _LENGTHS)
-    response = length_buckets(max(len(x.response) for x in examples), _LENGTHS)
+    parts = _mesh_shape(args.mesh).context
+
+    def padded(longest: int) -> tuple[int, ...]:
+        return tuple(_up(n, parts) for n in length_buckets(longest, _LENGTHS))
+
+    prompt = padded(max(len(x.prompt) for x in examples))
+    response = padded(max(len(x.response) for x in examples))
     return Packing(
         num_prompts=args.batch_size,
         group_size=1,
         padding=Padding(prompt, response, pad_id),
         policy_temperature=1.0,
-        row_length=args.packed_length,
+        row_length=_up(args.packed_length, parts),
         row_multiple=settings.row_multiple,
         micro_batch_rows=settings.micro_batch_rows,
         is_whole=True,
     )
+
+
+def _up(length: int, parts: int) -> int:
+    """Return the next length that the axis `context` divides into this number of parts."""
+    return -(-length // parts) * parts
 
 
 def _placed(batch: Batch | PackedBatch, shardings: StepShardings) -> Any:

@@ -101,6 +101,8 @@ def plain(examples_file):
     [
         ["--packed_length=40", "--micro_batch_rows=2"],
         ["--mesh=data=2,fsdp=2", "--micro_batch_rows=4"],
+        ["--mesh=fsdp=2,context=4"],
+        pytest.param(["--mesh=context=3", "--packed_length=40"], marks=pytest.mark.slow),
         pytest.param(["--mesh=model=2", "--packed_length=24"], marks=pytest.mark.slow),
     ],
 )
