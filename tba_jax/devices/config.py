@@ -26,8 +26,8 @@ class MeshSettings(Section):
     )
     expert: int = field(
         1,
-        "number of devices that divide the experts of a mixture, and rows; tokens are gathered and "
-        "results added up",
+        "number of devices that divide the experts of a mixture, and rows; each of them holds the "
+        "tokens of all, and results are added up",
         at_least=1,
         on_resume=True,
     )

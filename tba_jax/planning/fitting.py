@@ -8,7 +8,6 @@ nearest size is returned, and the verdict of the plan reports the missing memory
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,8 +28,8 @@ _ROWS = "batch.micro_batch_rows"
 def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> MeshShape:
     """Return a trainer's mesh: as much fsdp as the rows permit, the rest tensor-parallel (`model`).
 
-    The axis `context` has the size that the config says. Rows need not divide evenly over the
-    devices: up to a fifth of the padded rows may be empty.
+    The axes `expert` and `context` have the sizes that the config says. Rows need not divide evenly
+    over the devices: up to a fifth of the padded rows may be empty.
 
     Args:
         hosts: number of hosts that have equal parts of the mesh; 0: the trainer has whole hosts.
@@ -38,7 +37,8 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
     Raises:
         PlacementError: no such mesh divides batch and model.
     """
-    rows, prompts, context = _rows(config), config.batch.num_prompts, config.mesh.context
+    rows, prompts = _rows(config), config.batch.num_prompts
+    context, expert = config.mesh.context, config.mesh.expert
     for fsdp in range(size // context, 0, -1):
         model = size // (fsdp * context)
         divides = (
@@ -49,10 +49,9 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
             and model_config.hidden_size % (fsdp * context) == 0
             and model_config.num_heads % model == 0
             and model_config.mlp_size % model == 0
+            and fsdp % expert == 0
         )
         if divides:
-            # Experts are divided within a host, too; its remaining devices divide the rows.
-            expert = math.gcd(model_config.num_experts or 1, fsdp, size // (hosts or 1) // model)
             return MeshShape(1, fsdp // expert, model, expert, context)
     raise PlacementError(
         f"no mesh of {size} devices divides a batch of {prompts} prompts and a model of "

@@ -340,6 +340,12 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     given = {"mesh.context": 4, "batch.packed_length": 1024}
     config = replace(freeze(PRESETS["get_config"]("gsm8k")), given)
     assert fitting.mesh_shape(8, config, shape, 1) == MeshShape(fsdp=2, context=4)
+    # So is that of experts, which does not save memory: each device holds the tokens of all.
+    moe = config_json.transformer_config(PUBLISHED["Qwen/Qwen3-30B-A3B"])
+    config = freeze(PRESETS["get_config"]("qwen3_30b_a3b"))
+    assert fitting.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=16)
+    config = replace(config, {"mesh.expert": 4})
+    assert fitting.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=4, expert=4)
     # Two hosts with rows of their own, which bring as many prompts each.
     assert mesh(8, 2, packed_length=0, num_prompts=6) == (2, 4)
     fields = {f"batch.{name}": value for name, value in shared.items()}
