@@ -23,3 +23,15 @@ def test_growth_is_distinguished_from_noise():
 def test_a_process_is_looked_at():
     found = soak.look(os.getpid())
     assert 20 < found["rss_mib"] < 1e5 and found["threads"] >= 1 and found["descriptors"] > 2
+
+
+def test_threads_of_saves_are_no_growth_and_a_thread_that_stays_is():
+    def samples(base):
+        # The run becomes faster, so more looks meet a save: every sixth, then five of six.
+        return [
+            (5.0 * i, {"main": {"threads": base(i) + 6.0 * (i % 6 < 1 + i // 125)}, "rewards": {}})
+            for i in range(600)
+        ]
+
+    assert soak.fit(samples(lambda i: 30.0))["grown"] == []
+    assert soak.fit(samples(lambda i: 30.0 + i // 200))["grown"] == ["main threads"]
