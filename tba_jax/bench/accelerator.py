@@ -236,9 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("accelerator", __doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--out", required=True, type=Path, help="folder for results")
-    parser.add_argument("--budget_s", type=float, default=600.0, help="limit of all parts (600)")
-    parser.add_argument("--parts", default=",".join(names), help="only these")
-    parser.add_argument("--dry_run", action="store_true", help="tiny sizes, on CPU")
+    parser.add_argument(
+        "--budget_s", type=float, default=600.0, help="time limit of all parts together"
+    )
+    parser.add_argument("--parts", default=",".join(names), help="parts to run, with commas")
+    parser.add_argument("--dry_run", action="store_true", help="run at tiny sizes on CPU")
     args = parser.parse_args(argv)
     wanted = args.parts.split(",")
     if strays := [n for n in wanted if n not in names]:

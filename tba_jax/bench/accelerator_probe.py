@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = {"device": device, "parity": parity, "memory": memory}
     parser = make_parser("accelerator_probe", __doc__)
     parser.add_argument("part", choices=parts)
-    parser.add_argument("--dry_run", action="store_true", help="tiny sizes")
+    parser.add_argument("--dry_run", action="store_true", help="run at tiny sizes")
     args = parser.parse_args(argv)
     take_gpu_memory()
     try:

@@ -54,11 +54,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab_size", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--vocab_block", type=int, default=0, help="0: the platform's")
-    parser.add_argument("--kept_bytes", type=int, default=KEPT_BYTES, help="logits kept, fused")
-    parser.add_argument("--chunk_tokens", type=int, default=8192, help="tokens of a chunk, fused")
+    parser.add_argument(
+        "--vocab_block",
+        type=int,
+        default=0,
+        help="table rows per block; 0: the default of the platform",
+    )
+    parser.add_argument(
+        "--kept_bytes",
+        type=int,
+        default=KEPT_BYTES,
+        help="fused form: maximum bytes of kept logits",
+    )
+    parser.add_argument(
+        "--chunk_tokens", type=int, default=8192, help="fused form: tokens per chunk"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--topology", default="", help="also compile for this TPU, as v5e:2x2")
+    parser.add_argument(
+        "--topology", default="", help="also compile for this TPU slice, such as v5e:2x2"
+    )
     return reporting.run_command(
         parser, argv, measure, lambda result: (f"{k:>18}  {v}" for k, v in result.items())
     )

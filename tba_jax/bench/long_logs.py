@@ -51,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = reporting.make_parser("long_logs", __doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="steps of the run")
     parser.add_argument("--searchers", type=int, default=8)
-    parser.add_argument("--workdir", default="", help="kept; default: a temporary folder")
+    parser.add_argument(
+        "--workdir",
+        default="",
+        help="folder of the logs, which is kept; default: a temporary folder",
+    )
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
     args, _ = parser.parse_known_args(argv)

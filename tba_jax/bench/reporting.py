@@ -34,7 +34,9 @@ def add_comparison_flags(parser: argparse.ArgumentParser, peers: str) -> None:
         parser: parser that gets --peers, --peer_python, --dtype, --repeats and --seed.
         peers: values of --peers, for its help text.
     """
-    parser.add_argument("--peers", default="", help=f"comma-separated: {peers}")
+    parser.add_argument(
+        "--peers", default="", help=f"peers to compare with, separated by commas: {peers}"
+    )
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peers")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=3, help="processes per side")

@@ -66,25 +66,38 @@ _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = reporting.make_parser("rl_step", __doc__)
-    parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
+    parser.add_argument(
+        "--model_shape", default="39m", choices=_SHAPES, help="shape of a Qwen2 model"
+    )
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument(
-        "--micro_batch_rows", type=int, default=0, help="rows, tba_jax; 0: chosen by the run"
+        "--micro_batch_rows",
+        type=int,
+        default=0,
+        help="rows of a micro-batch of tba_jax; 0: chosen by the run",
     )
-    parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="rows, peer")
+    parser.add_argument(
+        "--peer_micro_batch_rows", type=int, default=16, help="rows of a micro-batch of the peer"
+    )
     parser.add_argument("--remat", default="auto", choices=("auto", "none", "dots", "layers"))
     parser.add_argument(
-        "--xla_preset", default="auto", choices=("none", *xla.PRESETS), help="tba_jax"
+        "--xla_preset",
+        default="auto",
+        choices=("none", *xla.PRESETS),
+        help="compiler options of tba_jax",
     )
-    parser.add_argument("--peers", default="", help="trl")
+    parser.add_argument("--peers", default="", help="peer to compare with: trl; empty: none")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
     parser.add_argument(
-        "--grid", default="", choices=("", *_GRIDS), help="the run's choices and settings by hand"
+        "--grid",
+        default="",
+        choices=("", *_GRIDS),
+        help="cases to compare: the run's own choices, and fixed settings",
     )
     parser.add_argument("--repeats", type=int, default=3, help="processes per side")
-    parser.add_argument("--warm_steps", type=int, default=1, help="left out, per process")
-    parser.add_argument("--steps", type=int, default=1, help="timed, per process")
+    parser.add_argument("--warm_steps", type=int, default=1, help="steps per process before timing")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps per process")
     parser.add_argument("--seed", type=int, default=0)
 
     def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

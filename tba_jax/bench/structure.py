@@ -138,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--programs", default=",".join(PROGRAMS), help="programs to compile, with commas"
     )
-    parser.add_argument("--timeout_s", type=float, default=1800.0, help="limit per compilation")
+    parser.add_argument(
+        "--timeout_s", type=float, default=1800.0, help="time limit of each compilation"
+    )
     argv = sys.argv[1:] if argv is None else list(argv)
     overrides = [x for x in argv if x.startswith("--config.")]
     own = [x for x in argv if not x.startswith("--config.")]

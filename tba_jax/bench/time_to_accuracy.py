@@ -62,7 +62,7 @@ class Reached(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = reporting.make_parser("time_to_accuracy", __doc__)
-    parser.add_argument("--peers", default="", help="trl, or none")
+    parser.add_argument("--peers", default="", help="peer to compare with: trl; empty: none")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
     parser.add_argument(
         "--peer_learning_rates",

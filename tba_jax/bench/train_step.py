@@ -36,14 +36,21 @@ _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = reporting.make_parser("train_step", __doc__)
-    parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
+    parser.add_argument(
+        "--model_shape", default="39m", choices=_SHAPES, help="shape of a Qwen2 model"
+    )
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
-    parser.add_argument("--micro_batch_rows", type=int, default=0, help="0: all rows")
+    parser.add_argument(
+        "--micro_batch_rows", type=int, default=0, help="rows of a micro-batch; 0: all rows"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
     parser.add_argument(
-        "--xla_preset", default="none", choices=("none", *xla.PRESETS), help="tba_jax"
+        "--xla_preset",
+        default="none",
+        choices=("none", *xla.PRESETS),
+        help="compiler options of tba_jax",
     )
     reporting.add_comparison_flags(parser, peers="torch")
     return reporting.run_in_folder(parser, argv, measure, _table)
