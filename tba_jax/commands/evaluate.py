@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config", default="", help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]"
     )
     parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
-    parser.add_argument("--workdir", default="", help="directory of a run")
+    parser.add_argument("--workdir", default="", help="work directory of a run")
     parser.add_argument(
         "--published",
         default="",

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workdir", required=True, help="directory of a run")
+    parser.add_argument("--workdir", required=True, help="work directory of a run")
     parser.add_argument(
         "--published",
         default="",
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--push_every={args.push_every}: wanted steps >= 1, and --push=OWNER/NAME"
             )
         if bool(args.out) == bool(args.push_every):
-            raise ValueError("wanted one of --out=DIR and --push_every=STEPS")
+            raise ValueError("give either --out=DIR or --push_every=STEPS")
         if args.push_every and (args.published or is_address(args.workdir)):
             raise ValueError(
                 "--push_every pushes checkpoints of a run in a local folder. Give "

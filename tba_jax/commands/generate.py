@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         help="token id that ends a response, besides the model's own; may be repeated",
     )
-    parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     parser.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
     parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
     args = parser.parse_args(argv)

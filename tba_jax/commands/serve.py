@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max_requests",
         type=int,
         default=256,
-        help="concurrent requests; further ones are refused",
+        help="maximum number of concurrent requests; further requests are refused",
     )
     parser.add_argument(
         "--max_adapters",

@@ -302,8 +302,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--num_steps", type=int, default=100, help="optimiser steps")
     add("--batch_size", type=int, default=64, help="rows of the data per step")
     add("--micro_batch_rows", type=int, default=0, help="rows at a time on all devices; 0: all")
-    add("--learning_rate", type=float, default=3e-5, help="peak; cosine to 0")
-    add("--warmup_steps", type=int, default=0, help="linear warm-up from 0")
+    add(
+        "--learning_rate",
+        type=float,
+        default=3e-5,
+        help="peak of the learning rate, which falls to 0 as a cosine",
+    )
+    add("--warmup_steps", type=int, default=0, help="steps of linear warm-up from 0")
     add("--weight_decay", type=float, default=0.0, help="weight decay of matrices")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of computation")
     add("--mesh", default="data=1", help="sizes of the axes data, fsdp, expert, context and model")
@@ -311,12 +316,17 @@ def _parser() -> argparse.ArgumentParser:
         "--packed_length",
         type=int,
         default=0,
-        help="tokens of a row of several examples; 0: one each",
+        help="tokens of a row with several examples; 0: one example per row",
     )
     add("--lora_rank", type=int, default=0, help="rank of adapters; 0: train all parameters")
     add("--lora_alpha", type=float, default=16.0, help="scale of adapters times their rank")
     add("--lora_modules", default="q,k,v,o", help="matrices with adapters")
-    add("--eval_share", type=float, default=0.0, help="share of the rows held out; 0: a test split")
+    add(
+        "--eval_share",
+        type=float,
+        default=0.0,
+        help="share of the rows to hold out; 0: use the test split",
+    )
     add("--eval_period", type=int, default=50, help="steps between evaluations")
     add("--seed", type=int, default=0, help="seed of the order of rows")
     return parser

@@ -214,4 +214,4 @@ def test_following_needs_a_repository_and_no_folder(capsys):
     assert export.main(["--workdir=x", "--push_every=2"]) == 1
     assert "wanted steps >= 1, and --push=OWNER/NAME" in capsys.readouterr().err
     assert export.main(["--workdir=x"]) == 1
-    assert "wanted one of --out=DIR and --push_every=STEPS" in capsys.readouterr().err
+    assert "give either --out=DIR or --push_every=STEPS" in capsys.readouterr().err
