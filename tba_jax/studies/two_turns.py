@@ -31,9 +31,10 @@ OBJECTIVES: Mapping[str, Objective] = {
     "episode": TrajectoryBalance(),
     "turn": TrajectoryBalance(log_z="learned", balance="turn"),
 }
-# Each observation is a function of the token before it; or random; or a function of the token and a
-# hidden number, which a group shares and the policy does not see.
-GAMES = ("from context", "random", "hidden seed")
+# Each observation is a function of the token before it; or random; or random, and adds 0, 1/2 or 1
+# to the reward; or a function of the token and a hidden number, which a group shares and the policy
+# does not see.
+GAMES = ("from context", "random", "random, rewarded", "hidden seed")
 
 
 class Game(NamedTuple):
@@ -64,11 +65,13 @@ def make_game(kind: str, seed: int) -> Game:
             jnp.asarray(logits[1])
         )
 
-    if kind == "random":
+    if kind.startswith("random"):
         observed = rng.dirichlet(np.ones(_OBSERVATIONS), (1, _TOKENS))
     else:
         observed = np.eye(_OBSERVATIONS)[rng.integers(_OBSERVATIONS, size=(z, _TOKENS))]
     reward = rng.uniform(size=(z, *shape, _TOKENS))
+    if kind == "random, rewarded":
+        reward += np.arange(_OBSERVATIONS)[:, None] / 2
     return Game(jnp.asarray(observed), jnp.asarray(reward), policy(0.5), policy(0.5))
 
 
@@ -196,15 +199,17 @@ def measure(kind: str, balance: str, seeds: Sequence[int]) -> Distance:
 
 
 def table(num_seeds: int) -> str:
-    """Return the results of all games as a Markdown table, with means and maxima over seeds."""
+    """Return the results of all games as a Markdown table; means and extremes are over seeds."""
     lines = [
-        "| observations | `balance` | KL, turn 1 | KL, turn 2 | largest sum | residual | lost |",
-        "|---|---|---|---|---|---|---|",
+        "| observations | `balance` | KL, turn 1 | KL, turn 2 | smallest sum | largest sum "
+        "| residual | lost |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for kind in GAMES:
         for balance in OBJECTIVES:
             found = measure(kind, balance, range(num_seeds))
-            numbers = [found.first.mean(), found.second.mean(), (found.first + found.second).max()]
+            sums = found.first + found.second
+            numbers = [found.first.mean(), found.second.mean(), sums.min(), sums.max()]
             # Rounding makes some distances of 0 negative.
             cells = [f"{abs(x):.1e}" for x in (*numbers, found.residual.mean())]
             lost = f"{abs(found.lost.mean()):.1%}"
