@@ -7,6 +7,15 @@ toy (default)
     The task is sums with a calculator, for the embedded start model. Offline on 2 CPU cores. The
     start model calls the calculator in a quarter of its episodes and guesses in the others.
     Episodes with a call have a higher mean reward.
+qwen3_1_7b
+    Qwen3-1.7B on GSM8K with the calculator of the package, at most six turns, on one accelerator.
+    Needs pip install 'tba_jax[chat-tools]'. Not run by us.
+qwen3_4b
+    Qwen3-4B with adapters of rank 32 on MATH with the sandboxed Python of the package. Needs the
+    same packages, 'tba_jax[math]', Linux and libseccomp. Not run by us.
+
+The observations of both tools are a function of the tokens before them, so the balance of whole
+episodes is exact (docs/guide/environments.md).
 """
 
 from ml_collections import ConfigDict
@@ -36,6 +45,24 @@ PRESETS = {
         "eval": {"period": 20, "max_new_tokens": 24, "num_slots": 64},
     },
 }
+
+
+for _name, _task, _tool in (("qwen3_1_7b", "gsm8k", "calculator"), ("qwen3_4b", "math", "python")):
+    _of_model = MATH[_name]
+    PRESETS[_name] = {
+        **_of_model,
+        "task": {
+            **_of_model["task"],
+            "name": _task,
+            "environment": f"tba_jax.environments.tools:{_tool}",
+            "renderer": "qwen3",
+        },
+        # The prompt of a row is its first token, because the schemas of the tools follow it.
+        "batch": {"num_prompts": 32, "share_prompts": False},
+        # Limits of an episode, with schemas, question and results.
+        "search": {**_of_model["search"], "max_new_tokens": 3072, "max_turns": 6},
+        "eval": {**_of_model["eval"], "max_new_tokens": 3072},
+    }
 
 
 def get_config(preset: str = "toy") -> ConfigDict:

@@ -397,7 +397,7 @@ def run_main(*arguments, cwd=ROOT):
         ("--config=math:gsm8", "; did you mean gsm8k?"),
         (
             "--config=maths",
-            "there are agent:toy, custom:default, math:arithmetic, math:gsm8k, math:math, math:gs",
+            "agent:qwen3_4b, custom:default, math:arithmetic, math:gsm8k, math:math, math:gs",
         ),
         ("--config=tdlr:toy", "tldr:pythia2.8b_slow; did you mean tldr:toy?"),
     ],

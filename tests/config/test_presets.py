@@ -29,7 +29,7 @@ def test_the_names_are_those_of_the_files():
         "tldr",
         "redteam",
     }
-    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 22
+    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 24
 
 
 @pytest.mark.parametrize("name", sorted({*names()} - {"custom:default"}))  # it needs data
@@ -77,7 +77,7 @@ def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
 )
 def test_an_unknown_name_lists_the_presets_and_the_nearest(name, near, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    listed = rf"there are agent:toy, custom:default, .*mean {near}\?$"
+    listed = rf"there are agent:toy, agent:qwen3_1_7b, .*mean {near}\?$"
     with pytest.raises(ConfigError, match=listed) as info:
         path_of(name)
     assert "\n" not in str(info.value)
