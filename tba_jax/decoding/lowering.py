@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.programs import Prefixes, Slots
 from tba_jax.decoding.sampling import RowSettings
-from tba_jax.decoding.session import ADDED_TOKENS, EXTEND_TOKENS
+from tba_jax.decoding.session import EXTEND_TOKENS
 from tba_jax.devices.absent import traced_for
 from tba_jax.devices.sharding import tree_shardings
 from tba_jax.models import kv_cache, quantized, transformer
@@ -155,9 +155,9 @@ def lower_all(
         return run
 
     yield "prefill", lower(decoder.prefill, weights, *prompts)
-    added = min(cache_length, ADDED_TOKENS[-1])
-    rows = ints(max(1, EXTEND_TOKENS // added))
-    added_tokens = Prefixes(history, rows, rows), ints(*rows.shape, added), rows
+    # An observation may be as long as a cache.
+    rows = ints(max(1, EXTEND_TOKENS // cache_length))
+    added_tokens = Prefixes(history, rows, rows), ints(*rows.shape, cache_length), rows
     yield "extend", lower(decoder.extend, weights, *added_tokens, length=cache_length)
     prefilled = caches(prefill_prompts, prompt_length)
     yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))

@@ -131,13 +131,14 @@ def _of_searcher(
     weights = programs.abstract_weights(config, model_config, placement, config.search.quantization)
     columns, steps = decoder.cache_lengths[-1], decoder.chunk_steps
     cache = decoder.cache_bytes(sizes.num_slots, columns)
-    waiting = decoder.cache_bytes(sizes.prefill_prompts, sizes.prompt)
-    admitted = decoder.cache_bytes(sizes.num_slots, sizes.prompt)
+    num_prompts, length = programs.largest_prefill(config, decoder)
+    waiting = decoder.cache_bytes(num_prompts, length)
+    admitted = decoder.cache_bytes(sizes.num_slots, length)
     token = of.step(columns)
     read = _read_bytes(weights, model_config)
     # A prompt needs only keys and values of the last layer.
     before_last = 1 - 1 / model_config.num_layers
-    prompts = of.causal(sizes.prefill_prompts, sizes.prompt) * before_last
+    prompts = of.causal(num_prompts, length) * before_last
     found = {
         "prefill": Minimum(
             prompts / mesh.size, shard_bytes(weights["layers"]) * before_last + waiting

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
-from tba_jax.decoding.session import PREFILL_TOKENS
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.session import ADDED_TOKENS, PREFILL_TOKENS
 from tba_jax.devices.sharding import Placement, placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
@@ -34,6 +35,7 @@ from tba_jax.train.step import make_train_step
 
 FROZEN = "frozen parameters"
 """Kind of bytes: the base of adapters."""
+_KEPT = "caches of waiting conversations"
 
 
 class Ids(NamedTuple):
@@ -84,7 +86,6 @@ class Sizes(NamedTuple):
         prompt, response: lengths of the longest buckets in tokens.
         round_prompts, samples: P and S of a round.
         num_slots: number of decode slots of a searcher.
-        prefill_prompts: number of prompts of one prefill call.
     """
 
     prompts: int
@@ -94,26 +95,32 @@ class Sizes(NamedTuple):
     round_prompts: int
     samples: int
     num_slots: int
-    prefill_prompts: int
 
 
 def sizes_of(config: Config) -> Sizes:
     """Return the largest shapes that the programs of a run have."""
     prompt = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)[-1]
     response = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)[-1]
-    slots, samples = num_slots(config), config.search.samples_per_prompt
-    # As in the engine, one call prefills prompts for all slots, up to a limit of tokens.
-    wanted = min(config.search.prompts_per_round, -(-slots // samples))
     return Sizes(
         prompts=config.batch.num_prompts,
         group=config.objective.group_size,
         prompt=prompt,
         response=response,
         round_prompts=config.search.prompts_per_round,
-        samples=samples,
-        num_slots=slots,
-        prefill_prompts=max(1, min(wanted, PREFILL_TOKENS // prompt)),
+        samples=config.search.samples_per_prompt,
+        num_slots=num_slots(config),
     )
+
+
+def largest_prefill(config: Config, decoder: Decoder) -> tuple[int, int]:
+    """Return number and padded length in tokens of the prompts of the largest prefill call.
+
+    With an environment, the prompt of a turn contains all earlier turns.
+    """
+    sizes, length = sizes_of(config), decoder.prompt_buckets[-1]
+    # As in the engine, one call prefills prompts for all slots, up to a limit of tokens.
+    wanted = min(sizes.round_prompts, -(-sizes.num_slots // sizes.samples))
+    return max(1, min(wanted, PREFILL_TOKENS // length)), length
 
 
 def plan_programs(
@@ -166,11 +173,11 @@ def residents(
     columns = decoder.cache_lengths[-1]
     slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
     cache = decoder.cache_bytes(slots, columns)
-    waiting = decoder.cache_bytes(sizes.prefill_prompts, sizes.prompt)
+    waiting = decoder.cache_bytes(*largest_prefill(config, decoder))
     kept = {}
     if config.task.environment:
         rows = decoder.prefix_rows(slots, config.search.prefix_cache_bytes)
-        kept["caches of waiting conversations"] = decoder.cache_bytes(rows, columns)
+        kept[_KEPT] = decoder.cache_bytes(rows, columns)
     return {
         "trainer": {"residents": trainer, "transients": {}},
         "searcher": {
@@ -236,31 +243,32 @@ def _searcher_programs(
     decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
     columns = decoder.cache_lengths[-1]
+    prompts, length = largest_prefill(config, decoder)
     lowered = dict(
         lowering.lower_all(
             decoder,
             weights,
             num_slots=sizes.num_slots,
             cache_length=columns,
-            prompt_length=sizes.prompt,
-            prefill_prompts=sizes.prefill_prompts,
+            prompt_length=length,
+            prefill_prompts=prompts,
         )
     )
     held = {"parameters": shard_bytes(weights)}
     cache = {"KV cache": float(decoder.cache_bytes(sizes.num_slots, columns))}
-    waiting = {"prefilled prompts": float(decoder.cache_bytes(sizes.prefill_prompts, sizes.prompt))}
+    waiting = {"prefilled prompts": float(decoder.cache_bytes(prompts, length))}
     buckets, lengths = config.batch.num_length_buckets, len(decoder.cache_lengths)
     found = [
         Planned(
             name="prefill",
             group="searcher",
-            sizes=f"{sizes.prefill_prompts} prompts of {sizes.prompt} tokens",
+            sizes=f"{prompts} prompts of {length} tokens",
             lower=lowered["prefill"],
             resident=held,
             result="prefilled prompts",
             variants=buckets,
             with_cache=True,
-            calls_per_round=-(-sizes.round_prompts // sizes.prefill_prompts),
+            calls_per_round=-(-sizes.round_prompts // prompts),
         ),
         Planned(
             name="admit",
@@ -271,7 +279,7 @@ def _searcher_programs(
             variants=buckets * lengths,
             with_cache=True,
             # On TPU, the slots of each prompt.
-            unknown_trips=-(-sizes.num_slots // sizes.prefill_prompts),
+            unknown_trips=-(-sizes.num_slots // prompts),
         ),
         Planned(
             name="decode_chunk",
@@ -289,6 +297,19 @@ def _searcher_programs(
             / (2 * sizes.num_slots * decoder.chunk_steps),
         ),
     ]
+    if config.task.environment:
+        found.append(
+            Planned(
+                name="extend",
+                group="searcher",
+                sizes=f"a kept conversation and its next turn, {columns} columns",
+                lower=lowered["extend"],
+                # The caches are lowered as those of the slots.
+                resident=held | {_KEPT: cache["KV cache"]},
+                variants=len(ADDED_TOKENS) * lengths,
+                with_cache=True,
+            )
+        )
     if config.reference.placement == "searcher":
         found.append(_scoring(config, model_config, placement, sizes))
     policy = model_parts.policy_config(config, model_config)

@@ -102,6 +102,23 @@ def test_every_program_compiles_and_the_verdict_is_their_sum(facts):
     assert {"fits", "chip", "placement", "programs", "advice"} <= out.keys()
 
 
+def test_a_plan_with_an_environment_has_the_prompts_of_later_turns_and_kept_conversations():
+    changes = {"task.environment": "game.py:Game", "search.max_new_tokens": 40}
+    found = planner().describe(start_config(**changes), chooses=False)
+    done = plan.plan(planner(), found, ["prefill", "extend"], lambda _: None)
+    sizes = {p["name"]: p["sizes"] for p in found["programs"]}
+    # A prompt of 12 tokens and 40 tokens of an episode.
+    assert sizes["prefill"] == "4 prompts of 52 tokens"
+    prefill, extend = done.programs
+    kept = "caches of waiting conversations"
+    waiting = found["groups"]["searcher"]["transients"]
+    # 64 slots of training, 512 of an evaluation.
+    assert 8 * extend.hbm[kept] == waiting[kept] == waiting["KV cache"] > 0
+    assert extend.with_cache and extend.hbm["parameters"] == prefill.hbm["parameters"]
+    # Arguments beyond weights and caches are tokens and lengths.
+    assert extend.hbm["inputs"] < 2**14 and extend.hbm["temporaries"] > 0
+
+
 def test_a_run_that_does_not_fit_is_reported_with_a_remedy(facts):
     small = json.loads(json.dumps(facts))
     small["chip"]["hbm_bytes"] = 16 * 2**20
