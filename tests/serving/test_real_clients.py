@@ -36,9 +36,9 @@ def client(python, model, what):
     return run_client([python, str(SCRIPT), f"{model.url}/v1", what])
 
 
-def run_client(command):
+def run_client(command, timeout=170):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -89,9 +89,10 @@ def assert_log_probs_are_those_of_the_scorer(rows, model):
     for row in rows:
         ids, mask = np.array(row["ids"], np.int32), np.array(row["is_sampled"], bool)
         assert mask.any()
-        responses, is_sampled = np.zeros((2, 1, 1, 64), np.int32)
+        size = 64 * -(-len(ids) // 64)
+        responses, is_sampled = np.zeros((2, 1, 1, size), np.int32)
         responses[0, 0, : len(ids) - 1], is_sampled[0, 0, : len(ids) - 1] = ids[1:], mask[1:]
-        padded = Padding((4,), (64,), model.tokenizer.pad_id).rows(
+        padded = Padding((4,), (size,), model.tokenizer.pad_id).rows(
             [ids[:1]], responses, np.array([[len(ids) - 1]])
         )
         scored = Reference(program, params)(*padded, is_sampled.astype(bool))
@@ -118,6 +119,21 @@ def test_tasksets_of_verifiers_run_through_its_training_client(tmp_path):
     turns = {name: [num_turns(x["branches"]) for x in traces] for name, traces in found.items()}
     assert turns == {"single": [1, 1], "turns": [3, 3], "compacted": [2, 2]}
     assert [len(x["branches"]) for x in found["compacted"]] == [2, 2]
+
+
+@pytest.mark.timeout(900)
+def test_the_openenv_taskset_of_verifiers_runs_through_its_training_client(tmp_path):
+    python, script = verifiers_python(), SCRIPT.with_name("verifiers_openenv.py")
+    if subprocess.run([python, "-c", "import openenv.core"], capture_output=True).returncode:
+        pytest.skip("the venv of verifiers has no openenv")
+    model = ServedModel(folder_with_template(tmp_path))
+    with model.running():
+        command = [python, str(script), f"{model.url}/v1", str(tmp_path)]
+        found = json.loads(run_client(command, timeout=800))
+    assert_log_probs_are_those_of_the_scorer(found["branches"], model)
+    # Two answers with a reward of 0.5 each, in one conversation.
+    assert len(found["branches"]) == 1 and num_turns(found["branches"]) == 2
+    assert found["reward"] == 1.0
 
 
 def num_turns(branches):
