@@ -152,7 +152,10 @@ def _with_given(
                 "in this process, without a deadline for a call that hangs"
             )
         if in_process and (mode := MODES[config.placement]).has_remote_searchers:
-            raise ConfigError(f"in_process=True: placement={mode.name} grades in other processes")
+            raise ConfigError(
+                f"in_process=True: placement={mode.name} grades in other processes. Define the "
+                "reward in a file, import it from there, and leave in_process out"
+            )
         given = given_names(rewards) if in_process else names
         arguments.append(f"task.reward={','.join(given)}")
     if objective is not None:

@@ -32,7 +32,7 @@ class Figures:
 
     num_shards = 5
 
-    def shard(self, params, number, station=0):
+    def shard(self, params, number, device_set=0):
         return part_of(number, params)
 
     def merge(self, parts):

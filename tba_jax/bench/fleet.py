@@ -256,8 +256,9 @@ def summary(
     """Return the measurements for one number of searchers.
 
     Args:
-        pairs: measurements of neighbouring windows: (without responses, with responses).
-        latencies: seconds of each put.
+        pairs: measurements (without responses, with responses), one pair for each two consecutive
+            windows.
+        latencies: seconds of each put request.
     """
     ratios = [busy["step_ms"] / free["step_ms"] for free, busy in pairs]
     with_puts = [busy for _, busy in pairs]
@@ -310,7 +311,7 @@ def measure_one(args: argparse.Namespace, count: int) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures for each number of searchers."""
+    """Return the measurements for each number of searchers."""
     try:
         counts = [int(part) for part in args.searchers.split(",")]
     except ValueError as error:

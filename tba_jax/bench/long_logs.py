@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     if args.steps <= _AFTER_CHECKPOINT or args.searchers < 1:
         raise ValueError(
-            f"got --steps={args.steps} --searchers={args.searchers}; wanted more than "
-            f"{_AFTER_CHECKPOINT} steps and a searcher"
+            f"--steps={args.steps} --searchers={args.searchers}: too few. Set "
+            f"--steps={_AFTER_CHECKPOINT + 1} or more and --searchers=1 or more"
         )
     with contextlib.ExitStack() as stack:
         folder = args.workdir or stack.enter_context(tempfile.TemporaryDirectory())

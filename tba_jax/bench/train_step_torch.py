@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure times, memory and the loss of the first step."""
+    """Return step times, CPU time, peak memory, and the loss of the first, untimed step."""
     torch, transformers = map(importlib.import_module, PACKAGES)
     device = "cuda" if job["platform"] == "gpu" else "cpu"
     torch.set_num_threads(len(os.sched_getaffinity(0)))

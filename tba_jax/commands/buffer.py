@@ -219,7 +219,11 @@ def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _decoder(config: Mapping[str, Any], note: str) -> tuple[Decode, str]:
-    """Return (function from token IDs to text, ""); without a tokenizer (ID printer, reason)."""
+    """Return (function from token IDs to text, note).
+
+    The function decodes with the tokenizer of the run, and the note is "". Without a tokenizer, the
+    function lists the IDs, and the note has the reason.
+    """
     from tba_jax.models.tokenizer import Tokenizer
 
     if not note:

@@ -35,7 +35,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from jax.sharding import Mesh
 
     from tba_jax.devices.site import Site, reading_mesh
-    from tba_jax.evaluation.evaluator import Station
+    from tba_jax.evaluation.evaluator import ShardEvaluator
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
     from tba_jax.run.search_parts import make_evaluator, make_judging
@@ -72,8 +72,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         decoder = make_decoder(config, model_config, tokenizer, site)
         grader = make_grader(task, tokenizer, rewards)
         episodes = make_episodes(config, task, tokenizer, environments)
-        station = Station(decoder, grader, *judging.measures, episodes=episodes)
-        evaluator = make_evaluator(config, task, tokenizer, [station], judging.metrics)
+        shard_evaluator = ShardEvaluator(decoder, grader, *judging.measures, episodes=episodes)
+        evaluator = make_evaluator(config, task, tokenizer, [shard_evaluator], judging.metrics)
         # A large model takes minutes. Standard output is for the result alone.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: evaluating {count} held-out prompts", file=sys.stderr, flush=True)

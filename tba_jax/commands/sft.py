@@ -219,7 +219,7 @@ def _packing(
 
 
 def _up(length: int, parts: int) -> int:
-    """Return the next length that the axis `context` divides into this number of parts."""
+    """Return `length` rounded up to a multiple of `parts`, the size of mesh axis `context`."""
     return -(-length // parts) * parts
 
 

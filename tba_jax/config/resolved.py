@@ -21,9 +21,9 @@ def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
 
 
 def allows_forks(config: Config) -> bool:
-    """Return whether an episode may have several paths.
+    """Return whether an episode may fork into several paths.
 
-    Objectives that need an order of turns, and minibatches, do not support several paths.
+    Forks need an environment and minibatches=1, and do not support balance=turn.
     """
     objective = config.objective.built
     is_ordered = getattr(objective, "balance", "") == "turn"

@@ -10,7 +10,7 @@ from tba_jax.config.resolved import transport_of, writes_versions
 from tba_jax.config.schema import SETTINGS, Config, get_field, replace
 from tba_jax.devices.placement import MODES
 from tba_jax.flow.padding import length_buckets
-from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
+from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import ConfigError, Setting, check_all, need
 from tba_jax.tasks.registry import entry_of
@@ -99,13 +99,16 @@ def _buffer(config: Config) -> None:
     """Refuse a buffer too small for a batch with one response per prompt."""
     batch = config.batch.num_prompts
     least = 1 if entry_of(config.task.name).has_one_prompt else batch
+    # A token of a response has an ID and a log-prob, a token of a prompt an ID and about 4 letters.
+    payload = 8 * (config.search.max_new_tokens + config.task.max_prompt_tokens)
+    wanted = least * (PROMPT_OVERHEAD_BYTES + RESPONSE_OVERHEAD_BYTES + payload)
     need(
         config.replay.max_bytes >= least * RESPONSE_OVERHEAD_BYTES,
         "replay.max_bytes",
         config.replay.max_bytes,
         f"too small for a batch of {batch} prompts",
-        f"Bookkeeping takes {least * RESPONSE_OVERHEAD_BYTES} bytes. Add 300 bytes for each "
-        "response and 4 bytes for each of its tokens.",
+        f"One response of maximum length to each prompt takes about {wanted} bytes. "
+        f"Set --config.replay.max_bytes={wanted} or more.",
     )
 
 

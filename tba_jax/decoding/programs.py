@@ -87,7 +87,7 @@ def prefill(
     """Return the caches of right-padded prompts: keys and values [p g s e], or states, per layer.
 
     The caches exclude the last token of each prompt. The first decode step reads that token and
-    draws the first token of the response, so that one program draws all tokens.
+    samples the first token of the response, so that one program samples all tokens.
 
     Args:
         weights: weights in the decoder's layout (`transformer.unstack_layers`).
@@ -366,7 +366,7 @@ def _next_carry(
     slots: Slots,
     pad_id: int,
 ) -> _Carry:
-    """Return the carry after the slots have drawn these tokens; its caches are up to date."""
+    """Return the carry after the slots have sampled these tokens; its caches are up to date."""
     step = carry.step
     tokens = jnp.where(carry.is_live, tokens, pad_id)
     count = carry.count + carry.is_live

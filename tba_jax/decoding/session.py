@@ -320,7 +320,7 @@ class Session:
         )
 
     def _prefill_next(self) -> _Waiting | None:
-        """Prefill the next prompts of the queue; only a few numbers of rows are compiled."""
+        """Prefill the next prompts of the queue, padded to one of a few compiled row counts."""
         if not self._requests:
             return None
         start = time.perf_counter()

@@ -51,9 +51,9 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def _tail(self, tokens: np.ndarray, num_read: int) -> int:
-        """Return a position before `num_read` from which the text has at least `_reach` characters.
+        """Return an index i: the text of tokens[i:num_read] has at least `_reach` characters.
 
-        Returns 0 if the text of the first `num_read` tokens is shorter.
+        Try suffixes of doubling length; return 0 if the length reaches `num_read`.
         """
         size = self._reach
         while size < num_read:

@@ -166,7 +166,10 @@ class Cluster:
         return np.asarray(self._replicate(rows))
 
     def _gather_devices(self) -> list[list[Any]]:
-        """Return the devices of each process for collectives: one if the chips permit, else all."""
+        """Return the devices of each process for collectives.
+
+        One device per process if the chips permit a mesh with one device per host, else all.
+        """
         import jax
 
         devices = [jax.local_devices(process_index=i) for i in self.members]

@@ -14,33 +14,36 @@ class MeshSettings(Section):
 
     data: int = field(
         1,
-        "copies of the train state, which divide the rows; placement=pod: 1 means one per host",
+        "number of copies of the train state, over which rows are sharded; placement=pod: 1 means "
+        "one per host",
         at_least=1,
         on_resume=True,
     )
     fsdp: int = field(
         1,
-        "number of devices that divide train state and rows; weights are gathered layer by layer",
+        "number of devices over which train state and rows are sharded; weights are gathered layer "
+        "by layer",
         at_least=1,
         on_resume=True,
     )
     expert: int = field(
         1,
-        "number of devices that divide the experts of a mixture, and rows; each of them holds the "
-        "tokens of all, and results are added up",
+        "number of devices over which the experts of a mixture, and rows, are sharded; each device "
+        "receives the tokens of all these devices, and results are summed",
         at_least=1,
         on_resume=True,
     )
     context: int = field(
         1,
-        "number of devices that divide the positions of every row, and train state as fsdp does; "
-        "for long rows; must divide batch.packed_length, or all padded lengths",
+        "number of devices over which the positions of every row are sharded, and train state as "
+        "by fsdp; for long rows; must divide batch.packed_length, or all padded lengths",
         at_least=1,
         on_resume=True,
     )
     model: int = field(
         1,
-        "number of devices that divide train state and every matrix product (tensor parallel)",
+        "number of devices over which train state and every matrix product are sharded (tensor "
+        "parallel)",
         at_least=1,
         on_resume=True,
     )

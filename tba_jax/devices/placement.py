@@ -95,7 +95,7 @@ class Mode(NamedTuple):
         spans_hosts: whether the trainer may have several processes, one for each host.
         trainers_search: whether processes that train also search.
         has_remote_searchers: whether searchers are remote processes with their own devices. The
-            arrangement then covers the trainer's processes only.
+            `Arrangement` then contains the trainer's processes only.
         mesh: (requested mesh, processes) -> the trainer's mesh.
     """
 

@@ -2,8 +2,9 @@
 """Meshes of trainer and searchers, and shardings of arrays on them.
 
 One table maps the logical axes of a model to mesh axes; rows of a batch are divided over
-`BATCH_AXES`. Invariants: no mesh axis divides two axes of one array. Weights move between sets of
-devices piece by piece, never through the host, and never whole through a device that keeps a part.
+`BATCH_AXES`. Invariants: no mesh axis divides two axes of one array. Weights are copied between
+device sets shard by shard: not through the host, and no device that stores a shard receives the
+whole array.
 """
 
 import functools

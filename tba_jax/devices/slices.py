@@ -8,8 +8,8 @@ Rules of TPU compilers, found by compiling with libtpu 0.0.51 and 0.0.52:
 - v5e slices of more than 16 chips: a mesh must use the whole slice, or a rectangle of whole hosts
   without the first host of the slice.
 
-Other devices have no limits. Devices are as in `placement`. Invariant: the compiler accepts the
-choices made here.
+Other devices have no limits. A device is any object with the attributes that `placement` lists.
+Invariant: the compiler accepts the choices made here.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def hosts_of(devices: Sequence[Any]) -> list[int]:
-    """Return the processes of the devices, in order."""
+    """Return the sorted process indices of the devices; each host runs one process."""
     return sorted({d.process_index for d in devices})
 
 

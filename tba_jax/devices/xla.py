@@ -81,6 +81,6 @@ def _check(name: str, value: str | bool, device: Any) -> None:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise ConfigError(
-            f"config.xla.options='{name}={value}': XLA's compiler for {device.device_kind} says: "
-            f"{reason} Remove the option or correct its value"
+            f"config.xla.options='{name}={value}': the XLA compiler for {device.device_kind} "
+            f"rejects the option: {reason.rstrip('.')}. Remove the option or correct its value"
         ) from error

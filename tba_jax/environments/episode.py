@@ -176,7 +176,7 @@ class SingleTurnSession:
 
     @property
     def room(self) -> int:
-        """Return the number of episodes that could begin at once; negative if more are queued."""
+        """Return the number of free slots minus queued episodes; negative if more are queued."""
         return self._session.room
 
     @property

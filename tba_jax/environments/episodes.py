@@ -227,7 +227,7 @@ class EpisodeSession(SingleTurnSession):
 
     @property
     def is_waiting(self) -> bool:
-        """Send requests to environments; return whether sampling must wait for their responses."""
+        """Send requests to environments; return whether sampling must wait for answers."""
         self._ask()
         return self._session.is_idle and not self._ended
 

@@ -79,7 +79,7 @@ class Tools:
         functions: functions that are tools.
 
     Attributes:
-        failed: results of the newest calls that failed.
+        failed: results that are errors, from the last call of `results`.
 
     Raises:
         TypeError: a tool lacks annotations or a docstring, or two tools have one name.
@@ -312,7 +312,7 @@ class Host:
             kind = type(value).__name__
             raise _Failure("environment_type", f"the reward is a {kind}; return a number")
         if not math.isfinite(value):
-            raise _Failure("environment_nan", f"the reward is {value}")
+            raise _Failure("environment_nan", f"the reward is {value}; return a finite number")
         return float(value)
 
 

@@ -56,8 +56,8 @@ Measure = Callable[[Any, Responses], Mapping[str, list[list[float]]]]
 MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
-class Station(NamedTuple):
-    """Parts that evaluate shards on one set of devices."""
+class ShardEvaluator(NamedTuple):
+    """Decoder and grader that evaluate shards on one set of devices."""
 
     decoder: Decoder
     grader: Grader
@@ -136,7 +136,7 @@ class Evaluator:
     Args:
         prompts: the evaluation prompts, the same for every call.
         num_skipped: number of prompts that were left out because they are too long; only reported.
-        stations: parts that evaluate shards, one station for each set of devices.
+        shard_evaluators: one for each set of devices.
         metric: headline metric: `reward_mean`, `pass_at_1`, or a metric that `metrics` return.
         min_new_tokens: minimum length of a response.
         metrics: further metric functions, called in this order.
@@ -150,7 +150,7 @@ class Evaluator:
         *,
         prompts: Sequence[Prompt],
         num_skipped: int,
-        stations: Sequence[Station],
+        shard_evaluators: Sequence[ShardEvaluator],
         settings: EvalSettings,
         metric: str,
         min_new_tokens: int = 0,
@@ -158,7 +158,7 @@ class Evaluator:
     ) -> None:
         self.prompts = list(prompts)
         self.num_skipped = num_skipped
-        self._stations = list(stations)
+        self._shard_evaluators = list(shard_evaluators)
         self._sampling = SamplingSettings(
             settings.max_new_tokens,
             temperature=settings.temperature,
@@ -177,23 +177,24 @@ class Evaluator:
         return -(-len(self.prompts) // self.shard_size)
 
     def run(self, params: Any) -> Evaluation:
-        """Evaluate all prompts at the first station.
+        """Evaluate all prompts on the first set of devices.
 
         Raises:
             ValueError: no function reports the headline metric.
         """
         return self.merge([self._evaluate(params, 0, len(self.prompts), 0, 0)])
 
-    def shard(self, params: Any, number: int, station: int = 0) -> EvaluationShard:
+    def shard(self, params: Any, number: int, device_set: int = 0) -> EvaluationShard:
         """Decode and grade the responses of one shard.
 
         Args:
-            params: weights on the devices of the station.
+            params: weights on these devices.
+            device_set: index of the shard evaluator.
         """
         first = number * self.shard_size
         stop = min(first + self.shard_size, len(self.prompts))
         # Prompts of the previous shard fill up the last shard, so that all shards have one shape.
-        return self._evaluate(params, stop - self.shard_size, stop, first, station)
+        return self._evaluate(params, stop - self.shard_size, stop, first, device_set)
 
     def merge(self, parts: Sequence[EvaluationShard]) -> Evaluation:
         """Compute the metrics of all shards together, in any order.
@@ -235,10 +236,10 @@ class Evaluator:
         )
 
     def _evaluate(
-        self, params: Any, begin: int, stop: int, first: int, station: int
+        self, params: Any, begin: int, stop: int, first: int, device_set: int
     ) -> EvaluationShard:
         """Decode prompts[begin:stop]; return the graded responses to prompts[first:stop]."""
-        decoder, grader, measures, episodes = self._stations[station]
+        decoder, grader, measures, episodes = self._shard_evaluators[device_set]
         n, params = self._num_samples, decoder.weights(params)
         keys = row_keys(jax.random.key(0), len(self.prompts) * n).reshape(-1, n, 2)
         # Environments have seen the prompts before `first` already.

@@ -136,7 +136,11 @@ class ReferenceDistance:
         self._program = site.locked(make_distance_program(config, scoring, site))
 
     def measure(self, params: Params, responses: Responses) -> dict[str, list[list[float]]]:
-        """Return negative log-likelihood under the reference and both divergences, by response."""
+        """Return three values for each response.
+
+        They are the negative log-likelihood under the reference, KL(pi || pi_ref) and
+        KL(pi_ref || pi).
+        """
         _, n, width = responses.tokens.shape
         prompts = [p.tokens for p in responses.prompts for _ in range(n)]
         lengths = responses.lengths.reshape(-1)

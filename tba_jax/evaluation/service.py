@@ -30,7 +30,7 @@ class _Version:
     """Evaluation of one version in progress.
 
     Attributes:
-        left: shards that no station has started.
+        left: shards that are not started.
         missing: number of unfinished shards.
         leased: shards that other processes evaluate.
     """
@@ -66,7 +66,7 @@ class EvaluationService:
         """Request the evaluation of a version.
 
         Args:
-            params: weights on each station; None for a station that does not evaluate.
+            params: weights on each set of devices; None for a set that does not evaluate.
         """
         numbers = collections.deque(range(self._evaluator.num_shards))
         with self._lock:
@@ -75,20 +75,20 @@ class EvaluationService:
             )
             self._pass_on()
 
-    def step(self, station: int = 0) -> bool:
+    def step(self, device_set: int = 0) -> bool:
         """Evaluate the next shard, or compute metrics; return False if there was nothing to do."""
         with self._lock:
             version = next(
-                (v for v in self._requests if v.left and v.params[station] is not None), None
+                (v for v in self._requests if v.left and v.params[device_set] is not None), None
             )
             if version is not None:
                 if not version.is_begun:
                     version.start_s, version.is_begun = self._clock(), True
-                number, params = version.left.popleft(), version.params[station]
+                number, params = version.left.popleft(), version.params[device_set]
                 version.release_params()
         if version is None:
             return self._merge(blocking=False)
-        part = self._evaluator.shard(params, number, station)
+        part = self._evaluator.shard(params, number, device_set)
         with self._lock:
             version.parts.append(part)
             version.missing -= 1

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Places(NamedTuple):
-    """Positions of sequences, in the given order.
+class Placements(NamedTuple):
+    """Row and start of each sequence, in the order of the given sequences.
 
     Attributes:
         rows: row of each sequence.
@@ -63,7 +63,7 @@ def place(
     row_length: int,
     micro_batch_rows: int = 0,
     prompts: Sequence[int] | None = None,
-) -> Places:
+) -> Placements:
     """Assign all sequences to rows of `row_length` tokens; return their positions by group.
 
     Args:
@@ -79,7 +79,7 @@ def place(
         flat = [n for group in lengths for n in group]
         fit = _fit([], flat, row_length, len(flat), 0)
         assert fit is not None, "one row for each sequence always suffices"
-        return Places(fit.rows, fit.starts, len(fit.loads), fit.leads)
+        return Placements(fit.rows, fit.starts, len(fit.loads), fit.leads)
     size = micro_batch_rows or sum(map(len, lengths))
     bins: list[list[int]] = []  # used tokens of each row, by micro-batch
     found: dict[int, _Fit] = {}
@@ -102,7 +102,7 @@ def place(
                 "--config.batch.micro_batch_rows"
             )
     in_order = [found[i] for i in range(len(lengths))]
-    return Places(
+    return Placements(
         np.concatenate([fit.rows for fit in in_order]),
         np.concatenate([fit.starts for fit in in_order]),
         len(bins[0]) if len(bins) == 1 else len(bins) * size,
@@ -111,7 +111,7 @@ def place(
 
 
 class _Fit(NamedTuple):
-    """Result of a successful fit: `rows`, `starts` and `leads` of `Places`, and the new loads.
+    """Result of a successful fit: `rows`, `starts` and `leads` of `Placements`, and the new loads.
 
     Attributes:
         loads: number of used tokens of each row.

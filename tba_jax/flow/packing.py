@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.bin_packing import Places, most_rows, place, rows_at_once
+from tba_jax.flow.bin_packing import Placements, most_rows, place, rows_at_once
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
 from tba_jax.flow.trajectory import Draw, ExpertsShape, Trajectory
 
@@ -131,15 +131,17 @@ class Packing:
             ValueError: a prompt or response exceeds its largest bucket, or both exceed a row.
         """
         shapes = self.shapes
-        candidates = [self._places(draws, shape) for shape in shapes]
-        needed = [places.num_rows for places in candidates]
+        candidates = [self._placements(draws, shape) for shape in shapes]
+        needed = [x.num_rows for x in candidates]
         prompt, response = self.padding.lengths(*_longest(draws))
         best = _cheapest(shapes, needed, prompt, response)
-        shape, places = shapes[best], candidates[best]
+        shape, placements = shapes[best], candidates[best]
         num_rows, c = _compiled_rows(needed[best], shape), shape.responses
         length = self.row_length or prompt + c * response
         rows = _Rows.filled(
-            self._sequences(draws, places, shape, None if self.row_length else (prompt, response)),
+            self._sequences(
+                draws, placements, shape, None if self.row_length else (prompt, response)
+            ),
             (num_rows, length),
             self.padding.pad_id,
             has_advantages=self.has_advantages,
@@ -192,7 +194,7 @@ class Packing:
             **of_slots,
         )
 
-    def _places(self, draws: Sequence[Draw], shape: Shape) -> Places:
+    def _placements(self, draws: Sequence[Draw], shape: Shape) -> Placements:
         """Return the positions of sequences before `interleaved` reorders the rows.
 
         A sequence is a response with its prompt; in padded rows, c responses with their prompt.
@@ -225,29 +227,29 @@ class Packing:
     def _sequences(
         self,
         draws: Sequence[Draw],
-        places: Places,
+        placements: Placements,
         shape: Shape,
         padded: tuple[int, int] | None,
     ) -> Iterator["_Sequence"]:
-        """Yield all sequences with their places in the rows.
+        """Yield all sequences with their placements in the rows.
 
         Args:
             draws: p draws.
             padded: padded lengths of prompt and response; None: rows are packed.
         """
-        piece, starts, c = 0, places.starts.tolist(), shape.responses
+        piece, starts, c = 0, placements.starts.tolist(), shape.responses
         empty = np.zeros(0, np.int32)
         for i, d in enumerate(draws):
             x = d.prompt.tokens
             paths = [(j, y, k) for j, y in enumerate(d.trajectories) for k in range(len(y.paths))]
             for number, (j, y, path) in enumerate(paths):
                 at = piece + number // c
-                row, slot = int(places.rows[at]), i * self.group_size + j + 1
+                row, slot = int(placements.rows[at]), i * self.group_size + j + 1
                 if padded is not None:
                     first = padded[0] + number % c * padded[1]
                     yield _Sequence(slot, x, y, path, row, len(x), padded[0], first)
                     continue
-                own = x if places.leads[at] else empty
+                own = x if placements.leads[at] else empty
                 end = starts[at] + len(own)
                 yield _Sequence(slot, own, y, path, row, len(x), end, end)
             piece += math.ceil(len(paths) / c)

@@ -63,7 +63,7 @@ NO_COUNTS = DecodeCounts(0, 0, 0, 0)
 
 
 class RoundMetrics(NamedTuple):
-    """Metrics of the responses of a round.
+    """Metrics of the responses in one round or ticket of a searcher.
 
     Attributes:
         tokens: number of sampled tokens; 0 for given responses.

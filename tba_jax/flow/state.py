@@ -20,12 +20,15 @@ class PartState(NamedTuple):
 
 
 class Saveable(Protocol):
-    """A part with state. Restored from its state, it continues as if never interrupted."""
+    """Interface of a part of a run whose state is saved in checkpoints.
+
+    A restored part continues as if it had not been interrupted.
+    """
 
     def state(self) -> PartState:
         """Return all state needed to continue; later changes of the part do not affect it."""
         ...
 
     def restore(self, state: PartState) -> None:
-        """Replace the state of this part by one that `state` returned, with the same settings."""
+        """Replace the state by a result of `state`, of a part with the same settings."""
         ...

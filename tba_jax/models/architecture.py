@@ -28,7 +28,7 @@ class Adapters(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Factor of A B."""
+        """Factor of the adapter term (x A) B: alpha / rank."""
         return self.alpha / self.rank
 
 

@@ -21,7 +21,8 @@ class ModelSettings(Section):
     param_dtype: Dtype = field("float32", "storage dtype of policy and reference parameters")
     compute_dtype: Literal["float32", "bfloat16", "auto"] = field(
         "float32",
-        "matmul inputs of the trainer; the loss is float32; auto: float32 on CPUs, else bfloat16",
+        "dtype of the trainer's matmul inputs; the loss is float32; auto: float32 on CPUs, else "
+        "bfloat16",
     )
     remat: Literal["auto", "none", "dots", "layers"] = field(
         "auto",

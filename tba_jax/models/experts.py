@@ -81,7 +81,11 @@ def of_layer(recorded: Recorded | None, ids: Array | None) -> Recorded | None:
 
 
 def add_differing(differing: Array | None, own: Array | None, ids: Array | None) -> Array | None:
-    """Return the number of layers whose experts differ, after one more layer."""
+    """Return, for each token, `differing` plus 1 if the experts of one more layer differ.
+
+    Differ: the recorded experts `ids` are known and are not the router's choice `own`. None without
+    recorded experts.
+    """
     if differing is None or own is None or ids is None:
         return None
     return differing + differ(own, ids)

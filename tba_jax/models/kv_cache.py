@@ -32,7 +32,7 @@ class Rounded(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[n g c e]."""
+        """Shape [n g c e] of the keys or values."""
         return self.values.shape
 
 

@@ -112,17 +112,24 @@ def token_logprobs(
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
     logprobs = _response_logprobs(params, hidden, rows[:, s - t :], config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return _beside(logprobs.reshape(p, k, t), hidden, in_response, readout, differing)
+    return _with_extras(logprobs.reshape(p, k, t), hidden, in_response, readout, differing)
 
 
-def _beside(
+def _with_extras(
     logprobs: Float[Array, "*n"],
     states: Array,
     is_scored: Array,
     readout: Readout | None,
     differing: Int[Array, "*n"] | None,
 ) -> Array:
-    """Return log-probs, readout and number of layers with other experts; 0 at unscored tokens."""
+    """Stack log-probs with the extra values of each token; 0 at unscored tokens.
+
+    Extra values: the readout, and the number of layers whose recorded experts differ from the
+    router's choice.
+
+    Returns:
+        [*n x], x = 1 + number of extra values; [*n] without extra values.
+    """
     further = [] if readout is None else [readout(states).reshape(logprobs.shape)]
     if differing is not None:
         further.append(differing.astype(logprobs.dtype))
@@ -198,7 +205,7 @@ def row_token_logprobs(
     targets = responses.reshape(b * c, t)
     logprobs = _response_logprobs(params, hidden, targets, config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return _beside(logprobs.reshape(b, c, t), hidden, in_response, readout, differing)
+    return _with_extras(logprobs.reshape(b, c, t), hidden, in_response, readout, differing)
 
 
 def _of_tokens(
@@ -310,7 +317,7 @@ def packed_token_logprobs(
         logprobs = _of_tokens(params, states, tokens, config, scoring, sharding)
         if differing is not None:
             differing = context_axis.gathered(differing, sharding.mesh)
-        return _beside(logprobs, states, positions > 0, readout, differing)
+        return _with_extras(logprobs, states, positions > 0, readout, differing)
     if is_prompt is None:
         states = hidden[:, :-1]
     else:
@@ -320,7 +327,7 @@ def packed_token_logprobs(
     # No state predicts the first token of a row.
     first = ((0, 0), (1, 0))
     states = jnp.pad(states, (*first, (0, 0))) if readout is not None else states
-    return _beside(jnp.pad(logprobs, first), states, positions > 0, readout, differing)
+    return _with_extras(jnp.pad(logprobs, first), states, positions > 0, readout, differing)
 
 
 def _states_before(

@@ -177,10 +177,10 @@ def lines(config: Config) -> list[str]:
 
 
 def lowered(config: Config) -> Config | None:
-    """Return a config that needs less device memory; None if no chosen value can be lowered.
+    """Return a config that needs less device memory.
 
-    The new config has half of the micro-batch rows and of the decode slots, and recomputes whole
-    layers.
+    None if no setting that the run chose can be lowered. The new config has half
+    of the micro-batch rows and of the decode slots, and recomputes whole layers.
     """
     left = {name for name, _ in config.chosen} | set(open_settings(config))
     fields: dict[str, Any] = {}

@@ -365,7 +365,11 @@ def _parser() -> argparse.ArgumentParser:
         help="TPU slice or GPU hosts, such as v5e:2x4, v5p:2x2x4, h100:8, h100:2x8; default: the "
         "attached devices",
     )
-    parser.add_argument("--search", action="store_true", help="find the largest sizes that fit")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the largest batch.micro_batch_rows and search.num_slots that fit the memory",
+    )
     parser.add_argument(
         "--keep_placement",
         action="store_true",

@@ -88,10 +88,14 @@ def step_bytes(
 ) -> float:
     """Return the approximate memory of a train step per device, without the train state.
 
-    The estimate has the attention scores of one layer and their gradient (for flash attention over
-    packed rows, the mask of pairs and its derivatives), the inputs of each layer, the inner
-    activations of one layer and their gradients, the gradient and its sum over micro-batches, and
-    the values of every layer that are kept instead of recomputed.
+    The estimate is the sum of:
+
+    - the attention scores of one layer and their gradient; for flash attention over packed rows,
+      the mask of pairs and its derivatives;
+    - the inputs of each layer;
+    - the inner activations of one layer and their gradients;
+    - the gradient of the parameters and its sum over micro-batches;
+    - the values of every layer that are kept instead of recomputed.
 
     Args:
         responses: number of responses (if packed, of rows) of a micro-batch on one device.

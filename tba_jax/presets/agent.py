@@ -4,9 +4,9 @@
     python -m tba_jax.main --config=agent[:PRESET]
 
 toy (default)
-    The task is sums with a calculator, for the embedded start model. Offline on 2 CPU cores. The
-    start model calls the calculator in a quarter of its episodes and guesses in the others.
-    Episodes with a call have a higher mean reward.
+    The task is sums with a calculator, for the embedded start model. Runs without network access
+    on 2 CPU cores. The start model calls the calculator in a quarter of its episodes and guesses in
+    the others. Episodes with a call have a higher mean reward.
 qwen3_1_7b
     Qwen3-1.7B on GSM8K with the calculator of the package, at most six turns, on one accelerator.
     Needs pip install 'tba_jax[chat-tools]'. Not run by us.

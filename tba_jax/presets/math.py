@@ -4,7 +4,8 @@
     python -m tba_jax.main --config=math[:PRESET]
 
 arithmetic (default)
-    The task is six-term sums. The embedded start model has 0.3M parameters. Offline on 2 CPU cores.
+    The task is six-term sums. The embedded start model has 0.3M parameters. Runs without
+    network access on 2 CPU cores.
 gsm8k
     The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, with the settings of table 2, appendix B.1
     and the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes

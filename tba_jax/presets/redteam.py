@@ -5,7 +5,8 @@
 
 toy (default)
     Harmless: a 0.3M-parameter attacker writes sums and searches for sums to which the embedded
-    start model answers -9. Before training, 0.3 % of the sums succeed. Offline on 2 CPU cores.
+    start model answers -9. Before training, 0.3 % of the sums succeed. Runs without network access
+    on 2 CPU cores.
 gpt2
     The setup of appendix B.3 with 6 searchers: attacker and victim are GPT-2, and RoBERTa
     measures toxicity. The attacker must start from a supervised model: train one with

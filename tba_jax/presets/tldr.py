@@ -6,12 +6,13 @@
 toy (default)
     Posts are strings of letters, and responses are digests of them. The policy (0.1M parameters)
     and the reward model, trained on noisy comparisons, are embedded. The exact gold reward judges
-    the evaluations. Offline on 2 CPU cores. docs/results/tldr_toy.md has win rates by divergence.
+    the evaluations. Runs without network access on 2 CPU cores. Win rates by divergence:
+    docs/results/tldr_toy.md.
 pythia410m, pythia1b, pythia2.8b
     The paper's runs (table 3, appendix B.2): Pythia SFT policies and reward models of the same
     size, 256 steps of 8 prompts x 20 responses, three searchers. A gold reward model of 6.9B
     parameters compares responses with human references. Paper, 410m: win rate 0.86 at perplexity
-    1.13 (diluted) and about 15 steps off policy. Not run by us.
+    1.13 (prompt tokens count in its denominator) and about 15 steps off policy. Not run by us.
 pythia2.8b_slow
     `pythia2.8b` for 825 steps (figure 4). Its beta reaches the final value at step 140 instead of
     step 104. Not run by us.

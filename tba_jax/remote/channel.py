@@ -153,8 +153,8 @@ class Channel:
     """Requests to the channel server of a run; thread-safe.
 
     Args:
-        locate: returns the endpoint; called again after a failure, because a restarted owner may
-            have another address. Raises `Unreachable` if no owner is running.
+        locate: returns the endpoint; called again after a failure, because a restarted buffer owner
+            may have another address. Raises `Unreachable` if no buffer owner is running.
         timeout_s: longest wait for a response, in seconds.
     """
 

@@ -20,9 +20,9 @@ class RemoteSettings(Section):
     )
     heartbeat_s: int = field(
         30,
-        "heartbeat timeout in seconds: a pod ends if one of its processes sends no heartbeat for "
-        "this long; a fleet gives the tickets of such a searcher to others, and restarts its "
-        "trainer after ten times this long",
+        "seconds without a heartbeat after which a process counts as lost: a pod ends; a fleet "
+        "gives the searcher's tickets to other searchers, and restarts a lost trainer after ten "
+        "times this long",
         at_least=2,
         on_resume=True,
     )

@@ -94,7 +94,7 @@ Status = Literal["ok", "duplicate", "rewind", "fenced", "refused", "ended"]
 
 
 class Response(NamedTuple):
-    """Response to every other message.
+    """Response to every message of a searcher except a join request.
 
     Attributes:
         status: ok; duplicate: all tickets of the message had arrived before; rewind: the trainer

@@ -429,7 +429,7 @@ class SearchServer:
             record.lease = None
 
     def _recover(self, searcher: int, record: SearcherRecord, silent_s: float) -> None:
-        """Count the open tickets of a searcher that was lost and has sent a message again."""
+        """Restore the open tickets of a searcher that was counted as lost and has reconnected."""
         versions = [ticket.version for ticket in _drawn(record)]
         record.outbox.lose(-len(versions) * self._settings.responses_per_ticket)
         self._num_lost -= len(versions)

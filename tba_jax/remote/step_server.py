@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StepServer: sends every training step to the trainer processes that do not own the buffer.
 
-The first trainer process decides each step and draws its batch. The other processes request each
-step by its number, and receive the decision as bytes. A request also says whether its sender
-received a stop request, and whether it still writes a publication.
+The first trainer process decides each step and draws its batch. Each other process sends a
+step request with the number of the step, and receives the decision as bytes. A step request also
+reports whether its sender received a stop signal, and whether it still writes a publication.
 
 Invariant: every process receives the same bytes for a step, however often it requests them
 (tests/remote/test_step_server.py).
@@ -31,7 +31,7 @@ class StepRequest(NamedTuple):
     Attributes:
         process: number of the sender in the job.
         step: number of the step, from 0.
-        wants_stop: whether the sender received a stop request.
+        wants_stop: whether the sender received a stop signal.
         is_publishing: whether the sender still writes the weights of the last publication.
     """
 
@@ -87,13 +87,13 @@ class StepServer:
 
     @property
     def wants_stop(self) -> bool:
-        """Return whether the newest request of a process reports a stop request."""
+        """Return whether the newest step request of a process reports a stop signal."""
         with self._changed:
             return any(request.wants_stop for request in self._requests.values())
 
     @property
     def is_publishing(self) -> bool:
-        """Whether the newest request of a process reports that it still writes weights."""
+        """Return whether the newest step request of a process reports unfinished weight writes."""
         with self._changed:
             return any(request.is_publishing for request in self._requests.values())
 

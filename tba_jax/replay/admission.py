@@ -60,8 +60,9 @@ class Latency(NamedTuple):
 class Admission:
     """Count of open groups, and the rule for the start of another group.
 
-    Groups are used in the order of admission, m p groups per step. A group that is admitted at step
-    t with weights of version v is therefore used within the bound if at most
+    Groups are used in the order of admission, m p fresh groups per step: p is the maximum number
+    of fresh groups in a batch, and m is their mean share, as in `Demand`. A group that is admitted
+    at step t with weights of version v is therefore used within the bound if at most
     (v + bound + 1 - t) m p groups are open, including this group (the rule of AReaL, arXiv
     2505.24298, minus the replayed share). v is the version of the asking searcher, not the newest
     published version, because publication latency uses up a part of the bound. Once latencies are

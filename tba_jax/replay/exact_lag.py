@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """ExactLag: admission and merges by fixed counts, so that all data have the same staleness.
 
-Every searcher draws the same number of groups, its quota, with every publication, and (D + 1)
+Every searcher samples the same number of groups, its quota, with every publication, and (D + 1)
 quotas with the first publication. At a publication the trainer merges one quota of each searcher,
 in order of ticket numbers. The trainer publishes again when all quotas of the newest weights have
-begun, so no publication is skipped. A step trains on data drawn with the weights of D publications
-ago, while searchers draw with the newest weights.
+begun, so no publication is skipped. A step trains on data sampled with the weights of D
+publications ago, while searchers sample with the newest weights.
 
 Invariants: the speed of searchers does not change the staleness, and changes no other result unless
-a searcher's tickets depend on time. Groups that were open at an interruption are drawn again with
+a searcher's tickets depend on time. Groups that were open at an interruption are sampled again with
 the newer weights of the resumed run.
 """
 
@@ -64,7 +64,7 @@ class ExactLag:
         """Do nothing: an exact lag has only searchers of this process, which are never lost."""
 
     def has_begun(self, version: int) -> bool:
-        """Return whether every searcher has begun its whole quota of the newest weights."""
+        """Return whether every searcher has begun its ticket quota for weights of `version`."""
         wanted = (version // self._sync_period + 1 + self._lag) * self._quota
         with self._lock:
             return min(self._begun.values()) >= wanted

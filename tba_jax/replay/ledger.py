@@ -173,7 +173,7 @@ class Economy:
         return late / self.staleness.total()
 
     def stats(self, waiting: int, max_staleness: int) -> dict[str, float]:
-        """Return the metrics."""
+        """Return the `buffer/*` metrics by name; `waiting`: as in `trained_share`."""
         return {
             "buffer/trained_share": self.trained_share(waiting),
             "buffer/length_rank": self.length_rank(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that compares runs: curves, final figures, differing settings, responses.
+"""The page that compares runs: curves, final results, differing settings, responses.
 
 The page runs no script: buttons that choose the axis are radio buttons and CSS.
 """
@@ -202,7 +202,7 @@ def _final(grouped: Sequence[RunGroup]) -> str:
         "mean; with one run, the interval of a share over its held-out responses. Time and trained "
         "tokens are means over the runs."
     )
-    return section("Final figures", f"<p>{text}</p>{table(head, rows, 'final')}")
+    return section("Final results", f"<p>{text}</p>{table(head, rows, 'final')}")
 
 
 def _last_evaluation(runs: Sequence[Run], metric: str) -> _Interval | None:

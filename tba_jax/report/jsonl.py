@@ -69,7 +69,9 @@ def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[
                 number += len(lines)
     # EOFError and zlib.error: damaged compressed files
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}). Restore the file from a copy"
+        ) from error
 
 
 def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, bytes]]:

@@ -247,7 +247,7 @@ def _evaluate_at_the_end(run: Run) -> None:
 
 
 def write_report_json(run: Run) -> dict[str, Any]:
-    """Write the final figures of the run to WORKDIR/report.json, and return them."""
+    """Write the final metrics of the run to WORKDIR/report.json, and return them."""
     trainer, clock = run.trainer, run.clock
     wall_s = clock()
 

@@ -302,9 +302,9 @@ class AsynchronousSearch(Search):
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
 
-    def _step_of(self, station: int, search: ContinuousSearch) -> Callable[[], bool]:
+    def _step_of(self, device_set: int, search: ContinuousSearch) -> Callable[[], bool]:
         """Return the step function of a decoding thread, which does evaluation shards first."""
-        return lambda: self._run.evaluations.step(station) or search.step()
+        return lambda: self._run.evaluations.step(device_set) or search.step()
 
     def _deliver(self) -> bool:
         is_delivered = self._run.search.transport.poll(DELIVERY_S)

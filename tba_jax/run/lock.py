@@ -418,7 +418,10 @@ def run_folder(text: str | os.PathLike[str], what: str, note: Callable[[str], No
     try:
         bucket = Bucket(str(text))
         if not bucket.names("config.json"):
-            raise UserError(f"{bucket} holds no run: there is no {bucket}/config.json")
+            raise UserError(
+                f"{what}={text} holds no run: there is no {bucket}/config.json. Give the "
+                "--workdir of a run"
+            )
         Mirror(bucket, folder).fetch(note, weights=True)
     except (OSError, StorageError) as error:
         raise UserError(f"{what}={text} cannot be read: {error}") from error

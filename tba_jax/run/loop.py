@@ -66,11 +66,11 @@ class Search:
         """Sleep for a moment, and record finished evaluations."""
 
     def no_batch(self) -> list[RoundReport]:
-        """React to a buffer that cannot fill a batch: wait and merge, or raise StarvedError."""
+        """Merge more responses for a batch and return their reports, or raise StarvedError."""
         return []
 
     def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
-        """React to a step with these metrics; return metrics of the searchers."""
+        """Process the metrics of a finished step; return metrics of the searchers."""
         del values
         return {}
 

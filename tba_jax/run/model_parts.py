@@ -92,7 +92,7 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
 
 
 def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
-    """Return the scoring settings for published weights, for start data and divergence metrics."""
+    """Return scoring settings with rollout_dtype, for start data and divergence metrics."""
     scoring = make_scoring(config, eos_ids)
     return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
 

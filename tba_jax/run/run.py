@@ -227,7 +227,7 @@ class Samples:
         self._write(step, "train", records)
 
     def add_evaluation(self, step: int, evaluation: Evaluation, prompts: list[Prompt]) -> None:
-        """Write the responses to the first held-out prompts, if the step is due."""
+        """Write responses to the first held-out prompts, once per logging period."""
         period, newest = self._step_period, self._newest_eval
         is_due = step // period != newest // period or step == self._num_steps
         if self._log is None or not is_due:
@@ -282,7 +282,7 @@ class Evaluated:
         self.last_eval_step = max(self.last_eval_step, record["step"])
 
     def state(self) -> PartState:
-        """Return both evaluations and the step."""
+        """Return `before`, `after` and `last_eval_step`."""
         return PartState({}, dict(vars(self)))
 
     def restore(self, state: PartState) -> None:

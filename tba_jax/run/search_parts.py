@@ -26,7 +26,7 @@ from tba_jax.devices.site import ANY_DEVICE, Site, Sites
 from tba_jax.environments.episode import Sessions
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.config import EvalSettings
-from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, Station
+from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
 from tba_jax.flow.state import Saveable
 from tba_jax.models import lora
@@ -494,7 +494,7 @@ def make_evaluator(
     config: Config,
     task: Task,
     tokenizer: Tokenizer,
-    stations: Sequence[Station],
+    shard_evaluators: Sequence[ShardEvaluator],
     metrics: Sequence[MetricFunction] = (),
 ) -> Evaluator:
     """Make the evaluator of a config; `metrics` are added to those of the task.
@@ -513,7 +513,7 @@ def make_evaluator(
     return Evaluator(
         prompts=prompts,
         num_skipped=num_skipped,
-        stations=stations,
+        shard_evaluators=shard_evaluators,
         settings=config.eval,
         metric=task.metric,
         min_new_tokens=config.search.min_new_tokens,
@@ -528,7 +528,7 @@ def build_evaluator(
     references: Mapping[Site, Reference],
     note: Callable[[str], None],
 ) -> Evaluator:
-    """Make the evaluator of a run, with a station for each searcher of this process.
+    """Make the evaluator of a run, with a shard evaluator for each searcher of this process.
 
     Args:
         references: reference scorer of each site; metrics use its weights as the start model.
@@ -553,11 +553,13 @@ def build_evaluator(
         note,
     )
     episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
-    stations = [
-        Station(decoders[site], grader, measures, episodes)
+    shard_evaluators = [
+        ShardEvaluator(decoders[site], grader, measures, episodes)
         for site, grader, measures in zip(sites, graders, judging.measures, strict=True)
     ]
-    evaluator = make_evaluator(config, shared.task, shared.tokenizer, stations, judging.metrics)
+    evaluator = make_evaluator(
+        config, shared.task, shared.tokenizer, shard_evaluators, judging.metrics
+    )
     if evaluator.num_skipped:
         note(
             f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and "

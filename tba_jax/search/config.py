@@ -24,7 +24,7 @@ class SearchSettings(Section):
         on_resume=True,
     )
     samples_per_prompt: int = field(
-        16, "S >= K = objective.group_size: responses drawn per prompt", at_least=1
+        16, "S >= K = objective.group_size: responses sampled per prompt", at_least=1
     )
     prompts_per_round: int = field(
         16,
@@ -87,7 +87,10 @@ class SearchSettings(Section):
         1.0, "divides the logits of searchers, and of policy and reference", above=0
     )
     top_p: float = field(
-        1.0, "draw from the likeliest tokens of this total probability; 1: all", above=0, at_most=1
+        1.0,
+        "sample from the likeliest tokens of this total probability; 1: all",
+        above=0,
+        at_most=1,
     )
     min_new_tokens: int = field(
         0, "minimum length of a response in tokens, in sampling and in log-probs", at_least=0
@@ -100,13 +103,17 @@ class SearchSettings(Section):
     )
     explore: tuple[float, ...] = field(
         (),
-        "SHARE,LOW,HIGH: this share of responses is drawn at random temperatures in [LOW, HIGH]; "
+        "SHARE,LOW,HIGH: this share of responses is sampled at random temperatures in [LOW, HIGH]; "
         "log-probs still use sampling_temperature; empty: none",
     )
     outbox_bytes: int = field(
         64 * 2**20, "largest size of the outbox; a searcher with a full outbox waits", at_least=1
     )
-    initial_fill: int = field(0, "responses drawn before the first step", at_least=0)
+    initial_fill: int = field(
+        0,
+        "number of responses that searchers sample before the first training step",
+        at_least=0,
+    )
     exact_lag: int = field(
         0,
         "fixed staleness of all training data, in publications; 0: the staleness varies",

@@ -3,7 +3,7 @@
 
 A prompt is taken when decode slots are free and admission allows it. It becomes a ticket with its
 own number. When its last response has ended, another thread grades and commits the ticket. A ticket
-is a transaction, like a round: after a resume, uncommitted tickets are drawn again from the same
+is a transaction, like a round: after a resume, uncommitted tickets are sampled again from the same
 prompts and random numbers. Newer weights are loaded between chunks, or, if a response must have one
 version, when the session is empty.
 

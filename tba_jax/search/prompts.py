@@ -183,7 +183,8 @@ class PromptStream:
         """Return the next prompts.
 
         Raises:
-            ValueError: a prompt has more than `max_prompt_tokens` tokens, or all prompts have.
+            ValueError: a prompt is too long (task.long_prompts=refuse), or all prompts are too long
+                (skip).
         """
         prompts: list[Prompt] = []
         num_skipped_in_a_row = 0
@@ -229,7 +230,7 @@ def eval_prompts(
         The prompts, and the number of too long prompts that were skipped.
 
     Raises:
-        ValueError: a prompt has more than `max_prompt_tokens` tokens, or all prompts have.
+        ValueError: a prompt is too long (long_prompts=refuse), or all prompts are too long (skip).
     """
     size = task.eval_size()
     prompts: list[Prompt] = []

@@ -149,7 +149,10 @@ class Agent:
             if self._refusal:
                 raise ApiError(self._refusal, code="episode_ended")
             if self._generation is not None:
-                raise self._failed("the agent sent a request before the answer to another")
+                raise self._failed(
+                    "the agent sent a request before its previous request was answered. Send one "
+                    "request at a time"
+                )
             call = parse(kind, body, served, 0, functools.partial(self._extended, kind, body))
         if len(call.prompts) * call.num_samples > 1:
             raise ApiError("n: a turn of an episode has one sample. Set 1", param="n")
@@ -203,7 +206,10 @@ class Agent:
         previous: np.ndarray,
         completion: np.ndarray,
     ) -> np.ndarray | None:
-        """Return the prompt if it continues the turn, with the turn's sampled tokens; else None."""
+        """Return the prompt of the next turn, which begins with the tokens of the turn before.
+
+        None if the request does not continue that turn.
+        """
         before = np.concatenate([previous, completion])
         if kind == "chat":
             chat, tools = self._pool.served.chat, body.get("tools") or []

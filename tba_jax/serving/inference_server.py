@@ -329,7 +329,7 @@ class InferenceServer:
         """Return the body of a response of status 200.
 
         Raises:
-            _Failed: there is none.
+            _Failed: no response of status 200 has arrived.
         """
         import urllib3
 

@@ -91,8 +91,9 @@ class Bucket:
                 reason = "it overwrites an existing object"
         if reason:
             raise StorageError(
-                f"{self.address} cannot create an object only if none exists ({reason}), so two "
-                "runs could take the same work directory. Give a folder of a shared file system"
+                f"{self.address}: the store does not support atomic create-if-absent ({reason}), "
+                "so two runs could take the same work directory. Give a folder of a shared file "
+                "system"
             )
 
     def create(self, name: str, content: bytes) -> bool:

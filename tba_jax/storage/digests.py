@@ -73,7 +73,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
 
 
 def _largest_apart(names: Sequence[str], files: dict[str, Any]) -> list[str]:
-    """Return file names by descending size, so that every n-th names have a similar total size."""
+    """Return file names by descending size; n slices [i::n] then have similar total sizes."""
     return sorted(names, key=lambda name: (-files[name][0], name))
 
 

@@ -115,7 +115,7 @@ def table(name: str, study: Study, rows: Sequence[Row]) -> str:
 
 
 def optimum_table(study: Study, rows: Sequence[Row]) -> str:
-    """Return the table of distances to the target at the selected rate, with reward and entropy."""
+    """Return distances to the target, reward and entropy at the selected learning rate."""
     lines = [
         "| objective | data | KL(target, policy) at the end, mean | worst seed | expected reward | "
         "entropy | at rate |",

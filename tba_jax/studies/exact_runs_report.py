@@ -26,7 +26,10 @@ LEVELS = (0.25, 0.5, 0.75)
 
 
 def soonest(row: Row) -> int:
-    """Return the index of the rate with the best mean success in the first half of the seeds."""
+    """Return the index of the learning rate with the best mean success.
+
+    The mean is over the first half of the seeds.
+    """
     success = np.nan_to_num(row.measures.success)
     return int(np.argmax(success[:, : success.shape[1] // 2].mean((1, 2))))
 
@@ -180,7 +183,7 @@ def _data_figure(study: Study, rows: Sequence[Row]) -> bytes:
 
 
 def _diversity_figure(study: Study, rows: Sequence[Row]) -> bytes:
-    """Draw modes at equal success, one panel for each case."""
+    """Draw the number of modes found when success first reaches 50 %; one panel per case."""
     names, level = names_of(rows), LEVELS[1]
     picture = new_figure(8.0, 0.27 * len(names) + 1.2, LIGHT)
     panels = picture.subplots(1, len(study.cases), sharey=True, squeeze=False)[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Definitions of the studies on enumerable problems.
 
-A study combines objectives with cases; cases with equal settings share a program. Protocols:
-docs/results/claims.md.
+A study combines objectives with cases. Cases that differ only in their `Condition` have equal
+`Settings` and share a program. Protocols: docs/results/claims.md.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 
     prompt          7+5-3+8-6+2
     guess           =13             ends the episode
-    call            :               the environment returns the running totals but the last
+    call            :               the environment returns all running totals except the last
     observation     12,9,17,11,
     answer          13              ends the episode
 

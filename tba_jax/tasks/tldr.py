@@ -43,5 +43,5 @@ class TLDR(RowTask):
         return MESSAGE.format(post=row["prompt"].removesuffix("TL;DR:").rstrip())
 
     def response_kind(self, text: str) -> str:
-        """Return whether the summary is one paragraph, as human summaries are."""
+        """Return "one_paragraph", as human summaries have, or "several_paragraphs"."""
         return "several_paragraphs" if "\n" in text.strip() else "one_paragraph"

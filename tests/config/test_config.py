@@ -330,7 +330,8 @@ def test_no_field_is_dead():
         ({"reward.missing_eos": math.nan}, "missing_eos = nan: must be a finite number, or inf"),
         (
             {"replay.max_bytes": 3_000},
-            "replay.max_bytes = 3000: too small for a batch of 16 prompts",
+            "replay.max_bytes = 3000: too small for a batch of 16 prompts. One response of "
+            r"maximum length to each prompt takes about (\d+) bytes. Set .*replay.max_bytes=\1 or",
         ),
     ],
 )

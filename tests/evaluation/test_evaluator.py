@@ -10,7 +10,7 @@ import pytest
 from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
-from tba_jax.evaluation.evaluator import Station, pass_at_k
+from tba_jax.evaluation.evaluator import ShardEvaluator, pass_at_k
 from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.models.tokenizer import Tokenizer
@@ -49,8 +49,8 @@ def evaluator(model, task=None, metrics=(), measures=(), **changes):
     config = make_config({**sizes, **changes})
     task = task or Arithmetic()
     decoder = make_decoder(config, model[0], model[2])
-    station = Station(decoder, make_grader(task, model[2], LengthReward()), measures)
-    return make_evaluator(config, task, model[2], [station] * 2, metrics)
+    shard_evaluator = ShardEvaluator(decoder, make_grader(task, model[2], LengthReward()), measures)
+    return make_evaluator(config, task, model[2], [shard_evaluator] * 2, metrics)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response():

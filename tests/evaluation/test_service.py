@@ -15,8 +15,8 @@ class Notes:
     def __init__(self):
         self.done = []
 
-    def shard(self, params, number, station=0):
-        self.done.append((params, number, station))
+    def shard(self, params, number, device_set=0):
+        self.done.append((params, number, device_set))
         return EvaluationShard(number, [[[number]]], [], [[params]], [], {}, [], {})
 
     def merge(self, parts):
@@ -29,14 +29,14 @@ def make_service():
     return notes, EvaluationService(notes, itertools.count().__next__)
 
 
-def test_each_station_evaluates_the_next_shard_with_its_own_weights():
+def test_each_device_set_evaluates_the_next_shard_with_its_own_weights():
     notes, service = make_service()
     assert not service.step() and service.poll() == []
     service.request(0, ["start", "start"])
     service.request(4, ["four", "four"])
     assert notes.done == [] and service.poll() == []  # who asks does not wait
-    for station in (0, 1, 1, 0):
-        assert service.step(station)
+    for device_set in (0, 1, 1, 0):
+        assert service.step(device_set)
     assert notes.done == [("start", 0, 0), ("start", 1, 1), ("start", 2, 1), ("four", 0, 0)]
     assert not service.is_idle
     assert service.step(1) and service.step(0) and service.is_idle and not service.step(0)
@@ -48,12 +48,12 @@ def test_each_station_evaluates_the_next_shard_with_its_own_weights():
     assert service.poll() == []
 
 
-def test_a_station_without_that_version_takes_no_part():
+def test_a_device_set_without_that_version_takes_no_part():
     notes, service = make_service()
     service.request(4, [None, "four"])
     assert not service.step(0)
     assert [service.step(1) for _ in range(4)] == [True, True, True, False]
-    assert {station for _, _, station in notes.done} == {1}
+    assert {device_set for _, _, device_set in notes.done} == {1}
 
 
 def test_what_is_begun_is_finished_and_the_rest_forgotten():

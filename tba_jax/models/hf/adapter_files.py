@@ -102,7 +102,11 @@ def read(folder: Path, config: TransformerConfig) -> tuple[TransformerConfig, Pa
         raise ValueError(f"{folder}: no {_SETTINGS} with {_WEIGHTS} there. Give a folder of both")
     settings = read_json(folder / _SETTINGS)
     if settings.get("peft_type") != "LORA" or settings.get("use_rslora"):
-        raise ValueError(f"{folder}: adapters of another kind than plain LoRA are not supported")
+        kind, scales = settings.get("peft_type"), settings.get("use_rslora", False)
+        raise ValueError(
+            f"{folder / _SETTINGS}: peft_type={kind!r} with use_rslora={scales} is not supported. "
+            "Give adapters with peft_type='LORA' and use_rslora=False"
+        )
     entries = safetensors_file.entries(folder / _WEIGHTS)
     mapped = safetensors_file.map_file(folder / _WEIGHTS)
     rank, alpha = int(settings["r"]), float(settings["lora_alpha"])

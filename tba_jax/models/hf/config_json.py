@@ -317,7 +317,10 @@ def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> 
 
     def number(key: str) -> float:
         if key not in given:
-            raise ValueError(f"config.json has {name}.rope_type = {kind!r} but no {name}.{key}")
+            raise ValueError(
+                f"config.json has {name}.rope_type = {kind!r} but no {name}.{key}. Add "
+                f"{name}.{key}, as in the published config.json of the model"
+            )
         return config_values.number(f"{name}.{key}", given[key])
 
     match kind:

@@ -48,7 +48,7 @@ class GroupData(NamedTuple):
         reference_token_logprobs: [p k t]; None unless the trainer scores the reference.
         mask: [p k t], the counted tokens.
         reward: [p k], raw, not divided by beta.
-        weight: [p k], number of draws of each response; 0: empty slot.
+        weight: [p k], number of times that the batch contains each response; 0: empty slot.
         length: [p k], tokens of each response.
         staleness: [p k], optimiser steps between the version that drew the response and the trained
             version; 0 for responses that no version drew.
@@ -197,11 +197,11 @@ def summed(
     log_z: Float[Array, " p"] | None = None,
     weight: Float[Array, "p k"] | None = None,
 ) -> GroupData:
-    """Return groups of one-token responses drawn by the policy, with these log-probs.
+    """Return groups of one-token responses sampled from the policy, with these log-probs.
 
     Args:
         policy_logprob, reference_logprob, reward, log_z: as in `GroupData`.
-        weight: as in `GroupData`; None: each response was drawn once.
+        weight: as in `GroupData`; None: 1 for each response.
     """
     p, k = reward.shape
     weight = jnp.ones((p, k), policy_logprob.dtype) if weight is None else weight

@@ -19,8 +19,8 @@ class Rloo(Objective):
 
     Pi is the current policy, and the loss has no ratio to the sampler. So for beta > 0 the gradient
     equals that of Trajectory Balance (`advantage` scale) times K / (K - 1) on any data, including
-    stale data. For a baseline that is biased on stale data, use beta = 0 or `proximal_rloo`, whose
-    KL is that of the sampler.
+    stale data. To compare with a method that is biased on stale data, use beta = 0 or
+    `proximal_rloo`, whose KL is that of the sampler.
 
     References:
         RLOO, arXiv:2402.14740; TBA, arXiv:2503.18929, section 3.3 and appendix A.

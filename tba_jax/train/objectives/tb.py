@@ -31,7 +31,8 @@ class TrajectoryBalance(Objective):
                 -(1 / (p K)) sum_ij w_ij A_ij grad log pi(y_ij|x_i) with
                 A = (r - mean r) - beta (kl - mean kl), kl = log pi - log pi_ref
 
-    Weights w_ij are numbers of draws, which sum to K per prompt; all means are weighted.
+    A weight w_ij is the number of times that the batch contains y_ij. The weights of a prompt
+    sum to K; all means are weighted.
 
     `advantage` keeps the gradient in units of the reward, so that gradient clipping has the same
     meaning at every beta, and a schedule of beta does not change the effective learning rate.
@@ -91,14 +92,14 @@ class TrajectoryBalance(Objective):
     kl_center: Literal["live", "behavior", "none"] = field(
         "live",
         "log-ratio whose group mean is part of log Z: live: of the current policy; behavior: of "
-        "the policy that drew the responses; none: no log-ratio",
+        "the policy that sampled the responses; none: no log-ratio",
     )
     baseline_shift: float = field(
         0.0, "amount subtracted from the group's baseline, in units of the reward", at_least=0
     )
     length_normalise: bool = field(False, "divide log-ratios by the number of tokens")
     reward_transform: Literal["raw", "group_normalised"] = field(
-        "raw", "group_normalised: the reward minus the mean of its group, over their deviation"
+        "raw", "group_normalised: (reward - group mean) / group standard deviation"
     )
     importance: Literal["none", "token_clip", "sequence_clip", "topr", "truncated", "masked"] = (
         field(
