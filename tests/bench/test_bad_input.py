@@ -9,7 +9,11 @@ OPTIONS = [
     ("decode", "--peers=hf,vllm", "unknown peer 'vllm'"),
     ("decode", "--repeats=0", "--repeats=0; wanted at least 1"),
     ("decode", "--max_new_tokens=4", "--max_new_tokens=4; wanted at least 8"),
-    ("decode", "--queued=64,x", "--queued=64,x; wanted multiples of 64"),
+    (
+        "decode",
+        "--queued=64,x",
+        "--queued=64,x: each queue length must be a positive multiple of 64",
+    ),
     ("decode", "--model=no_such_folder", "no config.json"),
     ("logprob", "--tokens=0", "--tokens=0; wanted at least 1"),
     ("logprob", "--repeats=-1", "--repeats=-1; wanted at least 1"),
