@@ -285,7 +285,7 @@ def _brief(error: BaseException) -> str:
 
 
 class FailureNotice:
-    """Notice that a shell prints if this process is killed.
+    """Message that a shell prints if this process is killed.
 
     When a peer is lost, `jax.distributed` aborts the process from native code, without exception or
     handler. A shell therefore waits on a pipe; if the pipe closes before `withdraw`, the shell

@@ -126,7 +126,7 @@ class Heartbeat(NamedTuple):
         decoded: counts of the decode session since the last heartbeat.
         can_evaluate: whether the searcher takes an evaluation shard.
         version: policy version with which the next ticket would start, -1 for none.
-        wants_stop: whether the process of the searcher received a stop request.
+        wants_stop: whether the process of the searcher received a stop signal.
     """
 
     idle_s: float = 0.0

@@ -118,7 +118,7 @@ class Owner:
 
     @property
     def wants_stop(self) -> bool:
-        """Return whether another process of the run received a stop request."""
+        """Return whether another process of the run received a stop signal."""
         server = self.search_server
         return self._steps.wants_stop or (server is not None and server.wants_stop)
 

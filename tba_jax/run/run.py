@@ -368,7 +368,7 @@ class Run:
         self.last_saved_step = self.trainer.step_index
 
     def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
-        """Return whether this process, or a process that reports to it, received a stop request."""
+        """Return whether this process, or a process that reports to it, received a stop signal."""
         return interrupted() or (isinstance(self.link, Owner) and self.link.wants_stop)
 
     def save(self) -> None:

@@ -140,7 +140,7 @@ class SearchProcess:
     Attributes:
         weights: source of the weights that the searchers sample with.
         evaluator: works on evaluation shards, with a shard evaluator for each searcher.
-        wants_stop: returns whether this process received a stop request; sent to the owner.
+        wants_stop: returns whether this process received a stop signal; sent to the owner.
         first_positions: state of each prompt stream before its first prompt.
     """
 

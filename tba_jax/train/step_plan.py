@@ -64,7 +64,7 @@ class Batches(Protocol):
 
         Args:
             step: number of completed steps.
-            wants_stop: whether this process received a stop request.
+            wants_stop: whether this process received a stop signal.
             is_publishing: whether this process still writes the last published weights.
         """
         ...
@@ -75,7 +75,7 @@ class Peers(Protocol):
 
     @property
     def wants_stop(self) -> bool:
-        """Whether another process received a stop request."""
+        """Whether another process received a stop signal."""
         ...
 
     @property

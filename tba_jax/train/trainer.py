@@ -213,7 +213,7 @@ class Trainer:
         With several trainer processes, all must call this method; `plan` is the same in all.
 
         Args:
-            wants_stop: whether this process received a stop request; `plan.stop` tells all
+            wants_stop: whether this process received a stop signal; `plan.stop` tells all
                 processes.
 
         Returns:

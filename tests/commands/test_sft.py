@@ -247,7 +247,7 @@ def test_help_lists_defaults(capsys):
     with pytest.raises(SystemExit):
         sft.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "peak; cosine to 0 (default: 3e-05)" in text
+    assert "peak of the learning rate, which falls to 0 as a cosine (default: 3e-05)" in text
 
 
 def test_the_embedded_attacker_writes_sums():
