@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if args.repeats < 1 or not 0 < args.skip < args.num_steps:
         raise ValueError(
             f"got --repeats={args.repeats} --skip={args.skip} --num_steps={args.num_steps}; wanted "
-            "at least one repeat, and steps after those that are skipped"
+            "--repeats and --skip of at least 1, and --num_steps above --skip"
         )
     fields: dict[str, Any] = dict(_COMMON)
     if args.model == "random":

@@ -357,12 +357,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--period_s", type=float, default=60.0, help="seconds between two puts of a searcher"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each number")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="seconds of load for each number"
+    )
     parser.add_argument(
         "--windows",
         type=int,
         default=6,
-        help="pairs of windows in the measured time, without and with load",
+        help="pairs of windows for each number, one without and one with load",
     )
     parser.add_argument(
         "--responses", type=int, default=128, help=f"responses per put, {SAMPLES} per ticket"

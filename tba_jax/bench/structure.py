@@ -129,7 +129,7 @@ def _ratio(value: float | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
     parser = make_parser("structure", __doc__)
-    parser.add_argument("--config", default="math:gsm8k", help="a preset or a file, as for plan")
+    parser.add_argument("--config", default="math:gsm8k", help="value of --config of tba_jax.plan")
     parser.add_argument(
         "--targets",
         default="h100:8,v5e:2x4,v5p:2x2x1",

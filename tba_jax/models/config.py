@@ -27,7 +27,8 @@ class ModelSettings(Section):
     remat: Literal["auto", "none", "dots", "layers"] = field(
         "auto",
         "what the backward pass recomputes: none; dots: all except matrix products; layers: whole "
-        "layers; auto: dots in bfloat16 on GPUs and TPUs if whole groups then fit, else layers",
+        "layers; auto: dots in bfloat16 on GPUs and TPUs if one group per device then fits into "
+        "memory, else layers",
     )
     attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",

@@ -106,7 +106,10 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     values = {**_DEFAULTS, **{k: v for k, v in hf_config.items() if v is not None}}
     missing = [name for name in _SIZES.values() if name not in values]
     if missing:
-        raise ValueError(f"config.json of a {family} model lacks {', '.join(missing)}")
+        raise ValueError(
+            f"config.json of a {family} model lacks {', '.join(missing)}. Add them, as in the "
+            "published config.json of the model"
+        )
     config_values.check_sizes(values, _SIZES)
     config_values.check_numbers(values, ["layer_norm_eps"])
     architecture = _ARCHITECTURES[family]

@@ -49,8 +49,8 @@ def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
     each = asked(config).searcher_devices
     if each > len(own):
         raise PlacementError(
-            f"config.search.num_devices = {each}: a searcher is planned for one host like the "
-            f"trainer's, which has {len(own)} devices; set "
+            f"config.search.num_devices = {each}: the plan assumes that a searcher runs on one "
+            f"host with {len(own)} devices, like a host of the trainer; set "
             f"--config.search.num_devices={len(own)} or less"
         )
     return found._replace(searcher_meshes=(Mesh(np.array(own[:each]), ("model",)),))

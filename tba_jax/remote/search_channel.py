@@ -35,7 +35,7 @@ def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, H
     def ready() -> SearchServer:
         found = server()
         if found is None:
-            raise NotReady("the trainer is starting, or has failed")
+            raise NotReady("the trainer is starting, or has failed; its output has the cause")
         return found
 
     def join(data: bytes) -> bytes:

@@ -205,7 +205,10 @@ class Hold:
             old = [_name(number) for number in self._numbers() if number <= newest]
             self._store.remove(old)
         except OSError as error:
-            raise UserError(f"cannot write to the work directory {self._store}: {error}") from error
+            raise UserError(
+                f"cannot write to the work directory {self._store}: {error}. Repair its "
+                "permissions, free space, or give another --workdir"
+            ) from error
         return newest + 1, line
 
     def _wait_until_gone(self, number: int) -> str:

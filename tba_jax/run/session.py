@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 Lower = Callable[[Config], Config | None]
 """Returns the config with smaller chosen sizes; None if no chosen size can be smaller."""
+_ACCESS = "Check the address, the credentials and the network, then run the same command again"
 _POLL_S = 1.0  # seconds between two requests of an idle process whether the run has ended
 
 
@@ -168,17 +169,17 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
     try:
         bucket.require_create()
     except OSError as error:
-        raise StorageError(f"{bucket} cannot be used: {error}") from error
+        raise StorageError(f"{bucket} cannot be used: {error}. {_ACCESS}") from error
     try:
         check_bucket(bucket, bucket.names(), bucket.read("config.json"))
     except OSError as error:
-        raise StorageError(f"{bucket} cannot be read: {error}") from error
+        raise StorageError(f"{bucket} cannot be read: {error}. {_ACCESS}") from error
     with Hold(bucket) as hold:
         mirror = Mirror(bucket, folder, hold.number)
         try:
             mirror.fetch(lambda line: print(line, flush=True))
         except OSError as error:
-            raise StorageError(f"{bucket} cannot be read: {error}") from error
+            raise StorageError(f"{bucket} cannot be read: {error}. {_ACCESS}") from error
         if begin_or_continue(folder, config) and is_finished(folder, config.num_steps):
             yield folder, None
             return

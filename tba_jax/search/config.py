@@ -35,7 +35,9 @@ class SearchSettings(Section):
     max_new_tokens: int = field(
         48, "maximum tokens of a response; of a whole episode, with observations", at_least=1
     )
-    max_turns: int = field(8, "with task.environment: the policy's turns in an episode", at_least=1)
+    max_turns: int = field(
+        8, "with task.environment: maximum number of the policy's turns in an episode", at_least=1
+    )
     max_episodes: int = field(
         0,
         "with task.environment: concurrent episodes of a searcher, each with a process of its "

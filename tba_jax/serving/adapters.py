@@ -62,7 +62,10 @@ class AdapterScope:
             with self._lock:
                 is_full = len(self._entries) + len(self._leaving) > self._most
                 if name in self._entries:
-                    raise ApiError(f"the adapter {name!r:.80} has already been loaded")
+                    raise ApiError(
+                        f"the adapter {name!r:.80} has already been loaded. Unload it, or give "
+                        "another name"
+                    )
             if is_full:
                 raise ApiError(
                     f"{self._most} adapters are loaded (--max_adapters). Unload one, or try again "
@@ -88,7 +91,10 @@ class AdapterScope:
         """
         with self._lock:
             if name not in self._entries or name == self._base.served.model:
-                raise ApiError(f"the adapter {name!r:.80} is not loaded", status=404)
+                raise ApiError(
+                    f"the adapter {name!r:.80} is not loaded. GET /v1/models lists the loaded ones",
+                    status=404,
+                )
             self._leaving.append(self._entries.pop(name))
 
     def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:

@@ -194,7 +194,10 @@ class Agent:
                 self._path = path
                 return found
         if self._turns and not self._pool.allows_forks:
-            raise self._failed("a request of the agent does not continue the conversation")
+            raise self._failed(
+                "a request of the agent does not continue the conversation. Begin each request "
+                "with all earlier messages or tokens, unchanged"
+            )
         self._path = len(self._turns)
         return prompt
 

@@ -202,7 +202,9 @@ def _json_lines(path: str) -> Iterator[tuple[int, int, bytes, dict[str, Any]]]:
     try:
         file = open(path, "rb")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}). Give a readable file"
+        ) from None
     start = 0
     with file:
         for number, line in enumerate(file, start=1):
@@ -260,7 +262,10 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} cannot be read as Parquet ({reason})") from None
+        raise ValueError(
+            f"{path} cannot be read as Parquet ({reason}). Write the file again, or convert it to "
+            "JSON lines"
+        ) from None
     for index, row in enumerate(table.to_pylist()):
         yield f"{path}, row {index}", row
 

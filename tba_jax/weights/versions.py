@@ -211,7 +211,11 @@ class Versions:
             note(f"published weights {self.path(version)} are damaged: {found[0]}")
             if wanted is not None:
                 others = [v for v in named if v != version]
-                remedy = f"Give another version: {others}" if others else "No other version exists"
+                remedy = (
+                    f"Give another version: {others}"
+                    if others
+                    else "Leave out --published to read the newest checkpoint"
+                )
                 raise PublicationError(
                     f"published weights {self.path(version)} are damaged: {found[0]}. {remedy}"
                 )

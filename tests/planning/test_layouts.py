@@ -318,7 +318,7 @@ def test_a_trainer_group_keeps_the_mesh_and_the_searchers_that_it_asks_for():
     assert chosen.batch.num_prompts == 7 and chosen.mesh.fsdp == 8
     with pytest.raises(ValueError, match="mesh = '1 x 4 x 1': the 2 processes of the trainer"):
         layouts.place(replace(config, {"mesh.fsdp": 4, "mesh.model": 1}), devices)
-    with pytest.raises(PlacementError, match="search.num_devices = 8: a searcher is planned for"):
+    with pytest.raises(PlacementError, match="search.num_devices = 8: the plan assumes"):
         layouts.place(replace(config, {"search.num_devices": 8}), devices)
 
 

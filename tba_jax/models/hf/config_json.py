@@ -106,7 +106,10 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
         ours.setdefault("mlp_size", family.mlp_ratio * ours["hidden_size"])
     missing = [x for our, x in family.keys.items() if our not in ours and our not in _OPTIONAL]
     if missing:
-        raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
+        raise ValueError(
+            f"config.json of a {name} model lacks {', '.join(missing)}. Add them, as in the "
+            "published config.json of the model"
+        )
     activation = ours.pop("activation")
     if activation not in _ACTIVATIONS:
         raise _unsupported(family.keys["activation"], activation, ", ".join(_ACTIVATIONS))
