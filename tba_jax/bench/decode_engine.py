@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(job: dict[str, Any]) -> dict[str, Any]:
-    """Write a checkpoint of random weights for `job["shape"]`; EOS is its last token."""
+    """Write a checkpoint of random weights for `job["shape"]`; EOS is the last token ID."""
     config = SHAPES[job["shape"]]
     params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
     params, probabilities = with_eos(params, config, job["eos_prob"], job["dtype"])

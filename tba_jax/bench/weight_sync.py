@@ -213,7 +213,11 @@ def _loop(
     num_steps: int,
     after: Callable[[int, Any], float],
 ) -> tuple[TrainState, float]:
-    """Return (the state, seconds) after `num_steps` steps, each awaited as the trainer does."""
+    """Run `num_steps` steps; return (the state after them, wall time in seconds).
+
+    Args:
+        after: function of (step number, params), called when the metrics of a step have arrived.
+    """
     start = time.perf_counter()
     for number in range(num_steps):
         state, metrics = step(state)

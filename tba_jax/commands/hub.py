@@ -38,8 +38,8 @@ def push(folder: Path, repo: str, *, is_public: bool = False, step: int | None =
 
     Args:
         is_public: visibility of a new repository; an existing repository keeps its visibility.
-        step: step of the policy, for the commit message. None: `folder` stays after a failure,
-            and the error has a command that uploads it again.
+        step: step of the policy, for the commit message. None: the commit message has no step, and
+            an error contains the command that uploads `folder` again.
 
     Returns:
         The address of the repository.

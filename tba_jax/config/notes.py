@@ -48,7 +48,7 @@ def _rounds(config: Config) -> Iterator[str]:
 
 
 def _attention(config: Config) -> Iterator[str]:
-    """Yield a note on rows over several devices that splash attention does not support."""
+    """Yield a note if splash attention does not support rows that `mesh.context` divides."""
     parts, batch = config.mesh.context, config.batch
     if config.model.attention != "tpu_kernel" or parts == 1:
         return

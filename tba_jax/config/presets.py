@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[1] / "presets"
 
 
 def differing(file: str, presets: Mapping[str, Any], preset: str) -> ConfigDict:
-    """Return the default config with the settings of one preset; its name is FILE/PRESET.
+    """Return the default config with the settings of one preset; `config.name` is FILE/PRESET.
 
     Args:
         presets: name of a preset -> its settings by section.

@@ -298,8 +298,8 @@ def run_chunk(
 ]:
     """Return (tokens, log-probs, history, experts) of up to `num_steps` tokens per slot.
 
-    The history is donated. Experts are those of the token that each step reads, [n l e] merged into
-    one axis; None unless they are recorded.
+    The history is donated. Row i of the experts has the expert IDs of the n tokens that step i
+    reads, flattened from [n l e]. The experts are None if they are not recorded.
 
     The chunk stops early when no slot is live. A slot whose response has ended gets `pad_id` and
     log-prob 0 until the end of the chunk. Every live slot needs `num_steps` free columns.

@@ -309,7 +309,11 @@ class Session:
         rows: list[int],
         none: int,
     ) -> tuple[LayerCache, ...]:
-        """Return `into` with rows of `source` copied to `slots`; `none`: index of no slot."""
+        """Return `into` with rows of `source` copied to `slots`.
+
+        Args:
+            none: number of slots of `into`; as a slot index, it means that nothing is written.
+        """
         # Few shapes: unused entries have a slot that does not exist.
         rest = min(self.num_slots, _power_of_4(len(slots))) - len(slots)
         return self.decoder.admit(

@@ -63,7 +63,7 @@ def on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
 
 
 def left_to_search(devices: Sequence[Any], trainer: Sequence[Any]) -> list[int]:
-    """Return hosts without trainer devices; the first host of a large v5e slice stays idle."""
+    """Return hosts without trainer devices, except the first host of a large v5e slice."""
     taken = set(hosts_of(trainer))
     hosts = hosts_of(devices)
     return [h for h in hosts[1 if _is_large_v5e(devices) else 0 :] if h not in taken]

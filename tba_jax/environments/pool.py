@@ -52,7 +52,7 @@ class Answer(NamedTuple):
         failure: name of the failure; "" on success.
         request: request of an agent for the next turn, instead of an observation.
         results: results of the tool calls of a chat, instead of an observation.
-        failed_calls: results of the tool calls of the turn that failed.
+        failed_calls: results of the failed tool calls of the turn.
     """
 
     observation: str | None = None

@@ -184,7 +184,10 @@ def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
 def make_distance_program(
     config: TransformerConfig, scoring: Scoring, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
-    """Return a jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b]."""
+    """Return a jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b].
+
+    The rows of the result are negative log-likelihood under the reference, KL, and reverse KL.
+    """
     return jax.jit(
         functools.partial(
             _distances,

@@ -322,7 +322,7 @@ def _each_block(
 
 
 def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
-    """Return the sums rescaled to a larger `top`."""
+    """Return the sums rescaled to `top`, a larger maximum of the logits."""
     rise = top - sums.top
     scale = jnp.exp(-rise)
     weighted = sums.weighted

@@ -255,7 +255,7 @@ def _in_parts(
     seen: Seen,
     scores: attention.Scores = attention.PLAIN,
 ) -> Float[Array, "b c t g r e"]:
-    """Attend by einsum, without a given order of axes; for TPU, where XLA chooses the order."""
+    """Attend to prompts and responses by einsum; for TPU, where XLA chooses the order of axes."""
     t, scale = q.shape[2], q.shape[-1] ** -0.5
     wide = jnp.promote_types(q.dtype, jnp.float32)
     before = jnp.einsum("bctgre,bxge->bgrctx", q, seen.keys, preferred_element_type=wide)

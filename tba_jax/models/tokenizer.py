@@ -101,8 +101,8 @@ class Tokenizer:
         Args:
             text: any text.
             add_bos: start with the beginning-of-sequence token if the model expects it (`adds_bos`)
-                and the text does not start with it (output of `format_chat` may). If a model has
-                that token, it replaces an empty text in any case.
+                and the text does not start with it (output of `format_chat` may). An empty text
+                becomes this token even if `adds_bos` is False, provided the model has the token.
 
         Raises:
             ValueError: a token of the text has no embedding in the model.

@@ -11,8 +11,8 @@ qwen3_1_7b
     Qwen3-1.7B on GSM8K with the calculator of the package, at most six turns, on one accelerator.
     Needs pip install 'tba_jax[chat-tools]'. Not run by us.
 qwen3_4b
-    Qwen3-4B with adapters of rank 32 on MATH with the sandboxed Python of the package. Needs the
-    same packages, 'tba_jax[math]', Linux and libseccomp. Not run by us.
+    Qwen3-4B with adapters of rank 32 on MATH with the sandboxed Python of the package. Needs pip
+    install 'tba_jax[chat-tools,math]', Linux and libseccomp. Not run by us.
 
 The observations of both tools are a function of the tokens before them, so the balance of whole
 episodes is exact (docs/guide/environments.md).

@@ -230,7 +230,7 @@ class SearchServer:
 
     @property
     def wants_stop(self) -> bool:
-        """Return whether the process of a connected searcher has a request to stop."""
+        """Return whether the process of any connected searcher received a stop signal."""
         with self._lock:
             return any(s.wants_stop and s.is_connected for s in self._searchers.values())
 

@@ -87,13 +87,13 @@ class StepServer:
 
     @property
     def wants_stop(self) -> bool:
-        """Return whether the newest step request of a process reports a stop signal."""
+        """Return whether the newest step request of any process reports a stop signal."""
         with self._changed:
             return any(request.wants_stop for request in self._requests.values())
 
     @property
     def is_publishing(self) -> bool:
-        """Return whether the newest step request of a process reports unfinished weight writes."""
+        """Return whether the newest step request of any process reports unfinished writes."""
         with self._changed:
             return any(request.is_publishing for request in self._requests.values())
 

@@ -3,8 +3,8 @@
 
 `Contents` adds rounds, evicts responses and counts draws; `ReplayBuffer` chooses the draws and
 holds the lock.
-Invariant: store, fresh groups, prompts of replay, ledger and economy record every addition, use and
-removal of a response alike.
+Invariant: every addition, use and removal of a response is recorded alike in the store, the fresh
+groups, the prompt pool, the ledger and the economy.
 """
 
 import collections

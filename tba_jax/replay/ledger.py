@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts of the buffer: the ledger of its responses, and the economy of the searchers' work.
+"""Counts of the buffer: responses (`Ledger`), and groups, slots and lengths (`Economy`).
 
-The ledger counts where responses are; equal responses count separately. The economy counts how
-groups, batch slots and response lengths are used: the share that is trained on, and its bias.
+The ledger counts where responses are; equal responses count separately. The economy reports the
+share of groups that is trained on, and whether training prefers short or long responses.
 Invariants: generated = stored + evicted_* + duplicate + rejected. A merged group is trained,
 waiting or lost, and a response counts as trained once.
 """

@@ -44,8 +44,7 @@ class SampledLog:
 
     Args:
         path: path of the log, which need not exist yet.
-        most: minimum number of kept lines of a long log; at most 2 * most are kept. The same holds
-            for evaluations.
+        most: a long log keeps from `most` to 2 * `most` lines, and as many evaluations.
     """
 
     def __init__(self, path: Path, most: int = POINTS) -> None:
@@ -180,7 +179,11 @@ class LivePage:
         self._next_s = self._clock() + self._pause_s(began)
 
     def _pause_s(self, began: float) -> float:
-        """Return the pause after work, in seconds; `began` is `work_clock` at its start."""
+        """Return the pause after an update, in seconds.
+
+        Args:
+            began: time of the work clock at the start of the update.
+        """
         is_over = self._run is not None and self._run.is_finished
         rest = 0.0 if is_over else self._rest * (self._work_clock() - began)
         return max(_PERIOD_S, rest)

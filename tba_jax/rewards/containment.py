@@ -119,7 +119,7 @@ def _kill_marked(mark: int) -> None:
 
 
 class Groups:
-    """Process groups and marks of a pool's processes, as the parent process tracks them."""
+    """Process groups of a pool's processes, with the marks that their descendants inherit."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="tba_jax_rewards_")

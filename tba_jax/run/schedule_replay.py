@@ -250,7 +250,7 @@ class SearcherReplay:
 
     Args:
         search: search of the searcher, in its state at the beginning of the run.
-        use: (version, searcher) -> weights of one event of the searcher.
+        use: (version, searcher) -> published weights; called once for each event.
         chunks: chunks of the searcher, in order.
         admissions: admissions of the searcher's tickets; None if the searcher works in rounds.
     """

@@ -197,7 +197,7 @@ def _hold(piece: str) -> int:
 
 
 def _logs(names: list[str]) -> Mapping[str, list[str]]:
-    """Return each log's pieces of the highest hold number, up to the first missing piece."""
+    """Return each log's pieces by the newest lock holder, up to the first missing piece."""
     found: dict[str, list[str]] = {}
     for name in names:
         if name.startswith("logs/"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `custom` task: the user's own prompts, from files or the hub, graded by the user's reward.
 
-A row has a column `prompt`, a text or a list of chat messages, or a column `messages`, whose last
-answer is not part of the prompt, or one of `PROMPT_COLUMNS`. The reward functions receive all other
-columns.
+The prompt of a row is its column `prompt`: a text or a list of chat messages. Without this column,
+the prompt is the column `messages` without the last answer, or else the first of
+`PROMPT_COLUMNS` that the row has. The reward functions receive all other columns.
 
 Invariant: all rows have the same columns and the same kind of prompt, and no prompt is in both
 splits.
@@ -162,7 +162,7 @@ def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[st
     if missing:
         raise ValueError(
             f"{where}: no column {missing[0]!r}, which task.columns names; got "
-            f"{', '.join(sorted(map(str, row)))}"
+            f"{', '.join(sorted(map(str, row)))}. Correct --config.task.columns"
         )
     found = {names.get(name, name): value for name, value in row.items()}
     messages = found.get("messages")

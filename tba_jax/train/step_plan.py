@@ -174,7 +174,7 @@ class ReceivedBatches:
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
     ) -> Decision:
-        """See `Batches.decide`; the plan has `wait` only if the run stops before the step."""
+        """See `Batches.decide`; `plan.wait` is True only if the run stops before this step."""
         return unpack_decision(self.receive(step, lambda: (wants_stop(), is_publishing())))
 
 

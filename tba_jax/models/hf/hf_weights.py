@@ -2,8 +2,8 @@
 """Reading and writing of weights in Hugging Face model folders: safetensors, single or sharded.
 
 Tensors stream from the files to the devices that hold a part of them, and back one at a time, so
-that little memory is needed besides the parameters. It reads no pickle and runs no code of a
-checkpoint. Invariant: weights that are read and saved again are unchanged, bit for bit.
+that little memory is needed besides the parameters. No pickle is read, and no code of a checkpoint
+runs. Invariant: weights that are read and saved again are unchanged, bit for bit.
 """
 
 import hashlib
