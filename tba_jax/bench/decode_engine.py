@@ -3,8 +3,8 @@
 
     python -m tba_jax.bench.decode_engine JOB.json
 
-Invariant: responses to the checkpoint written here end with nearly the same probability at every
-token, in every context, so that every decoder draws lengths from one known distribution.
+Invariant: a response of the checkpoint written here ends at every token with nearly the same
+probability, in every context, so that every decoder draws lengths from one known distribution.
 """
 
 import dataclasses

@@ -252,7 +252,7 @@ def _show(result: Mapping[str, Any], note: str) -> None:
         first = found["first_version"]
         console.print(
             f"{found['successes']:,} of {found['attacks']:,} different attacks succeed"
-            + (f"; the first was drawn by version {first}" if first is not None else ""),
+            + (f"; the first was sampled by version {first}" if first is not None else ""),
             highlight=False,
         )
     ledger = Table(title="Ledger (responses)", title_justify="left")

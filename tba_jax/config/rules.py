@@ -236,14 +236,14 @@ def _fleet(config: Config) -> None:
 
 
 def _start_data(config: Config) -> None:
-    """Refuse settings that start data does not support."""
+    """Refuse settings that the given responses of `task.start_path` do not support."""
     if not config.task.start_path:
         return
     need(
         not config.objective.built.needs_behavior,
         "task.start_path",
         config.task.start_path,
-        "no policy of the run drew the start data, which needs an objective that accepts any "
+        "no policy of the run sampled the start data, which needs an objective that accepts any "
         "sampler",
         f"Set --config.objective.name to one of {', '.join(free_of_behavior())}, or leave "
         "--config.task.start_path empty.",

@@ -85,8 +85,8 @@ class Placement(NamedTuple):
         trainer_mesh: mesh with the axes MESH_AXES; devices of one process are adjacent.
         searcher_meshes: one per searcher of this process, with the axis `model`; equal if
             searchers share devices.
-        first_searcher: index of the first of them in the run.
-        num_searchers: searchers of the run.
+        first_searcher: ID of the first searcher of this process.
+        num_searchers: number of searchers of the run.
     """
 
     trainer_mesh: Mesh

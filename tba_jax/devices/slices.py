@@ -80,7 +80,7 @@ def _place(device: Any) -> tuple[int, int]:
 
 
 def share_of_each_host(devices: Sequence[Any], n: int) -> list[Any]:
-    """Return n devices: the same number from each host, its first ones."""
+    """Return n devices: the first n / (number of hosts) devices of each host."""
     hosts = hosts_of(devices)
     own = ([d for d in devices if d.process_index == host] for host in hosts)
     return [d for host in own for d in host[: n // len(hosts)]]

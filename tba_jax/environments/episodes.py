@@ -235,8 +235,9 @@ class EpisodeSession(SingleTurnSession):
         """Process the answers of environments; return the answers since the last call, in order.
 
         Args:
-            replayed: return value of the logged session at this chunk. It replaces the answers of
-                environments, which have no processes in a replay (`ReplayedEnvironment`).
+            replayed: answers that the logged session returned at the same chunk. They replace the
+                answers of environments, which have no processes in a replay
+                (`ReplayedEnvironment`).
 
         Raises:
             UnexpectedAnswer: an answer in `replayed` is for an episode that waits for no answer.

@@ -10,7 +10,7 @@ _REPORT_S = 30.0  # interval of lines about failures with the same name
 
 
 class FailureLines:
-    """Failures of one subject; thread-safe.
+    """Counts of failures by name, and lines about them on standard error; thread-safe.
 
     Args:
         subject: text at the start of each line.

@@ -88,7 +88,7 @@ class Finds(NamedTuple):
     Attributes:
         attacks: number of different attacks, compared by their tokens.
         successes: number of these attacks that succeed.
-        first_version: oldest policy version that drew a success; None if there is no success.
+        first_version: oldest policy version that sampled a success; None if there is no success.
     """
 
     attacks: int

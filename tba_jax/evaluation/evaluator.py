@@ -188,8 +188,8 @@ class Evaluator:
         """Decode and grade the responses of one shard.
 
         Args:
-            params: weights on these devices.
-            device_set: index of the shard evaluator.
+            params: weights on the devices of `device_set`.
+            device_set: index of the set of devices, as in `shard_evaluators`.
         """
         first = number * self.shard_size
         stop = min(first + self.shard_size, len(self.prompts))

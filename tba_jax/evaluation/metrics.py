@@ -186,7 +186,8 @@ def make_distance_program(
 ) -> Callable[..., Array]:
     """Return a jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b].
 
-    The rows of the result are negative log-likelihood under the reference, KL, and reverse KL.
+    The last t columns of `tokens` are the responses; t is static. The rows of the result are
+    negative log-likelihood under the reference, KL, and reverse KL.
     """
     return jax.jit(
         functools.partial(

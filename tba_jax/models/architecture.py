@@ -195,8 +195,8 @@ class TransformerConfig:
         if min(heads, values, *sizes) < 1 or values % heads:
             raise ValueError(
                 f"delta layers got delta_key_heads = {heads}, delta_value_heads = {values}, and "
-                f"sizes {sizes}; wanted sizes above 0, and a multiple of delta_key_heads value "
-                "heads"
+                f"(delta_key_dim, delta_value_dim, delta_taps) = {sizes}; set all above 0, and "
+                "delta_value_heads to a multiple of delta_key_heads"
             )
         if set(self.layer_kinds) == {"delta"}:
             raise ValueError(

@@ -36,8 +36,8 @@ class Recorded(NamedTuple):
 
     Attributes:
         ids: unsigned integers [*b k] of one layer, or [*b l k] of all; the largest value: unknown.
-        is_used: bool [*b], tokens that pass these experts where they are known; the others pass
-            those that the router chooses.
+        is_used: bool [*b]. True: the token uses the recorded experts if they are known. False: the
+            token uses the experts that the router chooses.
     """
 
     ids: Array

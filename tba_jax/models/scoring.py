@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of log-prob computation, shared by policy, reference and start data.
+"""Settings of log-prob computation, shared by policy, reference and given responses.
 
 Invariant: the same `Scoring` and the same weights give the same log-probs everywhere.
 """

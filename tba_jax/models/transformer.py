@@ -57,7 +57,7 @@ class Ends(nnx.Module):
 
 
 def leaf_dtype(name: str, dtype: Any, config: TransformerConfig) -> Any:
-    """Return the dtype of a leaf whose tree has this dtype."""
+    """Return the dtype of leaf `name` of parameters that are stored in `dtype`."""
     return jnp.float32 if name in config.float32_leaves else dtype
 
 

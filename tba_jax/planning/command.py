@@ -89,7 +89,10 @@ class Planner:
         return answer.value
 
     def compile(self, facts: Mapping[str, Any], name: str) -> Program:
-        """Return a compiled program of a description; each program is compiled only once.
+        """Return the compiled program `name`; each program is compiled only once.
+
+        Args:
+            facts: return value of `describe`.
 
         Raises:
             ValueError: the child refused the request.

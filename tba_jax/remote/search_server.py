@@ -450,7 +450,7 @@ class SearchServer:
 
 
 def _drawn(record: SearcherRecord) -> list[OpenTicket]:
-    """Return the open tickets of sampled responses; tickets of start data cannot be lost."""
+    """Return the open tickets of sampled responses; tickets of given responses cannot be lost."""
     return [ticket for ticket in record.open_tickets.values() if not ticket.is_given]
 
 

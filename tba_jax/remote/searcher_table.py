@@ -71,7 +71,7 @@ class OpenTicket(NamedTuple):
     Attributes:
         admitted_s: time of admission.
         version: policy version that the searcher had at that time.
-        is_given: whether the responses of the ticket are start data, which need no admission.
+        is_given: whether the ticket has given responses, which need no admission.
     """
 
     admitted_s: float

@@ -168,7 +168,7 @@ class Admission:
 
     @property
     def limit(self) -> float:
-        """Limit of open groups with the newest weights; inf without a bound."""
+        """Maximum number of open groups, if searchers have the newest weights; inf: no bound."""
         with self._lock:
             return self._limit(self._version)
 

@@ -70,7 +70,8 @@ class ReplaySettings(Section):
     late: Literal["train", "drop", "wait"] = field(
         "train",
         "with max_staleness: train: train on late responses and count them; drop: drop them; "
-        "wait: searchers wait for newer weights, and the trainer for data that would be late",
+        "wait: searchers wait for newer weights, and the trainer waits for responses that its "
+        "next step would make late",
     )
 
     def check(self) -> None:

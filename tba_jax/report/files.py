@@ -114,7 +114,7 @@ class Run:
 
     @property
     def decoding(self) -> str:
-        """Return the decoding of evaluations as a clause for texts."""
+        """Return a phrase about the decoding of evaluations, such as "greedy decoding"."""
         temperature = self.config.get("eval.temperature", 0.0)
         if not temperature:
             return "greedy decoding"

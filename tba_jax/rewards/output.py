@@ -129,7 +129,7 @@ def _write(stream: int, data: bytes) -> None:
 
 
 def redirect(folder: str) -> None:
-    """Redirect standard output and standard error of this reward process to the pipes."""
+    """Redirect this reward process's standard output and error to the pipes in `folder`."""
     for name, stream in _STREAMS.items():
         # ENOENT or ENXIO means that the parent has closed the pool: this process ends soon.
         with contextlib.suppress(OSError):

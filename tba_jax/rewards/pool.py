@@ -302,7 +302,7 @@ class RewardPool:
         self._ready = True
 
     def _trial_error(self) -> LoadError | None:
-        """Return why a function fails on the row; a function that takes too long does not fail."""
+        """Return why a function fails on the trial row; None on success or on a timeout."""
         if self._row is None:
             return None
         call = Call.on_row(self._functions, *self._row).arguments(range(1))

@@ -165,7 +165,7 @@ class RunClock:
         self.time_to_first_step_s: float | None = None
 
     def __call__(self) -> float:
-        """Return the running time, without pauses between processes."""
+        """Return the running time, without the time between an interruption and the resume."""
         return self._now() - self._start
 
     def set(self, elapsed_s: float) -> None:

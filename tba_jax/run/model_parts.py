@@ -80,7 +80,7 @@ def end_ids(config: Config, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
-    """Return the scoring of policy, reference and start data, in the dtype of their weights."""
+    """Return the scoring of policy, reference and given responses, in their weights' dtype."""
     return Scoring(
         temperature=config.search.sampling_temperature,
         eos_ids=end_ids(config, eos_ids),
@@ -92,7 +92,7 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
 
 
 def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
-    """Return scoring settings with rollout_dtype, for start data and divergence metrics."""
+    """Return scoring settings with rollout_dtype, for given responses and divergence metrics."""
     scoring = make_scoring(config, eos_ids)
     return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
 

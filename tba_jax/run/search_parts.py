@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searchers of a process: references, decoders, start data, transport, and the evaluator.
+"""The searchers of a process: references, decoders, given responses, transport, and the evaluator.
 
 All of these are built from the shared parts, without the trainer.
 """
@@ -359,7 +359,7 @@ def build_searchers(
 
     Args:
         references: reference of each site; empty if the trainer scores the reference.
-        wants_given: whether start data is read; True before the first step.
+        wants_given: whether given responses are read; True before the first step.
     """
     config, sites, first = shared.config, shared.sites, shared.sites.first_searcher
     decoders = make_decoders(shared)

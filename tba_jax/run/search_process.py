@@ -323,7 +323,7 @@ def _search_once(
     outer: StopFlag,
     log: Callable[[str], None],
 ) -> None:
-    """Search for this server until a client raises Rewind or Dismissed, or `outer` is set."""
+    """Run the searchers until a client raises Rewind or Dismissed, or `outer` is set."""
     stop = StopFlag()
     process.weights.reset(response.version)
     workers = [

@@ -33,7 +33,10 @@ class SearchSettings(Section):
         at_least=1,
     )
     max_new_tokens: int = field(
-        48, "maximum tokens of a response; of a whole episode, with observations", at_least=1
+        48,
+        "maximum number of tokens of a response; with task.environment, of an episode with its "
+        "observations",
+        at_least=1,
     )
     max_turns: int = field(
         8, "with task.environment: maximum number of the policy's turns in an episode", at_least=1

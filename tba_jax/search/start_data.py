@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start data: responses from a file, as the first rounds of a searcher.
+"""Start data: given responses from a file, as the first rounds of a searcher.
 
-Given responses are scored, committed and merged like sampled responses. Their behavior log-probs
+These responses are scored, committed and merged like sampled responses. Their behavior log-probs
 are those of the start policy. Invariants: no response is truncated or omitted, the policy could
 have sampled each response, and every round has the shape of a sampled round.
 """
@@ -28,7 +28,7 @@ from tba_jax.tasks.rows import read_rows
 
 
 class PolicyTokenizer(Encoder, Protocol):
-    """Methods of the policy's tokenizer that start data needs."""
+    """Methods of the policy's tokenizer that given responses need."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the user's that samples responses, with the routes of vLLM's OpenAI-compatible API.
+"""Client of an inference server with vLLM's OpenAI-compatible API (`search.server`).
 
 Prompts go out as token IDs. Responses come back as token IDs with the log-prob of each. The weights
-of a version go out as a folder of adapters, loaded under a name of its own.
+of a version go out as a folder of adapters, which the server loads under a new name.
 
 Invariants: a response has the version of the adapter that it names, and every token a finite
 log-prob; a request that fails is sent again, or ends the run.

@@ -357,7 +357,10 @@ def _call(
     more = served.chat.stop_ids if kind == "chat" else ()
     stop_ids = tuple(dict.fromkeys((*own, *more, *stop_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
-        raise ApiError(f"stop_token_ids: wanted at most {MAX_STOP_IDS} with those of the model")
+        raise ApiError(
+            f"stop_token_ids: with the model's own there are {len(stop_ids)} stop tokens, but the "
+            f"limit is {MAX_STOP_IDS}. Send fewer stop_token_ids"
+        )
     num_samples = _get(given, "n", int, 1)
     if not 1 <= num_samples * len(prompts) <= MAX_SAMPLES:
         raise ApiError(f"n = {num_samples}: wanted 1 to {MAX_SAMPLES} samples", param="n")

@@ -118,5 +118,5 @@ class ReasoningGym:
         return asked_by_user(message, columns) if self._chat else (f"{message}\n\n", columns)
 
     def response_kind(self, text: str) -> str:
-        """Return whether the response marks its answer as requested."""
+        """Return "answered" if the response contains </answer>, else "unanswered"."""
         return "answered" if "</answer>" in text else "unanswered"

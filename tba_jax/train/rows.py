@@ -95,8 +95,9 @@ class Rows(NamedTuple):
         inputs: the input of `score`.
         score: (params, inputs of m rows) -> log-prob of every response token, as in `tokens`.
         score_values: ((params, head), inputs of m rows) -> log-prob and, second on the last axis,
-            the head's value of the state before each token. With recorded experts, both have a
-            last axis that ends with the number of layers in which the router chooses others.
+            the head's value of the state before each token. With recorded experts, the last entry
+            on the last axis of `score` and of `score_values` is the number of layers in which the
+            router's choice differs from the recorded experts.
         tokens: data of all tokens.
         is_current: bool, broadcastable to [n *r t], whether the trained version drew the response.
         responses: data of all responses.

@@ -86,7 +86,9 @@ class VersionReader:
         start = self._clock()
         try:
             if found := self.source.damage(version):
-                raise PublicationError(f"{self.source.path(version)}: {found[0]}")
+                raise PublicationError(
+                    f"{self.source.path(version)}: {found[0]}. Repair the storage"
+                )
             restored = self.source.read(version, self._abstract)
         except PublicationError as error:
             # A newer version may have replaced it, or a restored trainer may be rewriting it.
@@ -95,8 +97,8 @@ class VersionReader:
                 raise PublicationError(
                     f"version {version} of the weights has not been readable for "
                     f"{start - self._failing_since:.0f} s (checkpoint.timeout_s): {error}. "
-                    "Check that this machine can read the work directory, repair the storage, then "
-                    "run the same command again"
+                    "Check that this machine can read the work directory, then run the same "
+                    "command again"
                 ) from error
             return False
         delivered.put(version, self._layout(restored))

@@ -39,7 +39,7 @@ class Members(NamedTuple):
 
     @property
     def options(self) -> ocp.options.MultiprocessingOptions:
-        """Return the members as Orbax options; a single process if there are no others."""
+        """Orbax options for these processes; in a job of one process, the default options."""
         if jax.process_count() == 1:
             return ocp.options.MultiprocessingOptions()
         return ocp.options.MultiprocessingOptions(

@@ -183,7 +183,7 @@ class Versions:
             cause = (error.__cause__ if is_array else None) or error
             raise PublicationError(
                 f"published weights {self.path(version)} cannot be read: "
-                f"{type(cause).__name__}: {brief(cause)}"
+                f"{type(cause).__name__}: {brief(cause)}. Repair the storage"
             ) from error
 
     def newest_intact(self, note: Callable[[str], None], wanted: int | None = None) -> int:

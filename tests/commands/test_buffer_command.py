@@ -103,7 +103,7 @@ def test_successful_attacks_of_a_red_team_run_are_counted(tmp_path, capsys):
     config = {"task.name": "redteam", "model.path": ""}
     sealed.write(tmp_path / "config.json", {"config": config, "run_id": "a"})
     out = _run(capsys, tmp_path, "--json")
-    assert "2 of 3 different attacks succeed; the first was drawn by version 3" in out
+    assert "2 of 3 different attacks succeed; the first was sampled by version 3" in out
     found = json.loads(out.splitlines()[-1])["attacks"]
     assert found == {"attacks": 3, "successes": 2, "first_version": 3}
     # The same buffer of another task: a reward part of that name says nothing about attacks.

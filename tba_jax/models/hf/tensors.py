@@ -27,8 +27,8 @@ class HFTensor:
         leaves: names in params, or in params["layers"] if the tensor belongs to a layer.
         grid: shape of the same elements with every axis fully factored.
         order: permutation of the grid's axes: first the axis of the leaves, then the axes of a
-            leaf in our order.
-        num_experts: number of tensors, one for each expert, along the first axis of our leaves. In
+            leaf in the order of params.
+        num_experts: number of tensors, one for each expert, along the first axis of leaves. In
             their names, the expert's number replaces `*`. 0: a single tensor.
         widths: sizes of the leaves' parts along the second axis of the grid; the first axis counts
             groups of such parts, and `order` permutes the axes of one part. Empty: all leaves have
@@ -62,7 +62,7 @@ class HFTensor:
         return {name: self.shape}
 
     def leaf_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return an array in our shape for each leaf (or its layer), from the arrays of `parts`."""
+        """Return one array for each of `leaves`, without the layer axis, from those of `parts`."""
         if self.is_mxfp4:
             return self.split(_from_mxfp4(parts[0], parts[1]))
         if not self.num_experts:
@@ -70,13 +70,13 @@ class HFTensor:
         return [np.stack(arrays) for arrays in zip(*map(self.split, parts), strict=True)]
 
     def file_arrays(self, ours: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the arrays of `parts` from the arrays of our leaves; never four-bit arrays."""
+        """Return the arrays of `parts` from the arrays of `leaves`; never four-bit arrays."""
         if not self.num_experts:
             return [self.join(ours)]
         return [self.join([leaf[i] for leaf in ours]) for i in range(self.num_experts)]
 
     def split(self, theirs: np.ndarray) -> list[np.ndarray]:
-        """Return one array per leaf (or its layer), in our shape: views of `theirs` if possible."""
+        """Return one array for each of `leaves`, without the layer axis: a view if possible."""
         if self.widths:
             parts = np.split(theirs.reshape(self.grid), np.cumsum(self.widths)[:-1], axis=1)
             pairs = zip(parts, self.shapes, strict=True)
@@ -131,7 +131,7 @@ def conv1d(leaf: str, layer: int, ins: tuple[int, ...], outs: tuple[int, ...]) -
 def linear_parts(
     leaves: Mapping[str, tuple[int, ...]], layer: int, size: int, *, groups: int = 1
 ) -> HFTensor:
-    """Return the weight of a torch Linear whose outputs are those of several of our leaves.
+    """Return the weight of a torch Linear whose outputs are those of several leaves.
 
     Args:
         leaves: name -> shape of the outputs; a leaf is [size, *outputs].
