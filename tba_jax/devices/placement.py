@@ -43,6 +43,14 @@ class MeshShape(NamedTuple):
         return self.data * self.fsdp * self.expert
 
     @property
+    def num_param_parts(self) -> int:
+        """Number of parts into which devices divide the parameters.
+
+        With `data`, devices hold copies. With `expert`, so do they for parameters outside experts.
+        """
+        return self.size // self.data
+
+    @property
     def size(self) -> int:
         """Number of trainer devices."""
         return self.num_parts * self.context * self.model

@@ -126,7 +126,7 @@ def step_bytes(
         scores = min(scores, 4.0 * attention.PART_BYTES)
     if all(x.allowed(chosen) not in ("xla", "xla_tpu") for x in of_scores):
         scores = 2 * size * pairs if row else 0.0
-    of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.size
+    of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.num_param_parts
     kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
     if remat_of(config) == "none":
         scores *= model_config.num_layers

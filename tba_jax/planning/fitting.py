@@ -203,7 +203,7 @@ def sizes(
         of_searcher: config -> bytes that a searcher needs on each device.
     """
     fields: dict[str, Any] = {}
-    held = estimates.held_bytes(config, model_config) / mesh.size
+    held = estimates.held_bytes(config, model_config) / mesh.num_param_parts
     platform, parts = platform_of(devices[0]), mesh.num_parts
     wanted, options = config.batch.micro_batch_rows, micro_batch_options(config, parts)
     least = min(config.objective.group_size * parts, options[-1])

@@ -147,6 +147,21 @@ def test_fewer_rows_than_trainer_devices_are_estimated_as_one_row_for_each():
     assert found["batch.micro_batch_rows"] % 16 == 0
 
 
+def test_each_part_of_the_axis_data_holds_the_whole_state():
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    config = freeze(PRESETS["get_config"]("gsm8k"))
+    config = replace(config, {"search.num_slots": 8, "batch.micro_batch_rows": 0})
+    hbm_bytes = estimates.held_bytes(config, shape) + 12e9
+
+    def rows(mesh):
+        found = fitting.sizes(
+            config, shape, mesh, jax.devices(), hbm_bytes, lambda _: 0, shares_devices=False
+        )
+        return found["batch.micro_batch_rows"]
+
+    assert rows(MeshShape(data=4)) == 4 * rows(MeshShape()) < rows(MeshShape(fsdp=4))
+
+
 def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
     """All of a batch, some groups, or what was asked for; flash attention leaves more room."""
     shape = config_json.transformer_config(PUBLISHED[RHO])
