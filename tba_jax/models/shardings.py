@@ -31,13 +31,13 @@ def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
     if "expert" in mesh.shape and not config.num_experts:
         raise ValueError(
             f"mesh.expert={mesh.shape['expert']}: this model ({config.family}) has no experts. Set "
-            "--config.mesh.expert=1, and --config.mesh.fsdp instead"
+            "the mesh axis expert to 1, and use fsdp instead"
         )
     if "delta" in config.pattern and (parts := context_axis.num_parts(mesh)) > 1:
         raise ValueError(
             f"mesh.context={parts}: this model ({config.family}) has recurrent layers, whose state "
-            "cannot pass between parts of a sequence. Set --config.mesh.context=1, and "
-            "--config.mesh.fsdp or mesh.model instead"
+            "cannot pass between parts of a sequence. Set the mesh axis context to 1, and use "
+            "fsdp or model instead"
         )
     return tree_shardings(transformer.param_axes(config), transformer.abstract_params(config), mesh)
 

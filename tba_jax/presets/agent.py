@@ -59,9 +59,16 @@ for _name, _task, _tool in (("qwen3_1_7b", "gsm8k", "calculator"), ("qwen3_4b", 
         },
         # The prompt of a row is its first token, because the schemas of the tools follow it.
         "batch": {"num_prompts": 32, "share_prompts": False},
-        # Limits of an episode, with schemas, question and results.
-        "search": {**_of_model["search"], "max_new_tokens": 3072, "max_turns": 6},
-        "eval": {**_of_model["eval"], "max_new_tokens": 3072},
+        # Limits of an episode, with schemas, question and results. The caches of its slots and those
+        # of waiting conversations share one device with the trainer.
+        "search": {
+            **_of_model["search"],
+            "max_new_tokens": 3072,
+            "max_turns": 6,
+            "num_slots": 32,
+            "prefix_cache_bytes": 4 * 2**30,
+        },
+        "eval": {**_of_model["eval"], "max_new_tokens": 3072, "num_slots": 32},
     }
 
 
