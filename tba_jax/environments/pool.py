@@ -159,8 +159,7 @@ class Environment:
 
     def kill(self) -> None:
         """Kill the process."""
-        self._process.kill()
-        self._pool.groups.sweep(now=True)
+        self._pool.kill(self._process)
 
     def restart_deadline(self) -> None:
         """Restart the deadline of the call in progress."""
@@ -253,15 +252,26 @@ class EnvironmentPool:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"the environments of {self.name} were closed")
-            process = self._idle.pop() if self._idle else _Process(self)
+            while self._idle:
+                process = self._idle.pop()
+                if process.process.is_alive():
+                    return process
+                self._all.discard(process)
+            process = _Process(self)
             self._all.add(process)
             return process
 
     def give_back(self, process: _Process) -> None:
         """Keep a process for another episode."""
         with self._lock:
-            self._all = {p for p in self._all if p.process.is_alive()}
             self._idle.append(process)
+
+    def kill(self, process: _Process) -> None:
+        """Kill a process that is in use, and the processes that it started."""
+        with self._lock:
+            self._all.discard(process)
+        process.kill()
+        self.groups.sweep(now=True)
 
     def report(self, name: str, text: str, what: str = "episode(s) rejected as") -> None:
         """Print a line about a failure; repeated failures of one name are printed at intervals."""

@@ -48,6 +48,17 @@ def test_a_gym_like_environment_is_asked_turn_by_turn_and_its_rewards_are_added(
     environment.release()
 
 
+def test_a_process_that_ended_between_two_episodes_is_replaced(games):
+    environment = begun(games)
+    process = environment._process.process
+    environment.release()
+    process.kill()
+    process.join(10.0)
+    other = begun(games)
+    assert other._process.process.pid != process.pid
+    other.release()
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
