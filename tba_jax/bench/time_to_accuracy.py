@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import tba_jax
 from tba_jax.bench import processes, reporting, trl_peer
 from tba_jax.report.jsonl import read_blocks
 from tba_jax.run.model_parts import START_MODEL
@@ -52,7 +51,7 @@ _WORKLOADS: Mapping[str, Mapping[str, Any]] = {
         "environment": "tba_jax.tasks.calculator:Calculator",
         "stop": ":",
         "max_turns": 4,
-        "package": str(Path(tba_jax.__file__).parents[1]),
+        "package": str(Path(__file__).parents[2]),
     },
 }
 
