@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fleet on a Ray cluster of this machine, whose processes are killed while it runs."""
 
-import json
 import os
 import random
 import signal
+import subprocess
 import time
 
 import pytest
-from fleets import Fleet, below, check
+from commands import losses
+from fleets import ROOT, Fleet, below, check, command
 
 pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 # Beside other work, a fleet of this machine takes minutes to compile.
@@ -88,14 +89,22 @@ def test_a_trainer_group_loses_a_member_and_begins_again_as_a_whole(member, tmp_
 
 
 def test_a_trainer_group_computes_what_one_process_does(tmp_path):
-    """The first step is of the same data, whatever time things take."""
-    fields = {"fleet.max_searchers": 1, "num_steps": 1}
-    found = []
-    for name, changes in (("one", {}), ("two", GROUP)):
-        fleet = Fleet(tmp_path / name, **{**fields, **changes})
-        assert fleet.end() == 0, fleet.told()
-        lines = (fleet.workdir / "metrics.jsonl").read_text().splitlines()
-        (step,) = [record for record in map(json.loads, lines) if "train/loss" in record]
-        found.append([step["train/loss"], step["train/grad_norm"], step["train/sampler_gap"]])
-    assert found[0][:2] == pytest.approx(found[1][:2], rel=2e-4)
-    assert max(gap for _, _, gap in found) < 1e-4
+    """One process with the group's devices repeats the schedule and finds the group's losses."""
+    # What a fleet chooses, and one process does not.
+    chosen = {"objective.importance": "token_clip", "objective.weights": "drawn"}
+    fields = {**GROUP, **chosen, "num_steps": 6, "checkpoint.period": 0}
+    fleet = Fleet(tmp_path / "group", **fields)
+    assert fleet.end() == 0, fleet.told()
+    fields |= {"placement": "split", "num_cpu_devices": 3, "num_searchers": 1}
+    schedule = tmp_path / "group" / "schedule.jsonl"
+    again = subprocess.run(
+        command(tmp_path / "one", f"--replay_schedule={schedule}", **fields),
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    expected = losses(tmp_path / "one")
+    assert len(expected) == 6
+    # Both programs sum over two devices; only the transport of the sum differs.
+    assert losses(tmp_path / "group") == pytest.approx(expected, rel=1e-6)
+    gaps = [gap for gap in fleet.metrics("train/sampler_gap") if gap is not None]
+    assert gaps and max(gaps) < 1e-4
