@@ -59,8 +59,8 @@ for _name, _task, _tool in (("qwen3_1_7b", "gsm8k", "calculator"), ("qwen3_4b", 
         },
         # The prompt of a row is its first token, because the schemas of the tools follow it.
         "batch": {"num_prompts": 32, "share_prompts": False},
-        # Limits of an episode, with schemas, question and results. The caches of its slots and those
-        # of waiting conversations share one device with the trainer.
+        # Limits of an episode, with schemas, question and results. The caches of slots and of
+        # waiting conversations share one device with the trainer.
         "search": {
             **_of_model["search"],
             "max_new_tokens": 3072,
