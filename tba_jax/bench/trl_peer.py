@@ -4,10 +4,9 @@
     python trl_peer.py JOB.json
 
 This file imports nothing of tba_jax but the class of a job's environment, so that it may run in its
-own environment. TRL's settings are
-chosen for speed without changing its mathematics: float32 without autocast (slower on a CPU), no
-gradient checkpointing, the fused optimiser, no saving and no reporting. Losses, clipping and
-advantages are its defaults.
+own environment. TRL's settings are chosen for speed without changing its mathematics: float32
+without autocast (slower on a CPU), no gradient checkpointing, the fused optimiser, no saving and no
+reporting. Losses, clipping and advantages are its defaults.
 
 Invariant: a timed step is a whole step, and its parts are TRL's own calls. A run that trains to an
 accuracy writes a log line after its first step and after each evaluation, without buffering.
@@ -189,9 +188,7 @@ def _with_environment(model: Any, tokenizer: Any, job: dict[str, Any]) -> dict[s
 
     TRL samples a turn, parses a call of the tool from it, and appends the tool's result.
     """
-    sys.path.append(job["package"])
-    module, _, name = job["environment"].partition(":")
-    environment = getattr(importlib.import_module(module), name)
+    environment = _environment_class(job)
 
     class Tools:
         def reset(self, prompt: Any, **row: Any) -> None:
@@ -217,6 +214,13 @@ def _with_environment(model: Any, tokenizer: Any, job: dict[str, Any]) -> dict[s
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(job["stop"])]
     model.generation_config.eos_token_id = ends
     return {"reward_funcs": graded, "environment_factory": Tools}
+
+
+def _environment_class(job: dict[str, Any]) -> Any:
+    if job["package"] not in sys.path:
+        sys.path.append(job["package"])
+    module, _, name = job["environment"].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -263,8 +267,8 @@ def evaluate(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
 
 def _episodes(model: Any, tokenizer: Any, prompts: list[str], job: dict[str, Any]) -> list[float]:
     """Return the reward of a greedy episode for each prompt; a token is a character."""
-    module, _, name = job["environment"].partition(":")
-    games = [getattr(sys.modules[module], name)() for _ in prompts]
+    environment = _environment_class(job)
+    games = [environment() for _ in prompts]
     for game, prompt in zip(games, prompts, strict=True):
         game.init(prompt)
     texts, rewards = list(prompts), [0.0] * len(prompts)

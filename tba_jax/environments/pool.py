@@ -257,6 +257,7 @@ class EnvironmentPool:
                 if process.process.is_alive():
                     return process
                 self._all.discard(process)
+                process.kill()  # closes the connection
             process = _Process(self)
             self._all.add(process)
             return process

@@ -142,7 +142,10 @@ class Corpus:
         is_json = path.suffix == ".jsonl"
         texts = [json.loads(line)["text"] if is_json else line for line in lines]
         if not texts:
-            raise ValueError(f"the corpus {path} has no passages. Write one passage in each line")
+            raise ValueError(
+                f"the corpus {path} has no passages. Write one passage in each line; in a .jsonl "
+                'file, an object {"text": PASSAGE}'
+            )
         index = self._library.BM25()
         index.index(self._library.tokenize(texts, show_progress=False), show_progress=False)
         own = tempfile.mkdtemp(prefix=folder.name, dir=folder.parent)
