@@ -3,8 +3,8 @@
 
 import sys
 
-from tba_jax.commands.compare import main
-from tba_jax.commands.entry_point import run_command
-
 if __name__ == "__main__":
+    from tba_jax.commands.compare import main
+    from tba_jax.commands.entry_point import run_command
+
     sys.exit(run_command(main))

@@ -3,8 +3,8 @@
 
 import sys
 
-from tba_jax.commands.entry_point import run_command
-from tba_jax.planning.command import main
-
 if __name__ == "__main__":
+    from tba_jax.commands.entry_point import run_command
+    from tba_jax.planning.command import main
+
     sys.exit(run_command(main))

@@ -49,7 +49,7 @@ MOST_S = 900.0
 _IMPATIENT = (
     "from tba_jax.run.lock import Hold;"
     "Hold.__init__.__kwdefaults__.update(beat_s=0.1, expire_s=0.3);"
-    "from tba_jax.main import _exit, cli; _exit(cli())"
+    "from tba_jax.commands.train import cli, leave; leave(cli())"
 )
 
 

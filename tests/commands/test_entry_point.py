@@ -15,6 +15,7 @@ from absl import logging as absl_logging
 
 from tba_jax.commands import entry_point, export, report
 from tba_jax.commands.entry_point import run_command
+from tba_jax.commands.overview import COMMANDS
 from tba_jax.commands.saved import load_run_config
 from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import Config, flatten
@@ -200,3 +201,15 @@ def test_a_command_hides_what_orbax_logs():
         assert run_command(lambda: int(logger.isEnabledFor(logging.ERROR))) == 0
     finally:
         absl_logging.set_verbosity(before)
+
+
+def test_a_process_for_user_code_imports_nothing_of_the_command_that_started_it():
+    # multiprocessing imports the main module under this name, except that of a package.
+    modules = [f"tba_jax.{name}" for name in COMMANDS if name != "report"]
+    program = (
+        f"import runpy, sys\nfor name in {modules}:\n"
+        "    runpy.run_module(name, run_name='__mp_main__', alter_sys=True)\n"
+        "print([name for name in sys.modules if name.startswith('tba_jax.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

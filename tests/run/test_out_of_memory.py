@@ -128,7 +128,7 @@ def test_a_pod_records_smaller_choices_for_its_next_start(cache, tmp_path, capfd
         textwrap.dedent("""
         import sys
         import jax
-        from tba_jax.main import cli
+        from tba_jax.commands.train import cli
         from tba_jax.train.trainer import Trainer
 
         step = Trainer.step

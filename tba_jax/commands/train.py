@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main command: parse flags, build, train, report.
+
+    python -m tba_jax.main --config=math[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
+
+The command resumes a run that the work directory has already. With --config.placement=pod the same
+command runs on every host, under jax.distributed.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from tba_jax.commands.entry_point import run_command
+from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
+from tba_jax.config import schema as config_lib
+from tba_jax.config.command_line import OPEN, local_folder, parse_flags
+from tba_jax.config.methods import written_out
+from tba_jax.config.notes import notes
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, freeze
+from tba_jax.devices.placement import MODES
+from tba_jax.run.errors import UserError, tell
+from tba_jax.run.peers import start_cluster
+from tba_jax.run.session import run_job, train
+from tba_jax.run.workdir import Outcome, begun_config, default_workdir
+from tba_jax.settings import ConfigError, listed
+from tba_jax.storage.bucket import is_address
+
+# This runs before JAX is imported, so that times count from the start of the command.
+_PROCESS_START = time.perf_counter()
+
+# Argument of the config flag, filled in by `cli`.
+_GIVEN: list[str] = []
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "A preset, math[:PRESET], or a file, FILE.py[:PRESET].",
+    sys_argv=_GIVEN,
+    **OPEN,
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir",
+    None,
+    "Work directory (default runs/FILE-PRESET-seedN). A run in it is resumed.",
+)
+_REPLAY_SCHEDULE = flags.DEFINE_string(
+    "replay_schedule", None, "schedule.jsonl of an asynchronous run to repeat in one thread."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "placement=pod: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "placement=pod: number of processes of the run (or JAX_NUM_PROCESSES)."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "placement=pod: index of this process, from 0 (or JAX_PROCESS_ID)."
+)
+_ACCEPT_CHANGED = flags.DEFINE_multi_enum(
+    "accept_changed",
+    [],
+    ["data", "model", "reward", "tokenizer"],
+    "Input that may differ from the checkpoint's when resuming; repeat the flag for several.",
+)
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Print the config and all its problems on this machine; train nothing."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command as absl calls it; return the exit code."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; options begin with --")
+    if _CONFIG.value is None:
+        raise UserError("no --config given; try --config=math")
+    config = freeze(_CONFIG.value)
+    _check(config)
+    given = _WORKDIR.value or default_workdir(config)
+    address = given if is_address(given) else ""
+    workdir = Path(given) if address else local_folder(given)
+    from tba_jax.planning.choices import choose, lines
+    from tba_jax.run.shared import all_problems
+
+    try:
+        with all_problems(config):
+            config = choose(config, {} if address else begun_config(workdir))
+    except Exception:
+        if _DRY_RUN.value:  # print the given settings, without those that could not be chosen
+            _print_settings(given, config)
+        raise
+    validate(config)
+    for line in lines(config):
+        print(line, file=sys.stderr if _DRY_RUN.value else sys.stdout)
+    if _DRY_RUN.value:
+        _print_settings(given, config)
+        for line in notes(config):
+            print(f"note: {line}", file=sys.stderr)
+        from tba_jax.run.shared import problems
+
+        if found := problems(config):
+            raise UserError(listed(found))
+        return 0
+    with surviving_closed_outputs():
+        return _run(config, workdir, address)
+
+
+def _print_settings(workdir: str, config: Config) -> None:
+    print(json.dumps({"workdir": workdir, **config_lib.flatten(config)}, indent=1))
+
+
+def _run(config: Config, workdir: Path, address: str) -> int:
+    """Train, replay, or report that the run is finished; return the exit code.
+
+    Args:
+        address: address of the work directory in an object store; "" for a local folder.
+    """
+    mode = MODES[config.placement]
+    if address and (mode.spans_hosts or mode.has_remote_searchers or _REPLAY_SCHEDULE.value):
+        what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
+        raise UserError(
+            f"{what} needs a work directory that is a folder, shared by all hosts; "
+            f"--workdir={address} is an object store"
+        )
+    schedule = None
+    if _REPLAY_SCHEDULE.value:
+        from tba_jax.run.schedule_replay import read_schedule
+
+        schedule = read_schedule(_REPLAY_SCHEDULE.value)
+        workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
+    if mode.spans_hosts:
+        if schedule is not None:
+            raise UserError(
+                "--replay_schedule replays in one process. Set --config.placement=shared or split"
+            )
+        return _run_pod(config, workdir)
+    from tba_jax.planning.choices import lowered
+
+    interrupted = Interruption()
+    outcome = train(
+        config,
+        address or workdir,
+        interrupted=interrupted,
+        accept_changed=_ACCEPT_CHANGED.value,
+        schedule=schedule,
+        start_s=_PROCESS_START,
+        lower=lowered,
+    )
+    if outcome.step < config.num_steps and schedule is not None and not interrupted():
+        print(f"The schedule ends at step {outcome.step} of {config.num_steps}.")
+        return 0
+    return _say(outcome, config, address.rstrip("/") or workdir, interrupted.signal_number)
+
+
+def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int | None) -> int:
+    """Print the outcome of a run; return the exit code of a single process."""
+    if outcome.is_finished:
+        before, after = "", ""
+        if outcome.was_finished:
+            before, after = "This run is finished. ", " (--workdir=DIR begins another run)"
+        print(f"{before}Report: {workdir}/report.html{after}")
+        return 0
+    cause = "a signal to another process"
+    if signal_number is not None:
+        cause = signal.Signals(signal_number).name
+    elif MODES[config.placement].spans_hosts:
+        cause = "preemption (SIGTERM to one of the processes)"
+    print(
+        f"Stopped by {cause} at step {outcome.step} of {config.num_steps}; saved. "
+        "Run the same command again to continue."
+    )
+    return 128 + (signal_number or 2)
+
+
+def _run_pod(config: Config, workdir: Path) -> int:
+    """Connect to the other processes of a pod, and run. Process 0 locks the work directory."""
+    from tba_jax.devices.cluster import FailureNotice, PeerError
+
+    interrupted = Interruption()
+    everyone = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    last_words = FailureNotice(everyone)
+    held = contextlib.ExitStack()
+    try:
+        from tba_jax.planning.choices import choose_together, lines, lowered
+
+        given = len(config.chosen)
+        config = choose_together(config, everyone, begun_config(workdir))
+        validate(config)
+        for line in lines(config)[given:] if everyone.is_primary else ():
+            print(line, flush=True)
+
+        cluster, outcome = run_job(
+            config,
+            workdir,
+            everyone,
+            interrupted,
+            accept_changed=_ACCEPT_CHANGED.value,
+            start_s=_PROCESS_START,
+            held=held,
+            lower=lowered,
+        )
+        code = 0
+        if outcome is not None and cluster.is_primary:
+            code = _say(outcome, config, workdir, interrupted.signal_number)
+        everyone.close()  # the others may still request steps or tickets
+        held.close()
+        last_words.withdraw()
+        # A pod that stops on SIGTERM exits with status 0.
+        return code if everyone.num_processes == 1 else 0
+    except BaseException as error:
+        if everyone.num_processes == 1:
+            raise
+        # Exit without the interpreter's shutdown: leaving jax.distributed would wait for the other
+        # processes, which wait for this process. They detect its end by the heartbeat timeout.
+        code = tell(error)
+        if not isinstance(error, PeerError):
+            print(
+                f"error: process {everyone.process_id} of {everyone.num_processes} failed, which "
+                f"ends the others within {config.remote.heartbeat_s} s (config.remote.heartbeat_s)",
+                file=sys.stderr,
+            )
+        last_words.withdraw()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def cli(argv: Sequence[str] | None = None) -> int:
+    """Run the command; print a user error as one line on standard error."""
+    argv = sys.argv if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        return run_command(_help)
+    return run_command(lambda: main(_parsed(argv)))
+
+
+def _help() -> int:
+    _, _, own = flags.FLAGS.module_help(__name__).partition(":\n")
+    print(f"{__doc__}\n{own}")
+    print("--dry_run prints every field; docs/config.md explains them.")
+    return 0
+
+
+def _parsed(argv: Sequence[str]) -> list[str]:
+    """Return the arguments that are not flags.
+
+    Raises:
+        UserError: a flag is malformed; the error also lists problems of the other arguments.
+    """
+    try:
+        _GIVEN[:] = written_out(argv)
+        rest = parse_flags(_GIVEN, flags.FLAGS)
+        if _CONFIG.value is not None:
+            freeze(_CONFIG.value)  # reads the schedules
+        return rest
+    except ConfigError as error:
+        from tba_jax.run.shared import command_problems
+
+        raise UserError(listed(command_problems(argv) or error.args)) from error
+
+
+def _check(config: Config) -> None:
+    """Raise a UserError that lists all problems of the config, its data, model and reward."""
+    try:
+        validate(config)
+    except ConfigError as error:
+        from tba_jax.run.shared import problems
+
+        raise UserError(listed(problems(config))) from error
+
+
+def leave(code: int) -> None:
+    """Exit, even while another thread is inside native code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(
+        t.daemon and t.name.startswith(("searcher-", "compiler")) for t in threading.enumerate()
+    ):
+        os._exit(code)  # a thread in native code may crash during the interpreter's shutdown
+    sys.exit(code)
