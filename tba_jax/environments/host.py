@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+import numpy as np
+
 from tba_jax.environments.gym import GymLike
 from tba_jax.rewards.processes import enter_process
 from tba_jax.settings import import_file
@@ -334,6 +336,10 @@ def serve(
     """Answer requests until the parent process closes the connection."""
     enter_process(folder, os.getppid(), groups, max_memory_bytes)
     sys.stdin = open(os.devnull)
+    # The fork server imports numpy once for all processes. If that includes numpy.random, which
+    # newer versions import at first use, its global generator is the same in every process.
+    if "numpy.random" in sys.modules:
+        np.random.seed()
     host = Host(name)
     while True:
         try:

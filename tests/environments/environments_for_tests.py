@@ -2,7 +2,10 @@
 """Environments that processes of tests import."""
 
 import os
+import random
 import time
+
+import numpy as np
 
 
 class Game:
@@ -44,6 +47,16 @@ class Misbehaving(Game):
 
     def step(self, text):
         return ("", float(len(text) % 2), True) if self.way == "good" else super().step(self.way)
+
+
+class Dice:
+    """Draws from both global generators."""
+
+    def init(self, prompt):
+        pass
+
+    def step(self, text):
+        return f"{random.random()} {np.random.random()}", 0.0, False
 
 
 class Counter:

@@ -59,6 +59,16 @@ def test_a_process_that_ended_between_two_episodes_is_replaced(games):
     other.release()
 
 
+def test_processes_draw_different_numbers():
+    pool = EnvironmentPool(f"{FILE}:Dice", timeout_s=2.0)
+    environments = [begun(pool) for _ in range(3)]
+    for environment in environments:
+        environment.turn("")
+    drawn = [answer(environment).observation.split() for environment in environments]
+    assert [len(set(numbers)) for numbers in zip(*drawn, strict=True)] == [3, 3]
+    pool.close()
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
