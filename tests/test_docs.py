@@ -155,14 +155,14 @@ def test_files_and_names_in_the_sources_exist():
 
 def test_a_name_that_is_gone_is_seen():
     text = (
-        "`run/gone.py` tba_jax/run/ tba_jax/nowhere tba_jax.run.gone tba_jax.main.main x/y.py "
-        "`main.main` `main.gone` `search.top_p` `search.gone` `search.searcher` "
+        "`run/gone.py` tba_jax/run/ tba_jax/nowhere tba_jax.run.gone tba_jax.api.load_run x/y.py "
+        "`api.load_run` `api.gone` `search.top_p` `search.gone` `search.searcher` "
         "--config.search.top_p=1 --config.gone=1 --config.driver=sync"
     )
     assert gone(text, ["tba_jax/run/build.py"]) == [
         "run/gone.py",
         "tba_jax/nowhere",
-        "main.gone",
+        "api.gone",
         "search.gone",
         "--config.gone",
         "tba_jax.run.gone",
