@@ -98,12 +98,12 @@ class Packing:
         if self.micro_batch_rows:
             widest = min(widest, self.micro_batch_rows // self.row_multiple)
         widths = dict.fromkeys(math.ceil(widest / 2**i) for i in range(_PADDED_BUCKETS))
-        shapes = (self._shape(c) for c in widths)
-        return tuple(x for x in shapes if x.responses == widest or self._holds_groups(x))
+        return tuple(self._shape(c) for c in widths if c == widest or self._holds_groups(c))
 
-    def _holds_groups(self, shape: Shape) -> bool:
-        needed = math.ceil(self.group_size / shape.responses)
-        return not (self.is_whole and needed > shape.at_once)
+    def _holds_groups(self, c: int) -> bool:
+        needed = math.ceil(self.group_size / c)
+        at_once = rows_at_once(self.micro_batch_rows, c, self.row_multiple)
+        return not (self.is_whole and needed > at_once)
 
     def _shape(self, c: int) -> Shape:
         at_once = rows_at_once(self.micro_batch_rows, c, self.row_multiple)

@@ -332,3 +332,10 @@ def test_row_buckets():
 def test_packing_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="has 5 tokens and does not fit a row of 4"):
         pack(two_draws(), row_length=4)
+
+
+def test_a_layout_whose_micro_batch_does_not_hold_a_group_is_left_out():
+    """Six rows of two responses do not hold the eight rows of a group; rows of one and three do."""
+    padding, six = Padding((4,), (4,), 0), {"row_multiple": 6, "micro_batch_rows": 18}
+    shared = Packing(32, 16, padding, 1.0, shares_prompts=True, is_whole=True, **six)
+    assert [x.responses for x in shared.shapes] == [3, 1]
