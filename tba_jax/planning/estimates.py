@@ -94,6 +94,7 @@ def step_bytes(
       the mask of pairs and its derivatives;
     - the inputs of each layer;
     - the inner activations of one layer and their gradients;
+    - the table of embeddings in the compute dtype, whole on each device;
     - the gradient of the parameters and its sum over micro-batches;
     - the values of every layer that are kept instead of recomputed.
 
@@ -126,11 +127,12 @@ def step_bytes(
         scores = min(scores, 4.0 * attention.PART_BYTES)
     if all(x.allowed(chosen) not in ("xla", "xla_tpu") for x in of_scores):
         scores = 2 * size * pairs if row else 0.0
+    table = size * model_config.vocab_size * model_config.hidden_size / mesh.model
     of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.num_param_parts
     kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
     if remat_of(config) == "none":
         scores *= model_config.num_layers
-    return scores + kept + inner + gathered / mesh.model + of_params
+    return scores + kept + inner + table + gathered / mesh.model + of_params
 
 
 def _kept_values(config: Config, model_config: TransformerConfig) -> float:

@@ -100,14 +100,26 @@ def with_divisible_prompts(
     )
 
 
-def holds_state(
-    size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float, hosts: int
+def holds_trainer(
+    size: int,
+    config: Config,
+    model_config: TransformerConfig,
+    hbm_bytes: float,
+    hosts: int,
+    platform: Platform,
 ) -> bool:
-    """Return whether a mesh of this size exists and has memory for train state and programs."""
+    """Return whether a mesh of this size exists and has memory for train state and smallest step.
+
+    The smallest step has the fewest rows of a micro-batch and the most recomputation.
+    """
     if not mesh_exists(size, config, model_config, hosts):
         return False
-    held = estimates.held_bytes(config, model_config) / size
-    return held <= hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
+    mesh = mesh_shape(size, config, model_config, hosts)
+    rows = -(-micro_batch_options(config, mesh.num_parts)[0] // mesh.num_parts)
+    trial = _with(config, "model", remat=_remats(config, wants_products=False)[-1])
+    needed = estimates.held_bytes(config, model_config) / mesh.num_param_parts
+    needed += estimates.step_bytes(rows, trial, model_config, mesh, platform)
+    return needed <= hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
 
 
 def micro_batch_options(config: Config, num_parts: int) -> list[int]:

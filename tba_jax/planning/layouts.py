@@ -123,7 +123,7 @@ def choose(
     The placements `fleet` (see `fleets`) and `whole_hosts` stay. Otherwise one host gets `shared`
     if it has one device, and else `split`, balanced by `estimates.trainer_share`. On several hosts
     the trainer gets that share of each host if the chips allow it (v4 and v5p). If no division has
-    memory for train state and searchers, both share all devices.
+    memory for trainer and searchers, both share all devices.
 
     The fsdp axis of the trainer's mesh has as many devices as the rows of a batch permit; the other
     axis is tensor-parallel. Searcher groups are as small as weights and cache allow. In a pod, a
@@ -167,8 +167,8 @@ def _choose_every_host(
     """Choose a placement in which every host trains and searches."""
     hosts = len(hosts_of(devices))
     per_host = len(devices) // hosts
-    share = 0.5  # CPU devices share their cores
-    if platform_of(devices[0]) != "cpu":
+    share, platform = 0.5, platform_of(devices[0])  # CPU devices share their cores
+    if platform != "cpu":
         share = estimates.trainer_share(config, model_config)
     wanted = share * len(devices)
     sizes = sorted(trainer_options(devices), key=lambda n: abs(n - wanted))
@@ -190,8 +190,8 @@ def _choose_every_host(
         pool = per_host - n // hosts
         room = hbm_bytes * (1 - fitting.SHARE_FOR_PROGRAMS)
         groups = fitting.group_sizes(model_config, pool, per_host, devices)
-        return fitting.holds_state(n, config, model_config, hbm_bytes, hosts) and any(
-            least_searching(g) <= room for g in groups
+        return any(least_searching(g) <= room for g in groups) and fitting.holds_trainer(
+            n, config, model_config, hbm_bytes, hosts, platform
         )
 
     size = next(filter(holds, sizes), len(devices))
@@ -252,9 +252,12 @@ def _choose_whole_hosts(
     sizes = trainer_options(devices, whole_hosts=True)
     given = config
     config, notes = fitting.with_divisible_prompts(config, model_config, sizes, 0)
-    holding = [n for n in sizes if fitting.holds_state(n, config, model_config, hbm_bytes, 0)]
+    platform = platform_of(devices[0])
+    holding = [
+        n for n in sizes if fitting.holds_trainer(n, config, model_config, hbm_bytes, 0, platform)
+    ]
     existing = [n for n in sizes if fitting.mesh_exists(n, config, model_config, 0)]
-    # If no size holds the state, take the largest; the verdict reports the missing memory.
+    # If no size holds the trainer, take the largest; the verdict reports the missing memory.
     size = min(holding, key=lambda n: abs(n - wanted)) if holding else max(existing)
     mesh = fitting.mesh_shape(size, config, model_config, 0)
     of_searcher = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
