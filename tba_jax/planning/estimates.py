@@ -94,8 +94,9 @@ def step_bytes(
       the mask of pairs and its derivatives;
     - the inputs of each layer;
     - the inner activations of one layer and their gradients;
-    - the table of embeddings in the compute dtype, whole on each device;
-    - the gradient of the parameters and its sum over micro-batches;
+    - the table of embeddings in the compute dtype, whole on each device, and its whole gradient;
+    - the gradient of the parameters and its sum over micro-batches; for a pattern of several
+      layers, also the gradients of the pattern before they are stacked;
     - the values of every layer that are kept instead of recomputed.
 
     Args:
@@ -127,8 +128,13 @@ def step_bytes(
         scores = min(scores, 4.0 * attention.PART_BYTES)
     if all(x.allowed(chosen) not in ("xla", "xla_tpu") for x in of_scores):
         scores = 2 * size * pairs if row else 0.0
-    table = size * model_config.vocab_size * model_config.hidden_size / mesh.model
-    of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.num_param_parts
+    copies = 2 if len(model_config.pattern) == 1 else 3
+    of_params, of_entry = copies * 4 * num_params(model_config) / mesh.num_param_parts, size
+    if config.lora.rank:
+        of_params = 0.0
+    elif mesh.num_param_parts > mesh.model:  # the gradient is divided after it was added up
+        of_entry += 4
+    table = of_entry * model_config.vocab_size * model_config.hidden_size / mesh.model
     kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
     if remat_of(config) == "none":
         scores *= model_config.num_layers
