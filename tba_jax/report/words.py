@@ -37,6 +37,8 @@ def shown(text: str) -> str:
 
     Line breaks, tabs and joiners stay; emoji and some scripts need joiners.
     """
+    if text.isascii() and text.isprintable():  # such as pictures in base64
+        return text
     return "".join(
         char.encode("unicode_escape").decode("ascii")
         if char in _DIRECTION_MARKS
