@@ -43,7 +43,8 @@ def test_blocks_give_the_product_and_the_gradients_of_ragged_dot(sizes, block):
 
 
 def test_few_rows_for_each_matrix_are_not_divided():
-    assert block_rows(128 * 511, 128) is None
+    assert block_rows(128 * 15, 128) is None
+    assert block_rows(128 * 16, 128) == block_rows(128 * 255, 128) == 64
     assert block_rows(128 * 512, 128) == 256
     assert block_rows(10**7, 128) == 2048
 
