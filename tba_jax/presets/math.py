@@ -26,8 +26,8 @@ tba_prime_2, tba_prime_10
     are centred by their mean under the sampler. Token ratios are at most 8, and token log-ratios
     at most 10. Searchers sample for later steps while the trainer trains. Not run by us.
 qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
-    `math` with models of 2025 and their chat templates; the 4B model trains adapters. The trainers
-    of gpt_oss_20b and qwen3_30b_a3b use the experts that the searchers chose. The command
+    `math` with models of 2025 and their chat templates. qwen3_4b, gpt_oss_20b and qwen3_30b_a3b
+    train adapters; the last two train with the experts that the searchers chose. The command
     `python -m tba_jax.plan` prints placement and mesh for your devices. Not run by us.
 
 All other presets of `math` use plain-text prompts. For an SFT model, the prompts have the format
@@ -177,14 +177,16 @@ for _lag in (2, 10):
     }
 
 _ONE_DEVICE = {"placement": "shared", "num_searchers": 1, "mesh": {}}
+_ADAPTERS = {"lora": {"rank": 32}}
+_FROZEN = {"param_dtype": "bfloat16"}  # as published; adapters are float32
 # Data is at most two steps old.
 _REPLAY = {"router_replay": _MATH["replay"]["max_staleness"] + 1}
 for _name, _path, _of_model, _changes in (
     ("qwen3_1_7b", "Qwen/Qwen3-1.7B", {}, _ONE_DEVICE),
-    ("qwen3_4b", "Qwen/Qwen3-4B", {}, _ONE_DEVICE | {"lora": {"rank": 32}}),
+    ("qwen3_4b", "Qwen/Qwen3-4B", _FROZEN, _ONE_DEVICE | _ADAPTERS),
     ("gemma_3_12b", "google/gemma-3-12b-it", {}, {}),
-    ("gpt_oss_20b", "openai/gpt-oss-20b", _REPLAY, {}),
-    ("qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B", _REPLAY, {}),
+    ("gpt_oss_20b", "openai/gpt-oss-20b", _FROZEN | _REPLAY, _ADAPTERS),
+    ("qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B", _FROZEN | _REPLAY, _ADAPTERS),
 ):
     PRESETS[_name] = {
         **_MATH,
