@@ -46,6 +46,7 @@ _FIXED = ("name", "group", "variants", "with_cache", "calls_per_round")  # known
 
 _ROWS, _SLOTS, _REMAT = "batch.micro_batch_rows", "search.num_slots", "model.remat"
 _PROGRAMS = {_ROWS: "train_step", _SLOTS: "decode_chunk"}  # whose memory the size decides
+_OF_SLOTS = ("prefill", "extend", "admit", "decode_chunk")  # all programs whose shapes it decides
 
 
 class Planner:
@@ -326,6 +327,33 @@ def plan(
     return Plan(facts, programs, occupancies(facts, programs), balance(facts, programs))
 
 
+def with_fewer_slots(planner: Planner, done: Plan, say: Callable[[str], None]) -> Plan:
+    """Return the plan with fewer decode slots, if all programs together fit only then.
+
+    `confirm` chose slots for which each program fits. Beside them the device holds the code of all
+    programs, and on shared devices the other side. The two largest numbers of slots whose cache is
+    smaller by the missing memory are tried.
+    """
+    facts, now = done.facts, done.facts["sizes"]["num_slots"]
+    missing = [o.over_bytes for o in done.found if o.group != "trainer"]
+    if any(p.failure for p in done.programs) or not any(missing):
+        return done
+    cache = sum(facts["groups"]["searcher"]["transients"].values())
+    options = [n for n in _slot_options(facts) if (1 - n / now) * cache >= max(missing)]
+    for n in reversed(options[-2:]):
+        note = f"set --config.{_SLOTS}={n}: with {now} the programs fit one by one, not together"
+        trial = planner.describe(with_field(facts["config"], _SLOTS, n), chooses=False)
+        trial["changed_fields"] = facts["changed_fields"] | {_SLOTS: n}
+        trial["notes"] = [*facts["notes"], note]
+        kept = {p.name: p for p in done.programs if p.name not in _OF_SLOTS}
+        say(f"{_SLOTS}={now}: does not fit beside the code of all programs")
+        programs = [kept.get(p.name) or planner.compile(trial, p.name) for p in done.programs]
+        found = Plan(trial, programs, occupancies(trial, programs), balance(trial, programs))
+        if found.fits:
+            return found
+    return done
+
+
 def compare(
     planner: Planner,
     config: Mapping[str, Any],
@@ -502,6 +530,9 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for role, path in paths.items():
         print(f"{role:<10} {path}; shape from {judges[role][1]}")
     done = plan(planner, facts, names, _say)
+    if chooses and not (args.search or wanted or config.search.num_slots):
+        done = with_fewer_slots(planner, done, _say)
+        facts, notes = done.facts, done.facts["notes"]
     print(f"\n{table.program_table(done.programs)}\n\n{table.occupancy_table(done.found)}")
     if done.weighed:
         print(f"\n{table.balance_text(facts, done.weighed)}")

@@ -18,7 +18,7 @@ from tba_jax.planning import command as plan
 from tba_jax.planning import compile_one
 from tba_jax.planning.children import Answer
 from tba_jax.planning.model_shapes import PUBLISHED, published_config
-from tba_jax.planning.verdict import Program
+from tba_jax.planning.verdict import GIB, Program, occupancies
 
 ROOT = Path(__file__).parents[2]
 START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
@@ -345,6 +345,41 @@ def test_products_are_recomputed_where_the_compiled_step_does_not_fit():
     found = plan.confirm(Compiler({}, 1.0), facts, lambda line: None, names=[plan._ROWS])
     assert found["changed_fields"] == {"model.remat": "layers"}
     assert found["config"]["batch"]["micro_batch_rows"] == 160
+
+
+@pytest.mark.parametrize("code, slots", [(1, 160), (3, 128), (4, 64), (20, 160)])
+def test_slots_are_fewer_where_all_programs_do_not_fit_together(code, slots):
+    """Ten GiB for the cache of 160 slots, and for the code of two programs; 21 GiB in all."""
+
+    class Compiler(plan.Planner):
+        def __init__(self):
+            self.compiled = []
+
+        def describe(self, config, *, chooses, trainer_devices=0.0):
+            cache = {"KV cache": config["search"]["num_slots"] / 16 * GIB}
+            searcher = {"residents": {"weights in use": 6 * GIB}, "transients": cache}
+            return {
+                **FACTS,
+                "config": config,
+                "sizes": {"num_slots": config["search"]["num_slots"], "round_rows": 160},
+                "groups": {"searcher": searcher},
+                "chip": {"hbm_bytes": 21 * GIB, "overheads": {}},
+            }
+
+        def compile(self, facts, name):
+            self.compiled.append(name)
+            hbm = {"code": code * GIB}
+            return Program(name, "searcher", hbm, variants=1, with_cache=name == "decode_chunk")
+
+    compiler = Compiler()
+    facts = compiler.describe({**FACTS["config"], "search": {"num_slots": 160}}, chooses=False)
+    programs = [compiler.compile(facts, name) for name in ("decode_chunk", "score_reference")]
+    done = plan.Plan(facts, programs, occupancies(facts, programs), None)
+    assert done.fits == (code == 1)
+    found = plan.with_fewer_slots(compiler, done, lambda line: None)
+    assert found.fits == (code < 20)
+    assert found.facts["sizes"]["num_slots"] == slots
+    assert compiler.compiled.count("score_reference") == 1
 
 
 def test_chosen_slots_are_those_of_which_the_compiled_decoder_fits():
