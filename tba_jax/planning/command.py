@@ -346,7 +346,7 @@ def with_fewer_slots(planner: Planner, done: Plan, say: Callable[[str], None]) -
         trial["changed_fields"] = facts["changed_fields"] | {_SLOTS: n}
         trial["notes"] = [*facts["notes"], note]
         kept = {p.name: p for p in done.programs if p.name not in _OF_SLOTS}
-        say(f"{_SLOTS}={now}: does not fit beside the code of all programs")
+        say(f"{_SLOTS}={n}: tried, because all programs together do not fit with {now}")
         programs = [kept.get(p.name) or planner.compile(trial, p.name) for p in done.programs]
         found = Plan(trial, programs, occupancies(trial, programs), balance(trial, programs))
         if found.fits:
