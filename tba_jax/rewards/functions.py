@@ -202,6 +202,9 @@ def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | No
             return LoadError(f"reward function {function!r} {outcome.unusable}", "")
         if outcome.traceback:
             *_, reason = outcome.traceback.rstrip().splitlines()
+            if not isinstance(call[1][0], str):
+                reason += ". Prompts are chats, so a completion is a list of messages, as in TRL: "
+                reason += "its text is completion[0]['content']"
             return LoadError(
                 f"reward function {function!r} fails on the first row, with its answer as the "
                 f"completion: {reason}",

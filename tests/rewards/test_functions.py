@@ -8,7 +8,13 @@ import textwrap
 import numpy as np
 import pytest
 
-from tba_jax.rewards.functions import load_error, part_names, score_chunk, split_functions
+from tba_jax.rewards.functions import (
+    load_error,
+    part_names,
+    score_chunk,
+    split_functions,
+    trial_error,
+)
 from tba_jax.rewards.pool import RewardFailure, RewardPool
 from tba_jax.rewards.source import part_means
 
@@ -259,3 +265,16 @@ def test_a_package_missed_by_the_function_stops_the_run_and_one_missed_by_a_resp
     result = pool.score([""] * 2, ["import no_such_package", "pass"], {})
     assert result.reasons == ["reward_error", None]
     pool.close()
+
+
+def test_a_function_of_texts_is_told_that_completions_of_chats_are_messages(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def first(completions, **kwargs):\n    return [ord(x[0]) for x in completions]\n"
+    )
+    chat = [{"role": "assistant", "content": "a"}]
+    failure = trial_error([f"{path}:first"], (["p"], [chat], {}))
+    assert failure is not None and "its text is completion[0]['content']" in failure[0]
+    assert trial_error([f"{path}:first"], (["p"], ["a"], {})) is None
+    failure = trial_error([f"{path}:first"], (["p"], [""], {}))
+    assert failure is not None and "content" not in failure[0]
