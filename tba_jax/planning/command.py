@@ -98,7 +98,11 @@ class Planner:
         Raises:
             ValueError: the child refused the request.
         """
-        key = json.dumps([facts["config"], name], sort_keys=True, default=str)
+        config, sizes = facts["config"], facts["sizes"]
+        # A size that the config leaves open gives the same programs as its value.
+        for field in (_ROWS, _SLOTS):
+            config = with_field(config, field, sizes[field.split(".")[1]])
+        key = json.dumps([config, name], sort_keys=True, default=str)
         if key not in self._compiled:
             self._compiled[key] = self._compile(facts, name)
         return self._compiled[key]

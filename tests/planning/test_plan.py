@@ -347,6 +347,33 @@ def test_products_are_recomputed_where_the_compiled_step_does_not_fit():
     assert found["config"]["batch"]["micro_batch_rows"] == 160
 
 
+def test_a_size_that_is_left_open_is_compiled_once():
+    """`confirm` asks for it by its value."""
+    asked = []
+
+    def ask(request, *, timeout_s):
+        asked.append(request["config"])
+        work = ("flops", "num_bytes", "collective_bytes", "network_bytes", "launches", "compile_s")
+        return Answer({**dict.fromkeys(work, 1.0), "hbm": {}, "uncounted": []})
+
+    rates = ("flops_per_s", "bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")
+    fixed = {"name": "train_step", "group": "trainer", "variants": 1, "with_cache": False}
+    facts = {
+        "config": {"batch": {"micro_batch_rows": 0}, "search": {"num_slots": 0}},
+        "sizes": {"micro_batch_rows": 160, "num_slots": 64},
+        "programs": [{**fixed, "calls_per_round": 0}],
+        "chip": dict.fromkeys(rates, 1.0),
+    }
+    planner = plan.Planner({}, 1.0, ask)
+    config = {"batch": {"micro_batch_rows": 160}, "search": {"num_slots": 64}}
+    for given in (facts, {**facts, "config": config}):
+        assert planner.compile(given, "train_step").bound == "compute"
+    assert asked == [facts["config"]]
+    other = {**facts, "sizes": {"micro_batch_rows": 80, "num_slots": 64}}
+    planner.compile(other, "train_step")
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("code, slots", [(1, 160), (3, 128), (4, 64), (20, 160)])
 def test_slots_are_fewer_where_all_programs_do_not_fit_together(code, slots):
     """Ten GiB for the cache of 160 slots, and for the code of two programs; 21 GiB in all."""
