@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-import numpy as np
+import numpy.random
 
 from tba_jax.environments.gym import GymLike
 from tba_jax.rewards.processes import enter_process
@@ -336,10 +336,8 @@ def serve(
     """Answer requests until the parent process closes the connection."""
     enter_process(folder, os.getppid(), groups, max_memory_bytes)
     sys.stdin = open(os.devnull)
-    # The fork server imports numpy once for all processes. If that includes numpy.random, which
-    # newer versions import at first use, its global generator is the same in every process.
-    if "numpy.random" in sys.modules:
-        np.random.seed()
+    # The fork server imports numpy once for all processes, so each has the same global generator.
+    numpy.random.seed()
     host = Host(name)
     while True:
         try:

@@ -332,11 +332,11 @@ def plan(
 
 
 def with_fewer_slots(planner: Planner, done: Plan, say: Callable[[str], None]) -> Plan:
-    """Return the plan with fewer decode slots, if all programs together fit only then.
+    """Return a plan with fewer decode slots if its programs fit and those of `done` do not.
 
-    `confirm` chose slots for which each program fits. Beside them the device holds the code of all
-    programs, and on shared devices the other side. The two largest numbers of slots whose cache is
-    smaller by the missing memory are tried.
+    `confirm` compares one program at a time with the memory. A device also holds the code of all
+    programs, and the train state if trainer and searchers share devices. The function tries the two
+    largest numbers of slots that free the missing memory.
     """
     facts, now = done.facts, done.facts["sizes"]["num_slots"]
     missing = [o.over_bytes for o in done.found if o.group != "trainer"]

@@ -128,13 +128,13 @@ def step_bytes(
         scores = min(scores, 4.0 * attention.PART_BYTES)
     if all(x.allowed(chosen) not in ("xla", "xla_tpu") for x in of_scores):
         scores = 2 * size * pairs if row else 0.0
-    copies = 2 if len(model_config.pattern) == 1 else 3
-    of_params, of_entry = copies * 4 * num_params(model_config) / mesh.num_param_parts, size
-    if config.lora.rank:
-        of_params = 0.0
-    elif mesh.num_param_parts > mesh.model:  # the gradient is divided after it was added up
-        of_entry += 4
-    table = of_entry * model_config.vocab_size * model_config.hidden_size / mesh.model
+    table = size * model_config.vocab_size * model_config.hidden_size / mesh.model
+    of_params = 0.0
+    if not config.lora.rank:
+        copies = 2 if len(model_config.pattern) == 1 else 3
+        of_params = copies * 4 * num_params(model_config) / mesh.num_param_parts
+        if mesh.num_param_parts > mesh.model:  # the gradient is whole until it is divided
+            table += 4 * model_config.vocab_size * model_config.hidden_size / mesh.model
     kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
     if remat_of(config) == "none":
         scores *= model_config.num_layers

@@ -108,7 +108,7 @@ def holds_trainer(
     hosts: int,
     platform: Platform,
 ) -> bool:
-    """Return whether a mesh of this size exists and has memory for train state and smallest step.
+    """Return whether a mesh of this size exists and holds the train state and the smallest step.
 
     The smallest step has the fewest rows of a micro-batch and the most recomputation.
     """

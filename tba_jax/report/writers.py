@@ -226,6 +226,8 @@ class ProgressDisplay:
         kind: name of the response kind that `*/kind_share` counts, such as "worked".
         metric: headline metric of evaluations.
         console: a rich Console; None: standard output.
+        clock: function that returns the time in seconds.
+        start_s: value of `clock` at which the run began; None: now.
     """
 
     def __init__(
@@ -236,7 +238,8 @@ class ProgressDisplay:
         kind: str = "",
         metric: str = "pass_at_1",
         console: Any = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
+        start_s: float | None = None,
     ) -> None:
         from rich.console import Console
         from rich.live import Live
@@ -249,7 +252,7 @@ class ProgressDisplay:
         self._console = console if console is not None else Console(highlight=False)
         self._clock = clock
         self._lock = threading.RLock()
-        self._start = clock()
+        self._start = clock() if start_s is None else start_s
         self._phase = "starting"
         self._step = 0
         self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=32)

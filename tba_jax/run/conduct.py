@@ -83,7 +83,7 @@ def conduct(
         WorkdirLost: the work directory was removed, or another process has taken it over.
     """
     if display is None:
-        display = make_display(config, workdir, is_shown=cluster.is_primary)
+        display = make_display(config, workdir, start_s, is_shown=cluster.is_primary)
     run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, link)
     if hold is not None:
         hold.begin()
@@ -117,7 +117,9 @@ def conduct(
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
 
-def make_display(config: Config, workdir: Path, *, is_shown: bool = True) -> ProgressDisplay:
+def make_display(
+    config: Config, workdir: Path, start_s: float | None = None, *, is_shown: bool = True
+) -> ProgressDisplay:
     """Return a display on standard output, or a display that shows nothing."""
     task = make_task(config)
     return ProgressDisplay(
@@ -126,6 +128,7 @@ def make_display(config: Config, workdir: Path, *, is_shown: bool = True) -> Pro
         kind=task.response_kinds[0] if task.response_kinds else "",
         metric=task.metric,
         console=None if is_shown else Console(quiet=True, force_terminal=False),
+        start_s=start_s,
     )
 
 

@@ -148,6 +148,15 @@ def test_plain_lines_come_at_most_every_period_and_count_down():
     assert lines[1] == "[0:11] step  11/100, 1:29 left  reward 0.500  staleness 1.2"
 
 
+def test_times_count_from_the_start_of_the_command():
+    clock = FakeClock()
+    clock.now = 7.0
+    display, stream = plain_display(clock, start_s=3.0)
+    display.note("loading")
+    display.close()
+    assert stream.getvalue() == "[0:04] loading\n"
+
+
 def test_evaluations_notes_and_phases_are_printed_at_once():
     clock = FakeClock()
     display, stream = plain_display(clock)
