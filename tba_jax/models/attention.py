@@ -22,6 +22,8 @@ from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 PART_BYTES = 2**29
 """Largest array of scores in `attend_part`."""
+_MOST_CUDNN = 128  # head_dim that cuDNN supports on every GPU; from Hopper on it could be 256
+_SINK_COLUMNS = 8  # columns that sinks add to head_dim, which must be a multiple of 8 for cuDNN
 
 Implementation = Literal["xla", "xla_tpu", "cudnn", "tpu_kernel"]
 """Implementation of attention.
@@ -55,15 +57,19 @@ class Scores(NamedTuple):
     cap: float | None = None
     sinks: Array | None = None
 
-    def allowed(self, implementation: Implementation, *, is_step: bool = False) -> Implementation:
+    def allowed(
+        self, implementation: Implementation, head_dim: int, *, is_step: bool = False
+    ) -> Implementation:
         """Return the implementation, or the einsum if its kernels do not support these scores.
 
         Args:
             implementation: return value of `choose`.
+            head_dim: columns of a head.
             is_step: whether queries are one new token over a cache.
         """
-        is_masked = self.cap is None and self.sinks is None
-        if is_masked and (self.window is None or (implementation == "cudnn" and not is_step)):
+        columns = head_dim if self.sinks is None else head_dim + _SINK_COLUMNS
+        is_flash = implementation == "cudnn" and not is_step and columns <= _MOST_CUDNN
+        if self.cap is None and (is_flash or (self.window is None and self.sinks is None)):
             return implementation
         if implementation in ("xla", "xla_tpu"):
             return implementation
@@ -157,11 +163,12 @@ def attend_causal(
         implementation: return value of `choose`.
         sharding: sharding of keys and values as a cache [b g s e] on a mesh; only for tpu_kernel.
     """
-    implementation = scores.allowed(implementation)
-    if implementation == "cudnn" and visible.segments is not None:
-        return _attend_masked(q, k, v, visible, scores.window)
+    implementation = scores.allowed(implementation, q.shape[-1])
     if implementation == "cudnn":
-        return _attend_cudnn(q, k, v, visible, scores.window)
+        # The key that stands for sinks is far outside of a window of neighbours.
+        is_far = scores.window is not None and scores.sinks is not None
+        has_mask = visible.segments is not None or is_far
+        return (_attend_masked if has_mask else _attend_cudnn)(q, k, v, visible, scores)
     if implementation == "tpu_kernel":
         # Imported here: only a TPU needs Pallas, and the import takes a third of a second.
         from tba_jax.models import splash
@@ -202,16 +209,15 @@ def choose(
             f"attention implementation {wanted!r} is unknown. Choose 'auto', 'xla', 'cudnn' or "
             "'tpu_kernel'"
         )
-    # Every supported GPU handles 128; GPUs from Hopper on could handle 256.
     is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    fits = is_narrow and head_dim % 8 == 0 and head_dim <= 128
+    fits = is_narrow and head_dim % 8 == 0 and head_dim <= _MOST_CUDNN
     if platform == "cuda" and fits:
         return "cudnn"
     if wanted == "cudnn":
         raise ValueError(
             f"attention implementation 'cudnn' got {jnp.dtype(dtype)} queries of head_dim "
             f"{head_dim} on {platform}; it needs an NVIDIA GPU, bfloat16 or float16, and a "
-            "multiple of 8 up to 128. Use 'auto', which falls back to 'xla'"
+            f"multiple of 8 up to {_MOST_CUDNN}. Use 'auto', which falls back to 'xla'"
         )
     return by_einsum
 
@@ -221,7 +227,7 @@ def _attend_cudnn(
     k: Float[Array, "b s g e"],
     v: Float[Array, "b s g e"],
     visible: Visible,
-    window: int | None,
+    scores: Scores,
 ) -> Float[Array, "b s g r e"]:
     """Attend within rows of one sequence; cuDNN skips keys that causal masks and lengths hide."""
     b, s, g, r, e = q.shape
@@ -232,19 +238,60 @@ def _attend_cudnn(
     if first is not None:
         q, k, v = (_turned(x, first) for x in (q, k, v))
     length = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1)
+    before = 0 if scores.sinks is None else 1
+    # JAX refuses odd lengths in a gradient.
+    q, k, v = (_longer(x, before, (s + before) % 2) for x in (q, k, v))
     out = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
+        *_with_sinks(q, k, v, scores.sinks),
+        scale=e**-0.5,
         is_causal=True,
-        query_seq_lengths=length,
-        key_value_seq_lengths=length,
-        local_window_size=None if window is None else (window - 1, 0),
+        query_seq_lengths=length + before,
+        key_value_seq_lengths=length + before,
+        local_window_size=None if scores.window is None else (scores.window - 1, 0),
         implementation="cudnn",
     )
+    out = out[:, before : before + s, :, :e]
     if first is not None:
         out = _turned(out, -first)
     return jnp.where(valid, out, 0).reshape(b, s, g, r, e)
+
+
+def _longer(x: Float[Array, "b s h e"], before: int, after: int = 0) -> Array:
+    """Return x with further positions of zeros."""
+    return jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0)))
+
+
+def _with_sinks(
+    q: Float[Array, "b t h e"],
+    k: Float[Array, "b c g e"],
+    v: Float[Array, "b c g e"],
+    sinks: Float[Array, "g r"] | None,
+) -> tuple[Array, Array, Array]:
+    """Return q, k, v with columns that make key 0 the sink of every head; None: unchanged.
+
+    cuDNN has no sinks. Each query holds the sink of its head in columns that key 0 alone reads, and
+    key 0 has no value. Two columns, so that bfloat16 keeps 16 bits of a sink.
+    """
+    if sinks is None:
+        return q, k, v
+    wide = (*q.shape[:3], _SINK_COLUMNS)
+    # The scale of scores removes the factor.
+    exact = sinks.astype(jnp.float32).reshape(-1) * q.shape[-1] ** 0.5
+    # XLA may drop a conversion to bfloat16 and back, but never this operation. The second column
+    # has the whole gradient.
+    bits = jnp.finfo(q.dtype)
+    high = jax.lax.stop_gradient(jax.lax.reduce_precision(exact, bits.nexp, bits.nmant))
+    columns = jnp.pad(jnp.stack([high, exact - high], axis=-1), ((0, 0), (0, _SINK_COLUMNS - 2)))
+    # Broadcast in float32, so that the gradient of all positions adds up in it.
+    of_queries = jnp.broadcast_to(columns[None, None], wide).astype(q.dtype)
+    is_first, is_sink = jnp.arange(k.shape[1]) == 0, jnp.arange(_SINK_COLUMNS) < 2
+    is_read = (is_first[:, None] & is_sink[None])[:, None]
+    of_keys = jnp.broadcast_to(is_read[None], (*k.shape[:3], _SINK_COLUMNS)).astype(k.dtype)
+    return (
+        jnp.concatenate([q, of_queries], axis=-1),
+        jnp.concatenate([k, of_keys], axis=-1),
+        jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, _SINK_COLUMNS))),
+    )
 
 
 @jax.custom_vjp
@@ -274,7 +321,7 @@ def _attend_masked(
     k: Float[Array, "b s g e"],
     v: Float[Array, "b s g e"],
     visible: Visible,
-    window: int | None = None,
+    scores: Scores = PLAIN,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Float[Array, "b s g r e"]:
     """Attend within rows of several sequences, with a mask of pairs as cuDNN's dense bias.
@@ -283,17 +330,23 @@ def _attend_masked(
     """
     b, s, g, r, e = q.shape
     valid = visible.mask[:, :, None, None]
-    # Padding is set to 0, as in `_attend_cudnn`. A padded position sees itself, so that no row of
-    # the softmax is empty. cuDNN's gradient with a bias needs an even length.
+    # Padding is set to 0, and lengths are even, as in `_attend_cudnn`. A padded position sees
+    # itself, so that no row of the softmax is empty.
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
-    odd = (0, s % 2)
-    q, k, v = (jnp.pad(x, ((0, 0), odd, (0, 0), (0, 0))) for x in (q, k, v))
-    seen = jnp.pad(visible.seen(window), ((0, 0), odd, odd))
-    seen = seen | jnp.eye(seen.shape[1], dtype=bool)[None]
+    before = 0 if scores.sinks is None else 1
+    after = (s + before) % 2
+    q, k, v = (_longer(x, before, after) for x in (q, k, v))
+    seen = jnp.pad(visible.seen(scores.window), ((0, 0), *[(before, after)] * 2))
+    index = jnp.arange(seen.shape[1])
+    seen = seen | ((index[:, None] == index[None]) | (index < before)[None])[None]
     out = jax.nn.dot_product_attention(
-        q, k, v, mask=seen[:, None], is_causal=True, implementation=implementation
+        *_with_sinks(q, k, v, scores.sinks),
+        mask=seen[:, None],
+        scale=e**-0.5,
+        is_causal=True,
+        implementation=implementation,
     )
-    return jnp.where(valid, out[:, :s], 0).reshape(b, s, g, r, e)
+    return jnp.where(valid, out[:, before : before + s, :, :e], 0).reshape(b, s, g, r, e)
 
 
 def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "b s s"]:
@@ -351,7 +404,7 @@ def attend_part(
         seen = _seen(
             visible.part(first, t), visible, first + jnp.arange(t), jnp.arange(s), scores.window
         )
-        return _attend_pairs(q, k, v, seen, visible.mask)
+        return _attend_pairs(q, k, v, seen, visible.mask, scores.sinks)
     is_near = scores.window is not None and visible.prompts is None
     near = scores.window - 1 if is_near and scores.window is not None else s
     size = t
@@ -392,17 +445,24 @@ def _attend_pairs(
     v: Float[Array, "b s g e"],
     seen: Bool[Array, "b t s"],
     valid: Bool[Array, "b s"],
+    sinks: Float[Array, "g r"] | None = None,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Float[Array, "b t g r e"]:
     """Attend with a mask of pairs as dense bias of cuDNN; a query without keys sees all."""
     b, t, g, r, e = q.shape
     # Padding is zeroed, as in `_attend_cudnn`.
     k, v = (jnp.where(valid[:, :, None, None], x, 0) for x in (k, v))
-    mask = (seen | ~jnp.any(seen, axis=-1, keepdims=True))[:, None]
+    seen = seen | ~jnp.any(seen, axis=-1, keepdims=True)
+    if sinks is not None:  # one key before the others, one after them for an even length
+        k, v = (_longer(x, 1, 1) for x in (k, v))
+        seen = jnp.pad(seen, ((0, 0), (0, 0), (1, 1))) | (jnp.arange(k.shape[1]) == 0)[None, None]
     out = jax.nn.dot_product_attention(
-        q.reshape(b, t, g * r, e), k, v, mask=mask, implementation=implementation
+        *_with_sinks(q.reshape(b, t, g * r, e), k, v, sinks),
+        mask=seen[:, None],
+        scale=e**-0.5,
+        implementation=implementation,
     )
-    return out.reshape(q.shape)
+    return out[..., :e].reshape(q.shape)
 
 
 def attend(
@@ -479,7 +539,7 @@ def attend_cached(
             "attention implementation 'tpu_kernel' does not support an 8-bit cache. Use 'xla', or "
             "a cache_dtype of bfloat16"
         )
-    implementation = scores.allowed(implementation, is_step=True)
+    implementation = scores.allowed(implementation, q.shape[-1], is_step=True)
     if implementation == "cudnn":
         from tba_jax.models import decode_kernel
 

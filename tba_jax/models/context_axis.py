@@ -107,7 +107,7 @@ def attend_causal(
         return attention.attend_causal(q, k, v, visible, **how)
     _, heads = sharding.spec
     n = num_parts(mesh)
-    implementation = scores.allowed(implementation)
+    implementation = scores.allowed(implementation, q.shape[-1])
     kernel, of_kernel = None, None
     if implementation == "tpu_kernel" and visible.prompts is None and q.shape[1] % 256 == 0:
         from tba_jax.models import splash

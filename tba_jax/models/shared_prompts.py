@@ -237,7 +237,7 @@ def attend_after(
             repetition; cudnn: one row per response.
         sharding: sharding of keys and values as a cache [b g x e] on a mesh; only for tpu_kernel.
     """
-    implementation = scores.allowed(implementation)
+    implementation = scores.allowed(implementation, q.shape[-1])
     if implementation == "tpu_kernel":
         from tba_jax.models import splash  # the import takes a third of a second
 

@@ -126,7 +126,7 @@ def step_bytes(
     of_scores = [scores_of(kind, model_config, sinks) for kind in model_config.pattern]
     if mesh.context > 1:
         scores = min(scores, 4.0 * attention.PART_BYTES)
-    if all(x.allowed(chosen) not in ("xla", "xla_tpu") for x in of_scores):
+    if all(x.allowed(chosen, model_config.head_dim) not in ("xla", "xla_tpu") for x in of_scores):
         scores = 2 * size * pairs if row else 0.0
     table = size * model_config.vocab_size * model_config.hidden_size / mesh.model
     of_params = 0.0

@@ -20,6 +20,7 @@ B, S, G, R, E = 4, 12, 2, 3, 16
 # Rounding of float32 sums in another order; of bfloat16 weights (2^-9 of values of about 1).
 TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=lambda d: d.__name__)
+SINKS = np.linspace(-1.1, 2.3, G * R).reshape(G, R)
 # Padding in front, behind, on both sides; none.
 MASK = np.array(
     [[j >= a and j < b for j in range(S)] for a, b in ((3, 12), (0, 7), (2, 9), (0, 12))]
@@ -86,24 +87,27 @@ def test_sequences_of_a_packed_row_do_not_see_one_another(implementation):
     assert all(np.isfinite(g).all() for g in grads)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_mask_of_pairs_is_what_the_einsum_sees(shares):
+def test_a_mask_of_pairs_is_what_the_einsum_sees(shares, has_sinks, window):
     """What cuDNN is given for packed rows, here to XLA: values and gradients, at an odd length."""
     segments = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4], [1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]])
     contexts = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]])
     is_prompt = np.array([[1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0]]) > 0
     n = segments.shape[1]
-    args = arrays((2, n, G, R, E), (2, n, G, E), (2, n, G, E))
+    args = [*arrays((2, n, G, R, E), (2, n, G, E), (2, n, G, E)), jnp.asarray(SINKS)]
     segments, *shared = (jnp.asarray(x) for x in (segments, contexts, is_prompt))
     rows = attention.packed(segments.astype(jnp.int32), *(shared if shares else ()))
 
-    def run(*args, attend):
-        out = attend(*args, rows)
+    def run(q, k, v, sinks, attend):
+        scores = attention.Scores(window, sinks=sinks if has_sinks else None)
+        out = attend(q, k, v, rows, scores=scores)
         return jnp.sum(jnp.where(segments[:, :, None, None, None] > 0, out, 0) ** 2), out
 
     def values(attend):
         function = functools.partial(run, attend=attend)
-        return jax.jit(jax.grad(function, argnums=(0, 1, 2), has_aux=True))(*args)
+        return jax.jit(jax.grad(function, argnums=(0, 1, 2, 3), has_aux=True))(*args)
 
     grads, out = values(functools.partial(attention._attend_masked, implementation="xla"))
     wanted_grads, wanted = values(attention.attend_causal)
@@ -155,32 +159,18 @@ def test_gradients_of_splash_attention_equal_those_of_the_einsum():
 
 @pytest.fixture
 def cudnn_in_xla(monkeypatch):
-    """cuDNN's interface (causal, row lengths, no mask) computed by XLA, with nan at its padding."""
+    """cuDNN's interface (causal; row lengths or a mask) by XLA, with nan at its padding."""
     real = jax.nn.dot_product_attention
 
-    def fake(
-        q,
-        k,
-        v,
-        *,
-        is_causal,
-        query_seq_lengths,
-        key_value_seq_lengths,
-        local_window_size,
-        implementation,
-    ):
-        assert implementation == "cudnn" and is_causal and local_window_size is None
+    def fake(q, k, v, *, implementation, query_seq_lengths=None, **options):
+        assert implementation == "cudnn" and options["is_causal"]
+        assert q.shape[1] % 2 == 0 and q.shape[-1] % 8 == 0
+        assert q.shape == (*k.shape[:2], G * R, v.shape[3])
         for x in (q, k, v):
             assert x.dtype in (jnp.bfloat16, jnp.float16)
-        out = real(
-            q,
-            k,
-            v,
-            is_causal=True,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            implementation="xla",
-        )
+        if query_seq_lengths is None:
+            return real(q, k, v, **options)
+        out = real(q, k, v, query_seq_lengths=query_seq_lengths, **options)
         index = jnp.arange(q.shape[1])[None]
         is_padding = index >= query_seq_lengths[:, None]
         return jnp.where(is_padding[:, :, None, None], jnp.nan, out)
@@ -188,29 +178,36 @@ def cudnn_in_xla(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
 
 
-@pytest.mark.parametrize("is_right_padded", [False, True])
-def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded):
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("is_right_padded", "size"), [(False, S), (True, S), (False, S - 1)])
+def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded, size, has_sinks, window):
     """Forward and gradient equal the einsum; a nan at padded positions goes nowhere."""
-    mask = np.sort(MASK, axis=1)[:, ::-1] if is_right_padded else MASK
-    args = sequences(jnp.bfloat16)
+    mask = (np.sort(MASK, axis=1)[:, ::-1] if is_right_padded else MASK)[:, :size]
+    args = [*(x[:, :size] for x in sequences(jnp.bfloat16)), jnp.asarray(SINKS)]
 
-    def run(q, k, v):
+    def run(q, k, v, sinks):
         visible = attention.causal(jnp.asarray(mask), is_right_padded=is_right_padded)
-        return attention.attend_causal(q, k, v, visible, implementation="cudnn")
+        scores = attention.Scores(window, sinks=sinks if has_sinks else None)
+        return attention.attend_causal(q, k, v, visible, scores=scores, implementation="cudnn")
 
-    def wanted(q, k, v):
-        return attention.attend(q, k, v, attention.causal_bias(attention.causal(jnp.asarray(mask))))
+    def wanted(q, k, v, sinks):
+        scores = attention.Scores(sinks=sinks if has_sinks else None)
+        bias = attention.causal_bias(attention.causal(jnp.asarray(mask)), window)
+        return attention.attend(q, k, v, bias, scores)
 
     def value_and_grad(f):
-        def loss(q, k, v):
-            out = f(q, k, v)
+        def loss(*args):
+            out = f(*args)
             valid = jnp.where(mask[:, :, None, None, None], out, 0).astype(jnp.float32)
             return jnp.sum(valid**2), out
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*args)
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*args)
 
-    grads, out = value_and_grad(run)
-    wanted_grads, wanted_out = value_and_grad(wanted)
+    (*grads, of_sinks), out = value_and_grad(run)
+    (*wanted_grads, wanted_of_sinks), wanted_out = value_and_grad(wanted)
+    # The sum of 40 gradients of bfloat16, each of about 0.1.
+    np.testing.assert_allclose(of_sinks, wanted_of_sinks, atol=2e-2, rtol=2e-2)
     # Rows are moved there and back; nothing is added up into places.
     assert "scatter" not in str(jax.make_jaxpr(lambda *args: jax.vjp(run, *args)[1](out))(*args))
     assert np.isfinite(np.asarray(out, np.float32)).all()
@@ -249,10 +246,42 @@ def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(dtype, head_dim, chosen):
         assert attention.choose(wanted, "tpu", dtype, head_dim) == "xla_tpu"
 
 
+def test_the_key_that_stands_for_sinks_has_16_bits_of_them():
+    none = jnp.zeros((1, 3, G * R, E), jnp.bfloat16), *[jnp.zeros((1, 3, G, E), jnp.bfloat16)] * 2
+    found = jax.jit(attention._with_sinks)(*none, jnp.asarray(SINKS))
+    q, k, v = (np.asarray(x, np.float64) for x in found)
+    scores = np.einsum("bsghe,bcge->bsghc", q.reshape(1, 3, G, R, -1), k) / E**0.5
+    wanted = np.broadcast_to(SINKS, (1, 3, G, R))
+    np.testing.assert_allclose(scores[..., 0], wanted, rtol=2**-16)
+    assert not scores[..., 1:].any() and not v.any()
+
+
+def test_kernels_get_only_scores_that_they_support():
+    sinks = jnp.asarray(SINKS)
+    for name, scores, head_dim, wanted in (
+        ("cudnn", attention.PLAIN, 128, "cudnn"),
+        ("cudnn", attention.Scores(4), 128, "cudnn"),
+        ("cudnn", attention.Scores(4, sinks=sinks), 120, "cudnn"),
+        ("cudnn", attention.Scores(4, sinks=sinks), 128, "xla"),
+        ("cudnn", attention.Scores(cap=30.0), 64, "xla"),
+        ("tpu_kernel", attention.PLAIN, 256, "tpu_kernel"),
+        ("tpu_kernel", attention.Scores(sinks=sinks), 64, "xla_tpu"),
+        ("xla", attention.Scores(4), 64, "xla"),
+    ):
+        assert scores.allowed(name, head_dim) == wanted
+    for scores in (attention.Scores(4), attention.Scores(sinks=sinks)):
+        assert scores.allowed("cudnn", 64, is_step=True) == "xla"
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-def test_cudnn_equals_the_einsum():
-    args = (*sequences(jnp.bfloat16), MASK)
-    assert_close_where_valid(compiled("cudnn")[0](*args), compiled("xla")[0](*args), jnp.bfloat16)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_cudnn_equals_the_einsum(has_sinks, window):
+    scores = attention.Scores(window, sinks=jnp.asarray(SINKS) if has_sinks else None)
+    run = functools.partial(attention.attend_causal, *sequences(jnp.bfloat16), scores=scores)
+    visible = attention.causal(jnp.asarray(MASK))
+    got, wanted = (run(visible, implementation=name) for name in ("cudnn", "xla"))
+    assert_close_where_valid(got, wanted, jnp.bfloat16)
 
 
 N, C, M = 5, 40, 8

@@ -197,19 +197,21 @@ def test_queries_of_splash_attention_are_balanced_over_devices():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, wanted)
 
 
+@pytest.mark.parametrize("sinks", [None, np.array([[-1.0, 0.3], [1.2, 2.0]])])
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_mask_of_pairs_gives_the_attention_of_the_einsum(window):
+def test_a_mask_of_pairs_gives_the_attention_of_the_einsum(window, sinks):
     """The mask that cuDNN gets, with XLA's implementation."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(2, 8, 2, 2, 8)), jnp.float32)
     k, v = (jnp.asarray(rng.normal(size=(2, 16, 2, 8)), jnp.float32) for _ in range(2))
     visible = attention.packed(jnp.repeat(jnp.array([[1, 2, 2, 0]] * 2), 4, axis=1))
-    scores, first = attention.Scores(window), jnp.int32(6)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    scores, first = attention.Scores(window, sinks=sinks), jnp.int32(6)
     wanted = attention.attend_part(q, k, v, visible, first, scores, "xla")
     seen = attention._seen(
         visible.part(first, 8), visible, 6 + jnp.arange(8), jnp.arange(16), window
     )
-    got = attention._attend_pairs(q, k, v, seen, visible.mask, "xla")
+    got = attention._attend_pairs(q, k, v, seen, visible.mask, sinks, "xla")
     valid = visible.mask[:, 6:14]
     np.testing.assert_allclose(got[valid], wanted[valid], atol=1e-5)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU boxes that are not there: what an argument means, what is counted, what compilers do."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -172,14 +173,17 @@ def test_a_program_for_a_gpu_is_that_of_a_gpu_in_a_process_without_one():
 
 
 @needs_plugin
-def test_responses_to_a_shared_prompt_have_flash_attention_with_its_gradient():
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_responses_to_a_shared_prompt_have_flash_attention_with_its_gradient(has_sinks):
     """cuDNN's for the prompts and for the responses, forward and back; no scores in memory."""
+    further = {"pattern": ("window", "full"), "window": 128, "sinks": True} if has_sinks else {}
+    config = dataclasses.replace(SMALL, **further)
     device = chips.parse_topology("h100:1").devices()[0]
     where = SingleDeviceSharding(device)
-    b, c, x, t = 2, 4, 192, 384
+    b, c, x, t = 2, 4, 192, 383
     params = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where),
-        transformer.abstract_params(SMALL, jnp.bfloat16),
+        transformer.abstract_params(config, jnp.bfloat16),
     )
     tokens = [
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
@@ -190,16 +194,22 @@ def test_responses_to_a_shared_prompt_have_flash_attention_with_its_gradient():
         ends, states, _ = shared_prompts.apply(
             params,
             *tokens,
-            config=SMALL,
+            config=config,
             compute_dtype=jnp.bfloat16,
-            sharding=ComputeSharding(SMALL, any_device("cuda")),
+            sharding=ComputeSharding(config, any_device("cuda")),
         )
         return jnp.sum(ends.astype(jnp.float32)) + jnp.sum(states.astype(jnp.float32))
 
     text = jax.jit(jax.grad(loss)).lower(params, *tokens).compile().as_text()
     calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w*)"', text)
-    assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * 2 + ["__cudnn$fmhaSoftmaxBackward"] * 2
-    assert not re.search(rf"\[[\d,]*{t},({t}|{x + t})\]|{x + t},{x + t}\]", text)
+    kinds = ("ScaleBias", "") if has_sinks else ("",)  # a window with sinks needs a mask
+    wanted = [f"__cudnn$fmha{kind}Softmax" for kind in kinds]
+    assert sorted(calls) == sorted(2 * (wanted + [f"{name}Backward" for name in wanted]))
+    if not has_sinks:
+        assert not re.search(rf"\[[\d,]*{t},({t}|{x + t})\]|{x + t},{x + t}\]", text)
+    # Sinks and even lengths add up to two positions.
+    of_heads = r"\[\d+,(2|1,2),(19[2-4]|38[3-6]|57[5-8]),(19[2-4]|38[3-6]|57[5-8])\]"
+    assert not re.search(of_heads, text)
 
 
 @needs_plugin
