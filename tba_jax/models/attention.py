@@ -57,6 +57,11 @@ class Scores(NamedTuple):
     cap: float | None = None
     sinks: Array | None = None
 
+    @property
+    def needs_mask(self) -> bool:
+        """Whether cuDNN needs a mask: the key that stands for sinks is outside of every window."""
+        return self.window is not None and self.sinks is not None
+
     def allowed(
         self, implementation: Implementation, head_dim: int, *, is_step: bool = False
     ) -> Implementation:
@@ -165,9 +170,7 @@ def attend_causal(
     """
     implementation = scores.allowed(implementation, q.shape[-1])
     if implementation == "cudnn":
-        # The key that stands for sinks is far outside of a window of neighbours.
-        is_far = scores.window is not None and scores.sinks is not None
-        has_mask = visible.segments is not None or is_far
+        has_mask = visible.segments is not None or scores.needs_mask
         return (_attend_masked if has_mask else _attend_cudnn)(q, k, v, visible, scores)
     if implementation == "tpu_kernel":
         # Imported here: only a TPU needs Pallas, and the import takes a third of a second.

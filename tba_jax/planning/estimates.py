@@ -91,7 +91,7 @@ def step_bytes(
     The estimate is the sum of:
 
     - the attention scores of one layer and their gradient; for flash attention over packed rows,
-      the mask of pairs and its derivatives;
+      or in windows with sinks, the mask of pairs and its derivatives;
     - the inputs of each layer;
     - the inner activations of one layer and their gradients;
     - the table of embeddings in the compute dtype, whole on each device, and its whole gradient;
@@ -127,7 +127,8 @@ def step_bytes(
     if mesh.context > 1:
         scores = min(scores, 4.0 * attention.PART_BYTES)
     if all(x.allowed(chosen, model_config.head_dim) not in ("xla", "xla_tpu") for x in of_scores):
-        scores = 2 * size * pairs if row else 0.0
+        has_mask = row or any(x.needs_mask for x in of_scores)
+        scores = 2 * size * responses * (row or x + t) ** 2 / mesh.context if has_mask else 0.0
     table = size * model_config.vocab_size * model_config.hidden_size / mesh.model
     of_params = 0.0
     if not config.lora.rank:

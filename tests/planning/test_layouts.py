@@ -136,6 +136,20 @@ def test_the_trainer_gets_the_share_of_the_work_that_it_has(changes, nearest):
     assert 8 * estimates.trainer_share(config, shape) == pytest.approx(nearest, abs=0.1)
 
 
+def test_flash_attention_needs_masks_for_windows_with_sinks_but_no_scores():
+    config = freeze(PRESETS["get_config"]("gpt_oss_20b"))
+    shape = config_json.transformer_config(PUBLISHED[config.model.path])
+    x, t, c = config.task.max_prompt_tokens, config.search.max_new_tokens, 20
+    config = replace(config, {"objective.group_size": c, "model.remat": "layers"})
+
+    def needed(attention):
+        given = replace(config, {"model.attention": attention})
+        return estimates.step_bytes(c, given, shape, MeshShape(), "cuda")
+
+    scores, masks = 8 * shape.num_heads * (x * x + c * t * (x + t)), 4 * c * (x + t) ** 2
+    assert needed("xla") - needed("auto") == pytest.approx(scores - masks)
+
+
 def test_searchers_that_fit_no_group_share_the_trainers_devices():
     """v5e accepts groups of one chip or all; four searchers of one chip would not hold 2.8B."""
     pytest.importorskip("libtpu")
