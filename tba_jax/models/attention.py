@@ -16,14 +16,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
+from tba_jax.models import cudnn_attention as cudnn
 from tba_jax.models.kv_cache import KVCache, Part, Rounded, open_part
 from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 PART_BYTES = 2**29
 """Largest array of scores in `attend_part`."""
-_MOST_CUDNN = 128  # head_dim that cuDNN supports on every GPU; from Hopper on it could be 256
-_SINK_COLUMNS = 8  # columns that sinks add to head_dim, which must be a multiple of 8 for cuDNN
 
 Implementation = Literal["xla", "xla_tpu", "cudnn", "tpu_kernel"]
 """Implementation of attention.
@@ -72,8 +71,8 @@ class Scores(NamedTuple):
             head_dim: columns of a head.
             is_step: whether queries are one new token over a cache.
         """
-        columns = head_dim if self.sinks is None else head_dim + _SINK_COLUMNS
-        is_flash = implementation == "cudnn" and not is_step and columns <= _MOST_CUDNN
+        columns = head_dim if self.sinks is None else head_dim + cudnn.SINK_COLUMNS
+        is_flash = implementation == "cudnn" and not is_step and columns <= cudnn.MOST_COLUMNS
         if self.cap is None and (is_flash or (self.window is None and self.sinks is None)):
             return implementation
         if implementation in ("xla", "xla_tpu"):
@@ -170,8 +169,12 @@ def attend_causal(
     """
     implementation = scores.allowed(implementation, q.shape[-1])
     if implementation == "cudnn":
-        has_mask = visible.segments is not None or scores.needs_mask
-        return (_attend_masked if has_mask else _attend_cudnn)(q, k, v, visible, scores)
+        if visible.segments is not None or scores.needs_mask:
+            seen = visible.seen(scores.window)
+            return cudnn.attend_masked(q, k, v, visible.mask, seen, scores.sinks)
+        return cudnn.attend_rows(
+            q, k, v, visible.mask, visible.first, window=scores.window, sinks=scores.sinks
+        )
     if implementation == "tpu_kernel":
         # Imported here: only a TPU needs Pallas, and the import takes a third of a second.
         from tba_jax.models import splash
@@ -213,143 +216,16 @@ def choose(
             "'tpu_kernel'"
         )
     is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    fits = is_narrow and head_dim % 8 == 0 and head_dim <= _MOST_CUDNN
+    fits = is_narrow and head_dim % 8 == 0 and head_dim <= cudnn.MOST_COLUMNS
     if platform == "cuda" and fits:
         return "cudnn"
     if wanted == "cudnn":
         raise ValueError(
             f"attention implementation 'cudnn' got {jnp.dtype(dtype)} queries of head_dim "
             f"{head_dim} on {platform}; it needs an NVIDIA GPU, bfloat16 or float16, and a "
-            f"multiple of 8 up to {_MOST_CUDNN}. Use 'auto', which falls back to 'xla'"
+            f"multiple of 8 up to {cudnn.MOST_COLUMNS}. Use 'auto', which falls back to 'xla'"
         )
     return by_einsum
-
-
-def _attend_cudnn(
-    q: Float[Array, "b s g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    visible: Visible,
-    scores: Scores,
-) -> Float[Array, "b s g r e"]:
-    """Attend within rows of one sequence; cuDNN skips keys that causal masks and lengths hide."""
-    b, s, g, r, e = q.shape
-    mask, first = visible.mask, visible.first
-    valid = mask[:, :, None, None]
-    # Padding may contain nan, which would spread, so set it to 0 on input and output.
-    q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
-    if first is not None:
-        q, k, v = (_turned(x, first) for x in (q, k, v))
-    length = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1)
-    before = 0 if scores.sinks is None else 1
-    # JAX refuses odd lengths in a gradient.
-    q, k, v = (_longer(x, before, (s + before) % 2) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(
-        *_with_sinks(q, k, v, scores.sinks),
-        scale=e**-0.5,
-        is_causal=True,
-        query_seq_lengths=length + before,
-        key_value_seq_lengths=length + before,
-        local_window_size=None if scores.window is None else (scores.window - 1, 0),
-        implementation="cudnn",
-    )
-    out = out[:, before : before + s, :, :e]
-    if first is not None:
-        out = _turned(out, -first)
-    return jnp.where(valid, out, 0).reshape(b, s, g, r, e)
-
-
-def _longer(x: Float[Array, "b s h e"], before: int, after: int = 0) -> Array:
-    """Return x with further positions of zeros."""
-    return jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0)))
-
-
-def _with_sinks(
-    q: Float[Array, "b t h e"],
-    k: Float[Array, "b c g e"],
-    v: Float[Array, "b c g e"],
-    sinks: Float[Array, "g r"] | None,
-) -> tuple[Array, Array, Array]:
-    """Return q, k, v with columns that make key 0 the sink of every head; None: unchanged.
-
-    cuDNN has no sinks. Each query holds the sink of its head in columns that key 0 alone reads, and
-    key 0 has no value. Two columns, so that bfloat16 keeps 16 bits of a sink.
-    """
-    if sinks is None:
-        return q, k, v
-    wide = (*q.shape[:3], _SINK_COLUMNS)
-    # The scale of scores removes the factor.
-    exact = sinks.astype(jnp.float32).reshape(-1) * q.shape[-1] ** 0.5
-    # XLA may drop a conversion to bfloat16 and back, but never this operation. The second column
-    # has the whole gradient.
-    bits = jnp.finfo(q.dtype)
-    high = jax.lax.stop_gradient(jax.lax.reduce_precision(exact, bits.nexp, bits.nmant))
-    columns = jnp.pad(jnp.stack([high, exact - high], axis=-1), ((0, 0), (0, _SINK_COLUMNS - 2)))
-    # Broadcast in float32, so that the gradient of all positions adds up in it.
-    of_queries = jnp.broadcast_to(columns[None, None], wide).astype(q.dtype)
-    is_first, is_sink = jnp.arange(k.shape[1]) == 0, jnp.arange(_SINK_COLUMNS) < 2
-    is_read = (is_first[:, None] & is_sink[None])[:, None]
-    of_keys = jnp.broadcast_to(is_read[None], (*k.shape[:3], _SINK_COLUMNS)).astype(k.dtype)
-    return (
-        jnp.concatenate([q, of_queries], axis=-1),
-        jnp.concatenate([k, of_keys], axis=-1),
-        jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, _SINK_COLUMNS))),
-    )
-
-
-@jax.custom_vjp
-def _turned(x: Float[Array, "b s h e"], by: Int[Array, " b"]) -> Float[Array, "b s h e"]:
-    """Rotate each row to the left by `by`.
-
-    The gradient rotates back. The gradient of a gather would be a slower scatter-add, because XLA
-    does not know that the indices are unique.
-    """
-    index = (jnp.arange(x.shape[1])[None] + by[:, None]) % x.shape[1]
-    return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
-
-
-def _turned_forward(x: Array, by: Array) -> tuple[Array, Array]:
-    return _turned(x, by), by
-
-
-def _turned_backward(by: Array, cotangent: Array) -> tuple[Array, None]:
-    return _turned(cotangent, -by), None
-
-
-_turned.defvjp(_turned_forward, _turned_backward)
-
-
-def _attend_masked(
-    q: Float[Array, "b s g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    visible: Visible,
-    scores: Scores = PLAIN,
-    implementation: Literal["xla", "cudnn"] = "cudnn",
-) -> Float[Array, "b s g r e"]:
-    """Attend within rows of several sequences, with a mask of pairs as cuDNN's dense bias.
-
-    cuDNN reads a bias once per head. An einsum would write the scores and read them several times.
-    """
-    b, s, g, r, e = q.shape
-    valid = visible.mask[:, :, None, None]
-    # Padding is set to 0, and lengths are even, as in `_attend_cudnn`. A padded position sees
-    # itself, so that no row of the softmax is empty.
-    q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
-    before = 0 if scores.sinks is None else 1
-    after = (s + before) % 2
-    q, k, v = (_longer(x, before, after) for x in (q, k, v))
-    seen = jnp.pad(visible.seen(scores.window), ((0, 0), *[(before, after)] * 2))
-    index = jnp.arange(seen.shape[1])
-    seen = seen | ((index[:, None] == index[None]) | (index < before)[None])[None]
-    out = jax.nn.dot_product_attention(
-        *_with_sinks(q, k, v, scores.sinks),
-        mask=seen[:, None],
-        scale=e**-0.5,
-        is_causal=True,
-        implementation=implementation,
-    )
-    return jnp.where(valid, out[:, before : before + s, :, :e], 0).reshape(b, s, g, r, e)
 
 
 def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "b s s"]:
@@ -407,7 +283,7 @@ def attend_part(
         seen = _seen(
             visible.part(first, t), visible, first + jnp.arange(t), jnp.arange(s), scores.window
         )
-        return _attend_pairs(q, k, v, seen, visible.mask, scores.sinks)
+        return cudnn.attend_pairs(q, k, v, visible.mask, seen, scores.sinks)
     is_near = scores.window is not None and visible.prompts is None
     near = scores.window - 1 if is_near and scores.window is not None else s
     size = t
@@ -440,32 +316,6 @@ def attend_part(
     blocks = jnp.moveaxis(q.reshape(b, t // size, size, *q.shape[2:]), 1, 0)
     out = jax.lax.map(block, (blocks, first + jnp.arange(0, t, size)))
     return jnp.moveaxis(out, 0, 1).reshape(q.shape)
-
-
-def _attend_pairs(
-    q: Float[Array, "b t g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    seen: Bool[Array, "b t s"],
-    valid: Bool[Array, "b s"],
-    sinks: Float[Array, "g r"] | None = None,
-    implementation: Literal["xla", "cudnn"] = "cudnn",
-) -> Float[Array, "b t g r e"]:
-    """Attend with a mask of pairs as dense bias of cuDNN; a query without keys sees all."""
-    b, t, g, r, e = q.shape
-    # Padding is zeroed, as in `_attend_cudnn`.
-    k, v = (jnp.where(valid[:, :, None, None], x, 0) for x in (k, v))
-    seen = seen | ~jnp.any(seen, axis=-1, keepdims=True)
-    if sinks is not None:  # one key before the others, one after them for an even length
-        k, v = (_longer(x, 1, 1) for x in (k, v))
-        seen = jnp.pad(seen, ((0, 0), (0, 0), (1, 1))) | (jnp.arange(k.shape[1]) == 0)[None, None]
-    out = jax.nn.dot_product_attention(
-        *_with_sinks(q.reshape(b, t, g * r, e), k, v, sinks),
-        mask=seen[:, None],
-        scale=e**-0.5,
-        implementation=implementation,
-    )
-    return out[..., :e].reshape(q.shape)
 
 
 def attend(

@@ -12,7 +12,7 @@ from fake_models import tiny_config
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.site import any_device
-from tba_jax.models import attention, attention_kernels, splash, transformer
+from tba_jax.models import attention, attention_kernels, cudnn_attention, splash, transformer
 from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.shardings import ComputeSharding
 
@@ -109,7 +109,11 @@ def test_a_mask_of_pairs_is_what_the_einsum_sees(shares, has_sinks, window):
         function = functools.partial(run, attend=attend)
         return jax.jit(jax.grad(function, argnums=(0, 1, 2, 3), has_aux=True))(*args)
 
-    grads, out = values(functools.partial(attention._attend_masked, implementation="xla"))
+    def by_mask(q, k, v, visible, scores):
+        seen = visible.seen(scores.window)
+        return cudnn_attention.attend_masked(q, k, v, visible.mask, seen, scores.sinks, "xla")
+
+    grads, out = values(by_mask)
     wanted_grads, wanted = values(attention.attend_causal)
     assert np.isfinite(out).all()
     assert_close_where_valid(out, wanted, mask=np.asarray(segments > 0))
@@ -248,7 +252,7 @@ def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(dtype, head_dim, chosen):
 
 def test_the_key_that_stands_for_sinks_has_16_bits_of_them():
     none = jnp.zeros((1, 3, G * R, E), jnp.bfloat16), *[jnp.zeros((1, 3, G, E), jnp.bfloat16)] * 2
-    found = jax.jit(attention._with_sinks)(*none, jnp.asarray(SINKS))
+    found = jax.jit(cudnn_attention._with_sinks)(*none, jnp.asarray(SINKS))
     q, k, v = (np.asarray(x, np.float64) for x in found)
     scores = np.einsum("bsghe,bcge->bsghc", q.reshape(1, 3, G, R, -1), k) / E**0.5
     wanted = np.broadcast_to(SINKS, (1, 3, G, R))

@@ -17,7 +17,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.sharding import trainer_mesh
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.models import attention, context_axis
+from tba_jax.models import attention, context_axis, cudnn_attention
 from tba_jax.models.logprobs import packed_token_logprobs, row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, param_shardings
@@ -211,7 +211,7 @@ def test_a_mask_of_pairs_gives_the_attention_of_the_einsum(window, sinks):
     seen = attention._seen(
         visible.part(first, 8), visible, 6 + jnp.arange(8), jnp.arange(16), window
     )
-    got = attention._attend_pairs(q, k, v, seen, visible.mask, sinks, "xla")
+    got = cudnn_attention.attend_pairs(q, k, v, visible.mask, seen, sinks, "xla")
     valid = visible.mask[:, 6:14]
     np.testing.assert_allclose(got[valid], wanted[valid], atol=1e-5)
 

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flash attention of cuDNN, by `jax.nn.dot_product_attention`: rows, packed rows, and sinks.
+
+Invariant: the results are those of `attention.attend`, whatever the padding contains.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+MOST_COLUMNS = 128
+"""Largest head_dim that cuDNN supports on every GPU; from Hopper on it could be 256."""
+SINK_COLUMNS = 8
+"""Columns that sinks add to head_dim, which must be a multiple of 8."""
+
+
+def attend_rows(
+    q: Float[Array, "b s g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    mask: Bool[Array, "b s"],
+    first: Int[Array, " b"] | None,
+    *,
+    window: int | None,
+    sinks: Float[Array, "g r"] | None,
+) -> Float[Array, "b s g r e"]:
+    """Attend within rows of one sequence; cuDNN skips keys that causal masks and lengths hide.
+
+    Args:
+        mask, first: as in `attention.Visible`.
+        window, sinks: as in `attention.Scores`; not both.
+    """
+    b, s, g, r, e = q.shape
+    valid = mask[:, :, None, None]
+    # Padding may contain nan, which would spread, so set it to 0 on input and output.
+    q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
+    if first is not None:
+        q, k, v = (_turned(x, first) for x in (q, k, v))
+    length = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1)
+    before = 0 if sinks is None else 1
+    # JAX refuses odd lengths in a gradient.
+    q, k, v = (_longer(x, before, (s + before) % 2) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(
+        *_with_sinks(q, k, v, sinks),
+        scale=e**-0.5,
+        is_causal=True,
+        query_seq_lengths=length + before,
+        key_value_seq_lengths=length + before,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    out = out[:, before : before + s, :, :e]
+    if first is not None:
+        out = _turned(out, -first)
+    return jnp.where(valid, out, 0).reshape(b, s, g, r, e)
+
+
+def _longer(x: Float[Array, "b s h e"], before: int, after: int = 0) -> Array:
+    """Return x with further positions of zeros."""
+    return jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0)))
+
+
+def _with_sinks(
+    q: Float[Array, "b t h e"],
+    k: Float[Array, "b c g e"],
+    v: Float[Array, "b c g e"],
+    sinks: Float[Array, "g r"] | None,
+) -> tuple[Array, Array, Array]:
+    """Return q, k, v with columns that make key 0 the sink of every head; None: unchanged.
+
+    cuDNN has no sinks. Each query holds the sink of its head in columns that key 0 alone reads, and
+    key 0 has no value. Two columns, so that bfloat16 keeps 16 bits of a sink.
+    """
+    if sinks is None:
+        return q, k, v
+    wide = (*q.shape[:3], SINK_COLUMNS)
+    # The scale of scores removes the factor.
+    exact = sinks.astype(jnp.float32).reshape(-1) * q.shape[-1] ** 0.5
+    # XLA may drop a conversion to bfloat16 and back, but never this operation. The second column
+    # has the whole gradient.
+    bits = jnp.finfo(q.dtype)
+    high = jax.lax.stop_gradient(jax.lax.reduce_precision(exact, bits.nexp, bits.nmant))
+    columns = jnp.pad(jnp.stack([high, exact - high], axis=-1), ((0, 0), (0, SINK_COLUMNS - 2)))
+    # Broadcast in float32, so that the gradient of all positions adds up in it.
+    of_queries = jnp.broadcast_to(columns[None, None], wide).astype(q.dtype)
+    is_first, is_sink = jnp.arange(k.shape[1]) == 0, jnp.arange(SINK_COLUMNS) < 2
+    is_read = (is_first[:, None] & is_sink[None])[:, None]
+    of_keys = jnp.broadcast_to(is_read[None], (*k.shape[:3], SINK_COLUMNS)).astype(k.dtype)
+    return (
+        jnp.concatenate([q, of_queries], axis=-1),
+        jnp.concatenate([k, of_keys], axis=-1),
+        jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, SINK_COLUMNS))),
+    )
+
+
+@jax.custom_vjp
+def _turned(x: Float[Array, "b s h e"], by: Int[Array, " b"]) -> Float[Array, "b s h e"]:
+    """Rotate each row to the left by `by`.
+
+    The gradient rotates back. The gradient of a gather would be a slower scatter-add, because XLA
+    does not know that the indices are unique.
+    """
+    index = (jnp.arange(x.shape[1])[None] + by[:, None]) % x.shape[1]
+    return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
+
+
+def _turned_forward(x: Array, by: Array) -> tuple[Array, Array]:
+    return _turned(x, by), by
+
+
+def _turned_backward(by: Array, cotangent: Array) -> tuple[Array, None]:
+    return _turned(cotangent, -by), None
+
+
+_turned.defvjp(_turned_forward, _turned_backward)
+
+
+def attend_masked(
+    q: Float[Array, "b s g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    mask: Bool[Array, "b s"],
+    seen: Bool[Array, "b s s"],
+    sinks: Float[Array, "g r"] | None = None,
+    implementation: Literal["xla", "cudnn"] = "cudnn",
+) -> Float[Array, "b s g r e"]:
+    """Attend within rows of several sequences, with a mask of pairs as cuDNN's dense bias.
+
+    cuDNN reads a bias once per head. An einsum would write the scores and read them several times.
+    """
+    b, s, g, r, e = q.shape
+    valid = mask[:, :, None, None]
+    # Padding is set to 0, and lengths are even, as in `attend_rows`. A padded position sees
+    # itself, so that no row of the softmax is empty.
+    q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
+    before = 0 if sinks is None else 1
+    after = (s + before) % 2
+    q, k, v = (_longer(x, before, after) for x in (q, k, v))
+    seen = jnp.pad(seen, ((0, 0), *[(before, after)] * 2))
+    index = jnp.arange(seen.shape[1])
+    seen = seen | ((index[:, None] == index[None]) | (index < before)[None])[None]
+    out = jax.nn.dot_product_attention(
+        *_with_sinks(q, k, v, sinks),
+        mask=seen[:, None],
+        scale=e**-0.5,
+        is_causal=True,
+        implementation=implementation,
+    )
+    return jnp.where(valid, out[:, before : before + s, :, :e], 0).reshape(b, s, g, r, e)
+
+
+def attend_pairs(
+    q: Float[Array, "b t g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    mask: Bool[Array, "b s"],
+    seen: Bool[Array, "b t s"],
+    sinks: Float[Array, "g r"] | None = None,
+    implementation: Literal["xla", "cudnn"] = "cudnn",
+) -> Float[Array, "b t g r e"]:
+    """Attend with a mask of pairs as dense bias of cuDNN; a query without keys sees all."""
+    b, t, g, r, e = q.shape
+    # Padding is zeroed, as in `attend_rows`.
+    k, v = (jnp.where(mask[:, :, None, None], x, 0) for x in (k, v))
+    seen = seen | ~jnp.any(seen, axis=-1, keepdims=True)
+    if sinks is not None:  # one key before the others, one after them for an even length
+        k, v = (_longer(x, 1, 1) for x in (k, v))
+        seen = jnp.pad(seen, ((0, 0), (0, 0), (1, 1))) | (jnp.arange(k.shape[1]) == 0)[None, None]
+    out = jax.nn.dot_product_attention(
+        *_with_sinks(q.reshape(b, t, g * r, e), k, v, sinks),
+        mask=seen[:, None],
+        scale=e**-0.5,
+        implementation=implementation,
+    )
+    return out[..., :e].reshape(q.shape)
