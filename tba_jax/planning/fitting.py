@@ -278,7 +278,7 @@ def _remats(config: Config, *, wants_products: bool) -> list[str]:
     """Return the values of model.remat to try, from least to most recomputation."""
     if config.model.remat != "auto":
         return [config.model.remat]
-    # Memory bandwidth limits float32 steps, and all steps with `none` (docs/results/plan.md).
+    # Memory bandwidth limits float32 steps, and all steps with `none`.
     is_bound_by_products = wants_products and config.model.compute_dtype == "bfloat16"
     return ["dots", "layers"] if is_bound_by_products else ["layers"]
 
