@@ -233,7 +233,8 @@ def confirm(
 
     The given sizes are estimated from shapes. If a compiled program needs more memory than the
     device has, the function tries `model.remat=layers` (for rows only), and then the largest
-    smaller size that fits. If no size fits, the estimated size stays.
+    smaller size that fits. If no size fits, it is the smallest, whose missing memory the verdict
+    reports.
 
     Args:
         names: settings whose sizes were chosen.
@@ -261,12 +262,16 @@ def _lowered(
         fields = facts["changed_fields"] | {_REMAT: "layers"}
         facts = planner.describe(with_field(config, _REMAT, "layers"), chooses=False)
         return _lowered(planner, {**facts, "changed_fields": fields}, say, name, options)
-    if fits(now) or (best := largest([n for n in options if n < now], fits)) is None:
+    smaller = [n for n in options if n < now]
+    if fits(now) or not smaller:
         return facts
+    best, is_enough = largest(smaller, fits), "does not fit"
+    if best is None:
+        best, is_enough = smaller[0], "does not fit, nor with any smaller value"
     described = planner.describe(with_field(config, name, best), chooses=False)
     note = (
         f"{name}={best}: the estimate from shapes allowed {now}, but the compiled "
-        f"{_PROGRAMS[name]} does not fit"
+        f"{_PROGRAMS[name]} {is_enough}"
     )
     fields = facts["changed_fields"] | {name: best}
     return {**described, "changed_fields": fields, "notes": [*facts["notes"], note]}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page with plans of presets on some slices and GPU hosts, one row for each plan.
 
-The page is written after each plan. Rows of other plans stay.
+The page is written after each plan. Rows of other plans stay, and all are sorted by their names.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def write(path: Path, configs: Sequence[str], topologies: Sequence[str], plan: P
         for topology in topologies:
             rows[config, topology], fits = _row(config, topology, plan)
             code = code or int(not fits)
-            lines = [_line(_HEAD), _line(["---"] * len(_HEAD)), *map(_line, rows.values())]
+            lines = [_line(_HEAD), _line(["---"] * len(_HEAD)), *map(_line, sorted(rows.values()))]
             path.write_text(text + "\n".join(lines) + "\n")
     return code
 
@@ -110,8 +110,8 @@ def _row(config: str, topology: str, plan: Plan) -> tuple[list[str], bool]:
         f"{placed['layout']}, {mesh or 'one device'}, {searchers}",
         " ".join(f"`{x}`" for x in sizes),
         f"{', '.join(peaks)} of {capacity:.1f}",
-        f"{step['hbm_gib'].get('temporaries', float('nan')):.1f}",
-        f"{seconds(step['roofline_s'])}, {step['bound']}",
+        "" if step["failure"] else f"{step['hbm_gib'].get('temporaries', 0.0):.1f}",
+        "" if step["failure"] else f"{seconds(step['roofline_s'])}, {step['bound']}",
         _with_own_rows(config, topology, plan, placed["fields"].get(_SIZES[0])),
         seconds(facts["programs"]["decode_chunk"]["roofline_s"]),
         "" if hourly is None else f"{hourly:,.0f}",

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of plans has a row for each run and slice, and keeps rows that are not planned again."""
 
+import contextlib
+import io
 import json
 
 from tba_jax.planning import page
 
 
 def plan_of(rows, fits):
-    step = {"hbm_gib": {"temporaries": 3.0}, "roofline_s": 0.5, "bound": "compute"}
+    step = {"hbm_gib": {"temporaries": 3.0}, "roofline_s": 0.5, "bound": "compute", "failure": ""}
     memory = {"peak_gib": 20.0, "capacity_gib": 16.0, "over_gib": 0.0 if fits else 4.0}
     facts = {
         "fits": fits,
@@ -55,3 +57,24 @@ def test_a_run_that_cannot_be_planned_has_a_row(tmp_path):
     assert "| `math:math` | `h100:1` |" in path.read_text() and "no plan |" in path.read_text()
     page.write(path, ["math:math"], ["h100:1"], plan_of(8, True))
     assert "no plan" not in path.read_text()
+
+
+def test_a_step_that_did_not_compile_has_no_figures_and_rows_are_sorted(tmp_path):
+    def plan(argv):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            plan_of(8, False)(argv)
+        facts = json.loads(printed.getvalue().splitlines()[-1])
+        facts["programs"]["train_step"] |= {
+            "hbm_gib": {},
+            "roofline_s": 0.0,
+            "failure": "too large",
+        }
+        print(json.dumps(facts))
+        return 1
+
+    path = tmp_path / "plans.md"
+    page.write(path, ["tldr:pythia410m", "math:gsm8k"], ["v5e:2x4", "h100:1"], plan)
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| `")]
+    assert lines == sorted(lines) and len(lines) == 4
+    assert all("20.0 of 16.0 |  |  |" in line and "nan" not in line for line in lines)

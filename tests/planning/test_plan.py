@@ -318,13 +318,14 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("limit, rows", [(160, 160), (100, 80), (39, 32), (1, 160)])
+@pytest.mark.parametrize("limit, rows", [(160, 160), (100, 80), (39, 32), (1, 8)])
 def test_chosen_rows_are_those_of_which_the_compiled_step_fits(limit, rows):
     compiler, said = _Compiler(limit), []
     found = plan.confirm(compiler, FACTS, said.append, names=["batch.micro_batch_rows"])
     assert found["config"]["batch"]["micro_batch_rows"] == rows
     assert found["changed_fields"].get("batch.micro_batch_rows", 160) == rows
     assert bool(found["notes"]) == (rows != 160)
+    assert ("nor with any smaller value" in "".join(found["notes"])) == (limit == 1)
     assert compiler.compiled[0] == 160 and len(compiler.compiled) <= 4
     assert said[0] == f"batch.micro_batch_rows=160: {'fits' if limit >= 160 else 'does not fit'}"
 
