@@ -68,7 +68,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 _ACCEPT_CHANGED = flags.DEFINE_multi_enum(
     "accept_changed",
     [],
-    ["data", "model", "reward", "tokenizer"],
+    ["data", "model", "objective", "reward", "tokenizer"],
     "Input that may differ from the checkpoint's when resuming; repeat the flag for several.",
 )
 _DRY_RUN = flags.DEFINE_bool(

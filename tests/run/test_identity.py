@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import safetensors.numpy
+from absl import flags
 
 import tba_jax
 from tba_jax.run.errors import CheckpointError, UserError
@@ -112,6 +113,13 @@ def test_what_changed_is_named_with_the_way_on():
         "data changed since checkpoint 20 was written; accepted",
         "model changed since checkpoint 20 was written; accepted",
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_main_command_accepts_each_kind(kind):
+    import tba_jax.commands.train  # noqa: F401  (defines the flags)
+
+    assert flags.FLAGS["accept_changed"].parser.parse(kind) == kind
 
 
 @pytest.mark.parametrize("changes", [{"run_id": "run-b"}, {"seed": 2}])
