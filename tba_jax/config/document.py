@@ -19,14 +19,14 @@ Every setting. Set one with `--config.NAME=VALUE` or in a preset of `configs/`. 
 the settings of a run and stops. A resumed run may change the settings marked `*`: they concern
 logs, storage, devices and limits, not the training.
 
-`objective.beta`, the two temperatures and `optimizer.learning_rate` are schedules. A number is a
-constant. `linear(START, FINAL, STEPS)` moves on a straight line and `cosine(START, FINAL, STEPS)`
-on half a cosine wave; without STEPS they end at the last step of the run. Options: `warmup=W` rises
-linearly to START over W steps, `hold=H` then stays there for H steps, `jump=J` goes to FINAL at
-step J. For example `--config.optimizer.learning_rate="cosine(1e-5, 0, 600, warmup=50, hold=350)"`.
+`objective.beta`, `objective.reference_temperature`, `objective.reward_temperature` and
+`optimizer.learning_rate` are schedules. A number is a constant. `linear(START, FINAL, STEPS)` moves
+on a straight line and `cosine(START, FINAL, STEPS)` on half a cosine wave; without STEPS they end
+at the last step of the run. Options: `warmup=W` rises linearly to START over W steps, `hold=H` then
+stays there for H steps, `jump=J` goes to FINAL at step J. For example
+`--config.optimizer.learning_rate="cosine(1e-5, 0, 600, warmup=50, hold=350)"`.
 
-This page is generated from the declarations, each in the `config.py` of the part that consumes it:
-`python -m tba_jax.config.document docs/config.md`.
+`python -m tba_jax.config.document docs/config.md` writes this page from the declarations.
 """
 
 

@@ -93,8 +93,8 @@ class Config:
     )
     num_searchers: int = field(
         1,
-        "searchers (threads of the asynchronous driver) of all hosts; placement=fleet: searchers "
-        "per process; 0: chosen for the devices of this process, with mesh and placement",
+        "number of searchers on all hosts; placement=fleet: per process; 0: chosen for the "
+        "devices, with mesh and placement",
         at_least=0,
         at_most=4096,
     )
@@ -113,8 +113,8 @@ class Config:
     )
     compilation_cache: str = field(
         "auto",
-        "folder for compiled programs, for later runs: auto: in the user's cache folder, or "
-        "JAX_COMPILATION_CACHE_DIR; off; or a folder",
+        "a folder for compiled programs; auto: in the user's cache folder; off: none. The "
+        "variable JAX_COMPILATION_CACHE_DIR takes precedence",
         on_resume=True,
     )
     mesh: MeshSettings = MeshSettings()

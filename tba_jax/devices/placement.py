@@ -411,7 +411,7 @@ MODES: dict[str, Mode] = {
         Mode("split", "separate devices", lambda devices, asked: SPLIT, _check_split),
         Mode(
             "pod",
-            "several hosts; each trains and searches",
+            "several hosts, each of which trains and searches",
             lambda devices, asked: pod_layout(devices, asked.mesh.size),
             _check_pod,
             spans_hosts=True,

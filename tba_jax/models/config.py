@@ -26,9 +26,9 @@ class ModelSettings(Section):
     )
     remat: Literal["auto", "none", "dots", "layers"] = field(
         "auto",
-        "what the backward pass recomputes: none; dots: all except matrix products; layers: whole "
-        "layers; auto: dots in bfloat16 on GPUs and TPUs if one group per device then fits into "
-        "memory, else layers",
+        "recomputation in the backward pass: none: nothing; dots: all except matrix products; "
+        "layers: whole layers; auto: dots in bfloat16 on GPUs and TPUs if one group per device "
+        "then fits into memory, else layers",
     )
     attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",
@@ -39,14 +39,14 @@ class ModelSettings(Section):
     )
     float32_head: bool = field(
         False,
-        "the output matrix is stored and published in float32, and logits are its float32 products "
-        "with the states; for bfloat16, slower",
+        "store and publish the output matrix, and compute logits, in float32; for bfloat16 models, "
+        "slower",
     )
     router_replay: int = field(
         -1,
-        "mixtures of experts: 0: searchers record the IDs of each token's experts, and steps log "
-        "the share for which the trainer's router chooses others; N: the trainer also uses the "
-        "recorded experts for responses less than N steps old; -1: nothing is recorded",
+        "mixtures of experts: -1: off; 0: searchers record the experts of each token, and steps "
+        "log the share for which the trainer's router chooses others; N: the trainer also uses "
+        "the recorded experts for responses less than N steps old",
         at_least=-1,
     )
     rollout_dtype: Literal["float32", "bfloat16", "auto"] = field(

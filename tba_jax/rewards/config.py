@@ -21,7 +21,7 @@ class RewardSettings(Section):
     """Settings of reward processes and reward models."""
 
     model_path: str = field(
-        "", "reward model (one label): HF folder, hub id or embedded:NAME; empty: none"
+        "", "reward model (one label): HF folder, hub ID or embedded:NAME; empty: none"
     )
     dtype: Dtype = field(
         "float32", "dtype of a reward model, victim or classifier: its weights and activations"
@@ -60,7 +60,7 @@ class RewardSettings(Section):
 class VictimSettings(Section):
     """Settings of task redteam: the model under attack, its prompt and its sampling."""
 
-    path: str = field("", "HF folder or hub id; empty: the embedded start model")
+    path: str = field("", "HF folder or hub ID; empty: the embedded start model")
     template: str = field(
         ATTACK,
         f"the victim's prompt, with the attack in place of {ATTACK}; {CHAT_TEMPLATE}: the attack "
@@ -91,7 +91,7 @@ class ClassifierSettings(Section):
     kind: Literal["encoder", "guard", "pattern"] = field(
         "pattern", "encoder: RoBERTa; guard: language model; pattern: regular expression"
     )
-    path: str = field("", "HF folder or hub id of an encoder or guard")
+    path: str = field("", "HF folder or hub ID of an encoder or guard")
     target: str = field(
         "",
         "encoder: a label of its config.json; guard: the text of the verdict (Llama-Guard "

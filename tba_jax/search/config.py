@@ -13,8 +13,8 @@ class SearchSettings(Section):
 
     engine: Literal["devices", "openai"] = field(
         "devices",
-        "devices: searchers decode on their devices; openai: a server samples, which takes LoRA "
-        "adapters as vLLM does; tried with python -m tba_jax.serve, not run with vLLM by us",
+        "devices: searchers decode on their devices; openai: a server samples, with vLLM's API "
+        "for LoRA adapters (tried with python -m tba_jax.serve, not with vLLM)",
         on_resume=True,
     )
     server: str = field(
@@ -50,8 +50,8 @@ class SearchSettings(Section):
     )
     prefix_cache_bytes: int = field(
         0,
-        "with task.environment: bytes per device of the caches of waiting conversations, which "
-        "are not computed again; 0: as many conversations as slots; 1: none",
+        "with task.environment: bytes per device for keys and values of waiting conversations; "
+        "0: as many conversations as slots; 1: none",
         at_least=0,
         on_resume=True,
     )
@@ -104,7 +104,7 @@ class SearchSettings(Section):
         (), "texts that end a response, at the first token that completes one of them"
     )
     stop_ids: tuple[int, ...] = field(
-        (), "token ids that end a response, besides the model's end-of-sequence tokens"
+        (), "token IDs that end a response, besides the model's end-of-sequence tokens"
     )
     explore: tuple[float, ...] = field(
         (),

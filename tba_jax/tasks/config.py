@@ -19,10 +19,10 @@ class TaskSettings(Section):
     name: str = field("arithmetic", f"one of {NAMES}")
     data_path: str = field(
         "",
-        "a folder with train.jsonl and test.jsonl (or .parquet), or hf://NAME[:CONFIGURATION]; for "
-        "task custom also one .jsonl or .parquet file, and then no test split is needed, or "
-        "several sets with their shares of the prompts, a.jsonl:0.7,b.jsonl:0.3; empty: the "
-        "task's own source",
+        "a folder with train.jsonl and test.jsonl (or .parquet), or hf://NAME[:CONFIGURATION]; "
+        "task custom needs no test split, and also takes one .jsonl or .parquet file, or several "
+        "sets with their shares of the prompts, a.jsonl:0.7,b.jsonl:0.3; empty: the task's own "
+        "source",
     )
     start_path: str = field(
         "",
@@ -30,7 +30,7 @@ class TaskSettings(Section):
         'before the first step: rows {"response"}, or with several prompts '
         '{"prompt_id", "response"}; empty: none',
     )
-    chat: bool = field(False, "format prompts as a user message of the model's chat template")
+    chat: bool = field(False, "format text prompts as user messages of the model's chat template")
     reward: str = field(
         "",
         "package.module:function or path/to/file.py:function, several separated by commas: their "
@@ -44,10 +44,10 @@ class TaskSettings(Section):
     )
     environment: str = field(
         "",
-        "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns, or typed "
-        "functions, separated by commas, that it may call, or a function run(base_url, row) whose "
-        "requests over HTTP are the turns (docs/guide/environments.md); empty: a response is one "
-        "turn",
+        "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns; or typed "
+        "functions, separated by commas, that the policy may call; or a function run(base_url, "
+        "row) that requests the turns over HTTP (docs/guide/environments.md); empty: a response "
+        "is one turn",
     )
     renderer: str = field(
         "",

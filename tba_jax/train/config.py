@@ -145,8 +145,8 @@ class OptimizerSettings(Section):
     )
     reset_period: int = field(
         0,
-        "steps between resets of the moments (the schedule continues), as in policy mirror "
-        "descent when the reference is reset; 0: never",
+        "steps between resets of the moments, as in policy mirror descent; the schedule "
+        "continues; 0: never",
         at_least=0,
     )
 
@@ -177,7 +177,7 @@ class ReferenceSettings(Section):
         "step",
     )
     reset_period: int = field(
-        0, "steps between updates of the reference to the policy; 0: never", at_least=0
+        0, "steps after which the policy replaces the reference; 0: never", at_least=0
     )
     ema_decay: float = share(
         0.0, "decay per step of a moving average of the policy as the reference; 0: no average"

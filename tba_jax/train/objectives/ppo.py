@@ -49,7 +49,7 @@ class Ppo(Objective):
         1, "optimiser updates of a pass, each by an equal part of the batch", at_least=1
     )
     gae_lambda: float = share(
-        1.0, "trace of generalised advantages; below 1 they rely more on the learned values"
+        1.0, "lambda of generalised advantages; below 1 they rely more on the learned values"
     )
     log_z_rate: float = field(
         1.0, "learning rate of the value head, divided by the policy's learning rate", above=0
