@@ -10,7 +10,9 @@ from tba_jax.settings import Dtype, Section, field, need
 class EvalSettings(Section):
     """Evaluation on held-out prompts."""
 
-    period: int = field(50, "steps between evaluations; 0: before and after training", at_least=0)
+    period: int = field(
+        50, "steps between evaluations; 0: only before and after training", at_least=0
+    )
     max_new_tokens: int = field(48, "maximum tokens of a response", at_least=1)
     num_slots: int = field(128, "number of responses decoded at a time", at_least=1)
     num_samples: int = field(1, "responses per prompt; with more than 1, also pass@k", at_least=1)

@@ -19,11 +19,11 @@ PROMPT_OVERHEAD_BYTES = 670
 class ReplaySettings(Section):
     """The replay buffer: its limits, and the sampling of batches."""
 
-    recency_prob: float = share(0.95, "m: probability that a slot draws from the newest data")
+    recency_prob: float = share(0.95, "m: probability that a batch slot draws from the newest data")
     pace: Literal["off", "trainer"] = field(
         "off",
-        "for a slot without fresh data: off: replay older data; trainer: the trainer waits (no "
-        "effect with driver=sync)",
+        "for a batch slot without fresh data: off: replay older data; trainer: the trainer waits "
+        "(no effect with driver=sync)",
     )
     recycle_fresh: bool = field(
         False,

@@ -112,7 +112,9 @@ class SearchSettings(Section):
         "log-probs still use sampling_temperature; empty: none",
     )
     outbox_bytes: int = field(
-        64 * 2**20, "largest size of the outbox; a searcher with a full outbox waits", at_least=1
+        64 * 2**20,
+        "size of a searcher's responses that are not merged yet, above which the searcher waits",
+        at_least=1,
     )
     initial_fill: int = field(
         0,
