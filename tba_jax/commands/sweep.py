@@ -171,12 +171,11 @@ def _on_ray(runs: Runs, address: str, gpus: float, resources: str) -> Iterator[t
     Raises:
         ConfigError: Ray is not installed, or there is no cluster.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is background priority
+    from tba_jax.run.ray_cluster import refuses_connections, set_variables
+
+    set_variables(address)
     try:
         import ray.exceptions
-
-        from tba_jax.run.ray_cluster import refuses_connections
 
         if ":" in address and refuses_connections(address):
             raise ConnectionError("no process listens there")

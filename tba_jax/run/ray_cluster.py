@@ -74,10 +74,12 @@ def train_fleet(
             fleet.close()
 
 
-@contextlib.contextmanager
-def _ray(config: Config, display: Display) -> Iterator[Any]:
-    """Connect to Ray, and keep the signal handlers of this process."""
-    address = config.fleet.address
+def set_variables(address: str) -> None:
+    """Set Ray's environment variables that are unset; call before Ray is imported.
+
+    Args:
+        address: address of the cluster, or "local".
+    """
     if address == "local":
         # Makes 127.0.0.1 the address of the node, so that all of Ray listens on loopback.
         # `ray.init(_node_ip_address="127.0.0.1")` replaces it by that of a network interface.
@@ -86,6 +88,13 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
     # Ray gives workers the priority of background work (15): on a laptop with anything else to do a
     # step would take a minute. It reads this when it starts a cluster, not when it joins one.
     os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+@contextlib.contextmanager
+def _ray(config: Config, display: Display) -> Iterator[Any]:
+    """Connect to Ray, and keep the signal handlers of this process."""
+    address = config.fleet.address
+    set_variables(address)
     # Ray prints a paragraph for each dead process; the driver prints one line instead.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from fleets import below
+from listening import beyond_loopback, listening
 
 from tba_jax.commands import sweep
 from tba_jax.commands.sweep import parse_grid, points
@@ -139,8 +141,11 @@ def test_a_sweep_on_ray_runs_at_once_stops_and_continues(fake_main, tmp_path):
     end = time.monotonic() + 120
     while time.monotonic() < end and not (tmp_path / "events").exists():
         time.sleep(0.1)
+    pids = [process.pid, *(pid for pid, _ in below(process.pid))]
+    ports, reachable = listening(pids), beyond_loopback(pids)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
+    assert len(ports) > 3 and reachable == {}
     assert process.returncode == 130 and said.endswith("the same command continues\n"), said
     left = len(events(tmp_path))
     time.sleep(4)
