@@ -86,9 +86,11 @@ def _with_own_rows(config: str, topology: str, plan: Plan, chosen: int | None) -
         return ""
     argv = (f"--config={config}", f"--topology={topology}", "--programs=train_step")
     facts = _facts(plan, *argv, f"--config.{_SIZES[0]}={rows}")
-    step = facts.get("programs", {}).get("train_step", {})
+    step = facts.get("programs", {}).get("train_step", {"failure": "not planned"})
+    if step["failure"]:
+        return f"{rows}: does not fit"
     verdict = "" if facts.get("fits") else ", does not fit"
-    return f"{rows}: {seconds(step.get('roofline_s', float('nan')))}{verdict}"
+    return f"{rows}: {seconds(step['roofline_s'])}{verdict}"
 
 
 def _row(config: str, topology: str, plan: Plan) -> tuple[list[str], bool]:

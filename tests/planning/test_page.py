@@ -63,7 +63,7 @@ def test_a_step_that_did_not_compile_has_no_figures_and_rows_are_sorted(tmp_path
     def plan(argv):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            plan_of(8, False)(argv)
+            plan_of(16, False)(argv)
         facts = json.loads(printed.getvalue().splitlines()[-1])
         facts["programs"]["train_step"] |= {
             "hbm_gib": {},
@@ -78,3 +78,4 @@ def test_a_step_that_did_not_compile_has_no_figures_and_rows_are_sorted(tmp_path
     lines = [line for line in path.read_text().splitlines() if line.startswith("| `")]
     assert lines == sorted(lines) and len(lines) == 4
     assert all("20.0 of 16.0 |  |  |" in line and "nan" not in line for line in lines)
+    assert all("| 8: does not fit |" in line for line in lines if "gsm8k" in line)
