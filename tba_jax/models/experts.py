@@ -233,7 +233,7 @@ def _of_rows(
 
     def product(name: str, x: Array) -> Array:
         kernel, scale = leaves[name].astype(x.dtype), leaves.get(f"{name}_scale")
-        out = grouped_product(x, kernel, sizes)
+        out = grouped_product(x, kernel, sizes, has_kernel=config.attention != "xla")
         if scale is not None:  # `quantized`
             out = (out * scale[expert]).astype(x.dtype)
         bias = leaves.get(f"{name}_bias")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs of the matrix products of an instruction of HLO text, two per multiply-add.
 
-Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS and cuDNN. The FLOPs
-of cuDNN attention follow from its shapes: two products in the forward pass and five in the backward
-pass, of which a causal mask leaves half.
+Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS, cuDNN and
+`models.grouped_kernel`. The FLOPs of cuDNN attention follow from its shapes: two products in the
+forward pass and five in the backward pass, of which a causal mask leaves half.
 
 Invariant: a call whose FLOPs are unknown is named in the result.
 """
@@ -37,6 +37,9 @@ def _call_flops(x: Instruction, body: Mapping[str, Instruction]) -> tuple[float,
     estimate = re.search(r'"cost_estimate":\s*\{"flops":\s*"?(\d+)', x.attributes)
     if estimate:
         return float(estimate[1]), ()
+    if "/grouped_" in x.attributes:  # `grouped_kernel`, if all rows are in groups
+        rows = body[x.operands[-2]].arrays[0]
+        return 2.0 * rows.num_elements * x.arrays[0].dims[-1], ()
     if name.startswith("__cudnn$fmha"):
         return _attention_flops(x, body), ()
     contracting = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of rows with the matrix of their group, in blocks."""
+"""Products of rows with the matrix of their group."""
 
+import functools
 import importlib.util
 
 import jax
@@ -8,53 +9,79 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models.grouped_product import block_rows, grouped_product, in_blocks
+from tba_jax.devices.absent import traced_for
+from tba_jax.models import grouped_kernel
+from tba_jax.models.grouped_product import by_kernel, grouped_product
 from tba_jax.planning.chips import parse_topology
+from tba_jax.planning.hlo_cost import program_cost
 
 
-def values(sizes, m):
+def values(sizes, m, k=32, n=48, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
     x, kernels, weights = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((m, 6), (len(sizes), 6, 5), (m, 5))
+        jnp.asarray(rng.normal(size=shape), dtype) for shape in ((m, k), (len(sizes), k, n), (m, n))
     )
+    is_in_group = (jnp.arange(m) < sum(sizes))[:, None]
     # Rows after all groups are undefined: they have no weight in the loss.
-    weights = weights * (jnp.arange(m) < sum(sizes))[:, None]
-    return x, kernels, jnp.asarray(sizes, jnp.int32), weights
+    weights = jnp.where(is_in_group, weights, 0).astype(jnp.float32)
+    return x, kernels, jnp.asarray(sizes, jnp.int32), weights, is_in_group
 
 
-@pytest.mark.parametrize("sizes", [(5, 0, 8, 3), (0, 0, 16, 0), (1, 2, 3, 1), (0, 0, 0, 0)])
-@pytest.mark.parametrize("block", [1, 4, 32])
-def test_blocks_give_the_product_and_the_gradients_of_ragged_dot(sizes, block):
-    x, kernels, num, weights = values(sizes, 16)
+@pytest.mark.parametrize(
+    ("sizes", "m"),
+    [
+        ((5, 0, 8, 3), 16),
+        ((0, 0, 16, 0), 16),
+        ((1, 2, 3, 1), 16),
+        ((0, 0, 0, 0), 16),
+        ((70, 50, 3, 90), 240),  # blocks of 16, several of a group, and rows after all groups
+        ((300, 212), 512),  # blocks of 128
+    ],
+)
+def test_the_kernel_gives_the_product_and_the_gradients_of_ragged_dot(sizes, m):
+    """Rows after all groups are nan, and nothing of them is seen."""
+    x, kernels, num, weights, is_in_group = values(sizes, m)
+    bad = jnp.where(is_in_group, x, jnp.nan)
 
-    def found(product):
+    def found(product, x):
         def loss(x, kernels):
-            out = jnp.where(weights != 0, product(x, kernels, num), 0)
-            return jnp.sum(jnp.sin(out) * weights)
+            out = product(x, kernels, num)
+            seen = jnp.where(is_in_group, out, 0).astype(jnp.float32)
+            return jnp.sum(seen * weights), out
 
-        return jax.value_and_grad(loss, argnums=(0, 1))(x, kernels)
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, kernels)
 
-    got = found(lambda *xs: in_blocks(block, *xs))
-    # Float32 sums in another order.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, found(jax.lax.ragged_dot)
+    (of_x, of_kernels), out = found(lambda *xs: by_kernel(True, *xs), bad)
+    (wanted_of_x, wanted_of_kernels), wanted = found(jax.lax.ragged_dot, x)
+    for got, expected in ((out, wanted), (of_x, wanted_of_x)):
+        got, expected = (jnp.where(is_in_group, y, 0) for y in (got, expected))
+        # Float32 sums in another order, rounded to bfloat16: one unit of 2^-8.
+        np.testing.assert_allclose(*map(np.float32, (got, expected)), rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(
+        *map(np.float32, (of_kernels, wanted_of_kernels)), rtol=2**-8, atol=1e-6
     )
+    assert not np.where(is_in_group, 0, np.float32(out)).any()
+    assert not np.where(is_in_group, 0, np.float32(of_x)).any()
 
 
-def test_few_rows_for_each_matrix_are_not_divided():
-    assert block_rows(128 * 15, 128) is None
-    assert block_rows(128 * 16, 128) == block_rows(128 * 255, 128) == 64
-    assert block_rows(128 * 512, 128) == 256
-    assert block_rows(10**7, 128) == 2048
+def test_what_the_kernel_does_not_support_is_left_to_ragged_dot():
+    def supports(k, n, dtype):
+        x, kernels, *_ = values((5, 11), 16, k, n, dtype)
+        return grouped_kernel.supports(x, kernels)
+
+    assert supports(32, 48, jnp.bfloat16) and supports(2880, 16, jnp.float16)
+    assert not supports(32, 48, jnp.float32)  # Triton would round the products
+    assert not supports(24, 48, jnp.bfloat16) and not supports(32, 40, jnp.bfloat16)
 
 
-def test_other_platforms_keep_ragged_dot():
-    x, kernels, num, _ = values((600, 600), 1200)
-    lowered = jax.jit(grouped_product).lower(x, kernels, num)
-    assert "while" not in lowered.as_text()
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_only_nvidia_gpus_have_the_kernel(has_kernel):
+    x, kernels, num, *_ = values((600, 600), 1200)
+    lowered = jax.jit(functools.partial(grouped_product, has_kernel=has_kernel))
+    jaxpr = str(jax.make_jaxpr(lowered)(x, kernels, num))
+    assert ("pallas_call" in jaxpr) == has_kernel
     np.testing.assert_array_equal(
-        grouped_product(x, kernels, num), jax.lax.ragged_dot(x, kernels, num)
+        *map(np.float32, (lowered(x, kernels, num), jax.lax.ragged_dot(x, kernels, num)))
     )
 
 
@@ -62,25 +89,35 @@ def test_other_platforms_keep_ragged_dot():
     not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
     reason="the compiler for NVIDIA GPUs is not installed (pip install 'jax[cuda12]')",
 )
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_an_h100_needs_no_copy_of_the_rows_for_each_matrix():
     """Temporaries of the product and its gradient, compiled for an H100 that is not attached."""
-    device = jax.sharding.SingleDeviceSharding(parse_topology("h100:1").devices()[0])
+    gpu = parse_topology("h100:1").devices()[0]
+    device = jax.sharding.SingleDeviceSharding(gpu)
     m, g, k, n = 65_536, 32, 2_048, 768
 
     def shape(dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=device)
 
-    def temporaries(product):
+    def compiled(product):
         def loss(x, kernels, sizes):
-            return jnp.sum(product(x, kernels, sizes).astype(jnp.float32))
+            return jnp.sum(jnp.sin(product(x, kernels, sizes).astype(jnp.float32)))
 
-        lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(
-            shape((m, k)), shape((g, k, n)), shape((g,), jnp.int32)
-        )
-        options = {"xla_gpu_autotune_level": 0}  # autotuning needs the GPU
-        return lowered.compile(compiler_options=options).memory_analysis().temp_size_in_bytes
+        with traced_for(gpu):
+            lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(
+                shape((m, k)), shape((g, k, n)), shape((g,), jnp.int32)
+            )
+        return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})  # needs the GPU
 
     of_rows = 2 * m * k
-    found = {f.__name__: temporaries(f) for f in (grouped_product, jax.lax.ragged_dot)}
-    print({name: f"{size / 2**20:.0f} MiB" for name, size in found.items()})
-    assert found["grouped_product"] < 3 * of_rows < g * of_rows < found["ragged_dot"]
+    found = {f.__name__: compiled(f) for f in (grouped_product, jax.lax.ragged_dot)}
+    costs = {name: program_cost(x.as_text()) for name, x in found.items()}
+    for name, cost in costs.items():
+        size = found[name].memory_analysis().temp_size_in_bytes
+        print(f"{name}: {size / 2**20:.0f} MiB, {cost.flops / 1e12:.2f} TFLOP, "
+              f"{cost.num_bytes / 1e9:.2f} GB")  # fmt: skip
+        assert (size < 3 * of_rows) == (name == "grouped_product")
+    cost = costs["grouped_product"]
+    least = 3 * 2 * (m * k + m * n + g * k * n)  # of three products in bfloat16
+    assert cost.flops == 3 * 2 * m * k * n and cost.uncounted == ()
+    assert cost.num_bytes < 2 * least < 10 * least < costs["ragged_dot"].num_bytes
