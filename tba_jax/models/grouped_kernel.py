@@ -191,4 +191,4 @@ def _blocks(
     end = jnp.cumsum(sizes)
     before = last - -(-sizes // rows)
     start = (end - sizes)[group] + (index - before[group]) * rows
-    return group, start, jnp.where(index < last[-1], jnp.clip(end[group] - start, 0, rows), 0)
+    return group, start, jnp.clip(end[group] - start, 0, rows)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of rows with the matrix of their group."""
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_models import random_params, tiny_config
 
 from tba_jax.devices.absent import traced_for
-from tba_jax.models import grouped_kernel
+from tba_jax.models import experts, grouped_kernel, transformer
 from tba_jax.models.grouped_product import by_kernel, grouped_product
 from tba_jax.planning.chips import parse_topology
 from tba_jax.planning.hlo_cost import program_cost
@@ -83,6 +85,24 @@ def test_only_nvidia_gpus_have_the_kernel(has_kernel):
     np.testing.assert_array_equal(
         *map(np.float32, (lowered(x, kernels, num), jax.lax.ragged_dot(x, kernels, num)))
     )
+
+
+@pytest.mark.parametrize("attention", ["auto", "xla"])
+def test_without_attention_kernels_experts_have_none_either(attention, monkeypatch):
+    """`model.attention=xla` rules out every kernel as the cause of an error."""
+    given = []
+
+    def recorded(x, kernels, sizes, *, has_kernel):
+        given.append(has_kernel)
+        return jax.lax.ragged_dot(x, kernels, sizes)
+
+    monkeypatch.setattr(experts, "grouped_product", recorded)
+    config = dataclasses.replace(tiny_config(family="qwen3_moe"), attention=attention)
+    tokens = jnp.ones((1, 4), jnp.int32)
+    transformer.apply(
+        random_params(config), tokens, tokens, tokens > 0, config=config, compute_dtype=jnp.float32
+    )
+    assert {*given} == {attention == "auto"}
 
 
 @pytest.mark.skipif(
