@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.devices.site import ANY_DEVICE, Site, any_device
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
@@ -194,8 +194,7 @@ def make_distance_program(
             _distances,
             config=config,
             scoring=scoring,
-            # The decoder's weights are never divided over fsdp.
-            sharding=ComputeSharding(config, any_device(site.platform)),
+            sharding=ComputeSharding(config, site, gathers=False),
         ),
         static_argnames="t",
     )

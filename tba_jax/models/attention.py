@@ -8,6 +8,7 @@ and 8 rows of 256, 8 query on 2 key/value heads of 64); the forward pass takes t
 a masked key has weight exactly 0, and a row without any valid key gives finite numbers.
 """
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from tba_jax.devices.platform import Platform
 from tba_jax.models import cudnn_attention as cudnn
 from tba_jax.models.kv_cache import KVCache, Part, Rounded, open_part
 from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
+from tba_jax.models.per_shard import cache_axes
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 PART_BYTES = 2**29
@@ -31,9 +33,10 @@ xla: einsum and softmax, on every device; the scores of a layer are materialised
 xla_tpu: as xla with another order of axes. XLA:CPU is fastest with heads before queries, but with
     that order XLA:TPU moves more data.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
-    head_dim a multiple of 8 up to 128. Rows of several sequences use a mask of two bytes per pair
-    of positions, the same for all heads. One token over a cache uses `decode_kernel`: cuDNN needs
-    another layout, and the copy would cost more than the attention.
+    head_dim a multiple of 8 up to 128; a mesh that divides query heads must divide key/value heads.
+    Rows of several sequences use a mask of two bytes per pair of positions, the same for all heads.
+    One token over a cache uses `decode_kernel`: cuDNN needs another layout, and the copy would cost
+    more than the attention.
 tpu_kernel: `splash` for whole sequences, `attention_kernels` for one token; not measured on a TPU,
     so never chosen automatically.
 """
@@ -62,15 +65,24 @@ class Scores(NamedTuple):
         return self.window is not None and self.sinks is not None
 
     def allowed(
-        self, implementation: Implementation, head_dim: int, *, is_step: bool = False
+        self,
+        implementation: Implementation,
+        head_dim: int,
+        *,
+        is_step: bool = False,
+        sharding: NamedSharding | None = None,
     ) -> Implementation:
-        """Return the implementation, or the einsum if its kernels do not support these scores.
+        """Return the implementation, or the einsum if its kernels do not support these arguments.
 
         Args:
             implementation: return value of `choose`.
             head_dim: columns of a head.
             is_step: whether queries are one new token over a cache.
+            sharding: sharding of keys and values as a cache on a mesh; None: one device, or each
+                device calls the kernel for its own part.
         """
+        if implementation == "cudnn" and not _divides_heads_alike(sharding):
+            return "xla"
         columns = head_dim if self.sinks is None else head_dim + cudnn.SINK_COLUMNS
         is_flash = implementation == "cudnn" and not is_step and columns <= cudnn.MOST_COLUMNS
         if self.cap is None and (is_flash or (self.window is None and self.sinks is None)):
@@ -81,6 +93,20 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
+
+
+def _divides_heads_alike(sharding: NamedSharding | None) -> bool:
+    """Return whether a mesh divides key/value heads into as many parts as query heads.
+
+    JAX refuses to compile cuDNN's attention if queries, keys and values are divided differently.
+    """
+    if sharding is None:
+        return True
+    _, heads = cache_axes(sharding)
+    # A decoder's mesh may divide the axis `model` into two (`decoding.compiled.cache_sharding`).
+    sizes = dict(sharding.mesh.shape)
+    parts = math.prod(size for axis, size in sizes.items() if axis.startswith("model"))
+    return parts == (1 if heads is None else sizes[heads])
 
 
 class Visible(NamedTuple):
@@ -165,9 +191,9 @@ def attend_causal(
         visible: return value of `causal` or `packed`.
         scores: treatment of scores; the einsum replaces kernels that do not support it.
         implementation: return value of `choose`.
-        sharding: sharding of keys and values as a cache [b g s e] on a mesh; only for tpu_kernel.
+        sharding: sharding of keys and values as a cache [b g s e] on a mesh; None: one device.
     """
-    implementation = scores.allowed(implementation, q.shape[-1])
+    implementation = scores.allowed(implementation, q.shape[-1], sharding=sharding)
     if implementation == "cudnn":
         if visible.segments is not None or scores.needs_mask:
             seen = visible.seen(scores.window)

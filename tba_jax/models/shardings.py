@@ -57,6 +57,10 @@ class ComputeSharding:
     Sharded parameters are gathered when they are used. On one device there are no constraints, so
     that one program serves any device.
 
+    Args:
+        site: the devices.
+        gathers: False for weights in the decoder's layout, which are never divided over fsdp.
+
     Attributes:
         platform: platform of the program.
         vocab_shards: number of parts into which devices divide the output table's vocabulary.
@@ -64,15 +68,21 @@ class ComputeSharding:
         cache: sharding of keys and values [b g s e], for kernels; None: one device.
     """
 
-    def __init__(self, config: TransformerConfig, site: Site) -> None:
+    def __init__(self, config: TransformerConfig, site: Site, *, gathers: bool = True) -> None:
         """Raise ValueError if the mesh does not divide the model."""
         mesh = site.mesh
         self.platform: Platform = site.platform
-        self._is_divided, self.vocab_shards = site.is_divided, 1
+        self._is_divided, self.vocab_shards = site.is_divided and gathers, 1
         self._float32_leaves = config.float32_leaves
         self.cache: NamedSharding | None = None
         self.mesh: Mesh | None = mesh if site.is_divided else None
-        if not self._is_divided:
+        if not site.is_divided:
+            return
+        rows = context_axis.row_axes(mesh)
+        heads = AXIS_RULES["kv_heads"].mesh_axis
+        is_whole = config.num_kv_heads % mesh.shape.get(heads, 1) > 0 or heads not in mesh.shape
+        self.cache = NamedSharding(mesh, PartitionSpec(rows or None, None if is_whole else heads))
+        if not gathers:
             return
         stored = param_shardings(config, mesh)
         self._layers = {
@@ -80,11 +90,7 @@ class ComputeSharding:
             for name, sharding in stored["layers"].items()
         }
         self._ends = {name: x for name, x in stored.items() if name != "layers"}
-        rows = context_axis.row_axes(mesh)
         self._rows = NamedSharding(mesh, PartitionSpec(rows or None))
-        heads = AXIS_RULES["kv_heads"].mesh_axis
-        is_whole = config.num_kv_heads % mesh.shape.get(heads, 1) > 0 or heads not in mesh.shape
-        self.cache = NamedSharding(mesh, PartitionSpec(rows or None, None if is_whole else heads))
         axis = AXIS_RULES["vocab"].mesh_axis
         parts = mesh.shape.get(axis, 1)
         self.vocab_shards = parts if config.vocab_size % parts == 0 else 1

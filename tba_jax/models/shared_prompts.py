@@ -235,9 +235,9 @@ def attend_after(
         scores: as in `attention.attend_causal`.
         implementation: xla: two parts, without repetition; tpu_kernel: one mask, without
             repetition; cudnn: one row per response.
-        sharding: sharding of keys and values as a cache [b g x e] on a mesh; only for tpu_kernel.
+        sharding: sharding of keys and values as a cache [b g x e] on a mesh; None: one device.
     """
-    implementation = scores.allowed(implementation, q.shape[-1])
+    implementation = scores.allowed(implementation, q.shape[-1], sharding=sharding)
     if implementation == "tpu_kernel":
         from tba_jax.models import splash  # the import takes a third of a second
 

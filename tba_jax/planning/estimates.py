@@ -126,7 +126,10 @@ def step_bytes(
     of_scores = [scores_of(kind, model_config, sinks) for kind in model_config.pattern]
     if mesh.context > 1:
         scores = min(scores, 4.0 * attention.PART_BYTES)
-    if all(x.allowed(chosen, model_config.head_dim) not in ("xla", "xla_tpu") for x in of_scores):
+    # JAX does not divide cuDNN's attention over a mesh that keeps key/value heads whole.
+    is_divided = mesh.context > 1 or model_config.num_kv_heads % mesh.model == 0
+    is_flash = chosen == "tpu_kernel" or (chosen == "cudnn" and is_divided)
+    if is_flash and all(x.allowed(chosen, model_config.head_dim) == chosen for x in of_scores):
         has_mask = row or any(x.needs_mask for x in of_scores)
         scores = 2 * size * responses * (row or x + t) ** 2 / mesh.context if has_mask else 0.0
     table = size * model_config.vocab_size * model_config.hidden_size / mesh.model

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.devices.site import ANY_DEVICE, Site, any_device
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
@@ -194,8 +194,7 @@ def make_start_program(
         scoring: scoring settings of the run, with the dtype of the weights.
     """
 
-    # The decoder's weights are never divided over fsdp.
-    sharding = ComputeSharding(config, any_device(site.platform))
+    sharding = ComputeSharding(config, site, gathers=False)
 
     def program(params: Any, *rows: Array) -> Array:
         return row_token_logprobs(

@@ -8,13 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import tiny_config
+from fake_models import random_params, tiny_config
+from jax.experimental.custom_partitioning import custom_partitioning
 
 from tba_jax.decoding.engine import Decoder
-from tba_jax.devices.site import any_device
+from tba_jax.decoding.lowering import weight_shardings
+from tba_jax.devices import site as site_module
+from tba_jax.devices.site import Site, any_device
+from tba_jax.evaluation.metrics import make_distance_program
 from tba_jax.models import attention, attention_kernels, cudnn_attention, splash, transformer
 from tba_jax.models.kv_cache import KVCache
-from tba_jax.models.shardings import ComputeSharding
+from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding, param_shardings
+from tba_jax.search.reference import make_reference_program
+from tba_jax.search.start_data import make_start_program
 
 B, S, G, R, E = 4, 12, 2, 3, 16
 # Rounding of float32 sums in another order; of bfloat16 weights (2^-9 of values of about 1).
@@ -387,3 +394,71 @@ def test_an_architecture_can_do_without_kernels(asked, chosen):
         site=any_device("cuda"),
     )
     assert decoder.implementation == chosen
+
+
+@pytest.fixture
+def cudnn_calls(monkeypatch):
+    """Devices count as GPUs, and cuDNN's attention has JAX's rule for its arguments on a mesh.
+
+    Returns a list that gets the number of parts of the heads in each call.
+    """
+    real, calls = jax.nn.dot_product_attention, []
+
+    def fake(q, k, v, *, implementation, query_seq_lengths, key_value_seq_lengths, **options):
+        assert implementation == "cudnn"
+
+        def run(q, k, v):
+            return real(q, k, v, **options)
+
+        def partition(mesh, shapes, result):
+            own = tuple(x.sharding for x in shapes)
+            if len({x.spec for x in own}) > 1:
+                raise ValueError("Query, key and value should have same sharding.")
+            calls.append(q.shape[2] // own[0].shard_shape(q.shape)[2])
+            return mesh, run, own[0], own
+
+        divided = custom_partitioning(run)
+        rule = "b t n h, b0 s g h0, b1 s1 g1 h1 -> b t n h"
+        divided.def_partition(partition=partition, sharding_rule=rule)
+        return divided(q, k, v)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+    monkeypatch.setattr(site_module, "platform_of", lambda device: "cuda")
+    return calls
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_programs_of_several_gpus_use_cudnn_where_they_divide_all_heads(cudnn_calls, num_kv_heads):
+    """JAX refuses to compile other divisions, and two meshes in a program that calls cuDNN."""
+    config = tiny_config(num_kv_heads=num_kv_heads, head_dim=8, vocab_size=24)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    site = Site(mesh)
+    trained = jax.device_put(random_params(config), param_shardings(config, mesh))
+    held = jax.device_put(
+        transformer.unstack_layers(random_params(config), config), weight_shardings(config, mesh)
+    )
+    tokens = jnp.ones((2, 6), jnp.int32)
+    lengths = jnp.full((2,), 2), jnp.full((2, 2), 2)
+    scoring = Scoring(compute_dtype="bfloat16")
+    decoder = Decoder(
+        config,
+        compute_dtype=jnp.bfloat16,
+        eos_ids=(),
+        pad_id=0,
+        prompt_buckets=(8,),
+        max_length=16,
+        site=site,
+    )
+    assert decoder.implementation == "cudnn"
+    reference = make_reference_program(config, scoring, site)
+    start = make_start_program(config, scoring, max_new_tokens=2, site=site)
+    distances = make_distance_program(config, scoring, site)
+    for program in (
+        lambda: reference(trained, tokens, *lengths, response_bucket=2),
+        lambda: start(held, tokens, *lengths),
+        lambda: distances(held, held, tokens, lengths[0], lengths[0], t=2),
+        lambda: decoder.prefill(held, tokens, lengths[0]),
+    ):
+        cudnn_calls.clear()
+        assert np.isfinite(np.asarray(jax.tree.leaves(program())[0], np.float32)).all()
+        assert set(cudnn_calls) == ({2} if num_kv_heads == 2 else set())

@@ -99,6 +99,24 @@ def test_a_trainer_has_room_for_its_smallest_step_besides_its_state():
     assert fitting.holds_trainer(6, config, shape, room, 1, "cuda")
 
 
+def test_scores_count_where_gpus_cannot_divide_key_value_heads():
+    """Four GPUs, two key/value heads: the einsum of one response, whose scores stay in memory."""
+    config = replace(
+        freeze(PRESETS["get_config"]("gsm8k")),
+        {"model.compute_dtype": "bfloat16", "batch.share_prompts": False, "batch.packed_length": 0},
+    )
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    tokens = config.task.max_prompt_tokens + config.search.max_new_tokens
+
+    def size(heads, **mesh):
+        own = dataclasses.replace(shape, num_layers=1, num_kv_heads=heads)
+        return estimates.step_bytes(1, config, own, MeshShape(**mesh), "cuda")
+
+    scores = 2 * 4 * shape.num_heads / 4 * tokens**2
+    assert size(2, model=4) - size(4, model=4) > 0.9 * scores
+    assert size(2, context=4) < size(4, context=4)
+
+
 def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
     """Padded rows: 20 responses a chip, fewer where there is less room, or the rows of the config.
 
