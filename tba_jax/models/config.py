@@ -32,9 +32,9 @@ class ModelSettings(Section):
     )
     attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",
-        "auto: flash attention of cuDNN and a decode kernel on NVIDIA GPUs, else xla; xla: no "
-        "kernels on any platform, to rule out a kernel as cause of an error; tpu_kernel: splash "
-        "attention and a decode kernel on TPUs, not measured yet",
+        "auto: flash attention of cuDNN and kernels for decoding and experts on NVIDIA GPUs, else "
+        "xla; xla: no kernels on any platform, to rule out a kernel as cause of an error; "
+        "tpu_kernel: splash attention and a decode kernel on TPUs, not measured yet",
         on_resume=True,
     )
     float32_head: bool = field(
