@@ -250,6 +250,7 @@ def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], output: Path
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table of both sides, and the speedup with its limit."""
     yield from reporting.columns(
         ({"side": side, **result[side]} for side in _SIDES),
         {

@@ -22,8 +22,45 @@ _STAGES = 3
 
 def supports(x: Float[Array, "m k"], kernels: Float[Array, "g k n"]) -> bool:
     """Return whether the kernels support these dtypes and sizes."""
-    is_narrow = {x.dtype, kernels.dtype} <= {jnp.dtype("bfloat16"), jnp.dtype("float16")}
+    is_narrow = x.dtype == kernels.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
     return is_narrow and all(n % _LEAST == 0 for n in kernels.shape[1:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply(
+    interpret: bool,
+    x: Float[Array, "m k"],
+    kernels: Float[Array, "g k n"],
+    sizes: Int32[Array, " g"],
+) -> Float[Array, "m n"]:
+    """Return each row times the matrix of its group, with a gradient; rows after all groups are 0.
+
+    Args:
+        interpret: whether to run interpreted, on any device.
+        x, kernels, sizes: as in `product`.
+    """
+    return _in_groups(product(x, kernels, sizes, interpret=interpret), sizes)
+
+
+def _forward(interpret: bool, x: Array, kernels: Array, sizes: Array) -> tuple[Array, tuple]:
+    return multiply(interpret, x, kernels, sizes), (x, kernels, sizes)
+
+
+def _backward(
+    interpret: bool, saved: tuple[Array, Array, Array], cotangent: Array
+) -> tuple[Array, Array, None]:
+    x, kernels, sizes = saved
+    of_x = product(cotangent, kernels, sizes, transposed=True, interpret=interpret)
+    of_kernels = sums(x, cotangent, sizes, interpret=interpret)
+    return _in_groups(of_x, sizes), of_kernels, None
+
+
+multiply.defvjp(_forward, _backward)
+
+
+def _in_groups(x: Float[Array, "m n"], sizes: Int32[Array, " g"]) -> Float[Array, "m n"]:
+    """Return x with 0 in rows after all groups, which `product` does not write."""
+    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], x, 0)
 
 
 def product(
@@ -76,27 +113,25 @@ def _multiply(
     """Compute some columns of a block of rows."""
     first, block = pl.program_id(0) * columns, pl.program_id(1)
     group, start, num = group_ref[block], start_ref[block], num_ref[block]
-    is_row = jnp.broadcast_to((jnp.arange(rows) < num)[:, None], (rows, inner))
+    is_row = (jnp.arange(rows) < num)[:, None]
 
     @pl.when(num > 0)
     def _() -> None:
         def add(i: Array, total: Array) -> Array:
             part = pl.ds(i * inner, inner)
             of_rows = x_ref.at[pl.ds(start, rows), part]
-            given = plgpu.load(of_rows, mask=is_row, other=0)
+            given = plgpu.load(of_rows, mask=jnp.broadcast_to(is_row, (rows, inner)), other=0)
+            at = pl.ds(first, columns)
             if transposed:
-                matrix = plgpu.load(kernels_ref.at[group, pl.ds(first, columns), part])
-                return total + plgpu.dot(given, matrix.T)
-            return total + plgpu.dot(
-                given, plgpu.load(kernels_ref.at[group, part, pl.ds(first, columns)])
-            )
+                return total + plgpu.dot(given, plgpu.load(kernels_ref.at[group, at, part]).T)
+            return total + plgpu.dot(given, plgpu.load(kernels_ref.at[group, part, at]))
 
         zeros = jnp.zeros((rows, columns), jnp.float32)
         total = jax.lax.fori_loop(0, x_ref.shape[1] // inner, add, zeros)
         plgpu.store(
             out_ref.at[pl.ds(start, rows), pl.ds(first, columns)],
             total.astype(out_ref.dtype),
-            mask=jnp.broadcast_to((jnp.arange(rows) < num)[:, None], total.shape),
+            mask=jnp.broadcast_to(is_row, total.shape),
         )
 
 
@@ -104,16 +139,16 @@ def sums(
     x: Float[Array, "m k"],
     y: Float[Array, "m n"],
     sizes: Int32[Array, " g"],
-    dtype: Any,
     *,
     interpret: bool = False,
 ) -> Float[Array, "g k n"]:
     """Return the sum of the outer products x[i] y[i] of the rows of each group.
 
+    Sums are float32, and then rounded to the dtype of the rows.
+
     Args:
         x, y: rows, sorted by group.
         sizes: number of rows in each group.
-        dtype: dtype of the result; sums are float32.
         interpret: whether to run interpreted, on any device.
     """
     (m, k), n, g = x.shape, y.shape[1], len(sizes)
@@ -124,7 +159,7 @@ def sums(
             _add_up, rows=min(_MOST_INNER, _rows(m, g)), above=above, columns=columns
         ),
         grid=(n // columns, k // above, g),
-        out_shape=jax.ShapeDtypeStruct((g, k, n), dtype),
+        out_shape=jax.ShapeDtypeStruct((g, k, n), x.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=_warps(above, columns), num_stages=_STAGES),
         interpret=interpret,
         name="grouped_sums",

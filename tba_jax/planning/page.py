@@ -88,7 +88,8 @@ def _with_own_rows(config: str, topology: str, plan: Plan, chosen: int | None) -
     facts = _facts(plan, *argv, f"--config.{_SIZES[0]}={rows}")
     step = facts.get("programs", {}).get("train_step", {"failure": "not planned"})
     if step["failure"]:
-        return f"{rows}: does not fit"
+        is_over = any(o["over_gib"] for o in facts.get("memory", {}).values())
+        return f"{rows}: {'does not fit' if is_over else 'does not compile'}"
     verdict = "" if facts.get("fits") else ", does not fit"
     return f"{rows}: {seconds(step['roofline_s'])}{verdict}"
 

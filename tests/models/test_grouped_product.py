@@ -13,7 +13,7 @@ from fake_models import random_params, tiny_config
 
 from tba_jax.devices.absent import traced_for
 from tba_jax.models import experts, grouped_kernel, transformer
-from tba_jax.models.grouped_product import by_kernel, grouped_product
+from tba_jax.models.grouped_product import grouped_product
 from tba_jax.planning.chips import parse_topology
 from tba_jax.planning.hlo_cost import program_cost
 
@@ -53,7 +53,7 @@ def test_the_kernel_gives_the_product_and_the_gradients_of_ragged_dot(sizes, m):
 
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, kernels)
 
-    (of_x, of_kernels), out = found(lambda *xs: by_kernel(True, *xs), bad)
+    (of_x, of_kernels), out = found(lambda *xs: grouped_kernel.multiply(True, *xs), bad)
     (wanted_of_x, wanted_of_kernels), wanted = found(jax.lax.ragged_dot, x)
     for got, expected in ((out, wanted), (of_x, wanted_of_x)):
         got, expected = (jnp.where(is_in_group, y, 0) for y in (got, expected))
@@ -74,6 +74,8 @@ def test_what_the_kernel_does_not_support_is_left_to_ragged_dot():
     assert supports(32, 48, jnp.bfloat16) and supports(2880, 16, jnp.float16)
     assert not supports(32, 48, jnp.float32)  # Triton would round the products
     assert not supports(24, 48, jnp.bfloat16) and not supports(32, 40, jnp.bfloat16)
+    x, kernels, *_ = values((5, 11), 16)
+    assert not grouped_kernel.supports(x, kernels.astype(jnp.float16))
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])
