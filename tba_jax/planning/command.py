@@ -179,7 +179,7 @@ def search(
     facts = planner.describe(config, chooses=False)
     sizes = facts["sizes"]
     for name, candidates in (
-        (_ROWS, sizes["micro_batch_options"]),
+        (_ROWS, sizes["useful_rows"]),
         (_SLOTS, _slot_options(facts)),
     ):
         program = _PROGRAMS[name]
@@ -232,16 +232,16 @@ def confirm(
     """Return a description with sizes for which the compiled programs fit.
 
     The given sizes are estimated from shapes. If a compiled program needs more memory than the
-    device has, the function tries `model.remat=layers` (for rows only), and then the largest
-    smaller size that fits. If no size fits, it is the smallest, whose missing memory the verdict
+    device has, the function looks for the largest smaller size that fits. For rows with
+    `model.remat=dots` it looks down to `fitting.least_rows`, and then at all sizes with
+    `model.remat=layers`. If no size fits, it is the smallest, whose missing memory the verdict
     reports.
 
     Args:
         names: settings whose sizes were chosen.
     """
     if _ROWS in names:
-        options = facts["sizes"]["micro_batch_options"]
-        facts = _lowered(planner, facts, say, _ROWS, options)
+        facts = _lowered(planner, facts, say, _ROWS, facts["sizes"]["useful_rows"])
     if _SLOTS in names:
         facts = _lowered(planner, facts, say, _SLOTS, _slot_options(facts))
     return facts
@@ -257,22 +257,23 @@ def _lowered(
     """Return a description with the largest value of one size that fits, up to the current one."""
     config, now = facts["config"], facts["sizes"][name.split(".")[1]]
     fits = _fits(planner, config, name, _PROGRAMS[name], say)
-    is_lighter = name == _ROWS and facts["changed_fields"].get(_REMAT) == "dots"
-    if is_lighter and not fits(now):
-        fields = facts["changed_fields"] | {_REMAT: "layers"}
-        facts = planner.describe(with_field(config, _REMAT, "layers"), chooses=False)
-        return _lowered(planner, {**facts, "changed_fields": fields}, say, name, options)
     smaller = [n for n in options if n < now]
-    if fits(now) or not smaller:
+    is_lighter = name == _ROWS and facts["changed_fields"].get(_REMAT) == "dots"
+    if fits(now) or not (smaller or is_lighter):
         return facts
-    best, is_enough = largest(smaller, fits), "does not fit"
+    least = facts["sizes"]["least_rows"] if is_lighter else 0
+    best = largest([n for n in smaller if n >= least], fits)
+    if best is None and is_lighter:
+        layers = {_REMAT: "layers", _ROWS: options[-1]}
+        for field, value in layers.items():
+            config = with_field(config, field, value)
+        described = planner.describe(config, chooses=False)
+        described |= {"changed_fields": facts["changed_fields"] | layers, "notes": facts["notes"]}
+        return _lowered(planner, described, say, name, options)
+    note = f"{name}={best or smaller[0]}: the compiled {_PROGRAMS[name]} does not fit with {now}"
     if best is None:
-        best, is_enough = smaller[0], "does not fit, nor with any smaller value"
+        best, note = smaller[0], f"{note}, nor with any smaller value"
     described = planner.describe(with_field(config, name, best), chooses=False)
-    note = (
-        f"{name}={best}: the estimate from shapes allowed {now}, but the compiled "
-        f"{_PROGRAMS[name]} {is_enough}"
-    )
     fields = facts["changed_fields"] | {name: best}
     return {**described, "changed_fields": fields, "notes": [*facts["notes"], note]}
 

@@ -205,6 +205,7 @@ def _sizes(
     of_trainer = 0 if apart else choice.placement.trainer_mesh.size // hosts
     groups = fitting.group_sizes(model_config, per_host - of_trainer, per_host, devices)
     mesh = choice.placement.trainer_mesh
+    parts = math.prod(mesh.shape[x] for x in batch_axes(mesh))
     return sizes._asdict() | {
         "batch_rows": rows,
         "round_rows": sizes.round_prompts * sizes.samples,
@@ -212,9 +213,9 @@ def _sizes(
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
         "micro_batch_rows": model_parts.micro_batch_rows(config) or rows,
-        "micro_batch_options": fitting.micro_batch_options(
-            config, math.prod(mesh.shape[x] for x in batch_axes(mesh))
-        ),
+        "micro_batch_options": fitting.micro_batch_options(config, parts),
+        "useful_rows": fitting.useful_rows(config, parts),
+        "least_rows": fitting.least_rows(config, parts),
         "next_group": min((g for g in groups if g > group), default=0),
     }
 

@@ -8,6 +8,7 @@ nearest size is returned, and the verdict of the plan reports the missing memory
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from tba_jax.config.resolved import remat_of
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.platform import Platform, platform_of
+from tba_jax.flow import bin_packing
 from tba_jax.models.scoring import KEPT_BYTES
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
@@ -22,6 +24,9 @@ from tba_jax.planning import estimates
 SHARE_FOR_PROGRAMS = 0.15
 """Share of a device's memory for programs, which weights, cache and train state must leave."""
 _SHARE_FOR_CHOICES = 0.1  # a run, unlike a plan, does not compile before it chooses
+# Tokens that a device computes while it gathers and reads the weights of a micro-batch and adds its
+# gradients: about 30 bytes and 7 FLOPs of a token for each parameter, at 500 FLOPs a byte.
+_TOKENS_OF_WEIGHTS = 2000
 _ROWS = "batch.micro_batch_rows"
 
 
@@ -142,6 +147,51 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
     return found or [of_update]  # The run pads the batch to this size too.
 
 
+def useful_rows(config: Config, num_parts: int) -> list[int]:
+    """Return the options for rows of a micro-batch that are faster than all smaller ones."""
+    useful, best = list[int](), math.inf
+    for n in micro_batch_options(config, num_parts):
+        if (cost := _cost(n, "layers", config, num_parts)) < best:
+            useful, best = [*useful, n], cost
+    return useful
+
+
+def least_rows(config: Config, num_parts: int) -> int:
+    """Return the rows of a micro-batch from which kept products are worth their memory.
+
+    A step with `model.remat=dots` and this number of rows is faster than every step with `layers`.
+    """
+    options = useful_rows(config, num_parts)
+    best = _cost(options[-1], "layers", config, num_parts)
+    return next(n for n in options if _cost(n, "dots", config, num_parts) < best)
+
+
+def _cost(rows: int, remat: str, config: Config, num_parts: int) -> float:
+    """Return the tokens of a batch that a device computes in all passes, plus those of weights.
+
+    With `model.remat=layers` a step has a pass more. Small micro-batches repeat prompts, read the
+    weights more often, and score a group once more that does not fit them. The last micro-batch may
+    have empty rows.
+    """
+    k, x = config.objective.group_size, config.task.max_prompt_tokens
+    t = config.search.max_new_tokens
+    multiple = num_parts * config.objective.built.minibatches
+    of_row, length = 1, config.batch.packed_length or x + t
+    if config.batch.share_prompts and not config.batch.packed_length:
+        of_row = min(k, -(-rows // multiple))
+        length = x + of_row * t
+    at_once = bin_packing.rows_at_once(rows, of_row, multiple)
+    num_rows = bin_packing.most_rows(
+        config.batch.num_prompts,
+        -(-k // of_row),
+        micro_batch_rows=at_once,
+        is_whole=rows >= k,
+    )
+    passes = 3 + (remat == "layers") + (rows < k)
+    tokens = at_once / num_parts * length
+    return passes * num_rows / at_once * (tokens + _TOKENS_OF_WEIGHTS)
+
+
 def micro_batch_rows(
     config: Config,
     model_config: TransformerConfig,
@@ -157,13 +207,14 @@ def micro_batch_rows(
       group size or rows share prompts.
     - With shared prompts, if whole groups do not fit, to as many rows as fit, because each part of
       a group computes the prompt again.
-    - With packed rows, to as many whole groups as fit, because each micro-batch reads weights and
-      gradients once.
+    - With packed rows, to as many whole groups as fit and are useful, because each micro-batch
+      reads weights and gradients once.
 
     A size that does not fit is lowered to the largest size that fits.
     """
     wanted, num_parts = config.batch.micro_batch_rows, mesh.num_parts
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
+    useful = useful_rows(config, num_parts)
 
     def distance(n: int) -> float:
         return max(n / wanted, wanted / n)
@@ -178,7 +229,7 @@ def micro_batch_rows(
             larger += [n for n in reversed(options) if wanted < n < k * num_parts]
     elif config.batch.packed_length:
         whole = config.batch.num_prompts * k
-        larger = [n for n in reversed(options) if (n % k == 0 or n >= whole) and n > wanted]
+        larger = [n for n in reversed(useful) if (n % k == 0 or n >= whole) and n > wanted]
         room *= 1 - SHARE_FOR_PROGRAMS  # No other choice in this function nearly fills the memory.
     is_possible = wanted % (num_parts * config.objective.built.minibatches) == 0 and (
         config.batch.packed_length or wanted in options
@@ -207,8 +258,7 @@ def sizes(
     The decode slots are the responses of a round, halved until they fit the memory. On shared
     devices, a small micro-batch must fit in addition. A micro-batch has as many rows as fit. On
     CPUs its logits must also fit the memory that is kept for the backward pass, if one group per
-    device does. `model.remat`, if auto, is the first of `_remats` with which one group per device
-    fits.
+    device does. `model.remat`, if auto, is the value of `_remats` with the faster step.
 
     Args:
         config: config of the run, with its final placement.
@@ -217,7 +267,7 @@ def sizes(
     fields: dict[str, Any] = {}
     held = estimates.held_bytes(config, model_config) / mesh.num_param_parts
     platform, parts = platform_of(devices[0]), mesh.num_parts
-    wanted, options = config.batch.micro_batch_rows, micro_batch_options(config, parts)
+    wanted, options = config.batch.micro_batch_rows, useful_rows(config, parts)
     least = min(config.objective.group_size * parts, options[-1])
 
     def needed(n: int, remat: str) -> float:
@@ -241,26 +291,31 @@ def sizes(
             fields["search.num_slots"] = slots
             config = _with(config, "search", num_slots=slots)
     free = hbm_bytes - held - (of_searcher(config) if shares_devices else 0.0)
-    if wanted:
-        rows = micro_batch_rows(config, model_config, mesh, free, platform)
-        fields[_ROWS] = rows
-        least, options = 0, [rows]
-    else:
-        free -= _SHARE_FOR_CHOICES * hbm_bytes
-    for remat in _remats(config, wants_products=platform != "cpu"):
-        room = free * (1 - SHARE_FOR_PROGRAMS)
-        possible = [n for n in options if needed(n, remat) <= room]
-        rows = max(possible, default=options[0])
-        if possible and rows >= least:
-            break
-    if not wanted and platform == "cpu":
-        # Kept logits save a product; more rows at a time save nothing there.
-        tokens = config.batch.packed_length or config.search.max_new_tokens
-        row = 4 * model_config.vocab_size * tokens
-        kept = (n for n in possible if n >= least and n * row <= KEPT_BYTES)
-        rows = max(kept, default=rows)
     if not wanted:
-        fields[_ROWS] = 0 if rows == options[-1] else rows
+        free -= _SHARE_FOR_CHOICES * hbm_bytes
+    room = free * (1 - SHARE_FOR_PROGRAMS)
+
+    def rows_with(remat: str) -> tuple[str, int, bool]:
+        """Return (remat, rows of a micro-batch, whether they fit)."""
+        if wanted:
+            trial = _with(config, "model", remat=remat)
+            rows = micro_batch_rows(trial, model_config, mesh, free, platform)
+            return remat, rows, needed(rows, remat) <= room
+        possible = [n for n in options if needed(n, remat) <= room]
+        if possible and platform == "cpu":
+            # Kept logits save a product; more rows at a time save nothing there.
+            tokens = config.batch.packed_length or config.search.max_new_tokens
+            row = 4 * model_config.vocab_size * tokens
+            kept = [n for n in possible if n >= least and n * row <= KEPT_BYTES]
+            possible = kept or possible
+        return remat, max(possible, default=options[0]), bool(possible)
+
+    found = [rows_with(remat) for remat in _remats(config, wants_products=platform != "cpu")]
+    possible = [(rows, remat) for remat, rows, fits in found if fits]
+    rows, remat = min(
+        possible or [(found[-1][1], found[-1][0])], key=lambda x: _cost(*x, config, parts)
+    )
+    fields[_ROWS] = 0 if not wanted and rows == options[-1] else rows
     if config.model.remat == "auto" and remat != remat_of(config):
         fields["model.remat"] = remat
     return fields

@@ -260,7 +260,7 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
     too_much = f"{p.name} needs {own / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"
     if p.name == "train_step":
         now = sizes["micro_batch_rows"]
-        fitting = [n for n in sizes["micro_batch_options"] if n < now and n <= now * share]
+        fitting = [n for n in sizes["useful_rows"] if n < now and n <= now * share]
         if fitting:
             return [
                 f"{too_much}: set --config.batch.micro_batch_rows={max(fitting)} (now {now}; "

@@ -2,17 +2,22 @@
 """Settings that a run chooses itself."""
 
 import dataclasses
+import runpy
 import types
+from pathlib import Path
 
 import jax
 import pytest
 
 from tba_jax.config.notes import notes
-from tba_jax.config.schema import flatten, get_field, make_config
+from tba_jax.config.schema import flatten, freeze, get_field, make_config, replace
 from tba_jax.devices.placement import MeshShape
-from tba_jax.planning import choices, fitting
+from tba_jax.models.hf import config_json
+from tba_jax.planning import choices, estimates, fitting
+from tba_jax.planning.model_shapes import PUBLISHED
 from tba_jax.run.model_parts import describe_model
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 LENGTHS = {"search.max_new_tokens": 256, "task.max_prompt_tokens": 256}
 CONFIG = make_config(LENGTHS)
 SHAPE = describe_model(CONFIG).config
@@ -71,6 +76,24 @@ def test_products_are_kept_where_whole_groups_then_fit():
     assert "model.remat" not in on_gpu(20 * 2**20, model__compute_dtype="bfloat16")
     assert "model.remat" not in on_gpu(80 * 2**30, model__remat="layers")
     assert on_gpu(80 * 2**30)["batch.micro_batch_rows"] == 0
+
+
+def test_a_preset_has_fewer_rows_where_their_products_can_be_kept():
+    """One group with kept products takes 26 GiB, and all rows without them 27 GiB."""
+    config = freeze(runpy.run_path(str(CONFIGS / "math.py"))["get_config"]("gsm8k"))
+    shape = config_json.transformer_config(PUBLISHED[config.model.path])
+
+    def sizes(free_bytes, **fields):
+        given = replace(config, {name.replace("__", "."): x for name, x in fields.items()})
+        memory_bytes = estimates.held_bytes(given, shape) + free_bytes
+        return fitting.sizes(
+            given, shape, MeshShape(), [GPU], memory_bytes, lambda _: 0, shares_devices=False
+        )
+
+    kept = {"batch.micro_batch_rows": 20, "model.remat": "dots"}
+    assert sizes(40e9) == sizes(40e9, batch__micro_batch_rows=0) == kept
+    assert sizes(40e9, model__remat="layers") == {"batch.micro_batch_rows": 140}
+    assert sizes(20e9) == {"batch.micro_batch_rows": 20}
 
 
 def test_decode_slots_fit_the_memory():

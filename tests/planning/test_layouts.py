@@ -213,8 +213,12 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
         given = replace(config, changes)
         return fitting.micro_batch_rows(given, shape, mesh, free_bytes, platform)
 
-    assert rows(70e9) == 7 * 20 and rows(12e9) == 40 and rows(6e9) == 8
-    assert rows(70e9, "tpu") == 140 and rows(30e9) == 140 and rows(30e9, "tpu") == 80
+    assert rows(70e9) == 7 * 20 and rows(12e9) == 20 and rows(6e9) == 8
+    assert rows(70e9, "tpu") == 140 and rows(30e9) == 140 and rows(30e9, "tpu") == 20
+    # With 40 rows, the last of four micro-batches has one group; with 60, of three.
+    assert fitting.useful_rows(config, 1) == [1, 2, 4, 8, 16, 20, 140]
+    # 20 rows are five on each of four devices, which read the weights for few tokens.
+    assert fitting.useful_rows(config, 4) == [4, 8, 16, 20, 40, 80, 140]
     assert rows(70e9, **{"batch.micro_batch_rows": 0}) == 0
     # By hand the step needs 4.4 GB beside its rows: what was asked for is lowered until it fits.
     assert rows(5.2e9) == 4 and rows(3e9) == 8  # and where nothing does, it is left
@@ -234,6 +238,20 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
         128,
         140,
     ]
+
+
+@pytest.mark.parametrize(
+    "preset, devices, rows",
+    [
+        ("gsm8k", 1, 20),  # a whole group: fewer rows are scored once more
+        ("gsm8k", 8, 80),  # 40 rows: two of seven groups, and five of 1,024 tokens a device
+        ("math", 4, 16),  # a group over four devices, which repeat its prompt
+        ("math", 16, 64),  # 16 rows would be one a device, with a prompt for each
+    ],
+)
+def test_kept_products_want_whole_groups_and_many_tokens_at_once(preset, devices, rows):
+    config = freeze(PRESETS["get_config"](preset))
+    assert fitting.least_rows(config, devices) == rows
 
 
 def test_an_offloaded_optimizer_state_is_the_hosts():

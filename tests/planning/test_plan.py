@@ -310,7 +310,11 @@ class _Compiler(plan.Planner):
 
 FACTS = {
     "config": {"batch": {"micro_batch_rows": 160}, "driver": "async"},
-    "sizes": {"micro_batch_options": [8, 16, 32, 40, 80, 160], "micro_batch_rows": 160},
+    "sizes": {
+        "useful_rows": [8, 16, 32, 40, 80, 160],
+        "micro_batch_rows": 160,
+        "least_rows": 40,
+    },
     "changed_fields": {"mesh.fsdp": 8},
     "notes": [],
     "groups": {},
@@ -330,22 +334,27 @@ def test_chosen_rows_are_those_of_which_the_compiled_step_fits(limit, rows):
     assert said[0] == f"batch.micro_batch_rows=160: {'fits' if limit >= 160 else 'does not fit'}"
 
 
-def test_products_are_recomputed_where_the_compiled_step_does_not_fit():
-    """Before a smaller number of rows is looked for."""
+@pytest.mark.parametrize(
+    "limit, remat, rows",
+    [(160, "dots", 160), (90, "dots", 80), (40, "dots", 40), (39, "layers", 160), (1, "layers", 8)],
+)
+def test_products_are_kept_for_at_least_one_group_on_each_device(limit, remat, rows):
+    """Fewer rows with kept products are faster than all rows that compute the products again.
 
-    class Compiler(plan.Planner):
-        def describe(self, config, *, chooses, trainer_devices=0.0):
-            return {**FACTS, "config": config}
+    A row without kept products needs a fifth of the memory.
+    """
 
+    class Compiler(_Compiler):
         def compile(self, facts, name):
-            fits = facts["config"]["model"]["remat"] == "layers"
+            rows, remat = facts["sizes"]["micro_batch_rows"], facts["config"]["model"]["remat"]
+            fits = rows <= self.limit * (1 if remat == "dots" else 5)
             return Program(name, "trainer", failure="" if fits else "too large")
 
     config = {**FACTS["config"], "model": {"remat": "dots"}}
     facts = {**FACTS, "config": config, "changed_fields": {"model.remat": "dots"}}
-    found = plan.confirm(Compiler({}, 1.0), facts, lambda line: None, names=[plan._ROWS])
-    assert found["changed_fields"] == {"model.remat": "layers"}
-    assert found["config"]["batch"]["micro_batch_rows"] == 160
+    found = plan.confirm(Compiler(limit), facts, lambda line: None, names=[plan._ROWS])
+    assert found["changed_fields"]["model.remat"] == found["config"]["model"]["remat"] == remat
+    assert found["config"]["batch"]["micro_batch_rows"] == rows
 
 
 def test_a_size_that_is_left_open_is_compiled_once():

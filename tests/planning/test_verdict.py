@@ -16,7 +16,7 @@ SIZES = {
     "prompts_per_round": 8,
     "wanted_ratio": 1.0,
     "micro_batch_rows": 64,
-    "micro_batch_options": [4, 8, 16, 32, 64],
+    "useful_rows": [4, 8, 16, 32, 64],
     "next_group": 2,
 }
 CONFIG = {
