@@ -206,6 +206,7 @@ def _sizes(
     groups = fitting.group_sizes(model_config, per_host - of_trainer, per_host, devices)
     mesh = choice.placement.trainer_mesh
     parts = math.prod(mesh.shape[x] for x in batch_axes(mesh))
+    is_networked = fitting.crosses_network(list(mesh.devices.flat))
     return sizes._asdict() | {
         "batch_rows": rows,
         "round_rows": sizes.round_prompts * sizes.samples,
@@ -214,8 +215,8 @@ def _sizes(
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
         "micro_batch_rows": model_parts.micro_batch_rows(config) or rows,
         "micro_batch_options": fitting.micro_batch_options(config, parts),
-        "useful_rows": fitting.useful_rows(config, parts),
-        "least_rows": fitting.least_rows(config, parts),
+        "useful_rows": fitting.useful_rows(config, parts, is_networked=is_networked),
+        "least_rows": fitting.least_rows(config, parts, is_networked=is_networked),
         "next_group": min((g for g in groups if g > group), default=0),
     }
 

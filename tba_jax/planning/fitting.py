@@ -27,6 +27,8 @@ _SHARE_FOR_CHOICES = 0.1  # a run, unlike a plan, does not compile before it cho
 # Tokens that a device computes while it gathers and reads the weights of a micro-batch and adds its
 # gradients: about 30 bytes and 7 FLOPs of a token for each parameter, at 500 FLOPs a byte.
 _TOKENS_OF_WEIGHTS = 2000
+# If a network of GPU hosts carries them: about 8 bytes a parameter, at 20,000 FLOPs a byte.
+_TOKENS_OF_SENT_WEIGHTS = 20_000
 _ROWS = "batch.micro_batch_rows"
 
 
@@ -147,26 +149,36 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
     return found or [of_update]  # The run pads the batch to this size too.
 
 
-def useful_rows(config: Config, num_parts: int) -> list[int]:
-    """Return the options for rows of a micro-batch that are faster than all smaller ones."""
+def crosses_network(devices: Sequence[Any]) -> bool:
+    """Return whether these are GPUs of several hosts, whose network is slower than TPU links."""
+    hosts = {device.process_index for device in devices}
+    return platform_of(devices[0]) in ("cuda", "rocm") and len(hosts) > 1
+
+
+def useful_rows(config: Config, num_parts: int, *, is_networked: bool = False) -> list[int]:
+    """Return the options for rows of a micro-batch that are faster than all smaller ones.
+
+    Args:
+        is_networked: as `crosses_network` of the trainer's devices.
+    """
     useful, best = list[int](), math.inf
     for n in micro_batch_options(config, num_parts):
-        if (cost := _cost(n, "layers", config, num_parts)) < best:
+        if (cost := _cost(n, "layers", config, num_parts, is_networked)) < best:
             useful, best = [*useful, n], cost
     return useful
 
 
-def least_rows(config: Config, num_parts: int) -> int:
+def least_rows(config: Config, num_parts: int, *, is_networked: bool = False) -> int:
     """Return the rows of a micro-batch from which kept products are worth their memory.
 
     A step with `model.remat=dots` and this number of rows is faster than every step with `layers`.
     """
-    options = useful_rows(config, num_parts)
-    best = _cost(options[-1], "layers", config, num_parts)
-    return next(n for n in options if _cost(n, "dots", config, num_parts) < best)
+    options = useful_rows(config, num_parts, is_networked=is_networked)
+    best = _cost(options[-1], "layers", config, num_parts, is_networked)
+    return next(n for n in options if _cost(n, "dots", config, num_parts, is_networked) < best)
 
 
-def _cost(rows: int, remat: str, config: Config, num_parts: int) -> float:
+def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: bool) -> float:
     """Return the tokens of a batch that a device computes in all passes, plus those of weights.
 
     With `model.remat=layers` a step has a pass more. Small micro-batches repeat prompts, read the
@@ -189,7 +201,8 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int) -> float:
     )
     passes = 3 + (remat == "layers") + (rows < k)
     tokens = at_once / num_parts * length
-    return passes * num_rows / at_once * (tokens + _TOKENS_OF_WEIGHTS)
+    of_weights = _TOKENS_OF_SENT_WEIGHTS if is_networked else _TOKENS_OF_WEIGHTS
+    return passes * num_rows / at_once * (tokens + of_weights)
 
 
 def micro_batch_rows(
@@ -267,7 +280,9 @@ def sizes(
     fields: dict[str, Any] = {}
     held = estimates.held_bytes(config, model_config) / mesh.num_param_parts
     platform, parts = platform_of(devices[0]), mesh.num_parts
-    wanted, options = config.batch.micro_batch_rows, useful_rows(config, parts)
+    is_networked = crosses_network(devices)
+    wanted = config.batch.micro_batch_rows
+    options = useful_rows(config, parts, is_networked=is_networked)
     least = min(config.objective.group_size * parts, options[-1])
 
     def needed(n: int, remat: str) -> float:
@@ -295,26 +310,30 @@ def sizes(
         free -= _SHARE_FOR_CHOICES * hbm_bytes
     room = free * (1 - SHARE_FOR_PROGRAMS)
 
-    def rows_with(remat: str) -> tuple[str, int, bool]:
-        """Return (remat, rows of a micro-batch, whether they fit)."""
+    def rows_with(remat: str) -> tuple[bool, float, int, str]:
+        """Return (whether no rows fit, cost of a step, rows of a micro-batch, remat)."""
         if wanted:
             trial = _with(config, "model", remat=remat)
             rows = micro_batch_rows(trial, model_config, mesh, free, platform)
-            return remat, rows, needed(rows, remat) <= room
-        possible = [n for n in options if needed(n, remat) <= room]
-        if possible and platform == "cpu":
+            possible = [rows] if needed(rows, remat) <= room else []
+        else:
+            rows = options[0]
+            possible = [n for n in options if needed(n, remat) <= room]
+        if not wanted and platform == "cpu":
             # Kept logits save a product; more rows at a time save nothing there.
             tokens = config.batch.packed_length or config.search.max_new_tokens
             row = 4 * model_config.vocab_size * tokens
             kept = [n for n in possible if n >= least and n * row <= KEPT_BYTES]
             possible = kept or possible
-        return remat, max(possible, default=options[0]), bool(possible)
+        rows = max(possible, default=rows)
+        return not possible, _cost(rows, remat, config, parts, is_networked), rows, remat
 
-    found = [rows_with(remat) for remat in _remats(config, wants_products=platform != "cpu")]
-    possible = [(rows, remat) for remat, rows, fits in found if fits]
-    rows, remat = min(
-        possible or [(found[-1][1], found[-1][0])], key=lambda x: _cost(*x, config, parts)
-    )
+    # Products of experts are computed again in any case.
+    keeps = platform != "cpu" and not model_config.num_experts
+    found = [rows_with(remat) for remat in _remats(config, wants_products=keeps)]
+    does_not_fit, _, rows, remat = min(found)
+    if does_not_fit:
+        *_, rows, remat = found[-1]
     fields[_ROWS] = 0 if not wanted and rows == options[-1] else rows
     if config.model.remat == "auto" and remat != remat_of(config):
         fields["model.remat"] = remat

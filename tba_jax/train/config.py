@@ -24,8 +24,8 @@ class BatchSettings(Section):
     )
     micro_batch_rows: int = field(
         0,
-        "responses (or packed rows) per micro-batch, whose gradients are summed; 0: all that fit "
-        "the devices, by an estimate",
+        "responses (or packed rows) per micro-batch, whose gradients are summed; 0: the fastest "
+        "number that fits the devices, by an estimate",
         at_least=0,
     )
     share_prompts: bool = field(

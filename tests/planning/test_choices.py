@@ -96,6 +96,30 @@ def test_a_preset_has_fewer_rows_where_their_products_can_be_kept():
     assert sizes(20e9) == {"batch.micro_batch_rows": 20}
 
 
+def test_experts_do_not_keep_products():
+    """Their own products are computed again in any case."""
+    shape = dataclasses.replace(SHAPE, num_experts=4, experts_per_token=2)
+    given = make_config(LENGTHS | {"model.compute_dtype": "bfloat16"})
+
+    def sizes(shape):
+        return fitting.sizes(
+            given, shape, MeshShape(), [GPU], 80e9, lambda _: 0, shares_devices=False
+        )
+
+    assert sizes(SHAPE)["model.remat"] == "dots" and "model.remat" not in sizes(shape)
+
+
+def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
+    """It carries the weights for each micro-batch; TPU hosts have links."""
+    config = freeze(runpy.run_path(str(CONFIGS / "math.py"))["get_config"]("math"))
+    rows = [fitting.least_rows(config, 4, is_networked=x) for x in (False, True)]
+    assert rows == [16, 128]
+    other = types.SimpleNamespace(**vars(GPU) | {"process_index": 1})
+    tpus = [types.SimpleNamespace(platform="tpu", process_index=i) for i in range(2)]
+    assert fitting.crosses_network([GPU, other])
+    assert not fitting.crosses_network([GPU, GPU]) and not fitting.crosses_network(tpus)
+
+
 def test_decode_slots_fit_the_memory():
     assert "search.num_slots" not in on_gpu(2**30)
     assert on_gpu(200 * 2**20)["search.num_slots"] == 128
