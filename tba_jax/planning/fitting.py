@@ -320,11 +320,7 @@ def sizes(
             rows = options[0]
             possible = [n for n in options if needed(n, remat) <= room]
         if not wanted and platform == "cpu":
-            # Kept logits save a product; more rows at a time save nothing there.
-            tokens = config.batch.packed_length or config.search.max_new_tokens
-            row = 4 * model_config.vocab_size * tokens
-            kept = [n for n in possible if n >= least and n * row <= KEPT_BYTES]
-            possible = kept or possible
+            possible = _with_kept_logits(possible, least, config, model_config) or possible
         rows = max(possible, default=rows)
         return not possible, _cost(rows, remat, config, parts, is_networked), rows, remat
 
@@ -338,6 +334,18 @@ def sizes(
     if config.model.remat == "auto" and remat != remat_of(config):
         fields["model.remat"] = remat
     return fields
+
+
+def _with_kept_logits(
+    options: Sequence[int], least: int, config: Config, model_config: TransformerConfig
+) -> list[int]:
+    """Return the options from `least` whose logits a CPU keeps for the backward pass.
+
+    Kept logits save a product; more rows at a time save nothing there.
+    """
+    tokens = config.batch.packed_length or config.search.max_new_tokens
+    row = 4 * model_config.vocab_size * tokens
+    return [n for n in options if n >= least and n * row <= KEPT_BYTES]
 
 
 def _open_slots(config: Config, of_searcher: Callable[[Config], float], room: float) -> int:
