@@ -27,8 +27,8 @@ class ModelSettings(Section):
     remat: Literal["auto", "none", "dots", "layers"] = field(
         "auto",
         "recomputation in the backward pass: none: nothing; dots: all except matrix products; "
-        "layers: whole layers; auto: dots in bfloat16 on GPUs and TPUs if the rows "
-        "that then fit are faster, else layers",
+        "layers: whole layers; auto: in bfloat16 on GPUs and TPUs, without "
+        "experts, the faster of dots and layers, each with the rows that fit; else layers",
     )
     attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",

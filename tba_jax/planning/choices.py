@@ -186,7 +186,7 @@ def lowered(config: Config) -> Config | None:
     fields: dict[str, Any] = {}
     if _ROWS in left:
         mesh = asked(config).mesh
-        options = fitting.useful_rows(config, mesh.num_parts)
+        options = fitting.micro_batch_options(config, mesh.num_parts)
         rows = config.batch.micro_batch_rows or options[-1]
         if smaller := [n for n in options if n <= rows / 2]:
             fields[_ROWS] = smaller[-1]

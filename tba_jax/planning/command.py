@@ -17,9 +17,9 @@ placement and prints it as config flags; --keep_placement keeps the placement of
 
 --compare plans a slice of several hosts in two ways: every host trains and searches, or some hosts
 train while the others search. It prints both rates and the faster placement that fits. --search
-finds the largest micro-batch and number of slots that fit. --write_cache fills a persistent
-compilation cache for runs with JAX_COMPILATION_CACHE_DIR=DIR. --page=FILE writes a table of plans:
-of some presets on some slices, or of the given --config and --topology.
+finds the fastest micro-batch and the largest number of slots that fit. --write_cache fills a
+persistent compilation cache for runs with JAX_COMPILATION_CACHE_DIR=DIR. --page=FILE writes a table
+of plans: of some presets on some slices, or of the given --config and --topology.
 """
 
 import argparse
@@ -409,7 +409,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find the largest batch.micro_batch_rows and search.num_slots that fit the memory",
+        help="find the fastest batch.micro_batch_rows and the largest search.num_slots that fit",
     )
     parser.add_argument(
         "--keep_placement",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tba_jax.config.resolved import remat_of
+from tba_jax.config.resolved import allows_forks, remat_of
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.platform import Platform, platform_of
@@ -181,28 +181,28 @@ def least_rows(config: Config, num_parts: int, *, is_networked: bool = False) ->
 def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: bool) -> float:
     """Return the tokens of a batch that a device computes in all passes, plus those of weights.
 
-    With `model.remat=layers` a step has a pass more. Small micro-batches repeat prompts, read the
+    With `model.remat=layers` a step has one more pass. Small micro-batches repeat prompts, read the
     weights more often, and score a group once more that does not fit them. The last micro-batch may
     have empty rows.
     """
-    k, x = config.objective.group_size, config.task.max_prompt_tokens
-    t = config.search.max_new_tokens
-    multiple = num_parts * config.objective.built.minibatches
+    k, p = config.objective.group_size, config.batch.num_prompts
+    x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
+    updates = config.objective.built.minibatches
+    multiple, is_all = num_parts * updates, rows >= p * k
     of_row, length = 1, config.batch.packed_length or x + t
     if config.batch.share_prompts and not config.batch.packed_length:
-        of_row = min(k, -(-rows // multiple))
+        of_row = k if is_all else min(k, -(-rows // multiple))
         length = x + of_row * t
-    at_once = bin_packing.rows_at_once(rows, of_row, multiple)
-    num_rows = bin_packing.most_rows(
-        config.batch.num_prompts,
-        -(-k // of_row),
-        micro_batch_rows=at_once,
-        is_whole=rows >= k,
-    )
-    passes = 3 + (remat == "layers") + (rows < k)
-    tokens = at_once / num_parts * length
+    pieces, is_whole = -(-k // of_row), rows >= k and not allows_forks(config)
+    if is_all:
+        num_rows = at_once = -(-p * pieces // multiple) * multiple
+    else:
+        at_once = bin_packing.rows_at_once(rows, of_row, multiple)
+        num_rows = bin_packing.most_rows(p, pieces, micro_batch_rows=at_once, is_whole=is_whole)
+    passes = 3 + (remat == "layers") + (not is_all and not is_whole)
+    tokens = at_once * length / (num_parts * config.mesh.context)
     of_weights = _TOKENS_OF_SENT_WEIGHTS if is_networked else _TOKENS_OF_WEIGHTS
-    return passes * num_rows / at_once * (tokens + of_weights)
+    return passes * num_rows / at_once * (tokens + updates * of_weights)
 
 
 def micro_batch_rows(
@@ -211,6 +211,8 @@ def micro_batch_rows(
     mesh: MeshShape,
     free_bytes: float,
     platform: Platform,
+    *,
+    is_networked: bool = False,
 ) -> int:
     """Return the config's micro-batch size if the mesh divides it, else the nearest divisible size.
 
@@ -227,7 +229,7 @@ def micro_batch_rows(
     """
     wanted, num_parts = config.batch.micro_batch_rows, mesh.num_parts
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
-    useful = useful_rows(config, num_parts)
+    useful = useful_rows(config, num_parts, is_networked=is_networked)
 
     def distance(n: int) -> float:
         return max(n / wanted, wanted / n)
@@ -269,9 +271,10 @@ def sizes(
     """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
 
     The decode slots are the responses of a round, halved until they fit the memory. On shared
-    devices, a small micro-batch must fit in addition. A micro-batch has as many rows as fit. On
-    CPUs its logits must also fit the memory that is kept for the backward pass, if one group per
-    device does. `model.remat`, if auto, is the value of `_remats` with the faster step.
+    devices, a small micro-batch must fit in addition. A micro-batch has the largest number of
+    `useful_rows` that fits. On CPUs its logits must also fit the memory that is kept for the
+    backward pass, if one group per device does. `model.remat`, if auto, is the value of `_remats`
+    with the faster step.
 
     Args:
         config: config of the run, with its final placement.
@@ -280,10 +283,12 @@ def sizes(
     fields: dict[str, Any] = {}
     held = estimates.held_bytes(config, model_config) / mesh.num_param_parts
     platform, parts = platform_of(devices[0]), mesh.num_parts
-    is_networked = crosses_network(devices)
+    of_trainer = mesh.size if config.placement == "whole_hosts" else len(devices)
+    is_networked = crosses_network(devices[:of_trainer])
     wanted = config.batch.micro_batch_rows
     options = useful_rows(config, parts, is_networked=is_networked)
-    least = min(config.objective.group_size * parts, options[-1])
+    k = config.objective.group_size
+    least = min(k * parts, options[-1])
 
     def needed(n: int, remat: str) -> float:
         trial = _with(config, "model", remat=remat)
@@ -292,16 +297,10 @@ def sizes(
 
     if not config.search.num_slots:
         # Decoding is bound by memory: more slots save more time than more rows of a micro-batch.
-        kept = (wanted or least, options[0]) if shares_devices else (0,)
-        slots = max(
-            _open_slots(
-                config,
-                of_searcher,
-                hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
-                - (held + needed(n, remat_of(config)) if n else 0.0),
-            )
-            for n in kept
-        )
+        kept = (wanted or least, options[0]) if shares_devices else ()
+        most = hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
+        rooms = [most - held - needed(n, remat_of(config)) for n in kept] or [most]
+        slots = max(_open_slots(config, of_searcher, room) for room in rooms)
         if slots < estimates.num_slots(config):
             fields["search.num_slots"] = slots
             config = _with(config, "search", num_slots=slots)
@@ -314,8 +313,11 @@ def sizes(
         """Return (whether no rows fit, cost of a step, rows of a micro-batch, remat)."""
         if wanted:
             trial = _with(config, "model", remat=remat)
-            rows = micro_batch_rows(trial, model_config, mesh, free, platform)
-            possible = [rows] if needed(rows, remat) <= room else []
+            rows = micro_batch_rows(
+                trial, model_config, mesh, free, platform, is_networked=is_networked
+            )
+            # A run keeps the given rows.
+            possible = [rows] if needed(max(rows, wanted), remat) <= room else []
         else:
             rows = options[0]
             possible = [n for n in options if needed(n, remat) <= room]
@@ -330,7 +332,7 @@ def sizes(
     does_not_fit, _, rows, remat = min(found)
     if does_not_fit:
         *_, rows, remat = found[-1]
-    fields[_ROWS] = 0 if not wanted and rows == options[-1] else rows
+    fields[_ROWS] = 0 if not wanted and rows >= config.batch.num_prompts * k else rows
     if config.model.remat == "auto" and remat != remat_of(config):
         fields["model.remat"] = remat
     return fields

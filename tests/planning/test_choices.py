@@ -25,6 +25,8 @@ GPU = types.SimpleNamespace(
     platform="gpu", client=types.SimpleNamespace(platform_version="cuda 12"), process_index=0
 )
 
+ONE = MeshShape()
+
 
 def on_cpu(memory_bytes, **fields):
     given = make_config(LENGTHS | {name.replace("__", "."): x for name, x in fields.items()})
@@ -78,22 +80,66 @@ def test_products_are_kept_where_whole_groups_then_fit():
     assert on_gpu(80 * 2**30)["batch.micro_batch_rows"] == 0
 
 
+def preset(name):
+    """The config of a preset of configs/math.py, and the shape of its model."""
+    config = freeze(runpy.run_path(str(CONFIGS / "math.py"))["get_config"](name))
+    return config, config_json.transformer_config(PUBLISHED[config.model.path])
+
+
+def sizes(config, shape, memory_bytes, mesh=ONE, devices=(GPU,)):
+    return fitting.sizes(
+        config, shape, mesh, devices, memory_bytes, lambda _: 0, shares_devices=False
+    )
+
+
 def test_a_preset_has_fewer_rows_where_their_products_can_be_kept():
     """One group with kept products takes 26 GiB, and all rows without them 27 GiB."""
-    config = freeze(runpy.run_path(str(CONFIGS / "math.py"))["get_config"]("gsm8k"))
-    shape = config_json.transformer_config(PUBLISHED[config.model.path])
-
-    def sizes(free_bytes, **fields):
-        given = replace(config, {name.replace("__", "."): x for name, x in fields.items()})
-        memory_bytes = estimates.held_bytes(given, shape) + free_bytes
-        return fitting.sizes(
-            given, shape, MeshShape(), [GPU], memory_bytes, lambda _: 0, shares_devices=False
-        )
-
+    config, shape = preset("gsm8k")
+    held = estimates.held_bytes(config, shape)
     kept = {"batch.micro_batch_rows": 20, "model.remat": "dots"}
-    assert sizes(40e9) == sizes(40e9, batch__micro_batch_rows=0) == kept
-    assert sizes(40e9, model__remat="layers") == {"batch.micro_batch_rows": 140}
-    assert sizes(20e9) == {"batch.micro_batch_rows": 20}
+    assert sizes(config, shape, held + 40e9) == kept
+    assert sizes(replace(config, {"batch.micro_batch_rows": 0}), shape, held + 40e9) == kept
+    without = replace(config, {"model.remat": "layers"})
+    assert sizes(without, shape, held + 40e9) == {"batch.micro_batch_rows": 140}
+    assert sizes(config, shape, held + 20e9) == {"batch.micro_batch_rows": 20}
+    assert sizes(config, shape, held) == {"batch.micro_batch_rows": 8}
+
+
+def test_given_rows_keep_products_only_if_their_step_then_fits():
+    """A run takes the 64 rows of the preset, whose products need 116 GiB on four devices."""
+    config, shape = preset("math")
+    assert sizes(config, shape, 96 * 2**30, MeshShape(fsdp=4)) == {"batch.micro_batch_rows": 64}
+    kept = {"batch.micro_batch_rows": 64, "model.remat": "dots"}
+    assert sizes(config, shape, 180 * 2**30, MeshShape(fsdp=4)) == kept
+
+
+def test_rows_of_several_updates_fit_the_memory():
+    """Ten prompts for four updates: all of the batch are twelve rows, of which two are empty."""
+    ppo = {"objective.name": "ppo", "objective.scale": None, "objective.minibatches": 4}
+    batch = {"num_prompts": 10, "packed_length": 0, "micro_batch_rows": 0}
+    fields = ppo | {f"batch.{name}": value for name, value in batch.items()}
+    lengths = {"task.max_prompt_tokens": 256, "search.max_new_tokens": 1024}
+    config, shape = preset("gsm8k")
+    config = replace(config, fields | lengths | {"objective.group_size": 8})
+    assert fitting.micro_batch_options(config, 1) == [4, 8, 16, 20, 40, 80]
+    # 20 responses have rows of five, so two rows for each group of eight have two empty places.
+    assert fitting.useful_rows(config, 1) == [4, 8, 16, 40, 80]
+    assert fitting.least_rows(config, 1) == 16  # four rows of four, one for each update
+    found = set()
+    for free in range(12, 100, 4):
+        chosen = sizes(config, shape, estimates.held_bytes(config, shape) + free * 1e9)
+        rows = chosen["batch.micro_batch_rows"] or 80
+        trial = replace(config, {"model.remat": chosen.get("model.remat", "layers")})
+        assert estimates.step_bytes(rows, trial, shape, ONE, "cuda") <= free * 1e9
+        found.add(rows)
+    assert len(found) > 2
+
+
+def test_episodes_that_fork_keep_products_only_of_the_whole_batch():
+    """Their groups need not stay in one micro-batch, so parts of a batch are scored once more."""
+    config = freeze(runpy.run_path(str(CONFIGS / "agent.py"))["get_config"]())
+    rows = config.batch.num_prompts * config.objective.group_size
+    assert fitting.least_rows(config, 1) == rows
 
 
 def test_experts_do_not_keep_products():
@@ -101,23 +147,32 @@ def test_experts_do_not_keep_products():
     shape = dataclasses.replace(SHAPE, num_experts=4, experts_per_token=2)
     given = make_config(LENGTHS | {"model.compute_dtype": "bfloat16"})
 
-    def sizes(shape):
-        return fitting.sizes(
-            given, shape, MeshShape(), [GPU], 80e9, lambda _: 0, shares_devices=False
-        )
-
-    assert sizes(SHAPE)["model.remat"] == "dots" and "model.remat" not in sizes(shape)
+    assert sizes(given, SHAPE, 80e9)["model.remat"] == "dots"
+    assert "model.remat" not in sizes(given, shape, 80e9)
 
 
 def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
     """It carries the weights for each micro-batch; TPU hosts have links."""
-    config = freeze(runpy.run_path(str(CONFIGS / "math.py"))["get_config"]("math"))
-    rows = [fitting.least_rows(config, 4, is_networked=x) for x in (False, True)]
-    assert rows == [16, 128]
+    config, shape = preset("math")
+    config = replace(config, {"batch.micro_batch_rows": 0})
     other = types.SimpleNamespace(**vars(GPU) | {"process_index": 1})
+
+    def chosen(devices, placement="split"):
+        given = replace(config, {"placement": placement})
+        return sizes(given, shape, 100 * 2**30, MeshShape(fsdp=4), devices)
+
+    kept = {"batch.micro_batch_rows": 16, "model.remat": "dots"}
+    assert chosen([GPU] * 8) == chosen([GPU] * 4 + [other] * 4, "whole_hosts") == kept
+    assert chosen([GPU] * 2 + [other] * 2, "pod") == {"batch.micro_batch_rows": 128}
+    # Given rows of packed sequences: seven micro-batches of one group, or two of four, of which one
+    # is empty.
+    config, shape = preset("gsm8k")
+    config = replace(config, {"model.remat": "layers"})
+    for devices, rows in (([GPU] * 2, 20), ([GPU, other], 80)):
+        found = sizes(config, shape, 18e9, MeshShape(fsdp=2), devices)
+        assert found == {"batch.micro_batch_rows": rows}
     tpus = [types.SimpleNamespace(platform="tpu", process_index=i) for i in range(2)]
-    assert fitting.crosses_network([GPU, other])
-    assert not fitting.crosses_network([GPU, GPU]) and not fitting.crosses_network(tpus)
+    assert not fitting.crosses_network(tpus)
 
 
 def test_decode_slots_fit_the_memory():

@@ -254,6 +254,11 @@ def test_kept_products_want_whole_groups_and_many_tokens_at_once(preset, devices
     assert fitting.least_rows(config, devices) == rows
 
 
+def test_devices_that_divide_a_row_want_more_rows_to_keep_products():
+    config = replace(freeze(PRESETS["get_config"]("math")), {"mesh.context": 4})
+    assert fitting.least_rows(config, 4) == 64
+
+
 def test_an_offloaded_optimizer_state_is_the_hosts():
     shape = config_json.transformer_config(PUBLISHED[RHO])
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), MESH_AXES)
