@@ -207,6 +207,7 @@ def test_an_invalid_command_is_refused(monkeypatch, capsys, argument, message):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_billion_parameters_on_a_tpu_slice():
     pytest.importorskip("libtpu")
     done = run(
