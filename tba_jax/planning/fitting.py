@@ -179,11 +179,11 @@ def least_rows(config: Config, num_parts: int, *, is_networked: bool = False) ->
 
 
 def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: bool) -> float:
-    """Return the tokens of a batch that a device computes in all passes, plus those of weights.
+    """Return the cost of a step on one device: tokens, times the passes over the layers.
 
-    With `model.remat=layers` a step has one more pass. Small micro-batches repeat prompts, read the
-    weights more often, and score a group once more that does not fit them. The last micro-batch may
-    have empty rows.
+    Reading the weights costs as much as `_TOKENS_OF_WEIGHTS` for each micro-batch. Small
+    micro-batches repeat prompts, and score each group twice if a group does not fit. The last
+    micro-batch may have empty rows.
     """
     k, p = config.objective.group_size, config.batch.num_prompts
     x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
@@ -200,8 +200,11 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
         at_once = bin_packing.rows_at_once(rows, of_row, multiple)
         num_rows = bin_packing.most_rows(p, pieces, micro_batch_rows=at_once, is_whole=is_whole)
     passes = 3 + (remat == "layers") + (not is_all and not is_whole)
+    passes += config.reference.placement == "trainer"
     tokens = at_once * length / (num_parts * config.mesh.context)
     of_weights = _TOKENS_OF_SENT_WEIGHTS if is_networked else _TOKENS_OF_WEIGHTS
+    if config.lora.rank:  # no gradients of the weights
+        of_weights /= 2
     return passes * num_rows / at_once * (tokens + updates * of_weights)
 
 
@@ -319,11 +322,10 @@ def sizes(
             # A run keeps the given rows.
             possible = [rows] if needed(max(rows, wanted), remat) <= room else []
         else:
-            rows = options[0]
             possible = [n for n in options if needed(n, remat) <= room]
-        if not wanted and platform == "cpu":
-            possible = _with_kept_logits(possible, least, config, model_config) or possible
-        rows = max(possible, default=rows)
+            if platform == "cpu":
+                possible = _with_kept_logits(possible, least, config, model_config) or possible
+            rows = max(possible, default=options[0])
         return not possible, _cost(rows, remat, config, parts, is_networked), rows, remat
 
     # Products of experts are computed again in any case.

@@ -159,11 +159,11 @@ def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
 
     def chosen(devices, placement="split"):
         given = replace(config, {"placement": placement})
-        return sizes(given, shape, 100 * 2**30, MeshShape(fsdp=4), devices)
+        return sizes(given, shape, 140 * 2**30, MeshShape(fsdp=4), devices)
 
-    kept = {"batch.micro_batch_rows": 16, "model.remat": "dots"}
+    kept = {"batch.micro_batch_rows": 32, "model.remat": "dots"}
     assert chosen([GPU] * 8) == chosen([GPU] * 4 + [other] * 4, "whole_hosts") == kept
-    assert chosen([GPU] * 2 + [other] * 2, "pod") == {"batch.micro_batch_rows": 128}
+    assert chosen([GPU] * 2 + [other] * 2, "pod") == {"batch.micro_batch_rows": 256}
     # Given rows of packed sequences: seven micro-batches of one group, or two of four, of which one
     # is empty.
     config, shape = preset("gsm8k")

@@ -245,13 +245,28 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
     [
         ("gsm8k", 1, 20),  # a whole group: fewer rows are scored once more
         ("gsm8k", 8, 80),  # 40 rows: two of seven groups, and five of 1,024 tokens a device
-        ("math", 4, 16),  # a group over four devices, which repeat its prompt
-        ("math", 16, 64),  # 16 rows would be one a device, with a prompt for each
+        ("math", 4, 32),  # 16 rows would be four a device, with a prompt for each four
+        ("math", 16, 128),  # 64 rows also
     ],
 )
 def test_kept_products_want_whole_groups_and_many_tokens_at_once(preset, devices, rows):
     config = freeze(PRESETS["get_config"](preset))
     assert fitting.least_rows(config, devices) == rows
+
+
+def test_a_reference_of_the_trainer_makes_kept_products_save_less():
+    """Then four of five passes remain, instead of three of four."""
+    config = freeze(PRESETS["get_config"]("math"))
+    assert config.reference.placement == "trainer"
+    elsewhere = replace(config, {"reference.placement": "searcher"})
+    assert fitting.least_rows(config, 4) == 32 and fitting.least_rows(elsewhere, 4) == 16
+
+
+def test_small_micro_batches_of_adapters_add_no_gradients_of_the_weights():
+    config = freeze(PRESETS["get_config"]("qwen3_4b"))
+    without = replace(config, {"lora.rank": 0})
+    assert config.lora.rank and fitting.least_rows(config, 4) == 16
+    assert fitting.least_rows(without, 4) == 32
 
 
 def test_devices_that_divide_a_row_want_more_rows_to_keep_products():
