@@ -83,9 +83,7 @@ def test_processes_draw_different_numbers():
 def test_a_failure_has_a_name_a_line_and_costs_no_other_episode(games, text, name, capsys):
     other, bad = begun(games), begun(games)
     bad.turn(text)
-    start = time.monotonic()
     assert answer(bad).failure == name
-    assert time.monotonic() - start < 2.0 + 5.0
     (line,) = capsys.readouterr().err.splitlines()
     assert str(FILE) in line and name in line
     other.turn("a")
