@@ -9,7 +9,7 @@ Invariant: a token's output does not depend on the other tokens, nor on the mesh
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -223,7 +223,6 @@ def _of_rows(
     """
     (n, d), k = rows.shape, config.experts_per_token
     num = leaves["expert_down"].shape[0]
-    weights = chosen.weights
     local = (chosen.numbers - first).reshape(-1)
     local = jnp.where((local >= 0) & (local < num), local, num)
     order = jnp.argsort(local)
@@ -231,22 +230,29 @@ def _of_rows(
     expert = local[order]
     sizes = jnp.sum(local[:, None] == jnp.arange(num)[None], axis=0, dtype=jnp.int32)
 
-    def product(name: str, x: Array) -> Array:
+    def in_groups(x: Array) -> Array:
+        # Rows for experts on other devices are in no group: the products of such rows, and the
+        # gradients through them, are undefined.
+        return x if num == config.num_experts else jnp.where((expert < num)[:, None], x, 0)
+
+    def weighted(x: Array) -> Array:
+        return (x.astype(weights.dtype) * weights).astype(x.dtype)
+
+    def product(name: str, x: Array, of_bias: Callable[[Array], Array] = lambda x: x) -> Array:
         kernel, scale = leaves[name].astype(x.dtype), leaves.get(f"{name}_scale")
-        out = grouped_product(x, kernel, sizes, has_kernel=config.attention != "xla")
+        out = grouped_product(in_groups(x), kernel, sizes, has_kernel=config.attention != "xla")
         if scale is not None:  # `quantized`
             out = (out * scale[expert]).astype(x.dtype)
         bias = leaves.get(f"{name}_bias")
-        return out if bias is None else out + bias.astype(x.dtype)[expert]
+        return in_groups(out if bias is None else out + of_bias(bias.astype(x.dtype)[expert]))
 
     x = _permuted(jnp.repeat(rows, k, axis=0), order, back)
     inner = gated(config.activation, product("expert_gate", x), product("expert_up", x))
-    out = product("expert_down", inner)
-    # Rows for experts on other devices are in no group, and their products are undefined.
-    out = jnp.where((expert < num)[:, None], out, 0)
+    # If the weights multiplied the result of the last product, their gradient would need it.
+    weights = _permuted(chosen.weights.reshape(-1, 1), order, back)
+    out = product("expert_down", weighted(inner), weighted)
     out = _permuted(out, back, order).reshape(n, k, d)
-    wide = weights.dtype
-    return jnp.einsum("nkd,nk->nd", out, weights, preferred_element_type=wide).astype(rows.dtype)
+    return jnp.sum(out, axis=1, dtype=weights.dtype).astype(rows.dtype)
 
 
 @jax.custom_vjp
