@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.devices.placement import Asked, MeshShape, arrange
 
@@ -56,11 +56,19 @@ class Rule(NamedTuple):
         may_replicate: replicate the axis if the mesh axis does not divide its size; otherwise the
             mesh is refused.
         second_axis: mesh axis that divides the parts again, if the mesh has that axis.
+        instead_of: logical axis of the same array whose mesh axes divide this axis too, and not
+            that one, if they divide its size.
     """
 
     mesh_axis: str
     may_replicate: bool
     second_axis: str = ""
+    instead_of: str = ""
+
+    def axes_of(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+        """Return the axes of a mesh that divide the logical axis."""
+        names = (self.mesh_axis, self.second_axis)
+        return tuple(x for x in names if x in mesh.shape) if self.mesh_axis in mesh.shape else ()
 
 
 AXIS_RULES: Mapping[str, Rule] = {
@@ -68,7 +76,9 @@ AXIS_RULES: Mapping[str, Rule] = {
     # a mesh that does not divide them is refused.
     "heads": Rule("model", may_replicate=False),
     "mlp": Rule("model", may_replicate=False),
-    "experts": Rule("expert", may_replicate=False),
+    # Gathered along its first axis an array is contiguous; along another one it would be copied,
+    # since the kernels of experts want rows in order.
+    "experts": Rule("expert", may_replicate=False, instead_of="embed"),
     "embed": Rule("fsdp", may_replicate=False, second_axis=CONTEXT),
     # The checkpoint fixes these sizes: two key/value heads (Qwen2.5-1.5B), 50,257 tokens (GPT-2).
     # If a mesh does not divide them, every device keeps them all.
@@ -258,24 +268,30 @@ def partition_spec(
     Raises:
         ValueError: two axes of the array map to one mesh axis, or a size does not divide.
     """
+    sizes = {axis: n for axis, n in zip(axes, shape, strict=True) if axis and axis in rules}
+    divides = {axis: rules[axis].axes_of(mesh) for axis in sizes}
+    for axis, size in sizes.items():
+        if (other := rules[axis].instead_of) in divides:
+            names = divides[axis] + divides[other]
+            if size % math.prod(mesh.shape[name] for name in names) == 0:
+                divides |= {axis: names, other: ()}
     spec: list[str | tuple[str, ...] | None] = []
     for axis, size in zip(axes, shape, strict=True):
-        rule = rules.get(axis) if axis else None
-        if rule is None or rule.mesh_axis not in mesh.shape:
+        names = divides.get(axis, ()) if axis else ()
+        if axis is None or not names:
             spec.append(None)
             continue
-        names = (rule.mesh_axis, rule.second_axis)[: 1 + (rule.second_axis in mesh.shape)]
         parts = math.prod(mesh.shape[name] for name in names)
-        if size % parts and not rule.may_replicate:
-            sizes = [n for n in range(1, size + 1) if size % n == 0 and n <= 256]
+        if size % parts and not rules[axis].may_replicate:
+            possible = [n for n in range(1, size + 1) if size % n == 0 and n <= 256]
             raise ValueError(
                 f"axis {axis!r} of size {size} cannot be divided over {parts} devices of the mesh "
-                f"axis {' x '.join(map(repr, names))}. Set that axis to one of {sizes}"
+                f"axis {' x '.join(map(repr, names))}. Set that axis to one of {possible}"
             )
         entry = names[0] if len(names) == 1 else names
         if entry in spec:
             raise ValueError(
-                f"axes {tuple(axes)}: the mesh axis {rule.mesh_axis!r} would divide both "
+                f"axes {tuple(axes)}: the mesh axis {names[0]!r} would divide both "
                 f"{axes[spec.index(entry)]!r} and {axis!r}. Change one of these rules "
                 "in AXIS_RULES"
             )

@@ -133,10 +133,13 @@ def _gather(x: Array, stored: NamedSharding, is_end: bool) -> Array:
 
 
 def _gathered(stored: NamedSharding) -> NamedSharding:
-    rule = AXIS_RULES["embed"]
-    divided = rule.mesh_axis, (rule.mesh_axis, rule.second_axis)
-    spec = PartitionSpec(*(None if name in divided else name for name in stored.spec))
-    return NamedSharding(stored.mesh, spec)
+    gathered = AXIS_RULES["embed"].axes_of(stored.mesh)
+
+    def kept(entry: Any) -> tuple[str, ...]:
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        return tuple(name for name in names if name not in gathered)
+
+    return NamedSharding(stored.mesh, PartitionSpec(*(kept(x) or None for x in stored.spec)))
 
 
 def _gather_fwd(x: Array, stored: NamedSharding, is_end: bool) -> tuple[Array, None]:

@@ -57,6 +57,22 @@ def test_heads_that_do_not_divide_are_refused():
         partition_spec(("embed", "heads", "head_dim"), (16, 6, 8), mesh(model=4))
 
 
+@pytest.mark.parametrize(
+    ("num", "sizes", "wanted"),
+    [
+        (8, {"fsdp": 4}, ("fsdp", None)),
+        (8, {"fsdp": 4, "expert": 2}, (("expert", "fsdp"), None)),
+        (4, {"fsdp": 4, "expert": 2}, ("expert", "fsdp")),  # eight parts of four experts
+        (6, {"fsdp": 4}, (None, "fsdp")),
+        (8, {"fsdp": 2, "context": 2}, (("fsdp", "context"), None)),
+        (8, {"model": 2}, (None, None)),
+    ],
+)
+def test_whole_experts_are_divided_over_fsdp_where_their_number_permits(num, sizes, wanted):
+    found = partition_spec(("layers", "experts", "embed"), (3, num, 16), mesh(**sizes))
+    assert found == P(None, *wanted)
+
+
 def test_one_mesh_axis_never_divides_an_array_twice():
     rules = {**AXIS_RULES, "embed": Rule("model", may_replicate=True)}
     with pytest.raises(ValueError, match="axis 'model' would divide both 'vocab' and 'embed'"):
