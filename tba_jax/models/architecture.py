@@ -106,7 +106,7 @@ class TransformerConfig:
         shared_size: inner width of a dense MLP that every token passes in addition to its experts;
             the sigmoid of a projection multiplies the output. 0: no such MLP.
         float32_head: whether the output matrix is float32 and multiplies states in float32.
-        attention: implementation of attention: auto, the fastest measured one of the platform; xla,
+        attention: implementation of attention: auto, chosen by platform and dtype; xla,
             without kernels; tpu_kernel, kernels for TPU.
     """
 

@@ -26,7 +26,10 @@ MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softma
 PART_BYTES = 2**29
 """Largest array of scores in `attend_part`."""
 
-Implementation = Literal["xla", "xla_tpu", "cudnn", "tpu_kernel"]
+LEAST_SPLASH = 256
+"""Least number of positions for which `splash`, whose blocks have at least 128, is chosen."""
+
+Implementation = Literal["xla", "xla_tpu", "cudnn", "splash", "tpu_kernel"]
 """Implementation of attention.
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
@@ -37,8 +40,10 @@ cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfl
     Rows of several sequences use a mask of two bytes per pair of positions, the same for all heads.
     One token over a cache uses `decode_kernel`: cuDNN needs another layout, and the copy would cost
     more than the attention.
-tpu_kernel: `splash` for whole sequences, `attention_kernels` for one token; not measured on a TPU,
-    so never chosen automatically.
+splash: JAX's splash attention for TPU (`splash`) of whole sequences of at least 256 positions; the
+    einsum for others, and for one token over a cache.
+tpu_kernel: as splash, and `attention_kernels` for one token over a cache. That kernel was not
+    measured on a TPU, so it is never chosen automatically.
 """
 
 
@@ -70,14 +75,18 @@ class Scores(NamedTuple):
         head_dim: int,
         *,
         is_step: bool = False,
+        length: int = LEAST_SPLASH,
         sharding: NamedSharding | None = None,
     ) -> Implementation:
         """Return the implementation, or the einsum if its kernels do not support these arguments.
+
+        Of whole sequences, tpu_kernel becomes splash, and splash of short ones the einsum.
 
         Args:
             implementation: return value of `choose`.
             head_dim: columns of a head.
             is_step: whether queries are one new token over a cache.
+            length: number of positions that the last query sees.
             sharding: sharding of keys and values as a cache on a mesh; None: one device, or each
                 device calls the kernel for its own part.
         """
@@ -85,11 +94,13 @@ class Scores(NamedTuple):
             return "xla"
         columns = head_dim if self.sinks is None else head_dim + cudnn.SINK_COLUMNS
         is_flash = implementation == "cudnn" and not is_step and columns <= cudnn.MOST_COLUMNS
-        if self.cap is None and (is_flash or (self.window is None and self.sinks is None)):
-            return implementation
-        if implementation in ("xla", "xla_tpu"):
-            return implementation
-        return "xla_tpu" if implementation == "tpu_kernel" and not is_step else "xla"
+        is_allowed = self.cap is None and (is_flash or (self.window is None and self.sinks is None))
+        if implementation in ("splash", "tpu_kernel"):
+            if is_step:
+                return "tpu_kernel" if is_allowed and implementation == "tpu_kernel" else "xla"
+            is_long = implementation == "tpu_kernel" or length >= LEAST_SPLASH
+            return "splash" if is_allowed and is_long else "xla_tpu"
+        return implementation if is_allowed or implementation == "xla_tpu" else "xla"
 
 
 PLAIN = Scores()
@@ -193,7 +204,9 @@ def attend_causal(
         implementation: return value of `choose`.
         sharding: sharding of keys and values as a cache [b g s e] on a mesh; None: one device.
     """
-    implementation = scores.allowed(implementation, q.shape[-1], sharding=sharding)
+    implementation = scores.allowed(
+        implementation, q.shape[-1], length=q.shape[1], sharding=sharding
+    )
     if implementation == "cudnn":
         if visible.segments is not None or scores.needs_mask:
             seen = visible.seen(scores.window)
@@ -201,7 +214,7 @@ def attend_causal(
         return cudnn.attend_rows(
             q, k, v, visible.mask, visible.first, window=scores.window, sinks=scores.sinks
         )
-    if implementation == "tpu_kernel":
+    if implementation == "splash":
         # Imported here: only a TPU needs Pallas, and the import takes a third of a second.
         from tba_jax.models import splash
 
@@ -222,8 +235,9 @@ def choose(
     """Return the implementation of attention for a program.
 
     Args:
-        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU that supports it, else xla. On
-            a TPU, xla becomes xla_tpu.
+        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU that supports it, splash on a
+            TPU for 16-bit numbers and heads of at least 64 columns, else xla. On a TPU, xla becomes
+            xla_tpu.
         platform: platform that the program is compiled for.
         dtype: dtype of queries, keys and values.
         head_dim: e.
@@ -245,6 +259,14 @@ def choose(
     fits = is_narrow and head_dim % 8 == 0 and head_dim <= cudnn.MOST_COLUMNS
     if platform == "cuda" and fits:
         return "cudnn"
+    if (
+        platform == "tpu"
+        and wanted == "auto"
+        and is_narrow
+        and head_dim % 8 == 0
+        and head_dim >= 64
+    ):
+        return "splash"
     if wanted == "cudnn":
         raise ValueError(
             f"attention implementation 'cudnn' got {jnp.dtype(dtype)} queries of head_dim "
@@ -302,7 +324,7 @@ def attend_part(
         visible: visibility of keys in whole rows.
         first: index of the first query.
         scores: as in `attend_causal`.
-        implementation: "tpu_kernel" is not supported.
+        implementation: "splash" is not supported.
     """
     (b, t, g, r, _), s = q.shape, k.shape[1]
     if implementation == "cudnn" and t % 2 == 0:  # cuDNN's gradient needs even lengths

@@ -32,9 +32,10 @@ class ModelSettings(Section):
     )
     attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",
-        "auto: flash attention of cuDNN and kernels for decoding and experts on NVIDIA GPUs, else "
-        "xla; xla: no kernels on any platform, to rule out a kernel as cause of an error; "
-        "tpu_kernel: splash attention and a decode kernel on TPUs, not measured yet",
+        "auto: on NVIDIA GPUs flash attention of cuDNN and kernels for decoding and experts, on "
+        "TPUs splash attention, in bfloat16; else xla; xla: no kernels on any platform, to rule "
+        "out a kernel as cause of an error; tpu_kernel: also a decode kernel on TPUs, not measured "
+        "yet",
         on_resume=True,
     )
     float32_head: bool = field(

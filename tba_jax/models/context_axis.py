@@ -107,14 +107,14 @@ def attend_causal(
         return attention.attend_causal(q, k, v, visible, **how)
     _, heads = sharding.spec
     n = num_parts(mesh)
-    implementation = scores.allowed(implementation, q.shape[-1])
+    implementation = scores.allowed(implementation, q.shape[-1], length=n * q.shape[1])
     kernel, of_kernel = None, None
-    if implementation == "tpu_kernel" and visible.prompts is None and q.shape[1] % 256 == 0:
+    if implementation == "splash" and visible.prompts is None and q.shape[1] % 256 == 0:
         from tba_jax.models import splash
 
         num_heads = q.shape[2] * q.shape[3] // (1 if heads is None else mesh.shape[heads])
         kernel, of_kernel = splash.balanced_kernel(num_heads, n * q.shape[1], mesh)
-    elif implementation == "tpu_kernel":
+    elif implementation == "splash":
         implementation = "xla_tpu"
 
     def on_device(

@@ -13,6 +13,9 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+VISIBLE_SCOPE = "visible_pairs_in_1000_"
+"""Start of the scope's name of splash kernels, before the share of visible pairs, for plans."""
+
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
     """Return the mesh axes of rows and key/value heads of a cache [n g c e].

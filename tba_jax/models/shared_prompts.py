@@ -233,12 +233,13 @@ def attend_after(
         q, k, v: queries, keys and values of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
         scores: as in `attention.attend_causal`.
-        implementation: xla: two parts, without repetition; tpu_kernel: one mask, without
+        implementation: xla: two parts, without repetition; splash: one mask, without
             repetition; cudnn: one row per response.
         sharding: sharding of keys and values as a cache [b g x e] on a mesh; None: one device.
     """
-    implementation = scores.allowed(implementation, q.shape[-1], sharding=sharding)
-    if implementation == "tpu_kernel":
+    length = seen.keys.shape[1] + q.shape[2]
+    implementation = scores.allowed(implementation, q.shape[-1], length=length, sharding=sharding)
+    if implementation == "splash":
         from tba_jax.models import splash  # the import takes a third of a second
 
         return splash.attend_after(q, k, v, *seen, sharding)

@@ -5,8 +5,8 @@ Visibility follows from shapes (causal, or responses after their prompt) and seg
 from a mask of pairs if these do not suffice. The gradient is that of the library. Invariant: the
 results are those of `attention.attend`, whatever the padding contains.
 
-The module compiles for TPU and is checked in interpret mode, but not measured on a TPU, so it is
-never chosen automatically. On other devices it runs interpreted: correct and very slow.
+The module compiles for TPU and is checked in interpret mode, but not measured on a TPU. On other
+devices it runs interpreted: correct and very slow.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.devices.sharding import CONTEXT
-from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
+from tba_jax.models.per_shard import VISIBLE_SCOPE, cache_axes, per_shard, tpu_or_interpreter
 
 _LANES = 128  # lanes of a vector register; splash needs blocks of multiples of this number
 # Maximum queries and keys per block. With a mask of pairs it is smaller: sequences of a packed row
@@ -134,7 +134,8 @@ def attend_part(
         def row(q: Array, k: Array, v: Array, *segments: Array) -> Any:
             return own(q, k, v, splash.SegmentIds(*segments))
 
-        return jax.vmap(row)(q, k, v, *segments)
+        with jax.named_scope(f"{VISIBLE_SCOPE}500"):
+            return jax.vmap(row)(q, k, v, *segments)
 
     heads = (jnp.swapaxes(x, 1, 2) for x in (_rows_of_heads(q), k, v))
     segments = (x.astype(jnp.int32) for x in (of_queries, of_keys))
@@ -167,6 +168,7 @@ def _splash_causal(
         splash.SegmentIds(segments, segments),
         splash_mask.CausalMask((size, size)),
         (block, block),
+        0.5,
     )
     return out[:, : q.shape[1]].reshape(q.shape)
 
@@ -201,6 +203,7 @@ def _splash_after(
         splash.SegmentIds(of_queries, jnp.concatenate([of_queries, of_prompt], axis=1)),
         _AfterPrompt(own, prompt, t),
         (block, of_keys),
+        (t / 2 + prompt) / (own + prompt),
     )
     return out[:, : c * t].reshape(q.shape)
 
@@ -247,6 +250,7 @@ def _splash_rows(
     segments: splash.SegmentIds,
     mask: splash_mask.Mask,
     blocks: tuple[int, int],
+    visible_share: float,
 ) -> Float[Array, "b s h e"]:
     """Attend with a static mask [s c], the same for all rows; queries see only their segment."""
 
@@ -258,7 +262,8 @@ def _splash_rows(
         def row(q: Array, k: Array, v: Array, *segments: Array) -> Any:
             return kernel(q, k, v, splash.SegmentIds(*segments))
 
-        return jax.vmap(row)(q, k, v, *segments)
+        with jax.named_scope(f"{VISIBLE_SCOPE}{1000 * visible_share:.0f}"):
+            return jax.vmap(row)(q, k, v, *segments)
 
     heads = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     return jnp.swapaxes(tpu_or_interpreter(run, *heads, *segments), 1, 2)

@@ -128,10 +128,11 @@ def step_bytes(
         scores = min(scores, 4.0 * attention.PART_BYTES)
     # JAX does not divide cuDNN's attention over a mesh that keeps key/value heads whole.
     is_divided = mesh.context > 1 or model_config.num_kv_heads % mesh.model == 0
-    is_flash = chosen == "tpu_kernel" or (chosen == "cudnn" and is_divided)
-    if is_flash and all(x.allowed(chosen, model_config.head_dim) == chosen for x in of_scores):
+    length = row or x + t
+    found = {y.allowed(chosen, model_config.head_dim, length=length) for y in of_scores}
+    if found == {"splash"} or (found == {"cudnn"} and is_divided):
         has_mask = row or any(x.needs_mask for x in of_scores)
-        scores = 2 * size * responses * (row or x + t) ** 2 / mesh.context if has_mask else 0.0
+        scores = 2 * size * responses * length**2 / mesh.context if has_mask else 0.0
     table = size * model_config.vocab_size * model_config.hidden_size / mesh.model
     of_params = 0.0
     if not config.lora.rank:

@@ -2,8 +2,9 @@
 """FLOPs of the matrix products of an instruction of HLO text, two per multiply-add.
 
 Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS, cuDNN and
-`models.grouped_kernel`. The FLOPs of cuDNN attention follow from its shapes: two products in the
-forward pass and five in the backward pass, of which a causal mask leaves half.
+`models.grouped_kernel`. The FLOPs of flash attention follow from its shapes: two products in the
+forward pass and five (cuDNN) or seven (splash) in the backward pass, of which a causal mask leaves
+half. Splash attention names the share of pairs that it computes, unless its mask is data.
 
 Invariant: a call whose FLOPs are unknown is named in the result.
 """
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tba_jax.models.per_shard import VISIBLE_SCOPE
 from tba_jax.planning.hlo_text import FREE_CALLS, Instruction, braces, numbers, target
 
 
@@ -40,6 +42,8 @@ def _call_flops(x: Instruction, body: Mapping[str, Instruction]) -> tuple[float,
     if "/grouped_" in x.attributes:  # `grouped_kernel`, if all rows are in groups
         rows = body[x.operands[-2]].arrays[0]
         return 2.0 * rows.num_elements * x.arrays[0].dims[-1], ()
+    if "/splash_m" in x.attributes:
+        return _splash_flops(x, body), ()
     if name.startswith("__cudnn$fmha"):
         return _attention_flops(x, body), ()
     contracting = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
@@ -58,6 +62,16 @@ def _attention_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
     products = 5 if target(x).endswith("Backward") else 2
     seen = 0.5 if re.search(r'"mask_type":\s*"(PADDING_)?CAUSAL', x.attributes) else 1.0
     return seen * products * 2.0 * num_scores * body[x.operands[0]].arrays[0].dims[-1]
+
+
+def _splash_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
+    """Return the FLOPs of splash attention of a share of all pairs; of all, if it is unknown."""
+    arrays = [array for name in x.operands for array in body[name].arrays]
+    q, k = [a for a in arrays if len(a.dims) > 2 and a.dtype in ("bf16", "f16", "f32")][:2]
+    products = 3 if "splash_mha_dq" in x.attributes else 4 if "_dkv" in x.attributes else 2
+    found = re.findall(VISIBLE_SCOPE + r"(\d+)", x.attributes)
+    share = int(found[-1]) / 1000 if found else 1.0
+    return share * products * 2.0 * q.num_elements * k.dims[-2]
 
 
 def _convolution_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:

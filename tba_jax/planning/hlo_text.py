@@ -26,6 +26,7 @@ FREE_CALLS = frozenset(
         "Sharding",
         "SPMDFullToShardShape",
         "SPMDShardToFullShape",
+        "ZeroCrop",
     )
 )
 """Calls that neither move nor compute data: markers of compilers, and host-side bookkeeping."""

@@ -94,8 +94,8 @@ PRESETS = {
             "rollout_dtype": "bfloat16",
         },
         # Prompts and responses are far shorter than their limits, so most of a padded row would be
-        # padding; eight rows at a time bound the attention scores (1 GiB of a layer, 32 heads).
-        # A question is computed once for the answers that fit behind it.
+        # padding. A question is computed once for the answers that fit behind it. Eight rows at a
+        # time suit a device that must materialise the attention scores (1 GiB in each layer).
         "batch": {"num_prompts": 7, "packed_length": 1024, "micro_batch_rows": 8},
         "objective": {
             "group_size": 20,
@@ -179,6 +179,8 @@ for _lag in (2, 10):
 _ONE_DEVICE = {"placement": "shared", "num_searchers": 1, "mesh": {}}
 _ADAPTERS = {"lora": {"rank": 32}}
 _FROZEN = {"param_dtype": "bfloat16"}  # as published; adapters are float32
+# A micro-batch gathers the matrices of all experts once (docs/results/experts.md).
+_MANY_ROWS = {"batch": {**_MATH["batch"], "micro_batch_rows": 128}}
 # Data is at most two steps old.
 _REPLAY = {"router_replay": _MATH["replay"]["max_staleness"] + 1}
 for _name, _path, _of_model, _changes in (
@@ -186,7 +188,7 @@ for _name, _path, _of_model, _changes in (
     ("qwen3_4b", "Qwen/Qwen3-4B", _FROZEN, _ONE_DEVICE | _ADAPTERS),
     ("gemma_3_12b", "google/gemma-3-12b-it", {}, {}),
     ("gpt_oss_20b", "openai/gpt-oss-20b", _FROZEN | _REPLAY, _ADAPTERS),
-    ("qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B", _FROZEN | _REPLAY, _ADAPTERS),
+    ("qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B", _FROZEN | _REPLAY, _ADAPTERS | _MANY_ROWS),
 ):
     PRESETS[_name] = {
         **_MATH,

@@ -240,21 +240,35 @@ def test_cudnn_is_refused_by_name_where_it_cannot_run():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "chosen"),
+    ("dtype", "head_dim", "on_cuda", "on_tpu"),
     [
-        (jnp.bfloat16, 64, "cudnn"),
-        (jnp.float16, 128, "cudnn"),
-        (jnp.float32, 64, "xla"),
-        (jnp.bfloat16, 12, "xla"),
-        (jnp.bfloat16, 256, "xla"),
+        (jnp.bfloat16, 64, "cudnn", "splash"),
+        (jnp.float16, 128, "cudnn", "splash"),
+        (jnp.float32, 64, "xla", "xla_tpu"),
+        (jnp.bfloat16, 12, "xla", "xla_tpu"),
+        (jnp.bfloat16, 32, "cudnn", "xla_tpu"),
+        (jnp.bfloat16, 256, "xla", "splash"),
     ],
 )
-def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(dtype, head_dim, chosen):
-    assert attention.choose("auto", "cuda", dtype, head_dim) == chosen
+def test_auto_is_flash_attention_where_the_platform_has_it(dtype, head_dim, on_cuda, on_tpu):
+    assert attention.choose("auto", "cuda", dtype, head_dim) == on_cuda
+    assert attention.choose("auto", "tpu", dtype, head_dim) == on_tpu
+    assert attention.choose("xla", "tpu", dtype, head_dim) == "xla_tpu"
     for platform in ("any", "cpu", "rocm"):
         assert attention.choose("auto", platform, dtype, head_dim) == "xla"
-    for wanted in ("auto", "xla"):
-        assert attention.choose(wanted, "tpu", dtype, head_dim) == "xla_tpu"
+
+
+def test_splash_is_for_whole_sequences_of_at_least_two_blocks():
+    for name, length, wanted in (
+        ("splash", 255, "xla_tpu"),
+        ("splash", 256, "splash"),
+        ("tpu_kernel", 1, "splash"),
+        ("cudnn", 1, "cudnn"),
+    ):
+        assert attention.PLAIN.allowed(name, 64, length=length) == wanted
+    steps = {"splash": "xla", "tpu_kernel": "tpu_kernel", "xla_tpu": "xla_tpu", "cudnn": "cudnn"}
+    for name, wanted in steps.items():
+        assert attention.PLAIN.allowed(name, 64, is_step=True) == wanted
 
 
 def test_the_key_that_stands_for_sinks_has_16_bits_of_them():
@@ -275,7 +289,9 @@ def test_kernels_get_only_scores_that_they_support():
         ("cudnn", attention.Scores(4, sinks=sinks), 120, "cudnn"),
         ("cudnn", attention.Scores(4, sinks=sinks), 128, "xla"),
         ("cudnn", attention.Scores(cap=30.0), 64, "xla"),
-        ("tpu_kernel", attention.PLAIN, 256, "tpu_kernel"),
+        ("splash", attention.PLAIN, 256, "splash"),
+        ("tpu_kernel", attention.PLAIN, 256, "splash"),
+        ("splash", attention.Scores(sinks=sinks), 64, "xla_tpu"),
         ("tpu_kernel", attention.Scores(sinks=sinks), 64, "xla_tpu"),
         ("xla", attention.Scores(4), 64, "xla"),
     ):

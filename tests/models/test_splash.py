@@ -18,6 +18,7 @@ from tba_jax.devices.site import Site, any_device
 from tba_jax.models import attention, shared_prompts, splash, transformer
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.planning import chips
+from tba_jax.planning.hlo_cost import program_cost
 
 G, R = 2, 2
 
@@ -169,7 +170,6 @@ def compiled_layers(topology, head_dim, apply):
         num_kv_heads=1,
         head_dim=head_dim,
         mlp_size=128,
-        attention="tpu_kernel",
     )
     where = SingleDeviceSharding(chips.parse_topology(topology).devices()[0])
     params = jax.tree.map(
@@ -185,7 +185,9 @@ def compiled_layers(topology, head_dim, apply):
     def loss(params):
         return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(apply(params, **kwargs)))
 
-    return jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    assert program_cost(text).uncounted == ()
+    return text
 
 
 TOPOLOGIES = pytest.mark.parametrize(
@@ -195,6 +197,7 @@ TOPOLOGIES = pytest.mark.parametrize(
         ("v5p:2x2x1", 80),
         ("v6e:2x2", 96),
         ("v6e:2x2", 128),
+        ("v5e:2x2", 256),
     ],
 )
 needs_libtpu = pytest.mark.skipif(
@@ -208,7 +211,7 @@ needs_libtpu = pytest.mark.skipif(
 @TOPOLOGIES
 def test_layers_behind_a_shared_prompt_compile_for_tpus(topology, head_dim):
     """Three kernels for the prompts and three for the responses; no scores in memory."""
-    b, c, x, t = 2, 4, 192, 384
+    b, c, x, t = 2, 4, 320, 384
 
     def apply(params, **kwargs):
         tokens = (jnp.zeros(shape, jnp.int32) for shape in ((b, x), (b, c, t)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tba_jax.models.per_shard import VISIBLE_SCOPE
 from tba_jax.planning import chips
 from tba_jax.planning.hlo_cost import program_cost
 
@@ -147,6 +148,30 @@ frontend_attributes={kernel_metadata={
 }}, metadata={op_name="splash"}
   ROOT %y = f32[128,128]{1,0} dot(%kernel, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }"""
+
+
+SPLASH = """HloModule m
+ENTRY %main (b: s8[1,4,4], q: bf16[8,256,64], k: bf16[2,512,64]) -> bf16[8,256,64] {
+  %b = s8[1,4,4]{2,1,0} parameter(0)
+  %q = bf16[8,256,64]{2,1,0} parameter(1)
+  %k = bf16[2,512,64]{2,1,0} parameter(2)
+  ROOT %out = bf16[8,256,64]{2,1,0} custom-call(%b, %q, %k, %k), \
+custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/SCOPEsplash_mha_PHASE/pallas_call"}
+}"""
+
+
+@pytest.mark.parametrize(
+    ("scope", "share"), [("", 1.0), (f"{VISIBLE_SCOPE}500/jit(_splash_attention)/", 0.5)]
+)
+@pytest.mark.parametrize(
+    ("phase", "products"), [("fwd_residuals", 2), ("dq_no_residuals", 3), ("dkv_no_residuals", 4)]
+)
+def test_splash_attention_costs_the_products_of_the_pairs_that_it_computes(
+    scope, share, phase, products
+):
+    found = program_cost(SPLASH.replace("SCOPE", scope).replace("PHASE", phase))
+    assert found.flops == share * products * 2 * 8 * 256 * 512 * 64
+    assert found.uncounted == ()
 
 
 def test_what_stands_behind_a_kernel_of_several_lines_is_counted():

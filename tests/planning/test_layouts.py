@@ -126,16 +126,21 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
     topology, config = chips.parse_topology("v5e:2x4"), freeze(PRESETS["get_config"]("gsm8k"))
     shape = config_json.transformer_config(PUBLISHED[RHO])
 
-    def rows(hbm_bytes, **changes):
-        given = replace(config, {f"batch.{name}": value for name, value in changes.items()})
+    def rows(hbm_bytes, attention="auto", **changes):
+        fields = {f"batch.{name}": value for name, value in changes.items()}
+        given = replace(config, fields | {"model.attention": attention})
         chosen, _ = layouts.choose(given, shape, topology.devices(), hbm_bytes)
         return chosen.batch.micro_batch_rows, chosen.search.num_slots
 
     everything = topology.chip.hbm_bytes
-    assert rows(everything, packed_length=0) == (8 * 20, 0)
-    assert rows(12e9, packed_length=0) == (8 * 10, 36)
-    assert rows(everything, packed_length=0, share_prompts=False) == (8, 0)
-    assert rows(everything) == (4 * 20, 0) and rows(12.6e9) == (2 * 20, 36)
+    for attention in ("auto", "xla"):
+        assert rows(everything, attention, packed_length=0) == (8 * 20, 0)
+        assert rows(everything, attention, packed_length=0, share_prompts=False) == (8, 0)
+    # The einsum materialises scores.
+    assert rows(12e9, packed_length=0) == (8 * 20, 36)
+    assert rows(12e9, "xla", packed_length=0) == (8 * 10, 36)
+    assert rows(everything) == (144, 0) and rows(12.6e9) == (4 * 20, 36)
+    assert rows(everything, "xla") == (4 * 20, 0) and rows(12.6e9, "xla") == (2 * 20, 36)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +219,10 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
         return fitting.micro_batch_rows(given, shape, mesh, free_bytes, platform)
 
     assert rows(70e9) == 7 * 20 and rows(12e9) == 20 and rows(6e9) == 8
-    assert rows(70e9, "tpu") == 140 and rows(30e9) == 140 and rows(30e9, "tpu") == 20
+    by_einsum = {"model.attention": "xla"}
+    for platform in ("cuda", "tpu"):
+        assert rows(70e9, platform) == rows(30e9, platform) == 140
+        assert rows(30e9, platform, **by_einsum) == 20
     # With 40 rows, the last of four micro-batches has one group; with 60, of three.
     assert fitting.useful_rows(config, 1) == [1, 2, 4, 8, 16, 20, 140]
     # 20 rows are five on each of four devices, which read the weights for few tokens.
