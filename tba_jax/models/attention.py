@@ -90,8 +90,8 @@ class Scores(NamedTuple):
             sharding: sharding of keys and values as a cache on a mesh; None: one device, or each
                 device calls the kernel for its own part.
         """
-        if implementation == "cudnn" and not _divides_heads_alike(sharding):
-            return "xla"
+        if implementation in ("cudnn", "splash") and not _divides_heads_alike(sharding):
+            return "xla" if implementation == "cudnn" else "xla_tpu"
         columns = head_dim if self.sinks is None else head_dim + cudnn.SINK_COLUMNS
         is_flash = implementation == "cudnn" and not is_step and columns <= cudnn.MOST_COLUMNS
         is_allowed = self.cap is None and (is_flash or (self.window is None and self.sinks is None))
@@ -109,7 +109,8 @@ PLAIN = Scores()
 def _divides_heads_alike(sharding: NamedSharding | None) -> bool:
     """Return whether a mesh divides key/value heads into as many parts as query heads.
 
-    JAX refuses to compile cuDNN's attention if queries, keys and values are divided differently.
+    If they are divided differently, JAX refuses to compile cuDNN's attention, and each device would
+    compute splash attention of all heads.
     """
     if sharding is None:
         return True

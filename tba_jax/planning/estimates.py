@@ -126,11 +126,11 @@ def step_bytes(
     of_scores = [scores_of(kind, model_config, sinks) for kind in model_config.pattern]
     if mesh.context > 1:
         scores = min(scores, 4.0 * attention.PART_BYTES)
-    # JAX does not divide cuDNN's attention over a mesh that keeps key/value heads whole.
+    # A mesh that keeps key/value heads whole does not divide flash attention.
     is_divided = mesh.context > 1 or model_config.num_kv_heads % mesh.model == 0
     length = row or x + t
     found = {y.allowed(chosen, model_config.head_dim, length=length) for y in of_scores}
-    if found == {"splash"} or (found == {"cudnn"} and is_divided):
+    if is_divided and found in ({"splash"}, {"cudnn"}):
         has_mask = row or any(x.needs_mask for x in of_scores)
         scores = 2 * size * responses * length**2 / mesh.context if has_mask else 0.0
     table = size * model_config.vocab_size * model_config.hidden_size / mesh.model

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.lowering import weight_shardings
@@ -256,6 +257,18 @@ def test_auto_is_flash_attention_where_the_platform_has_it(dtype, head_dim, on_c
     assert attention.choose("xla", "tpu", dtype, head_dim) == "xla_tpu"
     for platform in ("any", "cpu", "rocm"):
         assert attention.choose("auto", platform, dtype, head_dim) == "xla"
+
+
+def test_flash_attention_needs_a_mesh_that_divides_all_heads_alike():
+    """With whole key/value heads each device would compute all heads, or the program be refused."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    for spec, names in (
+        (PartitionSpec(None, "model"), ("splash", "cudnn", "splash")),
+        (PartitionSpec(None, None), ("xla_tpu", "xla", "splash")),
+    ):
+        sharding = NamedSharding(mesh, spec)
+        for asked, wanted in zip(("splash", "cudnn", "tpu_kernel"), names, strict=True):
+            assert attention.PLAIN.allowed(asked, 64, sharding=sharding) == wanted
 
 
 def test_splash_is_for_whole_sequences_of_at_least_two_blocks():
