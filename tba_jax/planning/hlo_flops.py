@@ -68,7 +68,9 @@ def _splash_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
     """Return the FLOPs of splash attention of a share of all pairs; of all, if it is unknown."""
     arrays = [array for name in x.operands for array in body[name].arrays]
     q, k = [a for a in arrays if len(a.dims) > 2 and a.dtype in ("bf16", "f16", "f32")][:2]
-    products = 3 if "splash_mha_dq" in x.attributes else 4 if "_dkv" in x.attributes else 2
+    # The metadata of every kernel name the block sizes of all three.
+    phase = re.findall(r"/splash_m[a-z]+_(fwd|dq|dkv)", x.attributes)[-1]
+    products = {"fwd": 2, "dq": 3, "dkv": 4}[phase]
     found = re.findall(VISIBLE_SCOPE + r"(\d+)", x.attributes)
     share = int(found[-1]) / 1000 if found else 1.0
     return share * products * 2.0 * q.num_elements * k.dims[-2]

@@ -156,7 +156,9 @@ ENTRY %main (b: s8[1,4,4], q: bf16[8,256,64], k: bf16[2,512,64]) -> bf16[8,256,6
   %q = bf16[8,256,64]{2,1,0} parameter(1)
   %k = bf16[2,512,64]{2,1,0} parameter(2)
   ROOT %out = bf16[8,256,64]{2,1,0} custom-call(%b, %q, %k, %k), \
-custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/SCOPEsplash_mha_PHASE/pallas_call"}
+custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q_dkv\\": 512, \\"block_q_dq\\": 512}"
+}}, metadata={op_name="jit(f)/SCOPEsplash_mha_PHASE/pallas_call"}
 }"""
 
 
