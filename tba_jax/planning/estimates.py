@@ -130,6 +130,8 @@ def step_bytes(
     is_divided = mesh.context > 1 or model_config.num_kv_heads % mesh.model == 0
     length = row or x + t
     found = {y.allowed(chosen, model_config.head_dim, length=length) for y in of_scores}
+    if mesh.context > 1 and (config.batch.share_prompts or length % (256 * mesh.context)):
+        found -= {"splash"}  # `context_axis.attend_causal` replaces it by the einsum
     if is_divided and found in ({"splash"}, {"cudnn"}):
         has_mask = row or any(x.needs_mask for x in of_scores)
         scores = 2 * size * responses * length**2 / mesh.context if has_mask else 0.0

@@ -4,7 +4,8 @@
 Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS, cuDNN and
 `models.grouped_kernel`. The FLOPs of flash attention follow from its shapes: two products in the
 forward pass and five (cuDNN) or seven (splash) in the backward pass, of which a causal mask leaves
-half. Splash attention names the share of pairs that it computes, unless its mask is data.
+half. Splash attention names the share of visible pairs, which is a lower bound, because it computes
+whole blocks; if its mask is data, all pairs count.
 
 Invariant: a call whose FLOPs are unknown is named in the result.
 """

@@ -117,6 +117,28 @@ def test_scores_count_where_gpus_cannot_divide_key_value_heads():
     assert size(2, context=4) < size(4, context=4)
 
 
+def test_scores_count_where_rows_over_several_devices_have_no_splash_attention():
+    """Shared prompts, or rows that are no multiple of 256 tokens a device."""
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    config = freeze(PRESETS["get_config"]("math"))
+    own = {"batch.share_prompts": False, "task.max_prompt_tokens": 1024}
+
+    def scores(changes):
+        config_of = {name: replace(config, changes | {"model.attention": name}) for name in WAYS}
+        sizes = [
+            estimates.step_bytes(16, x, shape, MeshShape(context=4), "tpu")
+            for x in config_of.values()
+        ]
+        return sizes[1] - sizes[0]
+
+    assert scores({"batch.share_prompts": True}) == 0
+    assert scores(own | {"search.max_new_tokens": 2072}) == 0
+    assert scores(own | {"search.max_new_tokens": 2048}) > 0
+
+
+WAYS = ("auto", "xla")
+
+
 def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
     """Padded rows: 20 responses a chip, fewer where there is less room, or the rows of the config.
 
