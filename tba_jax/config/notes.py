@@ -10,14 +10,12 @@ from collections.abc import Iterator
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.flow.padding import length_buckets
+from tba_jax.models.config import SPLASH_TOKENS
 from tba_jax.settings import Schedule
 from tba_jax.train.config import ObjectiveSettings
 
 # Rounds of a searcher per step above which a note warns about the delay of the first step.
 _MANY_ROUNDS = 100
-# Splash attention of rows over several devices needs a multiple of this number of tokens on each
-# (`models.context_axis`).
-_SPLASH_TOKENS = 256
 
 
 def notes(config: Config) -> list[str]:
@@ -49,10 +47,11 @@ def _rounds(config: Config) -> Iterator[str]:
 
 def _attention(config: Config) -> Iterator[str]:
     """Yield a note if splash attention does not support rows that `mesh.context` divides."""
-    parts, batch = config.mesh.context, config.batch
-    if config.model.attention != "tpu_kernel" or parts == 1:
+    parts, batch, model = config.mesh.context, config.batch, config.model
+    is_never = model.attention == "auto" and model.compute_dtype == "float32"
+    if parts == 1 or model.attention == "xla" or is_never:
         return
-    name, step = f"model.attention=tpu_kernel with mesh.context={parts}", _SPLASH_TOKENS * parts
+    name, step = f"mesh.context={parts} on TPUs", SPLASH_TOKENS * parts
     if batch.share_prompts:
         yield (
             f"{name}: the trainer uses xla, because responses share prompts. Set "

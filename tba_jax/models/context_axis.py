@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from tba_jax.devices.sharding import CONTEXT, batch_axes
 from tba_jax.models import attention
+from tba_jax.models.config import SPLASH_TOKENS
 
 
 def num_parts(mesh: Mesh | None) -> int:
@@ -109,7 +110,7 @@ def attend_causal(
     n = num_parts(mesh)
     implementation = scores.allowed(implementation, q.shape[-1], length=n * q.shape[1])
     kernel, of_kernel = None, None
-    if implementation == "splash" and visible.prompts is None and q.shape[1] % 256 == 0:
+    if implementation == "splash" and visible.prompts is None and q.shape[1] % SPLASH_TOKENS == 0:
         from tba_jax.models import splash
 
         num_heads = q.shape[2] * q.shape[3] // (1 if heads is None else mesh.shape[heads])

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 VISIBLE_SCOPE = "visible_pairs_in_1000_"
-"""Start of the scope's name of splash kernels, before the share of visible pairs, for plans."""
+"""Name of the scope of a splash kernel, without its end: the share of visible pairs, for plans."""
 
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:

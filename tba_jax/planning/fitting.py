@@ -29,9 +29,6 @@ _SHARE_FOR_CHOICES = 0.1  # a run, unlike a plan, does not compile before it cho
 _TOKENS_OF_WEIGHTS = 2000
 # If a network of GPU hosts carries them: about 8 bytes a parameter, at 20,000 FLOPs a byte.
 _TOKENS_OF_SENT_WEIGHTS = 20_000
-# Share of a pass over the layers that `layers` repeats: no gradient needs the last product of a
-# layer. 0.6 to 0.76, counted in programs of GPT-NeoX, Llama and Qwen shapes.
-_REPEATED = 0.75
 _ROWS = "batch.micro_batch_rows"
 
 
@@ -202,7 +199,7 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
     else:
         at_once = bin_packing.rows_at_once(rows, of_row, multiple)
         num_rows = bin_packing.most_rows(p, pieces, micro_batch_rows=at_once, is_whole=is_whole)
-    passes = 3 + _REPEATED * (remat == "layers") + (not is_all and not is_whole)
+    passes = 3 + estimates.REPEATED_SHARE * (remat == "layers") + (not is_all and not is_whole)
     passes += config.reference.placement == "trainer"
     tokens = at_once * length / (num_parts * config.mesh.context)
     of_weights = _TOKENS_OF_SENT_WEIGHTS if is_networked else _TOKENS_OF_WEIGHTS

@@ -243,6 +243,10 @@ def test_models_and_rows_that_the_axis_does_not_divide_are_refused():
             "for rows of 768 tokens. Make batch.packed_length a multiple of 512",
         ),
         ({"batch.share_prompts": False, "mesh.context": 1, "batch.packed_length": 768}, ""),
+        (
+            {"model.attention": "auto", "model.compute_dtype": "bfloat16"},
+            "mesh.context=2 on TPUs: the trainer uses xla, because responses share prompts",
+        ),
     ],
 )
 def test_a_run_names_rows_that_splash_attention_does_not_support(fields, words):

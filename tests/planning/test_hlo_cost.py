@@ -168,9 +168,7 @@ custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 @pytest.mark.parametrize(
     ("phase", "products"), [("fwd_residuals", 2), ("dq_no_residuals", 3), ("dkv_no_residuals", 4)]
 )
-def test_splash_attention_costs_the_products_of_the_pairs_that_it_computes(
-    scope, share, phase, products
-):
+def test_splash_attention_costs_the_products_of_its_visible_pairs(scope, share, phase, products):
     found = program_cost(SPLASH.replace("SCOPE", scope).replace("PHASE", phase))
     assert found.flops == share * products * 2 * 8 * 256 * 512 * 64
     assert found.uncounted == ()
