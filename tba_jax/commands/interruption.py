@@ -13,15 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-# Signals whose default action is to end the process, except signals that report a defect of
-# the program (SIGSEGV, SIGABRT, ...) and SIGPIPE and SIGXFSZ, which Python ignores.
+# Signals by which users, terminals and batch systems end a process. Those of timers belong to
+# libraries: a timer of libtpu sends SIGPROF several times a second, and libtpu ignores it without
+# Python's knowledge. After a handler of ours, Python would restore the default action: the end.
 ENDING = tuple(
     getattr(signal, name)
-    for name in (
-        *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM"),
-        *("SIGVTALRM", "SIGPROF", "SIGIO", "SIGPWR", "SIGSTKFLT"),
-    )
-    if hasattr(signal, name)  # some exist on Linux only
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    if hasattr(signal, name)  # some exist on Unix only
 )
 # These signals are handled even if they are ignored at the start: a shell without job control
 # starts `COMMAND &` with SIGINT ignored.
