@@ -14,7 +14,7 @@ and the ratio compares neighbouring runs.
 
 Searching and training overlap, so the largest possible speedup, `limit`, is sync's step over the
 longer of its two halves: 2 for equal halves. `--model=start` uses the embedded start model, whose
-steps are short compared with the transfer of weights and responses (docs/results/fleet.md). Needs
+steps are short compared with the transfer of weights and responses (docs/lab/fleet.md). Needs
 two idle cores.
 """
 

@@ -58,8 +58,8 @@ class XlaSettings(Section):
         "compiler options NAME=VALUE and presets for the trainer's platform, separated by commas; "
         "a later option overrides an earlier one. auto: eigen on CPU for a hidden size from 512, "
         "else none; overlap: collectives concurrent with matrix products, on several GPUs or "
-        "TPU chips (effect: results/structure.md); eigen: Eigen instead of YNNPACK on CPU, faster "
-        "for large products and slower for small ones (results/train_step.md)",
+        "TPU chips (effect: lab/structure.md); eigen: Eigen instead of YNNPACK on CPU, faster "
+        "for large products and slower for small ones (lab/train_step.md)",
         on_resume=True,
     )
 

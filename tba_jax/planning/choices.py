@@ -47,7 +47,7 @@ _PLACEMENT = (
 _DTYPES = ("model.compute_dtype", "model.rollout_dtype")
 _ROWS = "batch.micro_batch_rows"
 _OPTIONS = "xla.options"
-_WIDE = 512  # hidden size from which Eigen is faster on CPU (docs/results/train_step.md)
+_WIDE = 512  # hidden size from which Eigen is faster on CPU (docs/lab/train_step.md)
 _RATIOS = ("objective.importance", "objective.weights")
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -207,7 +207,7 @@ def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:
 def _stabilised(config: Config) -> Config:
     """Return the config with bounded importance ratios if weights reach searchers late.
 
-    Exact Trajectory Balance learns unsteadily if weights arrive late (docs/results/fleet.md). The
+    Exact Trajectory Balance learns unsteadily if weights arrive late (docs/lab/fleet.md). The
     config is unchanged if it sets objective.importance, or if other settings do not support ratios.
     """
     is_open = _leaves_ratios_open(config) and getattr(config.objective.built, "is_exact", False)

@@ -31,7 +31,7 @@ _HEAD = (
 )
 _TEXT = """# Plans of the presets by their default choices
 
-    python -m tba_jax.plan --page=docs/results/plans.md [--config=CONFIG] [--topology=TOPOLOGY]
+    python -m tba_jax.plan --page=docs/lab/plans.md [--config=CONFIG] [--topology=TOPOLOGY]
 
 Each program is compiled for devices that are not attached; nothing ran on them. The command writes
 this page. `--config` and `--topology` restrict it to some rows, and the others stay. How to read

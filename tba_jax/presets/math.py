@@ -10,7 +10,7 @@ gsm8k
     The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, with the settings of table 2, appendix B.1
     and the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes
     on 4 x A100. Not run by us. Parameters and moments are bfloat16, as in the paper. In bfloat16,
-    most weights lose updates of size 1e-5 (docs/results/low_precision.md). Better settings are
+    most weights lose updates of size 1e-5 (docs/lab/low_precision.md). Better settings are
     --config.model.param_dtype=float32 (12 bytes per parameter with its moments, instead of 6) or,
     if memory does not suffice, --config.optimizer.rounding=stochastic (6 bytes).
 gsm8k_official
@@ -179,7 +179,7 @@ for _lag in (2, 10):
 _ONE_DEVICE = {"placement": "shared", "num_searchers": 1, "mesh": {}}
 _ADAPTERS = {"lora": {"rank": 32}}
 _FROZEN = {"param_dtype": "bfloat16"}  # as published; adapters are float32
-# A micro-batch gathers the matrices of all experts once (docs/results/experts.md).
+# A micro-batch gathers the matrices of all experts once (docs/lab/experts.md).
 _MANY_ROWS = {"batch": {**_MATH["batch"], "micro_batch_rows": 128}}
 # Data is at most two steps old.
 _REPLAY = {"router_replay": _MATH["replay"]["max_staleness"] + 1}

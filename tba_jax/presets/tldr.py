@@ -7,7 +7,7 @@ toy (default)
     Posts are strings of letters, and responses are digests of them. The policy (0.1M parameters)
     and the reward model, trained on noisy comparisons, are embedded. The exact gold reward judges
     the evaluations. Runs without network access on 2 CPU cores. Win rates by divergence:
-    docs/results/tldr_toy.md.
+    docs/lab/tldr_toy.md.
 pythia410m, pythia1b, pythia2.8b
     The paper's runs (table 3, appendix B.2): Pythia SFT policies and reward models of the same
     size, 256 steps of 8 prompts x 20 responses, three searchers. A gold reward model of 6.9B

@@ -8,7 +8,7 @@ STUDY is one of `sweeps.STUDIES`: optimum (which objectives reach pi_ref exp(r /
 (k), beta, centring, reset, samples (S), priority, searchers, capacity (drawn and stored data),
 diversity (at equal success), stops (responses that end). All rates, seeds and cases of an objective
 with equal shapes run in one program. Each finished objective and case is a line of OUT/STUDY.jsonl
-and is not computed again; a table and a figure show all lines. Protocols: docs/results/claims.md.
+and is not computed again; a table and a figure show all lines. Protocols: docs/lab/claims.md.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 """Definitions of the studies on enumerable problems.
 
 A study combines objectives with cases. Cases that differ only in their `Condition` have equal
-`Settings` and share a program. Protocols: docs/results/claims.md.
+`Settings` and share a program. Protocols: docs/lab/claims.md.
 """
 
 import dataclasses

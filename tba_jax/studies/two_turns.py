@@ -6,7 +6,7 @@
 An episode is a token, an observation and another token. Every episode has the weight of its
 probability under a sampler that is not the policy, so no distance is due to sampling. The policy
 is a table, trained in float64 on the loss of `objective.name=tb`. Seeds differ in rewards,
-reference, sampler and observations. Results: docs/results/two_turns.md.
+reference, sampler and observations. Results: docs/lab/two_turns.md.
 """
 
 import argparse

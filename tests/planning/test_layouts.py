@@ -163,7 +163,7 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
 @pytest.mark.parametrize(
     ("changes", "nearest"),
     [
-        ({}, 3.1),  # as the compiled programs: docs/results/plans.md
+        ({}, 3.1),  # as the compiled programs: docs/lab/plans.md
         ({"replay.recency_prob": 0.2}, 5.9),
         ({"search.num_slots": 8}, 0.9),
         ({"model.rollout_dtype": "float32"}, 2.0),
