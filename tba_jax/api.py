@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from tba_jax.config import presets
 from tba_jax.config.command_line import local_folder, override
-from tba_jax.config.retired import upgrade
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, unflatten
 from tba_jax.devices.placement import MODES
@@ -268,7 +267,7 @@ class SavedRun:
     @property
     def config(self) -> Config:
         """The config of the run."""
-        return unflatten(upgrade(self._files.config))
+        return unflatten(self._files.config)
 
     @property
     def report(self) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba_jax.config.presets import load, names
-from tba_jax.config.retired import upgrade
 from tba_jax.config.schema import defaults, flatten
 from tba_jax.report.files import Run
 from tba_jax.report.writers import format_duration, format_metric, metric_label
@@ -53,7 +52,7 @@ def model_card(run: Run, step: int, name: str) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    config = upgrade(run.config)
+    config = run.config
     source = str(config["model.path"]) or "embedded:start_model"
     base = hub_id(source)
     objective = _OBJECTIVES.get(config["objective.name"], str(config["objective.name"]))

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.config.command_line import local_folder
-from tba_jax.config.retired import RETIRED, upgrade
 from tba_jax.config.schema import Config, defaults, unflatten
 from tba_jax.devices.site import reading_mesh
 from tba_jax.models import lora
@@ -26,21 +25,20 @@ from tba_jax.weights.versions import Versions
 
 
 def load_run_config(workdir: str) -> Config:
-    """Return the config of a run, without settings that no longer exist.
+    """Return the config of a run.
 
     Raises:
         UserError: the folder has no run, or a run of another version.
     """
-    saved = upgrade(saved_config(local_folder(workdir)))
+    saved = saved_config(local_folder(workdir))
     known = defaults(str(saved.get("objective.name")))
-    # A saved policy needs none of the retired settings.
-    lost = sorted(saved.keys() - known.keys() - RETIRED.keys())
+    lost = sorted(saved.keys() - known.keys())
     if lost:
         raise UserError(
             f"{workdir} was written by another version of tba_jax: this version does not know "
             f"{', '.join(lost)}. Use the version that config.json names"
         )
-    return unflatten({name: value for name, value in saved.items() if name in known})
+    return unflatten(saved)
 
 
 def load_policy(

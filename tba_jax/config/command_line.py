@@ -17,7 +17,6 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax.config import methods, presets
-from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import SETTINGS, Config, editable, freeze
 from tba_jax.settings import ConfigError
 
@@ -115,7 +114,7 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
 
 
 def _check_fields(arguments: Sequence[str]) -> None:
-    """Refuse `--config.FIELD` for retired and unknown fields.
+    """Refuse `--config.FIELD` for unknown fields.
 
     Settings of any objective pass; `ObjectiveSettings.check` refuses those of other objectives.
     """
@@ -123,9 +122,6 @@ def _check_fields(arguments: Sequence[str]) -> None:
     for argument in arguments:
         field = argument.removeprefix("--config.").split("=")[0]
         if not argument.startswith("--config.") or field in SETTINGS:
-            continue
-        if field in RETIRED:
-            problems.append(f"config.{field} exists no more: {RETIRED[field].advice}")
             continue
         if field.startswith("objective."):
             continue

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import versions
-from tba_jax.config.retired import upgrade
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import CHECKPOINT_ENTRIES, ITEMS_FILE, Facts, read_facts
@@ -357,7 +356,7 @@ def holds_run(workdir: Path, config: Config) -> bool:
     # The config of a start that left no files may be corrected in place.
     if not (found.run_id and _is_begun(workdir)):
         return False
-    old = upgrade(found.config) if found.config else config_lib.flatten(config)
+    old = found.config or config_lib.flatten(config)
     lines = config_lib.difference(old, json.loads(json.dumps(config_lib.flatten(config))))
     if lines:
         raise UserError(
@@ -398,7 +397,7 @@ def begun_config(workdir: Path) -> dict[str, Any]:
     path = workdir / "config.json"
     if not path.is_file():
         return {}
-    saved = upgrade(saved_config(workdir))
+    saved = saved_config(workdir)
     return saved if _is_begun(workdir) or sealed.read(path).get("is_lowered") else {}
 
 

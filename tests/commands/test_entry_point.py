@@ -16,13 +16,10 @@ from absl import logging as absl_logging
 from tba_jax.commands import entry_point, export, report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.overview import COMMANDS
-from tba_jax.commands.saved import load_run_config
-from tba_jax.config.retired import RETIRED
-from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.worker import WorkerError
 from tba_jax.report.jsonl import JsonlWriter, LogError
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import holds_run, is_finished, saved_config
+from tba_jax.run.workdir import is_finished, saved_config
 from tba_jax.storage import sealed
 
 
@@ -143,21 +140,6 @@ def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
     assert (
         "was written by another version of tba_jax: this version does not know search.speed" in line
     )
-
-
-def test_a_saved_config_with_retired_settings_loads_and_resumes(tmp_path):
-    neutral = {n: r.neutral for n, r in RETIRED.items() if r.neutral is not None}
-    saved = {**flatten(Config()), **neutral}
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    sealed.write(tmp_path / "config.json", {"config": saved, "run_id": "a"})
-    assert load_run_config(tmp_path) == Config()
-    assert holds_run(tmp_path, Config())
-    saved["replay.evict"] = "lowest_reward"
-    sealed.write(tmp_path / "config.json", {"config": saved, "run_id": "a"})
-    # The saved policy can be evaluated and exported; the run cannot go on as it was.
-    assert load_run_config(tmp_path) == Config()
-    with pytest.raises(UserError, match="another config: replay.evict: 'lowest_reward' -> "):
-        holds_run(tmp_path, Config())
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"eval": {}}', '{"eval": {"after": 3}}'])

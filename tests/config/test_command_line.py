@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 from tba_jax.commands import buffer, evaluate, export, report, sft, sweep
 from tba_jax.config.command_line import override, usable_part
-from tba_jax.config.retired import RETIRED, upgrade
-from tba_jax.config.schema import SETTINGS, Config, ConfigError, difference, flatten
+from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
 ROOT = Path(__file__).parents[2]
 # ml_collections loads config files through a deprecated function of importlib.
@@ -55,28 +53,6 @@ def test_a_mistake_is_one_line(given, argument, message):
     with pytest.raises(ConfigError, match=message) as info:
         override(given, [*file, argument])
     assert "\n" not in str(info.value)
-
-
-@pytest.mark.parametrize("name", sorted(RETIRED))
-def test_a_retired_setting_is_refused_with_its_successor_or_the_reason(name):
-    with pytest.raises(ConfigError, match=f"config.{name} exists no more: ") as info:
-        override(Config(), [f"--config.{name}=1"])
-    advice = str(info.value).partition(": ")[2]
-    # A successor that the advice names exists; a successor with a value can be set.
-    named = re.findall(r"--config\.([a-z_.]+)(?:=(\w+))?", advice)
-    assert {field for field, _ in named} <= SETTINGS.keys() and name not in SETTINGS
-    for field, value in named:
-        if value and value != "N":
-            override(Config(), [f"--config.{field}={value}"])
-
-
-def test_a_config_saved_with_retired_settings_is_that_of_today():
-    neutral = {n: r.neutral for n, r in RETIRED.items() if r.neutral is not None}
-    today = flatten(Config())
-    assert upgrade({**today, **neutral}) == upgrade({}) == today
-    # A value that changed the run stays, so that a resumed run is refused by name.
-    used = upgrade({**today, **neutral, "replay.max_age": 3})
-    assert difference(used, today) == ["replay.max_age: 3 -> '(absent)'"]
 
 
 def test_evaluate_takes_overrides(capsys):
