@@ -112,17 +112,6 @@ def _buffer(config: Config) -> None:
     )
 
 
-def _cache(config: Config) -> None:
-    """Refuse 8-bit caches with a kernel that does not support them."""
-    need(
-        config.search.cache_dtype != "int8" or config.model.attention != "tpu_kernel",
-        "search.cache_dtype",
-        config.search.cache_dtype,
-        "the decode kernel of model.attention=tpu_kernel does not support an 8-bit cache",
-        "Set --config.search.cache_dtype=bfloat16 or --config.model.attention=auto.",
-    )
-
-
 def _driver(config: Config) -> None:
     """Refuse settings that the driver does not support, or that deadlock the trainer."""
     mode = MODES[config.placement]
@@ -475,7 +464,6 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _context,
     _rounding,
     _average,
-    _cache,
     _driver,
     _pod,
     _fleet,

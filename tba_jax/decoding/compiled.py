@@ -20,7 +20,6 @@ from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.trajectory import ExpertsShape
 from tba_jax.models import attention, kv_cache, transformer
-from tba_jax.models.attention import Wanted
 from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -44,13 +43,12 @@ class Compiled:
         cache_dtype: dtype of cached keys and values, int8 with scales; None: compute_dtype.
         chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
             average; each chunk costs one round trip to the device.
-        implementation: attention implementation; None: the default of the architecture.
         experts: shape of the expert IDs to record for each token; None: IDs are not recorded.
         site: devices over which weights and caches are sharded; default: the device of the weights.
 
     Attributes:
         stop_strings: texts that also end a response; initially None.
-        implementation: attention implementation.
+        implementation: attention implementation for prompts.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Compiled:
         max_length: int,
         cache_dtype: Any = None,
         chunk_steps: int = CHUNK_STEPS,
-        implementation: Wanted | None = None,
         experts: ExpertsShape | None = None,
         site: Site = ANY_DEVICE,
     ):
@@ -88,24 +85,20 @@ class Compiled:
         self._locked = site.locked
         self._traced: set[tuple[Any, ...]] = set()
         self.implementation = attention.choose(
-            implementation or config.attention, site.platform, self.compute_dtype, config.head_dim
+            config.attention, site.platform, self.compute_dtype, config.head_dim
         )
         static = {
             "config": config,
             "compute_dtype": self.compute_dtype,
-            "implementation": self.implementation,
             "cache_sharding": self.cache_sharding,
         }
-        self.prefill = self._jit(
-            programs.prefill, "prefill", **static, cache_dtype=self.cache_dtype
-        )
-        self.extend = self._jit(
-            programs.extend,
-            "extend",
-            static_argnames="length",
+        of_prompts = {
             **static,
-            cache_dtype=self.cache_dtype,
-        )
+            "cache_dtype": self.cache_dtype,
+            "implementation": self.implementation,
+        }
+        self.prefill = self._jit(programs.prefill, "prefill", **of_prompts)
+        self.extend = self._jit(programs.extend, "extend", static_argnames="length", **of_prompts)
         self.admit = self._jit(programs.admit, "admit", donate_argnums=0)
         self.resize = self._jit(programs.resize, "resize", static_argnames="length")
         self.take = self._jit(programs.take, "take")

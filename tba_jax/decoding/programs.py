@@ -290,7 +290,6 @@ def run_chunk(
     mode: Mode,
     is_truncated: bool,
     has_minimum: bool,
-    implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
     experts: ExpertsShape | None = None,
 ) -> tuple[
@@ -313,7 +312,6 @@ def run_chunk(
         mode: whether slots are all sampled, all greedy, or some of each.
         is_truncated: at least one slot uses top-p or top-k.
         has_minimum: at least one slot has a minimum number of tokens.
-        implementation: attention implementation.
         cache_sharding: sharding of the KV cache on a mesh.
         experts: shape of the expert IDs to record for each token; None: IDs are not recorded.
     """
@@ -330,13 +328,7 @@ def run_chunk(
         x = transformer.embed(
             weights, carry.last, positions, config=config, compute_dtype=compute_dtype
         )
-        attend = functools.partial(
-            attention.attend_cached,
-            index=step,
-            history_length=slots.length,
-            implementation=implementation,
-            sharding=cache_sharding,
-        )
+        attend = functools.partial(attention.attend_cached, index=step, history_length=slots.length)
         caches = history, carry.recent
         x, recent, chosen = _run_layers(weights, x, step_ropes, caches, attend, config, mesh)
         hidden = transformer.final_norm(weights, x, config=config)

@@ -107,7 +107,7 @@ class TransformerConfig:
             the sigmoid of a projection multiplies the output. 0: no such MLP.
         float32_head: whether the output matrix is float32 and multiplies states in float32.
         attention: implementation of attention: auto, chosen by platform and dtype; xla,
-            without kernels; tpu_kernel, kernels for TPU.
+            without kernels.
     """
 
     vocab_size: int
@@ -158,7 +158,7 @@ class TransformerConfig:
     router_bias: bool = False
     shared_size: int = 0
     float32_head: bool = False
-    attention: Literal["auto", "xla", "tpu_kernel"] = "auto"
+    attention: Literal["auto", "xla"] = "auto"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

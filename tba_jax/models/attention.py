@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
 from tba_jax.models import cudnn_attention as cudnn
-from tba_jax.models.kv_cache import KVCache, Part, Rounded, open_part
+from tba_jax.models.kv_cache import KVCache, Part, open_part
 from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 from tba_jax.models.per_shard import cache_axes
 
@@ -29,8 +29,8 @@ PART_BYTES = 2**29
 LEAST_SPLASH = 256
 """Least number of positions for which `splash`, whose blocks have at least 128, is chosen."""
 
-Implementation = Literal["xla", "xla_tpu", "cudnn", "splash", "tpu_kernel"]
-"""Implementation of attention.
+Implementation = Literal["xla", "xla_tpu", "cudnn", "splash"]
+"""Implementation of attention of whole sequences. One token over a cache is always an einsum.
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
 xla_tpu: as xla with another order of axes. XLA:CPU is fastest with heads before queries, but with
@@ -38,16 +38,11 @@ xla_tpu: as xla with another order of axes. XLA:CPU is fastest with heads before
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
     head_dim a multiple of 8 up to 128; a mesh that divides query heads must divide key/value heads.
     Rows of several sequences use a mask of two bytes per pair of positions, the same for all heads.
-    One token over a cache uses `decode_kernel`: cuDNN needs another layout, and the copy would cost
-    more than the attention.
-splash: JAX's splash attention for TPU (`splash`) of whole sequences of at least 256 positions; the
-    einsum for others, and for one token over a cache.
-tpu_kernel: as splash, and `attention_kernels` for one token over a cache. That kernel was not
-    measured on a TPU, so it is never chosen automatically.
+splash: JAX's splash attention for TPU (`splash`) of at least 256 positions; the einsum for others.
 """
 
 
-Wanted = Literal["auto", "xla", "cudnn", "tpu_kernel"]
+Wanted = Literal["auto", "xla"]
 """Values of model.attention; see `choose`."""
 
 
@@ -74,18 +69,14 @@ class Scores(NamedTuple):
         implementation: Implementation,
         head_dim: int,
         *,
-        is_step: bool = False,
         length: int = LEAST_SPLASH,
         sharding: NamedSharding | None = None,
     ) -> Implementation:
         """Return the implementation, or the einsum if its kernels do not support these arguments.
 
-        Of whole sequences, tpu_kernel becomes splash, and splash of short ones the einsum.
-
         Args:
             implementation: return value of `choose`.
             head_dim: columns of a head.
-            is_step: whether queries are one new token over a cache.
             length: number of positions that the last query sees.
             sharding: sharding of keys and values as a cache on a mesh; None: one device, or each
                 device calls the kernel for its own part.
@@ -93,14 +84,12 @@ class Scores(NamedTuple):
         if implementation in ("cudnn", "splash") and not _divides_heads_alike(sharding):
             return "xla" if implementation == "cudnn" else "xla_tpu"
         columns = head_dim if self.sinks is None else head_dim + cudnn.SINK_COLUMNS
-        is_flash = implementation == "cudnn" and not is_step and columns <= cudnn.MOST_COLUMNS
-        is_allowed = self.cap is None and (is_flash or (self.window is None and self.sinks is None))
-        if implementation in ("splash", "tpu_kernel"):
-            if is_step:
-                return "tpu_kernel" if is_allowed and implementation == "tpu_kernel" else "xla"
-            is_long = implementation == "tpu_kernel" or length >= LEAST_SPLASH
-            return "splash" if is_allowed and is_long else "xla_tpu"
-        return implementation if is_allowed or implementation == "xla_tpu" else "xla"
+        if implementation == "cudnn":
+            return "cudnn" if self.cap is None and columns <= cudnn.MOST_COLUMNS else "xla"
+        if implementation == "splash":
+            is_plain = self.window is None and self.cap is None and self.sinks is None
+            return "splash" if is_plain and length >= LEAST_SPLASH else "xla_tpu"
+        return implementation
 
 
 PLAIN = Scores()
@@ -236,45 +225,20 @@ def choose(
     """Return the implementation of attention for a program.
 
     Args:
-        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU that supports it, splash on a
-            TPU for 16-bit numbers and heads of at least 64 columns, else xla. On a TPU, xla becomes
+        wanted: "xla", or "auto": cudnn on an NVIDIA GPU that supports it, splash on a TPU for
+            16-bit numbers and heads of at least 64 columns, else xla. On a TPU, xla becomes
             xla_tpu.
         platform: platform that the program is compiled for.
         dtype: dtype of queries, keys and values.
         head_dim: e.
-
-    Raises:
-        ValueError: unknown implementation, or one that does not support these arguments.
     """
-    by_einsum = "xla_tpu" if platform == "tpu" else "xla"
-    if wanted == "tpu_kernel":
-        return wanted
-    if wanted == "xla":
-        return by_einsum
-    if wanted not in ("auto", "cudnn"):
-        raise ValueError(
-            f"attention implementation {wanted!r} is unknown. Choose 'auto', 'xla', 'cudnn' or "
-            "'tpu_kernel'"
-        )
     is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    fits = is_narrow and head_dim % 8 == 0 and head_dim <= cudnn.MOST_COLUMNS
-    if platform == "cuda" and fits:
-        return "cudnn"
-    if (
-        platform == "tpu"
-        and wanted == "auto"
-        and is_narrow
-        and head_dim % 8 == 0
-        and head_dim >= 64
-    ):
-        return "splash"
-    if wanted == "cudnn":
-        raise ValueError(
-            f"attention implementation 'cudnn' got {jnp.dtype(dtype)} queries of head_dim "
-            f"{head_dim} on {platform}; it needs an NVIDIA GPU, bfloat16 or float16, and a "
-            f"multiple of 8 up to {cudnn.MOST_COLUMNS}. Use 'auto', which falls back to 'xla'"
-        )
-    return by_einsum
+    if wanted == "auto" and is_narrow and head_dim % 8 == 0:
+        if platform == "cuda" and head_dim <= cudnn.MOST_COLUMNS:
+            return "cudnn"
+        if platform == "tpu" and head_dim >= 64:
+            return "splash"
+    return "xla_tpu" if platform == "tpu" else "xla"
 
 
 def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "b s s"]:
@@ -413,10 +377,7 @@ def attend_cached(
     history_length: Int[Array, " n"],
     recent: KVCache,
     index: Int[Array, ""],
-    *,
     scores: Scores = PLAIN,
-    implementation: Implementation = "xla",
-    sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "n g r e"], KVCache]:
     """Return attention of one new token per slot, and `recent` with its key and value.
 
@@ -430,25 +391,7 @@ def attend_cached(
         recent: keys and values of this chunk, [n g m e], not 8-bit.
         index: column of this token; columns up to it are visible.
         scores: as in `attend_causal`.
-        implementation: return value of `choose`.
-        sharding: sharding of the caches on a mesh; only for kernels.
-
-    Raises:
-        ValueError: tpu_kernel with an 8-bit cache.
     """
-    if implementation == "tpu_kernel" and isinstance(history.keys, Rounded):
-        raise ValueError(
-            "attention implementation 'tpu_kernel' does not support an 8-bit cache. Use 'xla', or "
-            "a cache_dtype of bfloat16"
-        )
-    implementation = scores.allowed(implementation, q.shape[-1], is_step=True)
-    if implementation == "cudnn":
-        from tba_jax.models import decode_kernel
-
-        out, written = decode_kernel.attend_step(
-            q, k, v, history, history_length, recent, index, sharding
-        )
-        return out, KVCache(*written)
     at = (0, 0, index, 0)
 
     def write(part: Part, new: Array) -> Array:
@@ -457,12 +400,7 @@ def attend_cached(
 
     recent = KVCache(write(recent.keys, k), write(recent.values, v))
     scaled = q * q.shape[-1] ** -0.5
-    if implementation == "tpu_kernel":
-        from tba_jax.models import attention_kernels
-
-        old = attention_kernels.attend_history(scaled, *history, history_length, sharding)
-    else:
-        old = _partial(scaled, history, jnp.asarray(history_length), index + 1, scores)
+    old = _partial(scaled, history, jnp.asarray(history_length), index + 1, scores)
     new = _partial(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)), 0, scores)
     if scores.sinks is not None:
         sinks = jnp.broadcast_to(scores.sinks.astype(jnp.float32)[None, :, :, None], new.most.shape)

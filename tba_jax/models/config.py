@@ -32,12 +32,10 @@ class ModelSettings(Section):
         "layers: whole layers; auto: in bfloat16 on GPUs and TPUs, without "
         "experts, the faster of dots and layers, each with the rows that fit; else layers",
     )
-    attention: Literal["auto", "xla", "tpu_kernel"] = field(
+    attention: Literal["auto", "xla"] = field(
         "auto",
-        "auto: on NVIDIA GPUs flash attention of cuDNN and kernels for decoding and experts, on "
-        "TPUs splash attention, in bfloat16; else xla; xla: no kernels on any platform, to rule "
-        "out a kernel as cause of an error; tpu_kernel: also a decode kernel on TPUs, not measured "
-        "yet",
+        "auto: on NVIDIA GPUs flash attention of cuDNN, on TPUs splash attention, in bfloat16; "
+        "else xla; xla: no kernels on any platform, to rule out a kernel as cause of an error",
         on_resume=True,
     )
     float32_head: bool = field(

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tba_jax.models import context_axis
 from tba_jax.models.activations import gated
 from tba_jax.models.architecture import TransformerConfig
-from tba_jax.models.grouped_product import grouped_product
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
 LEAVES = (
@@ -240,7 +239,7 @@ def _of_rows(
 
     def product(name: str, x: Array, of_bias: Callable[[Array], Array] = lambda x: x) -> Array:
         kernel, scale = leaves[name].astype(x.dtype), leaves.get(f"{name}_scale")
-        out = grouped_product(in_groups(x), kernel, sizes, has_kernel=config.attention != "xla")
+        out = jax.lax.ragged_dot(in_groups(x), kernel, sizes)
         if scale is not None:  # `quantized`
             out = (out * scale[expert]).astype(x.dtype)
         bias = leaves.get(f"{name}_bias")

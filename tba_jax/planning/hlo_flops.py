@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs of the matrix products of an instruction of HLO text, two per multiply-add.
 
-Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS, cuDNN and
-`models.grouped_kernel`. The FLOPs of flash attention follow from its shapes: two products in the
+Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS and
+cuDNN. The FLOPs of flash attention follow from its shapes: two products in the
 forward pass and five (cuDNN) or seven (splash) in the backward pass, of which a causal mask leaves
 half. Splash attention names the share of visible pairs, which is a lower bound, because it computes
 whole blocks; if its mask is data, all pairs count.
@@ -40,9 +40,6 @@ def _call_flops(x: Instruction, body: Mapping[str, Instruction]) -> tuple[float,
     estimate = re.search(r'"cost_estimate":\s*\{"flops":\s*"?(\d+)', x.attributes)
     if estimate:
         return float(estimate[1]), ()
-    if "/grouped_" in x.attributes:  # `grouped_kernel`, if all rows are in groups
-        rows = body[x.operands[-2]].arrays[0]
-        return 2.0 * rows.num_elements * x.arrays[0].dims[-1], ()
     if "/splash_m" in x.attributes:
         return _splash_flops(x, body), ()
     if name.startswith("__cudnn$fmha"):

@@ -263,10 +263,6 @@ def test_no_field_is_dead():
             },
             "classifier.kind=encoder needs a model",
         ),
-        (
-            {"search.cache_dtype": "int8", "model.attention": "tpu_kernel"},
-            "config.search.cache_dtype = 'int8': the decode kernel of model.attention=tpu_kernel",
-        ),
         ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
         (
             {"lora.modules": ("q", "embed")},

@@ -47,7 +47,7 @@ def devices(topology):
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
-def compile_all(topology, parts, implementation, names=None):
+def compile_all(topology, parts, names=None):
     """{name: memory analysis} of programs on `parts` chips, and the cache bytes of each chip."""
     mesh = Mesh(np.array(devices(topology)[:parts]), ("model",))
     decoder = Decoder(
@@ -58,21 +58,17 @@ def compile_all(topology, parts, implementation, names=None):
         prompt_buckets=(128,),
         max_length=1016,
         site=Site(mesh),
-        implementation=implementation,
     )
     weights = lowering.abstract_weights(CONFIG, jnp.bfloat16, mesh)
     programs = dict(lowering.lower_all(decoder, weights, **SIZES))
     compiled = {name: programs[name]().compile() for name in names or programs}
-    if implementation == "tpu_kernel":
-        for name in compiled.keys() & {"prefill", "chunk_sampled"}:
-            assert "tpu_custom_call" in compiled[name].as_text(), f"{name} has no kernel in it"
     size = decoder.cache_bytes(SIZES["num_slots"], SIZES["cache_length"])
     return {name: program.memory_analysis() for name, program in compiled.items()}, size
 
 
-def check(topology, parts, implementation, names=None):
+def check(topology, parts, names=None):
     """Compile, and see in the compiler's figures that the cache is donated and not copied."""
-    memory, size = compile_all(topology, parts, implementation, names)
+    memory, size = compile_all(topology, parts, names)
     for name, figures in memory.items():
         if name == "admit" or name.startswith("chunk"):
             assert figures.alias_size_in_bytes == size, name
@@ -80,13 +76,12 @@ def check(topology, parts, implementation, names=None):
             assert figures.temp_size_in_bytes < size / 4, (name, figures.temp_size_in_bytes, size)
 
 
-def test_the_decoder_compiles_for_one_tpu_with_kernels():
-    check("v5e:2x2", 1, "tpu_kernel", ["prefill", "admit", "chunk_sampled"])
+def test_the_decoder_compiles_for_one_tpu():
+    check("v5e:2x2", 1, ["prefill", "admit", "chunk_sampled"])
 
 
 def test_the_decoder_compiles_for_a_tensor_parallel_group_of_tpus():
-    check("v5e:2x2", 4, "xla", ["prefill", "admit", "resize", "take", "chunk_truncated"])
-    check("v5e:2x2", 4, "tpu_kernel", ["chunk_greedy"])
+    check("v5e:2x2", 4, ["prefill", "admit", "resize", "take", "chunk_truncated"])
 
 
 @pytest.mark.slow
@@ -123,8 +118,7 @@ def test_a_chunk_of_a_large_model_copies_neither_weights_nor_cache():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["xla", "tpu_kernel"])
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_every_program_compiles_for_every_tpu(topology, parts, implementation):
-    check(topology, parts, implementation)
+def test_every_program_compiles_for_every_tpu(topology, parts):
+    check(topology, parts)

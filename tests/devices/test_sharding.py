@@ -101,7 +101,7 @@ def test_every_parameter_of_every_family_has_a_sharding_that_fits(family):
 
 
 @functools.cache
-def decoded(parts, implementation, temperature):
+def decoded(parts, temperature):
     config = CONFIG
     params = random_params(config)
     if parts == 1:
@@ -123,7 +123,6 @@ def decoded(parts, implementation, temperature):
         max_length=16,
         chunk_steps=4,
         site=site,
-        implementation=implementation,
     )
     return decoder.decode(
         weights,
@@ -136,17 +135,13 @@ def decoded(parts, implementation, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    ("parts", "implementation"),
-    [
-        (2, "xla"),
-        pytest.param(4, "xla", marks=pytest.mark.slow),
-        pytest.param(2, "tpu_kernel", marks=pytest.mark.slow),
-    ],
+    "parts",
+    [2, pytest.param(4, marks=pytest.mark.slow)],
 )
-def test_a_tensor_parallel_decoder_equals_one_device(parts, implementation, temperature):
+def test_a_tensor_parallel_decoder_equals_one_device(parts, temperature):
     """The seed is fixed: a draw within float32 rounding of a boundary would show at once."""
-    wanted = decoded(1, "xla", temperature)
-    out = decoded(parts, implementation, temperature)
+    wanted = decoded(1, temperature)
+    out = decoded(parts, temperature)
     assert wanted.lengths.max() > 4  # more than one chunk
     np.testing.assert_array_equal(out.tokens, wanted.tokens)
     np.testing.assert_array_equal(out.lengths, wanted.lengths)

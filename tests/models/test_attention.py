@@ -17,7 +17,7 @@ from tba_jax.decoding.lowering import weight_shardings
 from tba_jax.devices import site as site_module
 from tba_jax.devices.site import Site, any_device
 from tba_jax.evaluation.metrics import make_distance_program
-from tba_jax.models import attention, attention_kernels, cudnn_attention, splash, transformer
+from tba_jax.models import attention, cudnn_attention, splash, transformer
 from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, param_shardings
@@ -73,7 +73,14 @@ def compiled(implementation):
     return jax.jit(run), jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "tpu_kernel"])
+@pytest.fixture
+def splash_of_any_length(monkeypatch):
+    """Splash attention, interpreted, for sequences of any length."""
+    monkeypatch.setattr(attention, "LEAST_SPLASH", 1)
+
+
+@pytest.mark.usefixtures("splash_of_any_length")
+@pytest.mark.parametrize("implementation", ["xla", "splash"])
 def test_sequences_of_a_packed_row_do_not_see_one_another(implementation):
     q, k, v = sequences()
     index = np.arange(S)
@@ -140,10 +147,11 @@ def test_the_einsum_is_softmax_attention_of_what_is_visible(dtype, implementatio
     assert_close_where_valid(out, by_hand(q, k, v, visible), dtype)
 
 
+@pytest.mark.usefixtures("splash_of_any_length")
 def test_padding_is_never_read_and_comes_out_finite():
     q, k, v = sequences()
     padded = ~MASK[:, :, None, None]
-    for name in ("xla", "tpu_kernel"):
+    for name in ("xla", "splash"):
         out = compiled(name)[0](q, k, v, MASK)
         assert np.isfinite(out).all()
         other = compiled(name)[0](q, jnp.where(padded, 1e3, k), jnp.where(padded, 1e3, v), MASK)
@@ -157,15 +165,17 @@ def test_gradients_of_the_einsum_are_the_same_in_either_order_of_axes():
 
 
 @DTYPES
+@pytest.mark.usefixtures("splash_of_any_length")
 def test_splash_attention_equals_the_einsum(dtype):
-    """Interpreted here; test_tpu_compile compiles it."""
+    """Interpreted here; test_splash compiles it."""
     args = (*sequences(dtype), MASK)
-    assert_close_where_valid(compiled("tpu_kernel")[0](*args), compiled("xla")[0](*args), dtype)
+    assert_close_where_valid(compiled("splash")[0](*args), compiled("xla")[0](*args), dtype)
 
 
+@pytest.mark.usefixtures("splash_of_any_length")
 def test_gradients_of_splash_attention_equal_those_of_the_einsum():
     args = (*sequences(), MASK)
-    for one, other in zip(compiled("tpu_kernel")[1](*args), compiled("xla")[1](*args), strict=True):
+    for one, other in zip(compiled("splash")[1](*args), compiled("xla")[1](*args), strict=True):
         assert_close_where_valid(one, other)
 
 
@@ -231,15 +241,6 @@ def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded, size, ha
         np.testing.assert_allclose(one[mask], other[mask], atol=6e-2, rtol=4e-2)
 
 
-def test_cudnn_is_refused_by_name_where_it_cannot_run():
-    with pytest.raises(
-        ValueError, match="'cudnn' got float32 queries of head_dim 16 on cpu.*'auto'"
-    ):
-        attention.choose("cudnn", "cpu", jnp.float32, 16)
-    with pytest.raises(ValueError, match="'flash' is unknown. Choose 'auto', 'xla', 'cudnn'"):
-        attention.choose("flash", "cuda", jnp.bfloat16, 64)
-
-
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "on_cuda", "on_tpu"),
     [
@@ -263,11 +264,11 @@ def test_flash_attention_needs_a_mesh_that_divides_all_heads_alike():
     """With whole key/value heads each device would compute all heads, or the program be refused."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     for spec, names in (
-        (PartitionSpec(None, "model"), ("splash", "cudnn", "splash")),
-        (PartitionSpec(None, None), ("xla_tpu", "xla", "splash")),
+        (PartitionSpec(None, "model"), ("splash", "cudnn")),
+        (PartitionSpec(None, None), ("xla_tpu", "xla")),
     ):
         sharding = NamedSharding(mesh, spec)
-        for asked, wanted in zip(("splash", "cudnn", "tpu_kernel"), names, strict=True):
+        for asked, wanted in zip(("splash", "cudnn"), names, strict=True):
             assert attention.PLAIN.allowed(asked, 64, sharding=sharding) == wanted
 
 
@@ -275,13 +276,9 @@ def test_splash_is_for_whole_sequences_of_at_least_two_blocks():
     for name, length, wanted in (
         ("splash", 255, "xla_tpu"),
         ("splash", 256, "splash"),
-        ("tpu_kernel", 1, "splash"),
         ("cudnn", 1, "cudnn"),
     ):
         assert attention.PLAIN.allowed(name, 64, length=length) == wanted
-    steps = {"splash": "xla", "tpu_kernel": "tpu_kernel", "xla_tpu": "xla_tpu", "cudnn": "cudnn"}
-    for name, wanted in steps.items():
-        assert attention.PLAIN.allowed(name, 64, is_step=True) == wanted
 
 
 def test_the_key_that_stands_for_sinks_has_16_bits_of_them():
@@ -303,14 +300,10 @@ def test_kernels_get_only_scores_that_they_support():
         ("cudnn", attention.Scores(4, sinks=sinks), 128, "xla"),
         ("cudnn", attention.Scores(cap=30.0), 64, "xla"),
         ("splash", attention.PLAIN, 256, "splash"),
-        ("tpu_kernel", attention.PLAIN, 256, "splash"),
         ("splash", attention.Scores(sinks=sinks), 64, "xla_tpu"),
-        ("tpu_kernel", attention.Scores(sinks=sinks), 64, "xla_tpu"),
         ("xla", attention.Scores(4), 64, "xla"),
     ):
         assert scores.allowed(name, head_dim) == wanted
-    for scores in (attention.Scores(4), attention.Scores(sinks=sinks)):
-        assert scores.allowed("cudnn", 64, is_step=True) == "xla"
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
@@ -329,7 +322,7 @@ LENGTHS = np.array([0, 1, 16, 17, 40], np.int32)  # none, one, a whole block, on
 
 
 def cached(dtype, index):
-    """Arguments of attend_cached; what no slot holds is nan."""
+    """Arguments of attend_cached."""
     q, k, v = arrays((N, G, R, E), (N, G, E), (N, G, E), dtype=dtype)
     old = arrays((N, G, C, E), (N, G, C, E), dtype=dtype, seed=1)
     new = arrays((N, G, M, E), (N, G, M, E), dtype=dtype, seed=2)
@@ -345,16 +338,11 @@ def cached(dtype, index):
 
 
 @DTYPES
-@pytest.mark.parametrize("implementation", ["xla", "tpu_kernel"])
-def test_one_token_over_both_parts_of_the_cache_is_attention_over_all(
-    monkeypatch, dtype, implementation
-):
-    """Blocks of 16 columns, so that 40 end in a part of one; slots of every length."""
-    monkeypatch.setattr(attention_kernels, "_MOST_COLUMNS", 16)
+def test_one_token_over_both_parts_of_the_cache_is_attention_over_all(dtype):
+    """Slots of every length."""
     index = 3
     args = cached(dtype, index)
-    step = jax.jit(functools.partial(attention.attend_cached, implementation=implementation))
-    out, recent = step(**args)
+    out, recent = jax.jit(attention.attend_cached)(**args)
     np.testing.assert_array_equal(recent.keys[:, :, index], args["k"])
     np.testing.assert_array_equal(recent.values[:, :, index], args["v"])
     for slot, length in enumerate(LENGTHS):
@@ -376,21 +364,6 @@ def test_one_token_over_both_parts_of_the_cache_is_attention_over_all(
         )
 
 
-def test_the_decode_kernel_never_reads_what_a_slot_does_not_hold(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "_MOST_COLUMNS", 16)
-    args = cached(jnp.float32, 0)
-    held = (np.arange(C)[None] < LENGTHS[:, None])[:, None, :, None]
-    run = jax.jit(attention_kernels.attend_history)
-    keys, values = args["history"]
-    clean = run(args["q"], keys, values, LENGTHS)
-    dirty = run(
-        args["q"], jnp.where(held, keys, jnp.nan), jnp.where(held, values, jnp.nan), LENGTHS
-    )
-    for one, other in zip(clean, dirty, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert (clean.total[0] == 0).all() and (clean.out[0] == 0).all()
-
-
 def test_kernels_run_on_each_devices_part_of_a_mesh():
     """Key/value heads over two devices, rows over two: the same numbers as one device."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -399,13 +372,8 @@ def test_kernels_run_on_each_devices_part_of_a_mesh():
     run = jax.jit(splash.attend_causal, static_argnames="sharding")
     out = run(q, k, v, MASK, sharding=sharding)
     assert_close_where_valid(out, compiled("xla")[0](q, k, v, MASK))
-    args = cached(jnp.float32, 0)
-    history = (args["q"][:4], *(x[:4] for x in args["history"]), LENGTHS[:4])
-    decode = jax.jit(attention_kernels.attend_history, static_argnames="sharding")
-    for one, other in zip(decode(*history, sharding=sharding), decode(*history), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)  # one program per part: rounding
     with pytest.raises(ValueError, match="only slots and heads can be divided"):
-        decode(*history, sharding=jax.NamedSharding(mesh, jax.P(None, None, "model")))
+        run(q, k, v, MASK, sharding=jax.NamedSharding(mesh, jax.P(None, None, "model")))
 
 
 @pytest.mark.parametrize("asked, chosen", [("auto", "cudnn"), ("xla", "xla")])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splash attention against the plain path: interpreted here, compiled for TPUs that are absent."""
 
-import dataclasses
 import importlib.util
 import re
 
@@ -21,6 +20,12 @@ from tba_jax.planning import chips
 from tba_jax.planning.hlo_cost import program_cost
 
 G, R = 2, 2
+
+
+@pytest.fixture(autouse=True)
+def any_length(monkeypatch):
+    """Splash attention, interpreted, for sequences of any length."""
+    monkeypatch.setattr(attention, "LEAST_SPLASH", 1)
 
 
 def arrays(*shapes):
@@ -80,7 +85,7 @@ def test_responses_behind_their_prompt_see_what_two_parts_show_them(head_dim, le
 
         return run
 
-    assert_same(attend("tpu_kernel"), attend("xla"), args, weight)
+    assert_same(attend("splash"), attend("xla"), args, weight)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +124,12 @@ def test_packed_rows_that_share_prompts_are_masked_by_pairs(length):
     def attend(implementation):
         return lambda *args: attention.attend_causal(*args, rows, implementation=implementation)
 
-    assert_same(attend("tpu_kernel"), attend("xla"), args, weight)
+    assert_same(attend("splash"), attend("xla"), args, weight)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [2, 1])
-def test_a_mesh_divides_rows_and_heads_and_changes_no_number(num_kv_heads):
+def test_a_mesh_divides_rows_and_heads_and_changes_no_number(monkeypatch, num_kv_heads):
     """fsdp 2 and model 2, with and without key/value heads to divide: gradients of layers."""
     config = tiny_config(num_kv_heads=num_kv_heads, head_dim=16)
     params = random_params(config)
@@ -132,7 +137,7 @@ def test_a_mesh_divides_rows_and_heads_and_changes_no_number(num_kv_heads):
     prompts, responses = rng.integers(3, 23, (2, 9)), rng.integers(3, 23, (2, 3, 7))
     lengths = jnp.asarray([9, 4], jnp.int32)
 
-    def gradient(config, params, sharding):
+    def gradient(params, sharding):
         def loss(params):
             if sharding is not None:
                 params = sharding.ends(params, jnp.float32)
@@ -150,11 +155,11 @@ def test_a_mesh_divides_rows_and_heads_and_changes_no_number(num_kv_heads):
 
         return jax.jit(jax.grad(loss))(params)
 
-    wanted = gradient(config, params, None)
-    config = dataclasses.replace(config, attention="tpu_kernel")
+    wanted = gradient(params, None)
+    monkeypatch.setattr(attention, "choose", lambda *_: "splash")
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), MESH_AXES)
     placed = jax.device_put(params, param_shardings(config, mesh))
-    got = gradient(config, placed, ComputeSharding(config, Site(mesh)))
+    got = gradient(placed, ComputeSharding(config, Site(mesh)))
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4 * np.abs(y).max(), rtol=1e-4),
         got,

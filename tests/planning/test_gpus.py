@@ -107,30 +107,6 @@ def test_attention_by_cudnn_counts_its_products(target, mask, products):
     assert found.uncounted == () and found.launches == 1
 
 
-GROUPED = """HloModule m
-ENTRY %main (n: s32[4], x: bf16[64,32], y: bf16[{shape}]) -> bf16[{out}] {{
-  %n = s32[4]{{0}} parameter(0)
-  %x = bf16[64,32]{{1,0}} parameter(1)
-  %y = bf16[{shape}]{{{order}}} parameter(2)
-  ROOT %p = bf16[{out}]{{0}} custom-call(%n, %n, %x, %y), \
-custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="jit(f)/{name}/pallas_call"}}
-}}"""
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "order", "out"),
-    [
-        ("grouped_product", "4,32,48", "2,1,0", "64,48"),
-        ("grouped_sums", "64,48", "1,0", "4,32,48"),
-    ],
-)
-def test_products_of_groups_count_each_row_once(name, shape, order, out):
-    found = program_cost(GROUPED.format(name=name, shape=shape, order=order, out=out))
-    assert found.flops == 2 * 64 * 32 * 48 and found.uncounted == ()
-    other = program_cost(GROUPED.format(name="other", shape=shape, order=order, out=out))
-    assert other.flops == 0 and other.uncounted == ("__gpu$xla.gpu.triton",)
-
-
 GATHER = """HloModule m
 ENTRY %main (x: f32[8,64]) -> f32[128,64] {{
   %x = f32[8,64]{{1,0}} parameter(0)
