@@ -102,7 +102,7 @@ def run_training(
         )
     config, curves = _with_given(config, reward, objective, callbacks, in_process), Curves(workdir)
     validate(config)
-    from tba_jax.planning.choices import choose, lines, lowered
+    from tba_jax.planning.choices import choose, lines
     from tba_jax.run.workdir import begun_config
 
     workdir = local_folder(workdir, "workdir")
@@ -118,7 +118,7 @@ def run_training(
     try:
         with surviving_closed_outputs(), curves:
             stopped = interruption or (lambda: False)
-            outcome = train(config, workdir, interrupted=stopped, lower=lowered)
+            outcome = train(config, workdir, interrupted=stopped)
     finally:
         if interruption is not None:
             interruption.close()

@@ -142,8 +142,6 @@ def _run(config: Config, workdir: Path, address: str) -> int:
                 "--replay_schedule replays in one process. Set --config.placement=shared or split"
             )
         return _run_pod(config, workdir)
-    from tba_jax.planning.choices import lowered
-
     interrupted = Interruption()
     outcome = train(
         config,
@@ -152,7 +150,6 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         accept_changed=_ACCEPT_CHANGED.value,
         schedule=schedule,
         start_s=_PROCESS_START,
-        lower=lowered,
     )
     if outcome.step < config.num_steps and schedule is not None and not interrupted():
         print(f"The schedule ends at step {outcome.step} of {config.num_steps}.")
@@ -189,7 +186,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
     last_words = FailureNotice(everyone)
     held = contextlib.ExitStack()
     try:
-        from tba_jax.planning.choices import choose_together, lines, lowered
+        from tba_jax.planning.choices import choose_together, lines
 
         given = len(config.chosen)
         config = choose_together(config, everyone, begun_config(workdir))
@@ -205,7 +202,6 @@ def _run_pod(config: Config, workdir: Path) -> int:
             accept_changed=_ACCEPT_CHANGED.value,
             start_s=_PROCESS_START,
             held=held,
-            lower=lowered,
         )
         code = 0
         if outcome is not None and cluster.is_primary:

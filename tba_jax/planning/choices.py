@@ -19,7 +19,7 @@ from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import MODES, arrange
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.planning import estimates, fitting, layouts
+from tba_jax.planning import layouts
 from tba_jax.planning.lengths import with_lengths
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
@@ -174,27 +174,6 @@ def lines(config: Config) -> list[str]:
         f"chosen: {', '.join(values)} ({reason}). To change it, set e.g. --config.{values[0]}"
         for reason, values in found.items()
     ]
-
-
-def lowered(config: Config) -> Config | None:
-    """Return a config that needs less device memory.
-
-    None if no setting that the run chose can be lowered. The new config has half
-    of the micro-batch rows and of the decode slots, and recomputes whole layers.
-    """
-    left = {name for name, _ in config.chosen} | set(open_settings(config))
-    fields: dict[str, Any] = {}
-    if _ROWS in left:
-        mesh = asked(config).mesh
-        options = fitting.micro_batch_options(config, mesh.num_parts)
-        rows = config.batch.micro_batch_rows or options[-1]
-        if smaller := [n for n in options if n <= rows / 2]:
-            fields[_ROWS] = smaller[-1]
-    if "search.num_slots" in left and (slots := estimates.num_slots(config)) > 1:
-        fields["search.num_slots"] = slots // 2
-    if "model.remat" in left and config.model.remat == "dots":
-        fields["model.remat"] = "layers"
-    return _chosen(config, fields, "made smaller after device memory ran out") if fields else None
 
 
 def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:

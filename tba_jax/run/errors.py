@@ -47,27 +47,14 @@ class OutOfMemory(RuntimeError):
 
     Args:
         reason: first line of the runtime's error.
-
-    Attributes:
-        smaller: description of the smaller sizes that the next start uses; "": none.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)  # the only argument, so that Ray can pass the error on
-        self.smaller = ""
-
-    @property
-    def reason(self) -> str:
-        return str(self.args[0])
-
     def __str__(self) -> str:
-        advice = (
-            "Lower --config.batch.micro_batch_rows or --config.search.num_slots; "
+        return (
+            f"device memory ran out before the first update ({self.args[0]}). Lower "
+            "--config.batch.micro_batch_rows or --config.search.num_slots; "
             "python -m tba_jax.plan shows what a device holds"
         )
-        if self.smaller:
-            advice = f"Run the same command again: it uses {self.smaller}"
-        return f"device memory ran out before the first update ({self.reason}). {advice}"
 
 
 class WorkdirLost(RuntimeError):

@@ -9,14 +9,13 @@ collective.
 """
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.schema import Config, flatten
+from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError, peer_errors
 from tba_jax.devices.placement import MODES, arrange
 from tba_jax.devices.slices import hosts_of
@@ -24,17 +23,15 @@ from tba_jax.remote.channel import Unreachable
 from tba_jax.remote.messages import RUN_ENDED, JoinRequest
 from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.remote.step_server import StepClient
-from tba_jax.run.errors import OutOfMemory, UserError
+from tba_jax.run.errors import UserError
 from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_or_continue,
-    begin_run,
     claim,
     claim_together,
     finished_before,
     holds_run,
-    inspect,
     is_finished,
 )
 from tba_jax.storage.bucket import Bucket, StorageError, is_address
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
     from tba_jax.run.lock import Hold
     from tba_jax.run.schedule_replay import Schedule
 
-Lower = Callable[[Config], Config | None]
-"""Returns the config with smaller chosen sizes; None if no chosen size can be smaller."""
 _ACCESS = "Check the address, the credentials and the network, then run the same command again"
 _POLL_S = 1.0  # seconds between two requests of an idle process whether the run has ended
 
@@ -57,7 +52,6 @@ def train(
     accept_changed: Collection[str] = (),
     schedule: "Schedule | None" = None,
     start_s: float | None = None,
-    lower: Lower = lambda config: None,
 ) -> Outcome:
     """Train in this process: begin a run, or continue the run in the work directory.
 
@@ -69,11 +63,9 @@ def train(
         accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         schedule: schedule to replay; the directory must not hold a run.
         start_s: value of `time.perf_counter` at which the run's clock starts; None: now.
-        lower: chooses smaller sizes for a second attempt if device memory runs out before the
-            first update; by default the run ends.
 
     Raises:
-        OutOfMemory: no chosen size can be smaller, or memory runs out again.
+        OutOfMemory: device memory ran out before the first update.
         UserError: the directory holds another run, or another process holds it; model, data or
             another kind of KINDS changed; or the reward function cannot be used.
         StorageError: the store cannot be used, or fails for too long.
@@ -87,60 +79,23 @@ def train(
             "--replay_schedule replays in one process. Set --config.placement=shared or split"
         )
 
-    def attempt(config: Config, lower: Lower) -> Outcome:
-        with (
-            _claimed(config, workdir) as (folder, hold),
-            _recording(config, folder, lower),
-        ):
-            if hold is None:
-                return finished_before(config, folder)
-            if is_fleet:
-                return _train_fleet(config, folder, hold, interrupted, accept_changed)
-            from tba_jax.run.conduct import conduct, replaying
+    with _claimed(config, workdir) as (folder, hold):
+        if hold is None:
+            return finished_before(config, folder)
+        if is_fleet:
+            return _train_fleet(config, folder, hold, interrupted, accept_changed)
+        from tba_jax.run.conduct import conduct, replaying
 
-            return conduct(
-                config,
-                folder,
-                start_cluster(config),
-                interrupted,
-                hold=hold,
-                accept_changed=accept_changed,
-                start_s=start_s,
-                drive=None if schedule is None else replaying(schedule),
-            )
-
-    try:
-        return attempt(config, lower)
-    except OutOfMemory as error:
-        smaller, reason = lower(config), error.reason
-        if smaller is None:
-            raise
-    gc.collect()  # free arrays of the first attempt, which the frames of its error kept
-    changes = _changes(config, smaller)
-    print(f"device memory ran out before the first update: {changes}. {reason}", flush=True)
-    return attempt(smaller, _lower_nothing)
-
-
-def _lower_nothing(config: Config) -> None:
-    """Choose no smaller sizes: a run that exceeds the device memory ends."""
-    del config
-
-
-@contextlib.contextmanager
-def _recording(config: Config, workdir: Path, lower: Lower) -> Iterator[None]:
-    """If device memory runs out, record smaller sizes in config.json for the next attempt."""
-    try:
-        yield
-    except OutOfMemory as error:
-        if (smaller := lower(config)) is not None:
-            begin_run(workdir, smaller, inspect(workdir).run_id, is_lowered=True)
-            error.smaller = _changes(config, smaller)
-        raise
-
-
-def _changes(config: Config, smaller: Config) -> str:
-    before, after = flatten(config), flatten(smaller)
-    return ", ".join(f"{n}={v} (was {before[n]})" for n, v in after.items() if v != before[n])
+        return conduct(
+            config,
+            folder,
+            start_cluster(config),
+            interrupted,
+            hold=hold,
+            accept_changed=accept_changed,
+            start_s=start_s,
+            drive=None if schedule is None else replaying(schedule),
+        )
 
 
 @contextlib.contextmanager
@@ -258,7 +213,6 @@ def run_job(
     accept_changed: Collection[str],
     start_s: float,
     held: contextlib.ExitStack,
-    lower: Lower,
 ) -> tuple[Cluster, Outcome | None]:
     """Train, search, or both, by the role of this process, until the run ends or is interrupted.
 
@@ -266,8 +220,6 @@ def run_job(
         workdir: work directory of the run; every process sees it.
         cluster: all processes of the job, all of which call this.
         held: exit stack that releases the work directory and the channel when it closes.
-        lower: chooses smaller sizes if device memory runs out before the first update. The next
-            start uses them. This start ends, because other processes may wait in a collective.
 
     Returns:
         The processes that train, and the outcome; None in a process that only searches.
@@ -295,8 +247,7 @@ def run_job(
         _search(config, workdir, cluster, link, roles, interrupted)
         return cluster, None
     trainers = cluster.among(roles.train)
-    # The process that fails first records the sizes: JAX may kill the others before they fail.
-    with peer_errors(trainers), _recording(config, workdir, lower):
+    with peer_errors(trainers):
         outcome = conduct(
             config,
             workdir,

@@ -398,16 +398,14 @@ def begun_config(workdir: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     saved = saved_config(workdir)
-    return saved if _is_begun(workdir) or sealed.read(path).get("is_lowered") else {}
+    return saved if _is_begun(workdir) else {}
 
 
-def begin_run(workdir: Path, config: Config, run_id: str = "", *, is_lowered: bool = False) -> None:
+def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
     """Write config.json of a new run.
 
     Args:
         run_id: ID of the run; "": a new ID.
-        is_lowered: whether the next start uses the sizes of this config, because larger sizes
-            exceeded the device memory.
 
     Raises:
         UserError: the directory cannot be written to.
@@ -418,7 +416,6 @@ def begin_run(workdir: Path, config: Config, run_id: str = "", *, is_lowered: bo
         "chosen": dict(config.chosen),
         "versions": versions(),
         "run_id": run_id or uuid.uuid4().hex[:16],
-        **({"is_lowered": True} if is_lowered else {}),
     }
     try:
         workdir.mkdir(parents=True, exist_ok=True)
