@@ -35,12 +35,11 @@ class Compiled:
     program.
 
     Args:
-        compute_dtype: dtype of activations.
+        compute_dtype: dtype of activations, and of cached keys and values.
         eos_ids: tokens that end a response unless a request says otherwise; may be empty.
         pad_id: token at positions after the end of a response.
         prompt_buckets: padded prompt lengths, ascending.
         max_length: maximum number of tokens of a prompt and its response.
-        cache_dtype: dtype of cached keys and values, int8 with scales; None: compute_dtype.
         chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
             average; each chunk costs one round trip to the device.
         experts: shape of the expert IDs to record for each token; None: IDs are not recorded.
@@ -60,7 +59,6 @@ class Compiled:
         pad_id: int,
         prompt_buckets: Sequence[int],
         max_length: int,
-        cache_dtype: Any = None,
         chunk_steps: int = CHUNK_STEPS,
         experts: ExpertsShape | None = None,
         site: Site = ANY_DEVICE,
@@ -72,7 +70,6 @@ class Compiled:
             )
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.cache_dtype = self.compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.eos_ids = tuple(eos_ids)
         self.stop_strings: StopStrings | None = None
         self.pad_id = pad_id
@@ -92,11 +89,7 @@ class Compiled:
             "compute_dtype": self.compute_dtype,
             "cache_sharding": self.cache_sharding,
         }
-        of_prompts = {
-            **static,
-            "cache_dtype": self.cache_dtype,
-            "implementation": self.implementation,
-        }
+        of_prompts = {**static, "implementation": self.implementation}
         self.prefill = self._jit(programs.prefill, "prefill", **of_prompts)
         self.extend = self._jit(programs.extend, "extend", static_argnames="length", **of_prompts)
         self.admit = self._jit(programs.admit, "admit", donate_argnums=0)
@@ -158,7 +151,7 @@ class Compiled:
         if where not in self._new_cache:
             self._new_cache[where] = self._locked(
                 jax.jit(
-                    functools.partial(kv_cache.empty_layers, self.config, dtype=self.cache_dtype),
+                    functools.partial(kv_cache.empty_layers, self.config, dtype=self.compute_dtype),
                     static_argnums=(0, 1),
                     out_shardings=where,
                 )
@@ -168,7 +161,7 @@ class Compiled:
     def cache_bytes(self, num_slots: int, length: int) -> int:
         """Return the bytes of caches per device, without padding of the device's layout."""
         size = 0
-        shapes = kv_cache.abstract_layers(self.config, num_slots, length, self.cache_dtype)
+        shapes = kv_cache.abstract_layers(self.config, num_slots, length, self.compute_dtype)
         for x in jax.tree.leaves(shapes):
             sharding = self.cache_sharding
             part = x.shape if sharding is None else sharding.shard_shape(x.shape)
@@ -204,7 +197,7 @@ def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
 
 
 def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a cache [n g c e], scales [n g c] and states: over key/value heads.
+    """Return the sharding of a cache [n g c e] and of states: over key/value heads.
 
     With fewer heads than devices, neighbouring devices replicate a head: the mesh axis is split in
     two. If heads were not sharded, the compiler would copy each device's head out of the cache in

@@ -122,7 +122,7 @@ def lower_all(
         where = NamedSharding(where.mesh, PartitionSpec())
 
     def caches(rows: int, columns: int) -> tuple[LayerCache, ...]:
-        found = kv_cache.abstract_layers(config, rows, columns, decoder.cache_dtype)
+        found = kv_cache.abstract_layers(config, rows, columns, decoder.compute_dtype)
         return jax.tree.map(lambda x: _abstract(x.shape, x.dtype, where), found)
 
     def ints(*shape: int, dtype: Any = jnp.int32) -> Any:

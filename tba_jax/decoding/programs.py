@@ -80,7 +80,6 @@ def prefill(
     *,
     config: TransformerConfig,
     compute_dtype: Any,
-    cache_dtype: Any,
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[LayerCache, ...]:
@@ -104,7 +103,7 @@ def prefill(
     def attend(
         q: Array, k: Array, v: Array, sinks: Array | None, kind: LayerKind
     ) -> tuple[Array, KVCache]:
-        kept = kv_cache.keep(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), cache_dtype)
+        kept = KVCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
         out = attention.attend_causal(
             q,
             k,
@@ -139,7 +138,6 @@ def extend(
     length: int,
     config: TransformerConfig,
     compute_dtype: Any,
-    cache_dtype: Any,
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[LayerCache, ...]:
@@ -151,7 +149,7 @@ def extend(
         tokens: the rest of each prompt except its last token, right-padded.
         lengths: number of valid tokens of each row, possibly 0.
         length: columns of the result, at least the tokens of each prompt but the last.
-        config, compute_dtype, cache_dtype, implementation, cache_sharding: as in `prefill`.
+        config, compute_dtype, implementation, cache_sharding: as in `prefill`.
     """
     s, before = tokens.shape[1], jnp.asarray(prefixes.lengths)
     positions = before[:, None] + jnp.arange(s)[None]
@@ -163,28 +161,22 @@ def extend(
     @jax.vmap
     def write(old: Array, new: Array, at: Array) -> Array:
         # A start near the end would be moved to the front; so the columns are widened for padding.
-        wide = jnp.pad(old, ((0, 0), (0, s), (0, 0))[: old.ndim])
-        return jax.lax.dynamic_update_slice(wide, new, (0, at, 0)[: old.ndim])[:, :length]
+        wide = jnp.pad(old, ((0, 0), (0, s), (0, 0)))
+        return jax.lax.dynamic_update_slice(wide, new, (0, at, 0))[:, :length]
 
     def attend(
         q: Array, k: Array, v: Array, sinks: Array | None, kind: LayerKind, old: KVCache
     ) -> tuple[Array, KVCache]:
-        new = kv_cache.keep(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), cache_dtype)
+        new = KVCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
         cache = jax.tree.map(lambda x, y: write(x, y, before), old, new)
         scores = transformer.scores_of(kind, config, sinks)
         seen = columns <= positions[:, :, None]
         if scores.window is not None:
             seen = seen & (columns > positions[:, :, None] - scores.window)
-        opened = []
-        for part in cache:
-            values, scale = kv_cache.open_part(part, compute_dtype)
-            values = values if scale is None else (values * scale[..., None]).astype(compute_dtype)
-            opened.append(jnp.swapaxes(values, 1, 2))
+        keys, values = (jnp.swapaxes(part, 1, 2) for part in cache)
         bias = jnp.where(seen, 0.0, attention.MASKED)
         heads_first = implementation in ("xla", "cudnn")
-        return attention.attend(
-            q, opened[0], opened[1], bias, scores, heads_first=heads_first
-        ), cache
+        return attention.attend(q, keys, values, bias, scores, heads_first=heads_first), cache
 
     def mix(x: delta.Inputs, old: kv_cache.State) -> tuple[Array, kv_cache.State]:
         return delta.mix(x, visible, old, ends=jnp.asarray(lengths))
@@ -318,7 +310,7 @@ def run_chunk(
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)
     ropes = _rotations(slots, num_steps, config)
-    unwritten = _init_recent(history, config, num_steps, compute_dtype)
+    unwritten = _init_recent(history, config, num_steps)
     mesh = _mesh(cache_sharding)
 
     def body(carry: _Carry) -> _Carry:
@@ -460,15 +452,11 @@ def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mes
 
 
 def _init_recent(
-    history: tuple[LayerCache, ...], config: TransformerConfig, num_steps: int, compute_dtype: Any
+    history: tuple[LayerCache, ...], config: TransformerConfig, num_steps: int
 ) -> tuple[LayerCache, ...]:
-    """Return the initial caches of a chunk: empty keys and values, or the states of the history.
-
-    The keys and values have the compute dtype if the history is 8-bit.
-    """
+    """Return the initial caches of a chunk: empty keys and values, or the states of the history."""
     keys = kv_cache.of_attention(history).keys
-    dtype = compute_dtype if isinstance(keys, kv_cache.Rounded) else keys.dtype
-    empty = kv_cache.empty_layers(config, keys.shape[0], num_steps, dtype)
+    empty = kv_cache.empty_layers(config, keys.shape[0], num_steps, keys.dtype)
     return tuple(
         new if isinstance(new, KVCache) else old for old, new in zip(history, empty, strict=True)
     )
@@ -482,13 +470,11 @@ def _kept(
     @jax.vmap
     def write(old: Array, new: Array, at: Array) -> Array:
         # Finished slots are written, too, but never read.
-        return jax.lax.dynamic_update_slice(old, new, (0, at, 0)[: old.ndim])
+        return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
 
     def of_layer(old: LayerCache, new: LayerCache) -> LayerCache:
         if isinstance(old, kv_cache.State):
             return new
-        if isinstance(old.keys, kv_cache.Rounded):
-            new = kv_cache.keep(*new, jnp.int8)
         return jax.tree.map(lambda old, new: write(old, new, lengths), old, new)
 
     lengths = jnp.asarray(slots.length)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
 from tba_jax.models import cudnn_attention as cudnn
-from tba_jax.models.kv_cache import KVCache, Part, open_part
+from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 from tba_jax.models.per_shard import cache_axes
 
@@ -386,17 +386,16 @@ def attend_cached(
 
     Args:
         q, k, v: query, key and value of the new token; k rotated.
-        history: keys and values of earlier chunks, in the dtype of k or 8-bit.
+        history: keys and values of earlier chunks.
         history_length: valid positions of each slot in `history`.
-        recent: keys and values of this chunk, [n g m e], not 8-bit.
+        recent: keys and values of this chunk, [n g m e].
         index: column of this token; columns up to it are visible.
         scores: as in `attend_causal`.
     """
     at = (0, 0, index, 0)
 
-    def write(part: Part, new: Array) -> Array:
-        kept, _ = open_part(part, new.dtype)
-        return jax.lax.dynamic_update_slice(kept, new[:, :, None].astype(kept.dtype), at)
+    def write(part: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice(part, new[:, :, None].astype(part.dtype), at)
 
     recent = KVCache(write(recent.keys, k), write(recent.values, v))
     scaled = q * q.shape[-1] ** -0.5
@@ -420,20 +419,16 @@ def _partial(
     `later` further positions follow; the last one is the position of the query.
     """
     f32 = jnp.float32
-    (keys, of_keys), (values, of_values) = (open_part(x, scaled.dtype) for x in cache)
+    keys, values = cache
     column = jnp.arange(keys.shape[2])[None]
     seen = column < length[:, None]
     if scores.window is not None:
         seen = seen & (column >= length[:, None] + later - scores.window)
     found = jnp.einsum("ngre,ngce->ngrc", scaled, keys, preferred_element_type=f32)
-    if of_keys is not None:
-        found = found * of_keys[:, :, None]
     found = capped(found, scores.cap) + jnp.where(seen, 0.0, MASKED)[:, None, None]
     most = jnp.max(found, axis=-1, keepdims=True)
     weights = jnp.exp(found - most)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if of_values is not None:
-        weights = weights * of_values[:, :, None]
     out = jnp.einsum(
         "ngrc,ngce->ngre", weights.astype(values.dtype), values, preferred_element_type=f32
     )

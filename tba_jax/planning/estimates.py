@@ -183,7 +183,7 @@ def searcher_bytes(
     if config.reference.placement == "searcher":
         weights += num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
-    dtype = config.search.cache_dtype or config.model.rollout_dtype
+    dtype = config.model.rollout_dtype
     cache = shard_bytes(kv_cache.abstract_layers(model_config, num_slots(config), columns, dtype))
     if config.task.environment:
         cache += config.search.prefix_cache_bytes or cache

@@ -305,13 +305,6 @@ def _savings(
     if config["batch"]["num_length_buckets"] > 1:
         frees["--config.batch.num_length_buckets=1 up to {} GiB of code (for more padding)"] = code
     held = facts["groups"]["trainer"]["residents"] if "trainer" in members else {}
-    if "searcher" in members and config["search"]["cache_dtype"] != "int8":
-        # int8 keeps one of two or four bytes, and adds the scales.
-        cache = facts["groups"]["searcher"]["transients"].get("KV cache", 0.0)
-        dtype = config["search"]["cache_dtype"] or config["model"]["rollout_dtype"]
-        frees["--config.search.cache_dtype=int8 {} GiB of KV cache"] = cache * (
-            0.7 if dtype == "float32" else 0.45
-        )
     if "searcher" in members and config["search"]["quantization"] == "none":
         # Weights read from files keep their dtype; tables and norms too.
         kept = facts["groups"]["searcher"]["residents"]

@@ -148,7 +148,6 @@ PRESETS = {
             "prompts_per_round": 8,
             "max_new_tokens": 2048,
             "num_slots": 64,
-            "cache_dtype": "bfloat16",
         },
         # No replay, and data at most two steps old; TBA' with async_level = 2 has exactly two.
         "replay": {"recency_prob": 1.0, "pace": "trainer", "max_staleness": 2},

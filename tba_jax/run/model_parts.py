@@ -276,7 +276,6 @@ def make_decoder(
         ),
         max_length=longest,
         chunk_steps=config.search.chunk_steps,
-        cache_dtype=config.search.cache_dtype or None,
         experts=recorded_experts(config, model_config),
         site=site,
     )

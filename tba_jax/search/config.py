@@ -72,11 +72,6 @@ class SearchSettings(Section):
         "average, and each check costs a round trip to the device",
         at_least=1,
     )
-    cache_dtype: Literal["", "float32", "bfloat16", "int8"] = field(
-        "",
-        "dtype of cached keys and values; empty: model.rollout_dtype; int8: with a scale per "
-        "column and head, half the bytes of bfloat16; also in evaluations during the run",
-    )
     quantization: Literal["none", "int8", "fp8"] = field(
         "none",
         "format of the searchers' layer matrices: int8 or fp8 (e4m3) values with a scale per "

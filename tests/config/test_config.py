@@ -288,7 +288,6 @@ def test_no_field_is_dead():
             {"search.swap": "in_flight", "objective.name": "rloo"},
             "tokens of several policy versions, which needs an objective that accepts any sampler",
         ),
-        ({"search.cache_dtype": "int4"}, "search.cache_dtype = 'int4': must be one of '', float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
         (
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},

@@ -25,7 +25,7 @@ CONFIG = {
     "batch": {"num_length_buckets": 3},
     "optimizer": {"name": "adamw"},
     "model": {"param_dtype": "float32", "rollout_dtype": "bfloat16"},
-    "search": {"cache_dtype": "", "quantization": "none"},
+    "search": {"quantization": "none"},
     "lora": {"rank": 0},
 }
 
@@ -161,15 +161,6 @@ def test_a_cache_that_is_too_large_gets_fewer_slots():
     assert found[1].over_bytes > 0
     # (16 - 3) * 0.95 GiB for what takes 25: 7 of 16 slots, so 4.
     assert "--config.search.num_slots=4" in advice(facts(), compiled, found, None)[0]
-
-
-def test_a_cache_that_is_too_large_could_have_eight_bits():
-    held = facts(chip={"hbm_bytes": 4 * GIB, "overheads": {}})
-    said = "--config.search.cache_dtype=int8 2.2 GiB of KV cache"
-    narrow = held | {"config": CONFIG | {"search": CONFIG["search"] | {"cache_dtype": "int8"}}}
-    for of, is_said in ((held, True), (narrow, False)):
-        lines = advice(of, programs(), occupancies(of, programs()), None)
-        assert (said in " ".join(lines)) == is_said
 
 
 def test_residents_that_do_not_fit_are_spread():
