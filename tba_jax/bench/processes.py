@@ -104,7 +104,7 @@ def peers_of(text: str, packages_of: Mapping[str, Sequence[str]], python: str) -
         if done.stdout.strip():
             raise ValueError(
                 f"peer {name} needs {', '.join(done.stdout.split())}, absent from {python}. "
-                "Install the extra `bench` (pip install 'tba_jax[bench]'), or give --peer_python"
+                "Install the packages there, or give another --peer_python"
             )
     return peers
 

@@ -27,17 +27,8 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_comparison_flags(parser: argparse.ArgumentParser, peers: str) -> None:
-    """Define the flags of a benchmark whose sides run in separate processes.
-
-    Args:
-        parser: parser that gets --peers, --peer_python, --dtype, --repeats and --seed.
-        peers: values of --peers, for its help text.
-    """
-    parser.add_argument(
-        "--peers", default="", help=f"peers to compare with, separated by commas: {peers}"
-    )
-    parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peers")
+def add_process_flags(parser: argparse.ArgumentParser) -> None:
+    """Define --dtype, --repeats and --seed of a benchmark that measures in fresh processes."""
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=3, help="processes per side")
     parser.add_argument("--seed", type=int, default=0)

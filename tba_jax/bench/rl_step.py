@@ -3,19 +3,15 @@
 
     python -m tba_jax.bench.rl_step --json
     python -m tba_jax.bench.rl_step --peers=trl --peer_python=trl/bin/python --json
-    python -m tba_jax.bench.rl_step --grid=sizes --json
 
 A step samples responses to a batch of prompts, scores them under the reference, and trains on them
 once, in one thread. Our side is the main command's synchronous driver, read from its schedule log,
-with its own choices unless flags say otherwise, and `batch.share_prompts` on (the default) and off.
-TRL gets the same checkpoint, prompts, reward, optimiser and KL coefficient, without gradient
-checkpointing, and its own micro-batches. Responses are sampled, so the sides have equal shapes and
-not equal texts; their mean length is reported. Every repeat of a side runs in a fresh process, and
-sides alternate; first steps (which compile) are excluded, and medians are over all other steps.
-`rest` is publication, merge and other work. Use a quiet machine: `step_s_of_repeats` shows
-disturbed repeats. With --grid, the settings that a run chooses are compared with settings by hand:
-`sizes`, twelve combinations, or `flags`, each of five settings alone. `over_best` is the fastest
-step with the chosen settings, divided by the fastest step by hand.
+with its own choices unless flags say otherwise. TRL gets the same checkpoint, prompts, reward,
+optimiser and KL coefficient, without gradient checkpointing, and its own micro-batches. Responses
+are sampled, so the sides have equal shapes and not equal texts; their mean length is reported.
+Every repeat of a side runs in a fresh process, and sides alternate; first steps (which compile) are
+excluded, and medians are over all other steps. `rest` is publication, merge and other work. Use a
+quiet machine: `step_s_of_repeats` shows disturbed repeats.
 """
 
 import argparse
@@ -27,39 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.bench import processes, reporting, trl_peer
-from tba_jax.devices import xla
 
 _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"prompts": 8, "group": 16, "prompt_tokens": 256, "response_tokens": 81}
 _OURS_SIDE = (sys.executable, "-m", "tba_jax.bench.rl_step_sides")
 _PACKAGES = {"trl": trl_peer.PACKAGES}
-# config fields of the two forms of our step
-_OURS: dict[str, dict[str, Any]] = {
-    "tba_jax": {},
-    "separate_prompts": {"batch.share_prompts": False},
-}
-# Settings by hand, for comparison with the run's own choices. Rows are a share of the batch.
-_GRIDS: dict[str, dict[str, dict[str, Any]]] = {
-    "sizes": {
-        f"rows {share:g}, remat {remat}, chunk {steps}, xla {options or 'none'}": {
-            "batch.micro_batch_rows": share,
-            "model.remat": remat,
-            "search.chunk_steps": steps,
-            "xla.options": options,
-        }
-        for share in (0.25, 1.0)
-        for remat in ("layers", "dots")
-        for steps, options in ((4, ""), (16, ""), (16, "eigen"))
-    },
-    "flags": {
-        "share_prompts False": {"batch.share_prompts": False},
-        "xla none": {"xla.options": ""},
-        "xla eigen": {"xla.options": "eigen"},
-        "remat dots": {"model.remat": "dots"},
-        "rows 0.5": {"batch.micro_batch_rows": 0.5},
-    },
-}
-_CHOSEN = "chosen by the run"
 _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")
 
 
@@ -81,77 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--peer_micro_batch_rows", type=int, default=16, help="rows of a micro-batch of the peer"
     )
     parser.add_argument("--remat", default="auto", choices=("auto", "none", "dots", "layers"))
-    parser.add_argument(
-        "--xla_preset",
-        default="auto",
-        choices=("none", *xla.PRESETS),
-        help="compiler options of tba_jax",
-    )
     parser.add_argument("--peers", default="", help="peer to compare with: trl; empty: none")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
-    parser.add_argument(
-        "--grid",
-        default="",
-        choices=("", *_GRIDS),
-        help="cases to compare: the run's own choices, and fixed settings",
-    )
     parser.add_argument("--repeats", type=int, default=3, help="processes per side")
     parser.add_argument("--warm_steps", type=int, default=1, help="steps per process before timing")
     parser.add_argument("--steps", type=int, default=1, help="timed steps per process")
     parser.add_argument("--seed", type=int, default=0)
-
-    def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-        return (measure_grid if args.grid else measure)(args, folder)
-
-    return reporting.run_in_folder(parser, argv, measured, _table)
-
-
-def measure_grid(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the fastest step with the sizes that the run chooses, and with each size set by hand.
-
-    Args:
-        args, folder: as in `measure`.
-    """
-    _check(args)
-    job, written = _write(args, folder)
-    rows = args.prompts * args.group
-    grid = _GRIDS[args.grid]
-    steps: dict[str, list[float]] = {name: [] for name in (_CHOSEN, *grid)}
-    chosen: dict[str, Any] = {}
-    for repeat in range(args.repeats):
-        for number, (side, found) in enumerate(steps.items()):
-            fields = {"batch.micro_batch_rows": 0, **grid.get(side, {})}
-            fields["batch.micro_batch_rows"] = int(fields["batch.micro_batch_rows"] * rows)
-            own = {"overrides": fields, "workdir": str(folder / f"{number}-{repeat}")}
-            report = processes.run_side(
-                side.replace(" ", "_"), job | own, folder, command=_OURS_SIDE
-            )
-            found += [step["step_s"] for step in report["steps"]]
-            chosen = report["chosen"] if side == _CHOSEN else chosen
-            print(f"{side}: {min(found):.2f} s", file=sys.stderr)
-    fastest = {side: min(found) for side, found in steps.items()}
-    by_hand = {side: fastest[side] for side in grid}
-    best = min(by_hand, key=lambda side: by_hand[side])
-    return {
-        "step_s": fastest[_CHOSEN],
-        "chosen": chosen,
-        "by_hand": by_hand,
-        "best": best,
-        "over_best": fastest[_CHOSEN] / by_hand[best],
-        "all_steps_s": steps,
-        "model_shape": args.model_shape,
-        "num_params": written["num_params"],
-        "workload": {name: getattr(args, name) for name in (*_SIZES, "steps", "repeats")},
-    }
-
-
-def _write(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the workload; return the job of every side, and properties of the model."""
-    names = (*_SIZES, "micro_batch_rows", "peer_micro_batch_rows", "warm_steps", "steps", "seed")
-    job = {name: getattr(args, name) for name in names} | {"folder": str(folder)}
-    job |= {"beta": 0.05, "learning_rate": 1e-6}
-    shape = {"shape": args.model_shape}
-    return job, processes.run_side("write", job | shape, folder, command=_OURS_SIDE)
+    return reporting.run_in_folder(parser, argv, measure, _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -165,17 +69,20 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """
     _check(args)
     peers = processes.peers_of(args.peers, _PACKAGES, args.peer_python)
-    job, written = _write(args, folder)
+    names = (*_SIZES, "micro_batch_rows", "peer_micro_batch_rows", "warm_steps", "steps", "seed")
+    job = {name: getattr(args, name) for name in names} | {"folder": str(folder)}
+    job |= {"beta": 0.05, "learning_rate": 1e-6}
+    shape = {"shape": args.model_shape}
+    written = processes.run_side("write", job | shape, folder, command=_OURS_SIDE)
     peer = (args.peer_python, "-P", trl_peer.__file__)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in (*_OURS, *peers)}
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in ("tba_jax", *peers)}
     for repeat in range(args.repeats):
         for side, found in reports.items():
             if side in peers:
                 report = processes.run_side(side, job, folder, env, command=peer)
             else:
-                overrides = _OURS[side] | {"model.remat": args.remat}
-                overrides["xla.options"] = args.xla_preset.replace("none", "")
+                overrides = {"model.remat": args.remat}
                 own = {"overrides": overrides, "workdir": str(folder / f"{side}-{repeat}")}
                 report = processes.run_side(side, job | own, folder, command=_OURS_SIDE)
             found.append(report)
@@ -184,24 +91,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     mine = figures.pop("tba_jax")
     return {
         **mine,
-        "forms": {name: figures[name] for name in figures if name in _OURS},
         "peers": {
-            name: {
-                **figures[name],
-                "ratio": figures[name]["step_s"] / mine["step_s"],
-                "ratios_of_forms": {
-                    form: figures[name]["step_s"] / figures[form]["step_s"]
-                    for form in figures
-                    if form in _OURS
-                },
-            }
-            for name in peers
+            name: {**x, "ratio": x["step_s"] / mine["step_s"]} for name, x in figures.items()
         },
         "model_shape": args.model_shape,
         "num_params": written["num_params"],
         "workload": {name: job[name] for name in job if hasattr(args, name)},
         "remat": args.remat,
-        "xla_preset": args.xla_preset,
         "chosen": reports["tba_jax"][0]["chosen"],
         "repeats": args.repeats,
         "hardware": processes.hardware(reports["tba_jax"][0]),
@@ -242,15 +138,11 @@ def _in_words(x: Mapping[str, float]) -> str:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    if "by_hand" in result:
-        lines = [f"{seconds:>8.2f} s  {side}" for side, seconds in result["by_hand"].items()]
-        mine = f"{result['step_s']:>8.2f} s  {_CHOSEN}: {result['over_best']:.2f} x the fastest"
-        return [*lines, mine]
     w, hw = result["workload"], result["hardware"]
-    sides = {"tba_jax": result, **result["forms"], **result["peers"]}
+    sides = {"tba_jax": result, **result["peers"]}
     return [
         f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
-        f"float32, remat {result['remat']}, XLA preset {result['xla_preset']}",
+        f"float32, remat {result['remat']}",
         f"{w['prompts']} prompts of {w['prompt_tokens']} tokens x {w['group']} responses of "
         f"{w['response_tokens']}; {result['repeats']} x {w['steps']} steps",
         f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artificial responses, rounds and checkpoints for benchmarks."""
+"""Artificial responses and checkpoints for benchmarks."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
-from tba_jax.flow.trajectory import Group, Trajectory
+from tba_jax.flow.trajectory import Trajectory
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 
@@ -33,24 +31,9 @@ def response(prompt_id: int, tokens: np.ndarray, reward: float, **fields: Any) -
     return Trajectory(**given | fields)
 
 
-def commit(searcher: int, number: int, version: int, groups: Sequence[Group]) -> RoundCommit:
-    """Return a finished ticket with these groups; its metrics and times are 0."""
-    generated = sum(len(group.trajectories) for group in groups)
-    metrics = RoundMetrics(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {})
-    report = RoundReport(metrics, PhaseTimes(0.0, 0.0, 0.0, 0.0, 0.0))
-    return RoundCommit(searcher, number, version, tuple(groups), {}, generated, report)
-
-
 def write_checkpoint(
     folder: str | Path, config: transformer.TransformerConfig, dtype: str = "float32"
 ) -> None:
     """Write a model folder of random weights, without a tokenizer."""
     params = transformer.init_params(config, jax.random.key(0), np.dtype(dtype))
-    save_checkpoint(folder, config, params, dtype)
-
-
-def save_checkpoint(
-    folder: str | Path, config: transformer.TransformerConfig, params: Any, dtype: str
-) -> None:
-    """Write these weights as a model folder, without a tokenizer."""
     hf_weights.save(folder, config, params, config_json.hf_config(config, dtype=dtype))

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: speed of the train step, compared with a naive step, torch and the roofline.
+"""Command: speed of the train step, compared with a naive step and the roofline.
 
-    python -m tba_jax.bench.train_step --model_shape=39m --peers=torch --json
+    python -m tba_jax.bench.train_step --model_shape=39m --json
 
-Workload: groups of full rows, one Trajectory Balance step with AdamW and clipping. `shared` is our
-step that computes every prompt once for all its responses (`batch.share_prompts`), `naive` is a
-plain JAX step of the same model (full logits, no recomputation), `torch` is transformers with
-torch's AdamW. All sides load one checkpoint of random weights and report the loss of their first
-step; the command fails if the losses differ. Every repeat of a side runs in a fresh process, one
-after the other; `step_s` is the median over the steps of all repeats. Tokens per second count
-prompt and response. `mfu` is the share of the measured matmul rate that the model's own operations
-use, without recomputation. Use a quiet machine: a large `cpu_s` (processor time) shows disturbed
-runs.
+Workload: groups of full rows, one Trajectory Balance step with AdamW and clipping. `tba_jax` is our
+step, which computes every prompt once for all its responses. `naive` is a plain JAX step of the
+same model (full logits, no recomputation). Both sides load one checkpoint of random weights and
+report the loss of their first step; the command fails if the losses differ. Every repeat of a side
+runs in a fresh process, one after the other; `step_s` is the median over the steps of all repeats.
+Tokens per second count prompt and response. `mfu` is the share of the measured matmul rate that the
+operations of a side use, without recomputation. Use a quiet machine: a large `cpu_s` (processor
+time) shows disturbed runs.
 """
 
 import argparse
@@ -23,12 +22,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.bench import processes, reporting, train_step_torch
-from tba_jax.devices import xla
+from tba_jax.bench import processes, reporting
 
 _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 128}
-_PACKAGES = {"torch": train_step_torch.PACKAGES}
+_SIDES = ("tba_jax", "naive")
 # smaller than differences between models, larger than rounding of sums of log-probs
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -46,13 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--micro_batch_rows", type=int, default=0, help="rows of a micro-batch; 0: all rows"
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
-    parser.add_argument(
-        "--xla_preset",
-        default="none",
-        choices=("none", *xla.PRESETS),
-        help="compiler options of tba_jax",
-    )
-    reporting.add_comparison_flags(parser, peers="torch")
+    reporting.add_process_flags(parser)
     return reporting.run_in_folder(parser, argv, measure, _table)
 
 
@@ -63,13 +55,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         folder: empty folder for the checkpoint and messages between processes.
 
     Raises:
-        ValueError: an option or an environment cannot be measured, a side failed, or the losses of
-            the sides differ.
+        ValueError: an option cannot be measured, a side failed, or the losses of the sides differ.
     """
     least = {**dict.fromkeys((*_SIZES, "repeats", "steps"), 1), "group_size": 2}
     reporting.check_least(args, least | {"micro_batch_rows": 0})
-    peers = processes.peers_of(args.peers, _PACKAGES, args.peer_python)
-    names = (*_SIZES, "dtype", "remat", "micro_batch_rows", "steps", "seed", "xla_preset")
+    names = (*_SIZES, "dtype", "remat", "micro_batch_rows", "steps", "seed")
     job = {name: getattr(args, name) for name in names}
     job |= {"model": str(folder / "model"), "batch": str(folder / "batch.npz")}
     job |= {"beta": 0.05, "learning_rate": 1e-6, "weight_decay": 0.01, "clip_norm": 1.0}
@@ -78,46 +68,29 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     written = processes.run_side(
         "write", job | {"shape": args.model_shape}, folder, cpu, command=ours
     )
-    sides = ("tba_jax", "shared", "naive", *peers)
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    torch = (args.peer_python, "-P", train_step_torch.__file__)
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in _SIDES}
     for _ in range(args.repeats):
         for side, found in reports.items():
-            found.append(
-                processes.run_side(side, job, folder, command=torch if side in peers else ours)
-            )
-            job["platform"] = reports["tba_jax"][0]["platform"]
+            found.append(processes.run_side(side, job, folder, command=ours))
             step_s = statistics.median(found[-1]["step_s"])
             print(f"{side}: {step_s:.3f} s, loss {found[-1]['loss']:.4f}", file=sys.stderr)
     _check_losses({name: x[0]["loss"] for name, x in reports.items()}, args.dtype)
     tokens = args.num_prompts * args.group_size * (args.prompt_tokens + args.response_tokens)
-    flops = {name: written["model_flops"] for name in sides} | {"shared": written["shared_flops"]}
-    figures = {name: _figures(x, tokens, flops[name]) for name, x in reports.items()}
-    mine, shared = figures.pop("tba_jax"), figures.pop("shared")
+    figures = {name: _figures(x, tokens, written["flops"][name]) for name, x in reports.items()}
     rate = statistics.median(x["flops_per_s"] for x in reports["tba_jax"])
+    for x in figures.values():
+        x["mfu"] = x["flops_per_s"] / rate
+    mine, naive = figures["tba_jax"], figures["naive"]
     return {
-        "tokens_per_s": mine["tokens_per_s"],
-        "mfu": mine["flops_per_s"] / rate,
-        "step_s": mine["step_s"],
-        "peers": {
-            name: {**x, "ratio": x["step_s"] / mine["step_s"], "mfu": x["flops_per_s"] / rate}
-            for name, x in figures.items()
-        },
-        "shared": {
-            **shared,
-            "mfu": shared["flops_per_s"] / rate,
-            "speedup": mine["step_s"] / shared["step_s"],
-            "peers": {name: x["step_s"] / shared["step_s"] for name, x in figures.items()},
-        },
         **mine,
+        "naive": naive | {"ratio": naive["step_s"] / mine["step_s"]},
         "matmul_flops_per_s": rate,
-        "model_flops": written["model_flops"],
+        "model_flops": written["flops"]["tba_jax"],
         "num_params": written["num_params"],
         "model_shape": args.model_shape,
         "dtype": args.dtype,
         "workload": {name: getattr(args, name) for name in _SIZES},
         "remat": args.remat,
-        "xla_preset": args.xla_preset,
         "micro_batch_rows": args.micro_batch_rows,
         "repeats": args.repeats,
         "steps": args.steps,
@@ -164,11 +137,10 @@ def _figures(
 
 def _table(result: Mapping[str, Any]) -> list[str]:
     w, hw = result["workload"], result["hardware"]
-    shared = dict(result["shared"], ratio=1 / result["shared"]["speedup"])
-    sides = {"tba_jax": {**result, "ratio": 1.0}, "shared": shared, **result["peers"]}
+    sides = {"tba_jax": {**result, "ratio": 1.0}, "naive": result["naive"]}
     rows = [
         f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
-        f"{result['dtype']}, remat {result['remat']}, XLA preset {result['xla_preset']}",
+        f"{result['dtype']}, remat {result['remat']}",
         f"{w['num_prompts']} x {w['group_size']} rows of {w['prompt_tokens']} + "
         f"{w['response_tokens']} tokens; {result['repeats']} x {result['steps']} steps",
         f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",

@@ -6,8 +6,7 @@
 The naive step is a straightforward implementation: the same model and optimiser without
 recomputation, logits of all positions in float32, and their log-softmax.
 
-The sides of the comparison are tba_jax, the naive step and the peers. Invariant: all sides start
-from the same weights and batch, and report the loss of their first step.
+Invariant: both sides start from the same weights and batch, and report their first loss.
 """
 
 import os
@@ -26,8 +25,6 @@ from jax.sharding import Mesh
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.bench.processes import run_job, versions
 from tba_jax.bench.synthetic import response, write_checkpoint
-from tba_jax.devices import xla
-from tba_jax.devices.config import XlaSettings
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
@@ -72,8 +69,10 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
     sizes = {"num_rows": p * k, "prompt_tokens": x, "response_tokens": t}
     return {
         "num_params": transformer.num_params(config),
-        "model_flops": roofline.train_flops(config, **sizes),
-        "shared_flops": roofline.train_flops(config, **sizes, responses_per_prompt=k),
+        "flops": {
+            "tba_jax": roofline.train_flops(config, **sizes, responses_per_prompt=k),
+            "naive": roofline.train_flops(config, **sizes),
+        },
     }
 
 
@@ -130,7 +129,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
-    """Return the batch in the trainer's layout; if the job is for `shared`, with shared prompts."""
+    """Return the batch in the layout of a side: `naive` has a row for each response."""
     arrays = np.load(job["batch"])
     tokens, rewards, x = arrays["tokens"], arrays["rewards"], job["prompt_tokens"]
     p, k, _ = tokens.shape
@@ -155,7 +154,7 @@ def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
         group_size=k,
         padding=Padding((x,), (job["response_tokens"],), 0),
         policy_temperature=1.0,
-        shares_prompts=job["side"] == "shared",
+        shares_prompts=job["side"] == "tba_jax",
         micro_batch_rows=job["micro_batch_rows"],
         is_whole=job["micro_batch_rows"] >= k,
     )
@@ -178,10 +177,6 @@ def _our_step(
     )
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
     shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
-    options = xla.compiler_options(
-        XlaSettings(job["xla_preset"].replace("none", "")), list(mesh.devices.flat)
-    )
-    shardings = shardings._replace(compiler_options=options)
     return make_train_step(config, optimizer, schedule, settings, shardings)
 
 

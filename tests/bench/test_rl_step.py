@@ -66,31 +66,6 @@ def test_medians_are_over_the_steps_of_all_repeats():
     assert figures["step_s_of_repeats"] == [9, 6, 7]
 
 
-@pytest.mark.parametrize(("grid", "number"), [("sizes", 12), ("flags", 5)])
-def test_a_grid_compares_the_runs_choices_with_settings_by_hand(grid, number, monkeypatch, capsys):
-    """Here the run's choices take 2 s a step, and settings by hand as many as their chunk, or 4."""
-    jobs = []
-
-    def run_side(side, job, folder, **options):
-        if side == "write":
-            return {"num_params": 7}
-        jobs.append(job["overrides"])
-        seconds = (
-            job["overrides"].get("search.chunk_steps", 4) if side != "chosen_by_the_run" else 2
-        )
-        return {"steps": [{"step_s": seconds}, {"step_s": 9}], "chosen": {"model.remat": "dots"}}
-
-    monkeypatch.setattr(rl_step.processes, "run_side", run_side)
-    sizes = ["--prompts=2", "--group=8", "--peer_micro_batch_rows=16", "--repeats=1", "--json"]
-    assert rl_step.main([f"--grid={grid}", *sizes]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(result["by_hand"]) == number and result["over_best"] == 0.5
-    assert result["chosen"] == {"model.remat": "dots"}
-    assert jobs[0] == {"batch.micro_batch_rows": 0}  # left to the run
-    rows = {job["batch.micro_batch_rows"] for job in jobs[1:]}
-    assert rows == ({4, 16} if grid == "sizes" else {0, 8})
-
-
 @pytest.mark.slow
 def test_figures_of_a_small_load(capsys):
     sizes = ["--model_shape=tiny", "--prompts=2", "--group=4", "--micro_batch_rows=4"]
@@ -101,6 +76,5 @@ def test_figures_of_a_small_load(capsys):
     assert all(part > 0 for part in parts)
     # Few of them end before the limit: with probability of about 1/128 at each token.
     assert 4 < result["mean_response_tokens"] <= 6
-    assert result["forms"]["separate_prompts"]["step_s"] > 0
     assert result["remat"] == "dots"
     assert result["peers"] == {} and len(result["step_s_of_repeats"]) == 1

@@ -32,16 +32,12 @@ def test_figures_of_a_small_load(capsys):
     argv = ["--model_shape=tiny", "--repeats=1", "--steps=2", "--json"]
     assert train_step.main([*argv, "--response_tokens=32", "--micro_batch_rows=2"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    naive = result["peers"]["naive"]
+    naive = result["naive"]
     assert result["tokens_per_s"] == pytest.approx(8 * 96 / result["step_s"])
     assert naive["ratio"] == pytest.approx(naive["step_s"] / result["step_s"])
-    assert 0 < result["mfu"] < 1 and naive["mfu"] == pytest.approx(result["mfu"] / naive["ratio"])
+    assert 0 < result["mfu"] < 1 and 0 < naive["mfu"] < 1
     assert result["temporary_bytes"] < naive["temporary_bytes"]
-    assert result["compiled_peak_bytes"] > result["temporary_bytes"]
-    shared = result["shared"]
-    assert shared["peers"]["naive"] == pytest.approx(naive["step_s"] / shared["step_s"])
     # The same weights, batch and loss; float32.
-    assert shared["loss"] == pytest.approx(result["loss"], rel=1e-4)
     assert naive["loss"] == pytest.approx(result["loss"], rel=1e-4)
 
 
@@ -55,6 +51,6 @@ def test_the_median_is_over_the_steps_of_all_repeats():
 
 
 def test_a_side_that_computes_something_else_is_an_error():
-    train_step._check_losses({"tba_jax": 3.0, "torch": 3.001}, "float32")
-    with pytest.raises(ValueError, match="first step of torch has the loss 3.1, ours 3.0"):
-        train_step._check_losses({"tba_jax": 3.0, "torch": 3.1}, "float32")
+    train_step._check_losses({"tba_jax": 3.0, "naive": 3.001}, "float32")
+    with pytest.raises(ValueError, match="first step of naive has the loss 3.1, ours 3.0"):
+        train_step._check_losses({"tba_jax": 3.0, "naive": 3.1}, "float32")
