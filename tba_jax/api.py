@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 # Time for a searcher that is in the middle of a round at the last step.
 _LAST_ROUND_S = 60.0
-_CURVES_S = 15.0  # time between two drawings in a notebook
+_CURVES_S = 15.0  # least pause between two drawings in a notebook
+_REST = 50.0  # pause after a drawing, in multiples of its duration
 
 
 def load_config(name: str, /, **overrides: Any) -> Config:
@@ -193,17 +195,16 @@ class Curves:
             self._thread.join()
 
     def _follow(self) -> None:
-        from tba_jax.report.live import SampledLog
-
-        log = SampledLog(self._workdir / "metrics.jsonl", most=200)
+        pause_s = _CURVES_S
         while True:
-            is_over = self._over.wait(_CURVES_S)
+            is_over = self._over.wait(pause_s)
+            began_s = time.monotonic()
             with contextlib.suppress(ValueError, OSError):  # the files cannot be read yet
-                if log.update():
-                    run = SavedRun(files.assemble(self._workdir, log.metrics()))
-                    self._handle.update(run.plot("reward", dpi=70))
+                run = SavedRun(files.load_run(self._workdir))
+                self._handle.update(run.plot("reward", dpi=70))
             if is_over:
                 return
+            pause_s = max(_CURVES_S, _REST * (time.monotonic() - began_s))
 
 
 def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
@@ -315,7 +316,7 @@ class SavedRun:
         draw = {figure.name: figure.draw for figure in FIGURES}.get(name)
         if draw is None:
             raise ValueError(f"no plot {name!r}; there are {', '.join(self.plots)}")
-        figure = draw(self._files, plots.LIGHT)
+        figure = draw(self._files)
         if figure is None:
             raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
         return Picture(plots.to_png(figure, dpi))

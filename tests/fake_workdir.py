@@ -14,7 +14,6 @@ def fake_workdir(
     num_steps=120,
     made_steps=None,
     evals=True,
-    schedule=True,
     report=True,
     metric="pass_at_1",
     changes=(),
@@ -26,7 +25,6 @@ def fake_workdir(
         num_steps: steps the run was asked for.
         made_steps: steps it made; None: all.
         evals: whether evaluations were logged.
-        schedule: whether schedule.jsonl was written.
         report: whether report.json was written.
         metric: the headline metric.
         changes: further config fields.
@@ -37,7 +35,7 @@ def fake_workdir(
     path.mkdir(parents=True, exist_ok=True)
     made_steps = num_steps if made_steps is None else made_steps
     rng = np.random.default_rng(0)
-    metrics, events, clock = [], [], 9.0
+    metrics, clock = [], 9.0
 
     def progress(step):
         return 1 / (1 + np.exp(-6 * (step / num_steps - 0.45)))
@@ -57,20 +55,10 @@ def fake_workdir(
                     "eval/version": step,
                 }
             )
-            events.append(
-                {
-                    "event": "eval",
-                    "step": step,
-                    "version": step,
-                    "start_s": now - 2.6,
-                    "end_s": now - 0.1,
-                }
-            )
 
     evaluate(0, clock)
     for step in range(1, made_steps + 1):
-        start, wait = clock, max(0.0, rng.normal(0.01, 0.03))
-        clock += wait + rng.uniform(0.85, 1.1)
+        clock += rng.uniform(0.85, 1.1)
         done = progress(step)
         histogram = [[0, 40], [1, 96], [2, 70], [3, 31], [int(4 + step % 9), 19]]
         metrics.append(
@@ -98,64 +86,15 @@ def fake_workdir(
                 "buffer/staleness_histogram": histogram,
             }
         )
-        events.append(
-            {
-                "event": "step",
-                "step": step,
-                "start_s": start + wait,
-                "end_s": clock,
-                "wait_s": wait,
-                "trajectory_ids": [[1, 2], [3, 4]],
-                "weights": [[1, 3], [2, 2]],
-                "bucket": [4, 32, 48],
-            }
-        )
-        if step % 2 == 0:
-            events.append(
-                {
-                    "event": "sync",
-                    "step": step,
-                    "version": step,
-                    "start_s": clock,
-                    "end_s": clock + 0.03,
-                }
-            )
-            clock += 0.03
         if step % 20 == 0:
             evaluate(step, clock)
-    for searcher in (0, 1):
-        now, number = 4.0 + 0.7 * searcher, 0
-        while now < clock:
-            decode, reference, reward = rng.uniform(1.0, 1.6), 0.21, rng.uniform(0.05, 0.12)
-            length = decode + reference + reward
-            events.append(
-                {
-                    "event": "round",
-                    "searcher": searcher,
-                    "round": number,
-                    "prompt_ids": [2 * number + searcher],
-                    "version": int(now / 2),
-                    "start_s": now,
-                    "end_s": now + length,
-                    "decode_s": decode,
-                    "reference_s": reference,
-                    "reward_s": reward,
-                    "generated": 128,
-                    "rejected": {},
-                    "merge_step": int(now),
-                }
-            )
-            number += 1
-            now += length + (0.5 if number % 9 == 0 else 0.01)
-    generated = 128 * sum(event["event"] == "round" for event in events)
+    generated = 300 * made_steps
     config = {"name": "math/arithmetic", "seed": 0, "driver": "async", "num_steps": num_steps}
     config |= {"task.name": "arithmetic", "objective.beta": 0.05, "replay.recency_prob": 0.5}
     config |= dict(changes)
     versions = {"python": "3.12.1", "jax": "0.12.0"}
     sealed.write(path / "config.json", {"config": config, "versions": versions, "run_id": "a"})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    if schedule:
-        (path / "schedule.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     if not report:
         return
     measured = [

@@ -57,7 +57,7 @@ def test_the_cells_run_in_order_and_put_out_what_is_shown(tmp_path):
     ran = json.loads((tmp_path / "ran.ipynb").read_text())
     assert outputs(ran) == outputs(contents)
     pictures = [cell for cell, kinds in outputs(contents).items() if "image/png" in kinds]
-    assert pictures == ["accuracy", "habits", "timeline"]
+    assert pictures == ["accuracy", "habits"]
     assert len(tba_jax.load_run(tmp_path / "runs" / "first_run").metrics) >= 3
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward, objective, callbacks, metrics and figures of a notebook."""
+"""Reward, objective, callbacks and metrics of a notebook."""
 
 import json
 
@@ -66,25 +66,15 @@ print("all is well")
 FILE = """
 def own_length(responses):
     return {"own_length": 7.0, "bad": float("nan")}
-
-def draw(run, theme):
-    from matplotlib.figure import Figure
-    figure = Figure()
-    figure.subplots().plot(*run.metrics.column("step", "train/loss"))
-    return figure
-
-def draw_badly(run, theme):
-    return 1 / 0
 """
 
 
-def test_a_notebook_gives_reward_objective_callbacks_metric_and_figure(tmp_path):
+def test_a_notebook_gives_reward_objective_callbacks_and_metric(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
     settings = {
         **SMALL,
         "num_steps": 3,
         "eval.metrics": "mine.py:own_length",
-        "report.figures": "mine.py:draw,mine.py:draw_badly",
     }
     done = python(NOTEBOOK, tmp_path, json.dumps(settings))
     assert done.returncode == 0, done.stderr
@@ -95,10 +85,6 @@ def test_a_notebook_gives_reward_objective_callbacks_metric_and_figure(tmp_path)
     assert "log.callbacks=notebook.py:fails raised KeyError: 'train/los'. The run continues" in told
     assert told.count("raised KeyError") == 1 and ", in fails" in told
     assert "eval.metrics=mine.py:own_length returned nan as 'bad'" in told
-    page = (tmp_path / "a" / "report.html").read_text()
-    assert "Your figures" in page and "mine.py:draw_badly raised ZeroDivisionError" in page
-    assert page.index("Your figures") < page.index("Before and after") < page.index("<footer>")
-    assert page.count("draw</h3>") == 1 and "line 12, in draw_badly" in page
 
 
 def in_process(function, **options):

@@ -32,7 +32,7 @@ def _write(workdir: str, published: str, out: Path, title: str) -> int:
     """Write the folder; return the step of the policy."""
     from tba_jax.commands.saved import load_policy
     from tba_jax.models.hf import hf_weights
-    from tba_jax.report.build import load_run
+    from tba_jax.report.files import load_run
 
     step, model_config, params, hf_config, source = load_policy(workdir, published, _note)
     hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: the report of a run, as a file or as a live page."""
+"""Command: the report of a run."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tba_jax.commands.entry_point import end_with_parent
 from tba_jax.report.build import write_report
@@ -14,7 +13,6 @@ from tba_jax.report.page import headline
 from tba_jax.run.errors import UserError
 from tba_jax.run.lock import run_folder
 from tba_jax.run.workdir import check_for_report
-from tba_jax.storage.bucket import is_address
 
 
 def _check_metrics(run: Run) -> None:
@@ -32,66 +30,26 @@ def _check_metrics(run: Run) -> None:
         )
 
 
-def _serve(given: str, folder: Path, port: int, figures: str) -> int:
-    """Serve the live page until Ctrl-C.
-
-    Raises:
-        UserError: the work directory is in an object store. ValueError: the port is taken.
-    """
-    from tba_jax.report.live import LivePage, LiveServer
-
-    if is_address(given):
-        raise UserError(
-            f"--live {given}: an object store cannot be followed. Run the command where the run "
-            "is, on its local folder, or leave --live out"
-        )
-    page = LivePage(folder, figures)
-    server = LiveServer(page, port)
-    page.update()
-    print(f"{server.address}\nCtrl-C ends it.", flush=True)
-    try:
-        server.run()
-    except KeyboardInterrupt:
-        pass  # uvicorn has closed its sockets and raises the signal again
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or serve the report of a work directory; return the exit code."""
+    """Write the report of a work directory; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.report",
-        description="Write the report of a run again, or follow the run.",
+        description="Write the report of a run again.",
     )
     parser.add_argument("workdir", help="work directory of a run")
-    parser.add_argument(
-        "--live",
-        nargs="?",
-        const=0,
-        type=int,
-        metavar="PORT",
-        help="serve a page on this machine that follows the run; without PORT on any free port",
-    )
-    parser.add_argument(
-        "--figures",
-        default="",
-        help="own figures: FILE.py:function(run, theme), several with commas",
-    )
     parser.add_argument(
         "--with_parent", action="store_true", help=argparse.SUPPRESS
     )  # a run sets it
     arguments = parser.parse_args(argv)
     if arguments.with_parent:
         end_with_parent()
-    if arguments.with_parent or arguments.live is not None:
         os.nice(19)  # the lowest priority, so that a run on this machine is not slowed
     try:
         folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
         check_for_report(folder)
-        if arguments.live is not None:
-            return _serve(arguments.workdir, folder, arguments.live, arguments.figures)
         run = load_run(folder)
         _check_metrics(run)
-        page = write_report(run, arguments.figures)
+        page = write_report(run)
     except (ValueError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tba_jax.report import groups, plots
-from tba_jax.report.document import document, escaped, picture, png_address, section, table
+from tba_jax.report.document import document, escaped, picture, section, table
 from tba_jax.report.files import Run
 from tba_jax.report.groups import RunGroup
 from tba_jax.report.words import duration, percent, plain
@@ -44,25 +44,25 @@ _DASHES = ("-", "--", ":", "-.")
 _BORDERS = ("solid", "dashed", "dotted", "double")
 
 
-def _look(group: int, theme: plots.Theme) -> tuple[str, int]:
+def _look(group: int) -> tuple[str, int]:
     """Return colour and dashes of a group; dashes are used when all colours are taken."""
-    colours = (*plots.SERIES, theme.muted)
+    colours = (*plots.SERIES, plots.MUTED)
     return colours[group % len(colours)], group // len(colours) % len(_DASHES)
 
 
-def draw_panel(grouped: Sequence[RunGroup], name: str, axis: str, theme: plots.Theme) -> "Figure":
+def draw_panel(grouped: Sequence[RunGroup], name: str, axis: str) -> "Figure":
     """Draw the curves of a metric, with a colour for each group.
 
     Args:
         name: key of metrics.jsonl.
         axis: a key of `groups.AXES`.
     """
-    figure = plots.new_figure(5.0, 2.6, theme)
+    figure = plots.new_figure(5.0, 2.6)
     axes = figure.add_subplot()
-    plots.style_axes(axes, theme)
+    plots.style_axes(axes)
     is_evaluation = name.startswith("eval/")
     for j, group in enumerate(grouped):
-        color, dashes = _look(j, theme)
+        color, dashes = _look(j)
         style: dict[str, Any] = {"color": color, "linestyle": _DASHES[dashes]}
         curves = [groups.curve(run, name, axis) for run in group.runs]
         if not is_evaluation:
@@ -100,7 +100,7 @@ def _x_axis(axes, axis: str) -> None:
 def _legend(grouped: Sequence[RunGroup]) -> str:
     keys = []
     for j, group in enumerate(grouped):
-        color, dashes = _look(j, plots.LIGHT)
+        color, dashes = _look(j)
         keys.append(
             f'<span><i style="border-top: 3px {_BORDERS[dashes]} {color}"></i>'
             f"{escaped(group.name)}</span>"
@@ -122,11 +122,8 @@ def _curves(grouped: Sequence[RunGroup]) -> str:
     for axis in _CHOICES:
         cells = []
         for label, name in panels:
-            light, dark = (
-                png_address(plots.to_png(draw_panel(grouped, name, axis, theme), dpi=130))
-                for theme in (plots.LIGHT, plots.DARK)
-            )
-            shown = picture(light, dark, f"{label} {_CHOICES[axis]}")
+            png = plots.to_png(draw_panel(grouped, name, axis), dpi=130)
+            shown = picture(png, f"{label} {_CHOICES[axis]}")
             cells.append(f"<figure><h3>{escaped(label)}</h3>{shown}</figure>")
         grids.append(f'<div class="by_{axis}"><div class="grid">{"".join(cells)}</div></div>')
     text = "Curves of each step are moving means."

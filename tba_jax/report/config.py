@@ -16,9 +16,3 @@ class ReportSettings(Section):
         at_least=0,
         on_resume=True,
     )
-    live: bool = field(False, "serve a page on this machine that follows the run", on_resume=True)
-    figures: str = field(
-        "",
-        "FILE.py:function(run, theme) -> matplotlib figure, several with commas",
-        on_resume=True,
-    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTML common to all pages of the package: the document, sections, tables, escaped text.
 
-Invariant: a page in a file fetches nothing, a page runs only its own script, and every text is
-escaped, because model outputs may contain anything.
+Invariant: a page fetches nothing and runs only its own script, and every text is escaped, because
+model outputs may contain anything.
 """
 
 import base64
@@ -14,27 +14,23 @@ from typing import Any
 from tba_jax.report.words import plain, shown
 
 
-def document(
-    title: str, name: str, body: str, style: str = "", script: str = "", *, fetches: bool = False
-) -> str:
+def document(title: str, name: str, body: str, style: str = "", script: str = "") -> str:
     """Return a whole page as HTML text.
 
     Args:
         title: one sentence for the window title.
         style: additional CSS rules of this page.
         script: the only script that may run; "" for none.
-        fetches: whether the page may fetch data and pictures from its own server.
     """
-    own = " 'self'" if fetches else ""
-    policy, code = f"; connect-src{own}" if fetches else "", ""
+    policy, code = "", ""
     if script:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        policy += f"; script-src 'sha256-{digest}'"
+        policy = f"; script-src 'sha256-{digest}'"
         code = f"<script>{script}</script>"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        f"img-src data:{own}; style-src 'unsafe-inline'{policy}\">"
+        f"img-src data:; style-src 'unsafe-inline'{policy}\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escaped(title)} · {escaped(name)}</title><style>{STYLE}{style}</style></head>\n"
@@ -73,25 +69,12 @@ def pairs(items: Iterable[tuple[str, Any]]) -> str:
     return table((), rows, "pairs")
 
 
-def picture(light: str, dark: str, text: str, *, is_lazy: bool = False) -> str:
-    """Return a picture that follows the reader's theme.
-
-    Args:
-        light, dark: address of the picture for each theme.
-        text: description for readers who do not see it.
-        is_lazy: whether the browser loads the picture only when it comes into view.
-    """
-    lazy = ' loading="lazy"' if is_lazy else ""
+def picture(png: bytes, text: str) -> str:
+    """Return a picture that the page contains, with a description for readers who do not see it."""
+    data = base64.b64encode(png).decode("ascii")
     return (
-        '<div class="scroll"><picture>'
-        f'<source media="(prefers-color-scheme: dark)" srcset="{escaped(dark)}">'
-        f'<img alt="{escaped(text)}"{lazy} src="{escaped(light)}"></picture></div>'
+        f'<div class="scroll"><img alt="{escaped(text)}" src="data:image/png;base64,{data}"></div>'
     )
-
-
-def png_address(png: bytes) -> str:
-    """Return a data URL that contains the picture."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
 def details(summary: str, body: str) -> str:
@@ -134,7 +117,7 @@ section > p { margin: .2rem 0 1rem; color: var(--muted); max-width: 70ch; }
 figure { margin: 0; min-width: 0; }
 figcaption p { margin: .1rem 0 .5rem; color: var(--muted); font-size: .9rem; line-height: 1.4; }
 .grid figcaption { min-height: 4.2rem; }
-img { display: block; width: 100%; height: auto; }
+img { display: block; width: 100%; height: auto; border-radius: 6px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th { text-align: left; font-weight: 400; }
@@ -173,8 +156,7 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line
   .grid { grid-template-columns: 1fr; gap: 1.8rem; }
   .grid figcaption { min-height: 0; }
   .tiles { grid-template-columns: 1fr 1fr; }
-  .timeline img, .optimisation img, .by_staleness img { width: auto; max-width: none;
-    height: 330px; }
+  .optimisation img, .by_staleness img { width: auto; max-width: none; height: 330px; }
   .samples thead { display: none; }
   .samples, .samples tbody, .samples tr, .samples th, .samples td { display: block; width: auto; }
   .samples th:first-child { width: auto; }

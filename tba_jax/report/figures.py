@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEARNED = "What it learned"
-WORKED = "Trainer and searchers over time"
 HEALTHY = "Is the optimisation healthy?"
 
 
@@ -29,14 +28,14 @@ class ReportFigure(NamedTuple):
         section: section of the page, one of the constants above.
         title, text: text above the figure, or a function from the run to that text; a single figure
             of a section has no title.
-        draw: function from run and theme to the figure; None if the run has nothing to draw.
+        draw: function from run to the figure; None if the run has nothing to draw.
     """
 
     name: str
     section: str
     title: str | Callable[[Run], str]
     text: str | Callable[[Run], str]
-    draw: "Callable[[Run, plots.Theme], Figure | None]"
+    draw: "Callable[[Run], Figure | None]"
 
 
 def _headline(run: Run) -> str:
@@ -69,21 +68,6 @@ def _habits_text(run: Run) -> str:
     )
 
 
-def _timeline_text(run: Run) -> str:
-    both = percent(run.busy_shares["both"], 0)
-    part = "newest part of the run" if run.schedule_start else "run"
-    time = "newest part" if run.schedule_start else "whole training time"
-    waits = (
-        " Environment: share of the responses that wait for their environment."
-        if any(rounds[:, 5].any() for rounds in run.times.rounds.values())
-        else ""
-    )
-    return (
-        f"Trainer and searchers work at the same time for {both} of the {part}. Busy shares on the "
-        f"right are over the {time}.{waits}"
-    )
-
-
 FIGURES = (
     ReportFigure("accuracy", LEARNED, _headline_title, _headline_text, plots.accuracy),
     ReportFigure(
@@ -97,7 +81,6 @@ FIGURES = (
         "Share of the responses trained on, by the age of the weights that sampled them.",
         plots.staleness,
     ),
-    ReportFigure("timeline", WORKED, "Timeline", _timeline_text, plots.timeline),
     ReportFigure(
         "optimisation",
         HEALTHY,

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of a run's work directory: report.json, metrics.jsonl, schedule.jsonl, config.json.
+"""Contents of a run's work directory: report.json, metrics.jsonl, config.json.
 
 Each file may be missing. Logs are read as streams; only their columns stay in memory.
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tba_jax.report.jsonl import stream_jsonl
-from tba_jax.report.lanes import Lane, Times, busy_shares, lanes_of, read_times
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.series import Metrics
 from tba_jax.storage import sealed
@@ -30,7 +28,6 @@ class Run:
         versions: versions of packages that affect the results; {} without config.json.
         metrics: columns of metrics.jsonl.
         chosen: settings that the run chose, with the reasons.
-        schedule_start: byte of schedule.jsonl at which the timeline begins; 0: the whole run.
     """
 
     workdir: Path
@@ -38,26 +35,7 @@ class Run:
     config: Facts
     versions: Facts
     metrics: Metrics
-    schedule_start: int = 0
     chosen: Facts = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def lanes(self) -> Mapping[str, Lane]:
-        """Return the working times of searchers, trainer and evaluations."""
-        return lanes_of(self.times)
-
-    @functools.cached_property
-    def times(self) -> Times:
-        """Return the times of schedule.jsonl; read on first use.
-
-        Raises:
-            ValueError: a line of schedule.jsonl is damaged.
-        """
-        return read_times(self.workdir / "schedule.jsonl", self.schedule_start)
-
-    @functools.cached_property
-    def busy_shares(self) -> Mapping[str, float]:
-        return busy_shares(self.lanes)
 
     @property
     def last_step(self) -> int:
@@ -154,7 +132,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
     return assemble(workdir, Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics)))
 
 
-def assemble(workdir: Path, metrics: Metrics, schedule_start: int = 0) -> Run:
+def assemble(workdir: Path, metrics: Metrics) -> Run:
     """Return a run whose metrics were already read.
 
     Raises:
@@ -173,7 +151,6 @@ def assemble(workdir: Path, metrics: Metrics, schedule_start: int = 0) -> Run:
         config=flat(resolved.get("config", {})),
         versions=resolved.get("versions", {}),
         metrics=metrics,
-        schedule_start=schedule_start,
         chosen=resolved.get("chosen", {}),
     )
 

@@ -109,18 +109,5 @@ def wrong_event(record: Mapping[str, Any]) -> str:
     return ""
 
 
-def wrong_times(record: Mapping[str, Any]) -> str:
-    """Return the error in the fields of an event that a timeline reads; "" without an error."""
-    event = record.get("event")
-    if event not in _REQUIRED:
-        return f"'event' is {event!r:.40}"
-    if event == "round" and not isinstance(record.get("searcher"), int):
-        return f"'searcher' is {record.get('searcher')!r:.40}"
-    for name, value in record.items():
-        if name.endswith("_s") and not isinstance(value, _NUMBERS):
-            return f"{name!r} is {value!r:.40}"
-    return ""
-
-
 def _are_numbers(values: list[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)

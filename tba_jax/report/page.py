@@ -7,7 +7,6 @@ Invariant: the page fetches nothing, and every text in it is escaped, because mo
 contain anything.
 """
 
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,18 +19,15 @@ from tba_jax.report.document import (
     escaped,
     pairs,
     picture,
-    png_address,
     section,
     table,
 )
-from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED, WORKED
+from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED
 from tba_jax.report.files import Facts, Run, flat
 from tba_jax.report.words import duration, held_out, percent, plain
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
 
-_FILE_BYTES, _LIVE_BYTES = 6 * 2**20, 2**20  # bytes of responses in a page and in a live page
-
-
+_SAMPLE_BYTES = 6 * 2**20  # bytes of responses in a page
 _NEWEST = 20  # number of last steps whose mean is the speed of a run in progress
 
 
@@ -87,8 +83,8 @@ def _subline(run: Run) -> str:
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "." if parts else ""
 
 
-def _notice(run: Run, *, is_live: bool) -> str:
-    if run.is_finished or is_live:
+def _notice(run: Run) -> str:
+    if run.is_finished:
         return ""
     if run.last_step >= run.num_steps:
         text = (
@@ -123,8 +119,6 @@ def _so_far(run: Run) -> Facts:
 
 def _tiles(run: Run) -> str:
     told = run.report or _so_far(run)
-    shares = run.busy_shares
-    searchers = [share for name, share in shares.items() if name.startswith("searcher")]
     speed = told.get("tokens_per_s") or {}
     stale = told.get("staleness") or {}
     sync = told.get("sync") or {}
@@ -135,11 +129,6 @@ def _tiles(run: Run) -> str:
     if speed.get("decoded") is not None:
         trained = f"{format_count(speed['trained'])}/s trained" if speed.get("trained") else ""
         tiles.append((f"{format_count(speed['decoded'])}/s", "tokens decoded", trained))
-    if shares:
-        busy = f"trainer busy {percent(shares['trainer'], 0)}"
-        busy += f", searchers {percent(sum(searchers) / len(searchers), 0)}"
-        both = "of the time, trainer and searchers both work"
-        tiles.append((percent(shares["both"], 0), both, busy))
     if stale.get("mean") is not None:
         tail = f"95 % within {stale['p95']:g}, maximum {stale['max']:g}" if "p95" in stale else ""
         tiles.append((f"{stale['mean']:.1f} steps", "mean staleness", tail))
@@ -159,11 +148,7 @@ def _tiles(run: Run) -> str:
     return f'<dl class="tiles">{"".join(cells)}</dl>' if cells else ""
 
 
-Addresses = Mapping[str, tuple[str, str]]
-"""Figure -> address of its picture for the light and the dark theme."""
-
-
-def _pictures(run: Run, pictures: Addresses, section: str, *, is_lazy: bool) -> str:
+def _pictures(run: Run, pictures: Mapping[str, bytes], section: str) -> str:
     """Return the pictures of a section; a single picture has no title."""
     of_section = [figure for figure in FIGURES if figure.section == section]
     cells = []
@@ -172,26 +157,12 @@ def _pictures(run: Run, pictures: Addresses, section: str, *, is_lazy: bool) -> 
             continue
         title, text = (x if isinstance(x, str) else x(run) for x in (figure.title, figure.text))
         heading = f"<h3>{escaped(title)}</h3>" if len(of_section) > 1 else ""
-        drawn = picture(*pictures[figure.name], f"{title}. {text}", is_lazy=is_lazy)
+        drawn = picture(pictures[figure.name], f"{title}. {text}")
         cells.append(
             f'<figure class="{figure.name}"><figcaption>{heading}<p>{escaped(text)}</p>'
             f"</figcaption>{drawn}</figure>"
         )
     return "".join(cells)
-
-
-def _own_figures(own: Mapping[str, tuple[str, str] | str], *, is_lazy: bool) -> str:
-    cells = [
-        f'<figure class="own{i}"><figcaption><h3>{escaped(title)}</h3></figcaption>'
-        + (
-            f"<pre>{escaped(x)}</pre>"
-            if isinstance(x, str)
-            else picture(*x, title, is_lazy=is_lazy)
-        )
-        + "</figure>"
-        for i, (title, x) in enumerate(own.items())
-    ]
-    return section("Your figures", f'<div class="grid">{"".join(cells)}</div>') if cells else ""
 
 
 def _missing(text: str) -> str:
@@ -391,69 +362,33 @@ def _fleet(run: Run) -> str:
     return section("The fleet", f"<p>{escaped(text)}.</p>{table(head, cells, 'ledger')}")
 
 
-def render(
-    run: Run,
-    pictures: Mapping[str, tuple[bytes, bytes]],
-    own: Mapping[str, tuple[bytes, bytes] | str] = types.MappingProxyType({}),
-) -> str:
+def render(run: Run, pictures: Mapping[str, bytes]) -> str:
     """Return the page as HTML text.
 
     Args:
-        pictures: figure -> PNG files of the light and the dark theme.
-        own: the user's figures -> PNG files, or the error of a figure as text.
+        pictures: figure -> PNG file.
     """
-    addresses = {name: _embedded(*drawn) for name, drawn in pictures.items()}
-    own_addresses = {
-        title: drawn if isinstance(drawn, str) else _embedded(*drawn)
-        for title, drawn in own.items()
-    }
-    body = render_body(run, addresses, own_addresses)
+    body = _body(run, pictures)
     return document(headline(run), run_name(run), body, sample_browser.STYLE, sample_browser.SCRIPT)
-
-
-def _embedded(light: bytes, dark: bytes) -> tuple[str, str]:
-    return png_address(light), png_address(dark)
 
 
 def run_name(run: Run) -> str:
     return str(run.report.get("name") or run.config.get("name") or run.workdir.name)
 
 
-def render_body(
-    run: Run,
-    pictures: Addresses,
-    own: Mapping[str, tuple[str, str] | str] = types.MappingProxyType({}),
-    *,
-    is_live: bool = False,
-) -> str:
-    """Return the contents of the page as HTML text.
-
-    Args:
-        pictures: addresses of the pictures.
-        own: addresses of the user's figures, or the error of a figure as text.
-        is_live: whether the page follows a running process. It then has no advice on how to
-            continue the run, and loads pictures when they come into view.
-    """
-    name = run_name(run)
+def _body(run: Run, pictures: Mapping[str, bytes]) -> str:
     seed = run.report.get("seed", run.config.get("seed"))
-    eyebrow = f"tba_jax · {name}" + ("" if seed is None else f" · seed {seed}")
-    learned, worked, healthy = (
-        _pictures(run, pictures, x, is_lazy=is_live) for x in (LEARNED, WORKED, HEALTHY)
-    )
+    eyebrow = f"tba_jax · {run_name(run)}" + ("" if seed is None else f" · seed {seed}")
+    learned, healthy = (_pictures(run, pictures, x) for x in (LEARNED, HEALTHY))
     no_evaluation = "" if run.evals else _missing("No evaluation has been logged yet.")
-    worked = worked or _missing("No schedule has been logged yet, so there is no timeline.")
     parts = [
         f'<header><p class="eyebrow">{escaped(eyebrow)}</p><h1>{escaped(headline(run))}</h1>'
         f'<p class="lead">{escaped(_subline(run))}</p></header>',
-        _notice(run, is_live=is_live),
+        _notice(run),
         _tiles(run),
         section(LEARNED, f'{no_evaluation}<div class="grid">{learned}</div>'),
-        _own_figures(own, is_lazy=is_live),
         _samples(run),
-        sample_browser.browser(
-            run.workdir / "samples.jsonl", _LIVE_BYTES if is_live else _FILE_BYTES
-        ),
-        section(WORKED, worked),
+        sample_browser.browser(run.workdir / "samples.jsonl", _SAMPLE_BYTES),
         section(HEALTHY, healthy) if healthy else "",
         _ledger(run),
         _fleet(run),

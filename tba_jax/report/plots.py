@@ -1,93 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run's report, drawn from metrics.jsonl and schedule.jsonl.
+"""The figures of a run's report, drawn from metrics.jsonl on a white background.
 
-A figure is a function from a run and a theme to a matplotlib Figure, or None if there is nothing to
-draw. matplotlib is imported on first use, because its import would slow every start.
+A figure is a function from a run to a matplotlib Figure, or None if there is nothing to draw.
+matplotlib is imported on first use, because its import would slow every start.
 
 Invariant: no global matplotlib state (no pyplot), so figures may be drawn in any thread.
 """
 
-import dataclasses
 import io
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tba_jax.report.files import Run
-from tba_jax.report.lanes import Lane, length_before, merge_intervals, waiting_shares
 from tba_jax.report.writers import format_duration, format_metric, is_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# colours of compared variants, in this order (Okabe and Ito)
+# Colours of compared variants, in this order (Okabe and Ito, safe for colour-blind readers).
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-ZOOM_S = 10.0
-_LAST_LANES = ("trainer", "evaluation")
-
-
-@dataclasses.dataclass(frozen=True)
-class Theme:
-    """Colours of a figure; data colours are Okabe and Ito's, safe for colour-blind readers.
-
-    Attributes:
-        paper: background.
-        ink: text.
-        muted: axes and secondary text.
-        grid: grid lines.
-        main: main quantity of the figure.
-        second: second quantity.
-        bars: colour of each phase in the timeline.
-    """
-
-    paper: str
-    ink: str
-    muted: str
-    grid: str
-    main: str
-    second: str
-    bars: Mapping[str, str]
-
-
-LIGHT = Theme(
-    paper="#ffffff",
-    ink="#1c2430",
-    muted="#5b6675",
-    grid="#e7eaee",
-    main="#0072b2",
-    second="#d55e00",
-    bars={
-        "decode": "#0072b2",
-        "reference": "#cc79a7",
-        "reward": "#e69f00",
-        "step": "#009e73",
-        "wait": "#c3cad3",
-        "sync": "#d55e00",
-        "evaluation": "#56b4e9",
-        "environment": "#8a6fb8",
-    },
-)
-DARK = Theme(
-    paper="#171c24",
-    ink="#e8ecf1",
-    muted="#9aa6b5",
-    grid="#2a323d",
-    main="#56b4e9",
-    second="#f0894a",
-    bars={
-        "decode": "#3b93d0",
-        "reference": "#d795bb",
-        "reward": "#e9b03a",
-        "step": "#1fb58c",
-        "wait": "#4a5463",
-        "sync": "#f0743a",
-        "evaluation": "#8fd0f5",
-        "environment": "#a892d4",
-    },
-)
+_PAPER = "#ffffff"
+_INK = "#1c2430"
+MUTED = "#5b6675"  # axes and secondary text
+_GRID = "#e7eaee"
+_MAIN, _SECOND = SERIES[:2]  # main and second quantity of a figure
 
 
 def to_png(figure: "Figure", dpi: int = 180) -> bytes:
@@ -116,26 +55,25 @@ def share_interval(share: float, n: int) -> tuple[float, float]:
     return float(middle - half), float(middle + half)
 
 
-def new_figure(width: float, height: float, theme: Theme) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained", facecolor=theme.paper)
+    return Figure(figsize=(width, height), layout="constrained", facecolor=_PAPER)
 
 
-def style_axes(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
+def style_axes(axes: "Axes") -> None:
     """Draw axes without a box and with light horizontal grid lines."""
-    axes.set_facecolor(theme.paper)
+    axes.set_facecolor(_PAPER)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(theme.muted)
-    axes.tick_params(colors=theme.muted, labelsize=9, length=3)
+        spine.set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=9, length=3)
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.label.set(color=theme.muted, size=9)
-    axes.yaxis.label.set(color=theme.muted, size=9)
-    if grid:
-        axes.grid(axis="y", color=theme.grid, linewidth=0.8)
-        axes.set_axisbelow(True)
+    axes.xaxis.label.set(color=MUTED, size=9)
+    axes.yaxis.label.set(color=MUTED, size=9)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def percent_axis(axes: "Axes") -> None:
@@ -159,13 +97,11 @@ def step_axis(axes: "Axes", *, is_named: bool = True) -> None:
         axes.set_xlabel("optimiser step")
 
 
-def panel(
-    figure: "Figure", rows: int, columns: int, index: int, title: str, theme: Theme
-) -> "Axes":
+def panel(figure: "Figure", rows: int, columns: int, index: int, title: str) -> "Axes":
     """Add axes with a title to a figure of small multiples; `index` counts from 0."""
     axes = figure.add_subplot(rows, columns, index + 1)
-    style_axes(axes, theme)
-    axes.set_title(title, loc="left", fontsize=9.5, color=theme.ink)
+    style_axes(axes)
+    axes.set_title(title, loc="left", fontsize=9.5, color=_INK)
     axes.locator_params(axis="y", nbins=4)
     return axes
 
@@ -175,7 +111,7 @@ def _smoothed(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str) -> None:
     axes.plot(x, smooth(y, max(3, len(y) // 15)), color=color, linewidth=2.2)
 
 
-def accuracy(run: Run, theme: Theme) -> "Figure | None":
+def accuracy(run: Run) -> "Figure | None":
     """Draw the headline metric of every evaluation against time, with steps along the top.
 
     Shares are in percent, with their 90 % intervals.
@@ -187,9 +123,9 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
         return None
     times = np.array([r.get("time_s") or 0.0 for r in evals], np.float64)
     values = np.array([r[name] for r in evals], np.float64)
-    figure = new_figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3)
     axes = figure.add_subplot()
-    style_axes(axes, theme)
+    style_axes(axes)
     # With a user's reward, pass@1 is the mean reward and may be outside 0 to 1.
     bars = [
         (t, *share_interval(record[name], record["eval/num_trials"]))
@@ -198,10 +134,8 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     ]
     if bars:
         place, low, high = zip(*bars, strict=True)
-        axes.vlines(
-            place, low, high, color=theme.main, linewidth=5, alpha=0.25, capstyle="projecting"
-        )
-    axes.plot(times, values, "-o", color=theme.main, linewidth=2.2, markersize=6)
+        axes.vlines(place, low, high, color=_MAIN, linewidth=5, alpha=0.25, capstyle="projecting")
+    axes.plot(times, values, "-o", color=_MAIN, linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
         # Below the first value and above the last value, so that a rising curve crosses no label.
         is_below = i == 0 and len(evals) > 1 and values[-1] >= values[0]
@@ -214,7 +148,7 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
             va="top" if is_below else "bottom",
             fontsize=11,
             fontweight="bold",
-            color=theme.ink,
+            color=_INK,
         )
     axes.set_xlabel("time since start (min:s)")
     if is_share(metric):
@@ -228,11 +162,11 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     time_axis(axes)
     step_times, steps = metrics.column("time_s", "step")
     if len(steps) > 1 and np.ptp(steps) > 0:
-        _step_axis_on_top(axes, theme, step_times, steps)
+        _step_axis_on_top(axes, step_times, steps)
     return figure
 
 
-def _step_axis_on_top(axes: "Axes", theme: Theme, times: np.ndarray, steps: np.ndarray) -> None:
+def _step_axis_on_top(axes: "Axes", times: np.ndarray, steps: np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ticks = MaxNLocator(5, integer=True).tick_values(steps.min(), steps.max())
@@ -248,11 +182,11 @@ def _step_axis_on_top(axes: "Axes", theme: Theme, times: np.ndarray, steps: np.n
     labels = [f"{'step ' if i == 0 else ''}{ticks[i]:.0f}" for i in kept]
     top = axes.secondary_xaxis("top")
     top.set_xticks(places[kept], labels)
-    top.tick_params(colors=theme.muted, labelsize=9, length=3)
+    top.tick_params(colors=MUTED, labelsize=9, length=3)
     top.spines["top"].set_visible(False)
 
 
-def reward(run: Run, theme: Theme) -> "Figure | None":
+def reward(run: Run) -> "Figure | None":
     """Draw the mean reward of sampled responses per step, with its moving mean."""
     name = "search/reward_mean"
     if not len(run.metrics.column("step", name)[0]):
@@ -260,25 +194,25 @@ def reward(run: Run, theme: Theme) -> "Figure | None":
     x, y = run.metrics.column("step", name)
     if len(x) == 0:
         return None
-    figure = new_figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3)
     axes = figure.add_subplot()
-    style_axes(axes, theme)
-    _smoothed(axes, x, y, theme.main)
+    style_axes(axes)
+    _smoothed(axes, x, y, _MAIN)
     step_axis(axes)
     return figure
 
 
-def habits(run: Run, theme: Theme) -> "Figure | None":
+def habits(run: Run) -> "Figure | None":
     """Draw the share of the response kind, if the run names one, and the response length."""
-    panels = [("response length (tokens)", "search/response_length_mean", theme.second)]
+    panels = [("response length (tokens)", "search/response_length_mean", _SECOND)]
     if run.kind:
-        panels.insert(0, (f"share of {run.kind} answers", "search/kind_share", theme.main))
+        panels.insert(0, (f"share of {run.kind} answers", "search/kind_share", _MAIN))
     panels = [x for x in panels if len(run.metrics.column("step", x[1])[0])]
     if not panels:
         return None
-    figure = new_figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3)
     for i, (label, name, color) in enumerate(panels):
-        axes = panel(figure, len(panels), 1, i, label, theme)
+        axes = panel(figure, len(panels), 1, i, label)
         _smoothed(axes, *run.metrics.column("step", name), color)
         axes.margins(y=0.12)
         if name == "search/kind_share":
@@ -289,7 +223,7 @@ def habits(run: Run, theme: Theme) -> "Figure | None":
     return figure
 
 
-def staleness(run: Run, theme: Theme) -> "Figure | None":
+def staleness(run: Run) -> "Figure | None":
     """Draw the histogram of staleness in steps; the last bar contains all higher values."""
     counts = run.metrics.staleness
     total = sum(counts.values())
@@ -302,11 +236,11 @@ def staleness(run: Run, theme: Theme) -> "Figure | None":
     bins = np.arange(last + 1)
     shares = np.array([counts.get(int(b), 0) for b in bins], np.float64)
     shares[-1] = sum(count for value, count in counts.items() if value >= last)
-    figure = new_figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3)
     axes = figure.add_subplot()
-    style_axes(axes, theme)
-    axes.bar(bins, shares / total, width=0.82, color=theme.main)
-    axes.axvline(mean, color=theme.second, linewidth=1.6, linestyle=(0, (4, 2)))
+    style_axes(axes)
+    axes.bar(bins, shares / total, width=0.82, color=_MAIN)
+    axes.axvline(mean, color=_SECOND, linewidth=1.6, linestyle=(0, (4, 2)))
     axes.annotate(
         f"mean {mean:.1f}",
         (mean, 1.0),
@@ -314,7 +248,7 @@ def staleness(run: Run, theme: Theme) -> "Figure | None":
         xytext=(6, -10),
         textcoords="offset points",
         fontsize=10,
-        color=theme.second,
+        color=_SECOND,
     )
     stride = -(-len(bins) // 12)
     ticks = [*range(0, last - stride + 1, stride), last]
@@ -325,155 +259,7 @@ def staleness(run: Run, theme: Theme) -> "Figure | None":
     return figure
 
 
-def timeline(run: Run, theme: Theme) -> "Figure | None":
-    """Draw working times: ten seconds from the middle of the run, and the whole run below."""
-    from matplotlib.patches import Patch
-
-    lanes, shares = run.lanes, run.busy_shares
-    if not shares:
-        return None
-    spans = np.concatenate([spans for lane in lanes.values() for spans in lane.values()])
-    first, last = float(spans[:, 0].min()), float(spans[:, 1].max())
-    part = "newest part of the run" if run.schedule_start else "whole run"
-    steps = lanes["trainer"]["step"]
-    middle = float(steps[0, 0] + steps[-1, 1]) / 2
-    zoom_start = max(first, min(middle - ZOOM_S / 2, last - ZOOM_S))
-    zoom = (zoom_start, min(last, zoom_start + ZOOM_S))
-    windows = {"near": np.linspace(*zoom, 121), "whole": np.linspace(first, last, 73)}
-    waiting = {axis: waiting_shares(run.times, edges) for axis, edges in windows.items()}
-    names = [name for name in lanes if name not in _LAST_LANES]
-    names += [*waiting["whole"], *(name for name in _LAST_LANES if name in lanes)]
-    figure = new_figure(10.4, 1.5 + 0.62 * len(names), theme)
-    near, whole = figure.subplots(2, 1, height_ratios=(2.2, 1))
-    for axes in (near, whole):
-        style_axes(axes, theme, grid=False)
-        axes.set_ylim(len(names) - 0.45, -0.55)
-    for row, name in enumerate(names):
-        if name not in lanes:
-            for axes, window in ((near, "near"), (whole, "whole")):
-                shown = {"environment": waiting[window][name]}
-                _stack(axes, shown, windows[window], row, theme)
-            continue
-        _lane(near, lanes[name], zoom, row, theme)
-        covered = {
-            phase: np.diff(length_before(merge_intervals(x), windows["whole"]))
-            for phase, x in lanes[name].items()
-        }
-        width = np.diff(windows["whole"])
-        _stack(whole, {p: x / width for p, x in covered.items()}, windows["whole"], row, theme)
-        if name in shares:
-            near.annotate(
-                f"busy {shares[name]:.0%}".replace("%", " %"),
-                (1.0, row),
-                xycoords=("axes fraction", "data"),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=10,
-                fontweight="bold",
-                color=theme.ink,
-                annotation_clip=False,
-            )
-    near.set_yticks(range(len(names)), names, color=theme.ink, fontsize=10)
-    near.set_xlim(*zoom)
-    near.set_title(
-        f"{zoom[1] - zoom[0]:.0f} s in the middle",
-        loc="left",
-        fontsize=10,
-        color=theme.muted,
-    )
-    present = dict.fromkeys(
-        phase for lane in lanes.values() for phase, intervals in lane.items() if len(intervals)
-    )
-    if waiting["whole"]:
-        present["environment"] = None
-    patches = [Patch(color=theme.bars[phase], label=phase) for phase in present]
-    small = {"handlelength": 1.0, "handleheight": 1.0, "handletextpad": 0.4}
-    _legend_above(near, theme, handles=patches, ncols=len(patches), columnspacing=1.2, **small)
-    whole.set_yticks(range(len(names)), names, color=theme.muted, fontsize=8)
-    whole.set_xlim(first, last)
-    whole.axvspan(*zoom, facecolor="none", edgecolor=theme.ink, linewidth=1.0)
-    _searcher_changes(whole, run, theme)
-    whole.set_title(f"the {part}", loc="left", fontsize=10, color=theme.muted)
-    for axes in (near, whole):
-        time_axis(axes)
-    whole.set_xlabel("time since start (min:s)")
-    return figure
-
-
-def searcher_changes(run: Run) -> Mapping[str, np.ndarray]:
-    """Return the times of steps before which searchers of a fleet left or joined.
-
-    Omits searchers that join before the first step.
-    """
-    found = {}
-    for what, name in (("searcher lost", "searchers_lost"), ("searcher joined", "joins")):
-        times, counts = run.metrics.column("time_s", f"fleet/{name}")
-        found[what] = times[1:][np.diff(counts) > 0]
-    return found
-
-
-def _searcher_changes(axes: "Axes", run: Run, theme: Theme) -> None:
-    """Mark the times at which searchers of a fleet left and joined, on the upper edge."""
-    looks = {"searcher lost": ("v", theme.second), "searcher joined": ("^", theme.main)}
-    is_marked = False
-    for what, times in searcher_changes(run).items():
-        if len(times):
-            marker, color = looks[what]
-            height = np.full(len(times), 1.0)
-            place = axes.get_xaxis_transform()
-            marks = {"linestyle": "none", "marker": marker, "color": color, "clip_on": False}
-            axes.plot(times, height, transform=place, label=what, **marks)
-            is_marked = True
-    if is_marked:
-        _legend_above(axes, theme, ncols=2)
-
-
-def _legend_above(axes: "Axes", theme: Theme, **options: Any) -> None:
-    """Draw a legend at the right, above the axes."""
-    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(**place, frameon=False, fontsize=9, labelcolor=theme.ink, **options)
-
-
-def _lane(
-    axes: "Axes",
-    lane: Lane,
-    window: tuple[float, float],
-    row: int,
-    theme: Theme,
-) -> None:
-    """Draw the intervals of a lane in a window of time."""
-    for phase, intervals in lane.items():
-        start, end = intervals.T
-        is_shown = (end > window[0]) & (start < window[1]) & (end > start)
-        axes.broken_barh(
-            np.stack([start, end - start], axis=1)[is_shown].tolist(),
-            (row - 0.36, 0.72),
-            facecolor=theme.bars[phase],
-            edgecolor=theme.paper,
-            linewidth=0.3,
-        )
-
-
-def _stack(
-    axes: "Axes", shares: Mapping[str, np.ndarray], edges: np.ndarray, row: int, theme: Theme
-) -> None:
-    """Draw stacked bars: the share of each phase of a lane in each time interval."""
-    below = np.zeros(len(edges) - 1)
-    place = row + 0.4
-    for phase, share in shares.items():
-        top = below + share
-        axes.stairs(
-            place - 0.8 * top,
-            edges,
-            baseline=place - 0.8 * below,
-            fill=True,
-            color=theme.bars[phase],
-        )
-        below = top
-
-
-def optimisation(run: Run, theme: Theme) -> "Figure | None":
+def optimisation(run: Run) -> "Figure | None":
     """Draw panels of loss, log ratio, log Z, gradient norm, effective sample size, staleness."""
     panels = [
         ("TB loss", "train/tb_loss"),
@@ -487,15 +273,15 @@ def optimisation(run: Run, theme: Theme) -> "Figure | None":
     if not panels:
         return None
     rows = -(-len(panels) // 3)
-    figure = new_figure(10.4, 0.4 + 1.9 * rows, theme)
+    figure = new_figure(10.4, 0.4 + 1.9 * rows)
     for i, (label, name) in enumerate(panels):
-        axes = panel(figure, rows, 3, i, label, theme)
-        _smoothed(axes, *run.metrics.column("step", name), theme.main)
+        axes = panel(figure, rows, 3, i, label)
+        _smoothed(axes, *run.metrics.column("step", name), _MAIN)
         step_axis(axes, is_named=i >= len(panels) - 3)
     return figure
 
 
-def by_staleness(run: Run, theme: Theme) -> "Figure | None":
+def by_staleness(run: Run) -> "Figure | None":
     """Draw off-policy measures of the trained responses, a line for each range of staleness."""
     panels = [
         ("effective sample size (share)", "ess_fraction"),
@@ -509,10 +295,10 @@ def by_staleness(run: Run, theme: Theme) -> "Figure | None":
     ages = sorted(int(name[1]) for name in found if name)
     if not ages:
         return None
-    colours = (*SERIES, theme.ink)
-    figure = new_figure(10.4, 4.4, theme)
+    colours = (*SERIES, _INK)
+    figure = new_figure(10.4, 4.4)
     for i, (label, quantity) in enumerate(panels):
-        axes = panel(figure, 2, 3, i, label, theme)
+        axes = panel(figure, 2, 3, i, label)
         for j, age in enumerate(ages):
             x, y = run.metrics.column("step", f"stale_{age}/{quantity}")
             axes.plot(x, smooth(y, 9), color=colours[j % len(colours)], linewidth=1.4)
@@ -524,7 +310,7 @@ def by_staleness(run: Run, theme: Theme) -> "Figure | None":
         ncols=len(ages),
         frameon=False,
         fontsize=9,
-        labelcolor=theme.ink,
+        labelcolor=_INK,
         handlelength=1.4,
         columnspacing=1.4,
     )

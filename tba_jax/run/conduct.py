@@ -113,7 +113,7 @@ def conduct(
         from tba_jax.report.build import build_report  # Loads the plotting library.
 
         run.confirm_hold()
-        build_report(workdir, config.report.figures)
+        build_report(workdir)
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
 
@@ -157,7 +157,7 @@ def _open(
             cluster=cluster,
             clock=RunClock(time.perf_counter, start_s),
             progress=progress,
-            extra_writers=_writers(config, workdir, progress.note) if cluster.is_primary else (),
+            extra_writers=_writers(config, workdir) if cluster.is_primary else (),
             accept_changed=accept_changed,
             link=link,
             # No other process uses a local folder that mirrors an object store.
@@ -225,8 +225,8 @@ def resume_display(progress: Display, workdir: Path) -> None:
     progress.resume([*sample_jsonl(path, _SHOWN, wrong_metrics, always=b'"eval/n"')])
 
 
-def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list[Any]:
-    writers: list[Any] = [ReportProcess(workdir, config.report, note)]
+def _writers(config: Config, workdir: Path) -> list[Any]:
+    writers: list[Any] = [ReportProcess(workdir, config.report.period_s)]
     if config.log.tensorboard:
         writers.append(TensorBoardWriter(workdir / "tensorboard", flatten(config)))
     if config.log.wandb_project:

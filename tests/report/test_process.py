@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import time
 
-from fake_workdir import fake_workdir
-
 from tba_jax.report import process
-from tba_jax.report.config import ReportSettings
 from tba_jax.report.process import ReportProcess
 
 
@@ -18,7 +15,7 @@ def wait_for(condition):
 def test_a_report_is_rewritten_and_rests_in_proportion(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_COMMAND", ("sh", "-c", 'echo "$1" >> "$0/times"'))
     now = [0.0]
-    writer = ReportProcess(tmp_path, ReportSettings(period_s=300), print, clock=lambda: now[0])
+    writer = ReportProcess(tmp_path, 300, clock=lambda: now[0])
     told = tmp_path / "times"
     for now[0] in (0.0, 299.0):
         writer.write(1, {})
@@ -26,18 +23,8 @@ def test_a_report_is_rewritten_and_rests_in_proportion(tmp_path, monkeypatch):
     now[0] = 300.0
     writer.write(2, {})
     wait_for(told.exists)
-    wait_for(lambda: writer._rewriting.poll() is not None)
+    wait_for(lambda: writer._process.poll() is not None)
     for now[0], count in ((310.0, 1), (799.0, 1), (800.0, 2)):  # it took 10 s: a rest of 500 s
         writer.write(3, {})
         wait_for(lambda wanted=count: len(told.read_text().splitlines()) == wanted)
     writer.close()
-
-
-def test_a_page_is_served_until_the_run_ends(tmp_path):
-    fake_workdir(tmp_path, num_steps=4)
-    told = []
-    writer = ReportProcess(tmp_path, ReportSettings(live=True), told.append)
-    wait_for(lambda: bool(told))
-    assert told[0].startswith("live page: http://127.0.0.1:")
-    writer.close()
-    assert writer._serving.poll() is not None

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of real runs in a browser: live and finished, of the default, a custom and an agent run."""
+"""Pages of real runs in a browser: of a custom and an agent run."""
 
-import re
-import signal
 import subprocess
 import sys
 
@@ -14,7 +12,6 @@ from tests.integration import commands
 from tests.report.test_sample_browser import HANDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STATUS = re.compile(r'role="status">(in progress|finished): step (\d+)')
 # Filters by reward, searches, opens the first response and reads it back.
 LOOK = """
     set('from', 'train');
@@ -30,32 +27,6 @@ LOOK = """
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
-
-
-def status_of(address, folder):
-    return STATUS.search(in_browser(address, folder))
-
-
-def test_the_page_of_the_default_run_follows_it_from_step_10_to_the_end(tmp_path, cache):
-    workdir, environment = tmp_path / "run", commands.environment(cache)
-    run = commands.start(workdir, "num_steps=60", "num_searchers=1", cache=cache)
-    commands.wait_for(lambda: (workdir / "metrics.jsonl").exists(), process=run)
-    argv = [sys.executable, "-m", "tba_jax.report", str(workdir), "--live"]
-    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as page:
-        address = page.stdout.readline().strip().split()[-1]
-        commands.wait_for(
-            lambda: any(x["step"] >= 10 for x in commands.lines(workdir / "metrics.jsonl")),
-            process=run,
-        )
-        run.send_signal(signal.SIGSTOP)  # so that the browser opens the page of a run in progress
-        during = status_of(address, tmp_path)
-        run.send_signal(signal.SIGCONT)
-        _, said = run.communicate(timeout=300)
-        assert run.returncode == 0, said
-        after = status_of(address, tmp_path)
-        page.send_signal(signal.SIGINT)
-    assert during[1] == "in progress" and int(during[2]) >= 10
-    assert after.groups() == ("finished", "60")
 
 
 def test_the_responses_of_a_custom_run_can_be_looked_into(tmp_path, cache):

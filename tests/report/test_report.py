@@ -4,13 +4,10 @@ import html.parser
 import json
 import re
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_workdir import fake_workdir
-from matplotlib.colors import to_hex
 
 from tba_jax.commands.report import main
 from tba_jax.report import build as report
@@ -18,19 +15,11 @@ from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.document import escaped
 from tba_jax.report.files import Run
-from tba_jax.report.lanes import (
-    busy_shares,
-    lanes_of,
-    merge_intervals,
-    overlap,
-    read_times,
-    waiting_shares,
-)
 from tba_jax.report.series import Metrics
 from tba_jax.storage import sealed
 
 VOID = {"meta", "img", "source", "br", "hr"}
-NAMES = {"accuracy", "reward", "habits", "staleness", "timeline", "optimisation"} | {"by_staleness"}
+NAMES = {"accuracy", "reward", "habits", "staleness", "optimisation", "by_staleness"}
 
 
 class Page(html.parser.HTMLParser):
@@ -110,7 +99,7 @@ def test_habits_without_a_watched_kind_are_lengths_alone(tmp_path):
     panels = {}
     for kinds in ([], ["worked"]):
         run = Run(tmp_path, {"kinds": kinds}, {}, {}, Metrics(metrics))
-        panels[run.kind] = len(plots.habits(run, plots.LIGHT).axes)
+        panels[run.kind] = len(plots.habits(run).axes)
     assert panels == {"": 1, "worked": 2}
 
 
@@ -127,7 +116,6 @@ def test_page_is_one_valid_file_that_fetches_nothing(full):
         if tag == "img":
             assert attributes["alt"]
     assert sum(tag == "img" for tag, _ in page.tags) == len(NAMES)
-    assert text.count('prefers-color-scheme: dark)" srcset=') == len(NAMES)
 
 
 def test_headline_and_key_figures(full):
@@ -204,12 +192,10 @@ def test_plots_are_png_files(full):
 
 
 def test_interrupted_run_says_so_and_shows_what_there_is(tmp_path):
-    page = built(tmp_path, made_steps=25, schedule=False, report=False)
+    page = built(tmp_path, made_steps=25, report=False)
     assert "This run is not finished: 25 of 40 steps." in page.text
     assert "after 20 of 40 steps" in page.text
-    assert "No schedule has been logged yet" in page.text
     assert "answers appear when" in page.text
-    assert not (tmp_path / "plots" / "timeline.png").exists()
     assert (tmp_path / "plots" / "accuracy.png").exists()
 
 
@@ -220,22 +206,13 @@ def test_run_without_evaluations(tmp_path):
 
 
 def test_run_that_made_no_step(tmp_path):
-    page = built(tmp_path, made_steps=0, evals=False, schedule=False, report=False)
+    page = built(tmp_path, made_steps=0, evals=False, report=False)
     assert "No step made yet" in page.text and "0 of 40 steps" in page.text
 
 
 def test_all_steps_but_no_closing_figures(tmp_path):
     page = built(tmp_path, report=False)
     assert "the run ended before it wrote report.json" in page.text
-
-
-@pytest.mark.slow
-def test_a_figure_that_can_no_longer_be_drawn_is_removed(tmp_path):
-    fake_workdir(tmp_path, num_steps=4)
-    report.build_report(tmp_path)
-    (tmp_path / "schedule.jsonl").unlink()
-    report.build_report(tmp_path)
-    assert not (tmp_path / "plots" / "timeline.png").exists()
 
 
 @pytest.mark.parametrize("loss", ["missing", "empty", "shortened"])
@@ -277,134 +254,6 @@ def test_command_reports_and_refuses(tmp_path, capsys):
     assert "report.json is damaged (Expecting" in capsys.readouterr().err
 
 
-SCHEDULE = [
-    {
-        "event": "round",
-        "searcher": 0,
-        "start_s": 0.0,
-        "end_s": 4.0,
-        "decode_s": 2.0,
-        "reference_s": 1.0,
-        "reward_s": 0.5,
-    },
-    {"event": "step", "step": 1, "start_s": 2.0, "end_s": 5.0, "wait_s": 1.0},
-    {"event": "sync", "step": 1, "start_s": 5.0, "end_s": 5.5, "version": 1},
-    {
-        "event": "round",
-        "searcher": 1,
-        "start_s": 5.0,
-        "end_s": 9.0,
-        "decode_s": 4.0,
-        "reference_s": None,
-        "reward_s": 0.0,
-    },
-    {"event": "step", "step": 2, "start_s": 5.5, "end_s": 10.0, "wait_s": 0.0},
-]
-
-
-def times_of(events):
-    """Times of events in a log whose fields have another order, so that each line is parsed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "schedule.jsonl"
-        lines = (json.dumps(dict(reversed(event.items()))) for event in events)
-        path.write_text("".join(f"{line}\n" for line in lines))
-        return read_times(path)
-
-
-def lanes_as_lists(events):
-    lanes = lanes_of(times_of(events))
-    return {name: {k: x.tolist() for k, x in lane.items()} for name, lane in lanes.items()}
-
-
-def test_tickets_that_overlap_are_graded_in_a_lane_of_their_own():
-    """Two that were graded together, and one after them: decoding never stopped."""
-    times = [(0.0, 5.0), (1.0, 5.0), (3.0, 8.0)]
-    tickets = [
-        {"event": "round", "searcher": 2, "start_s": start, "end_s": end}
-        | {"decode_s": 1.0, "reward_s": 0.25, "reference_s": 0.5}
-        for start, end in times
-    ]
-    lanes = lanes_as_lists([*tickets, SCHEDULE[1]])
-    assert list(lanes) == ["searcher 2", "grader 2", "trainer"]
-    assert lanes["searcher 2"] == {"decode": [[0.0, 7.25]]}
-    assert lanes["grader 2"] == {
-        "reward": [[3.5, 4.0], [7.25, 7.5]],
-        "reference": [[4.0, 5.0], [7.5, 8.0]],
-    }
-
-
-def test_the_timeline_marks_when_searchers_of_a_fleet_left_and_joined(tmp_path):
-    fake_workdir(tmp_path, num_steps=8)
-    log = tmp_path / "metrics.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    times = {line["step"]: line["time_s"] for line in lines}
-    for line in lines:
-        step = line["step"]
-        line["fleet/searchers_lost"], line["fleet/joins"] = int(step >= 3), 2 + (step >= 5)
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = report.load_run(tmp_path)
-    changes = plots.searcher_changes(run)
-    assert changes["searcher lost"] == [times[3]] and changes["searcher joined"] == [times[5]]
-    legend = plots.timeline(run, plots.LIGHT).axes[1].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["searcher lost", "searcher joined"]
-
-
-def test_waiting_for_an_environment_is_a_share_of_the_responses(tmp_path):
-    """Of two tickets, one waits half of its time and the other a quarter."""
-    path = tmp_path / "schedule.jsonl"
-    phases = {"decode_s": 1.0, "reward_s": 0.0, "reference_s": 0.0}
-    head = {"event": "round", "searcher": 2, "round": 0}
-    times = [(0.0, 4.0, 2.0), (2.0, 6.0, 1.0)]
-    path.write_text(
-        "".join(
-            json.dumps({**head, "start_s": start, "end_s": end, **phases, "environment_s": wait})
-            + "\n"
-            for start, end, wait in times
-        )
-    )
-    found = waiting_shares(read_times(path), np.array([0.0, 2.0, 4.0, 6.0, 7.0]))
-    assert list(found) == ["environment 2"]
-    assert found["environment 2"].tolist() == [0.5, 0.375, 0.25, 0.0]
-    fake_workdir(tmp_path / "run", num_steps=4)
-    with open(tmp_path / "run" / "schedule.jsonl", "a") as log:
-        log.write(path.read_text())
-    run = report.load_run(tmp_path / "run")
-    labels = [x.get_text() for x in plots.timeline(run, plots.LIGHT).axes[0].get_yticklabels()]
-    assert labels[-3:] == ["environment 2", "trainer", "evaluation"]
-    assert waiting_shares(times_of(SCHEDULE), np.arange(3.0)) == {}
-
-
-def test_timeline_lanes_lay_phases_end_to_end():
-    lanes = lanes_as_lists(SCHEDULE)
-    assert list(lanes) == ["searcher 0", "searcher 1", "trainer"]
-    assert lanes["searcher 0"] == {
-        "decode": [[0.0, 2.5]],
-        "reward": [[2.5, 3.0]],
-        "reference": [[3.0, 4.0]],
-    }
-    assert lanes["trainer"]["wait"] == [[1.0, 2.0], [5.5, 5.5]]
-    assert lanes["trainer"]["step"] == [[2.0, 5.0], [5.5, 10.0]]
-
-
-def test_busy_shares_count_overlap():
-    # Window [0, 10]. Searchers 4 s each; trainer [2, 10]; both at once [2, 4] and [5, 9].
-    shares = busy_shares(lanes_of(times_of(SCHEDULE)))
-    assert shares == pytest.approx(
-        {"searcher 0": 0.4, "searcher 1": 0.4, "trainer": 0.8, "both": 0.6}
-    )
-    assert busy_shares(lanes_of(times_of(SCHEDULE[:1]))) == {}
-
-
-def test_overlap_of_unions():
-    def spans(*pairs):
-        return np.array(pairs, np.float64).reshape(-1, 2)
-
-    merged = merge_intervals(spans((3, 4), (0, 2), (1, 3), (6, 6), (8, 9), (1, 2)))
-    assert merged.tolist() == [[0, 4], [8, 9]]
-    assert overlap(spans((0, 4), (2, 5)), spans((1, 2), (4, 9), (20, 21))) == 2
-    assert overlap(spans(), spans((0, 1))) == 0
-
-
 def test_columns_of_lines_with_other_names():
     """Lines of a kind are a table; a name of several kinds is one column, in the log's order."""
     metrics = Metrics(
@@ -419,33 +268,6 @@ def test_columns_of_lines_with_other_names():
     assert [column.tolist() for column in metrics.column("step", "eval/b")] == [[2], [3]]
     assert metrics.names == ["eval/b", "eval/metric", "step", "train/a"]
     assert metrics.last_step == 4 and [r["step"] for r in metrics.evaluations] == [2]
-
-
-def test_times_are_read_from_the_lines_that_a_run_writes_and_from_any_other(tmp_path):
-    """Long tails are not parsed; a line with another order of fields is read whole."""
-    path = tmp_path / "schedule.jsonl"
-    tail = {"trajectory_ids": [[1]], "weights": [[16]], "bucket": [256, 12, 16]}
-    graded = {"tokens": 96, "reward_mean": 0.25}
-    turned = {"event": "step", "trajectory_ids": [[1]], **SCHEDULE[4]}
-    events = [SCHEDULE[0] | graded, SCHEDULE[1] | tail, SCHEDULE[2], SCHEDULE[3], turned]
-    chunk = '{"event": "chunk", "searcher": 0, "tickets": [1'  # not even JSON: skipped
-    path.write_text("\n".join([chunk, *map(json.dumps, events), '{"event": "ro']))
-    for found, wanted in zip(read_times(path), times_of(SCHEDULE), strict=True):
-        np.testing.assert_equal(found, wanted)
-    head = {"event": "round", "searcher": 3, "round": 7, "version": 2, "rejected": {}}
-    times = {"start_s": -0.25, "end_s": 1e-05, "decode_s": 0.5, "reward_s": 1.5e16}
-    path.write_text(json.dumps({**head, **times, "reference_s": 3.0, "tokens": 5}) + "\n")
-    assert read_times(path).rounds[3].tolist() == [[-0.25, 1e-05, 0.5, 1.5e16, 3.0, 0.0]]
-    as_written = json.dumps({**head, **times, "reference_s": 3.0, "tokens": 5})
-    other = json.dumps({"event": "round", "round": 8, "searcher": 3, **times, "reference_s": 4.0})
-    path.write_text(f"{as_written}\n{other}\n")  # one that is written otherwise: all are parsed
-    assert read_times(path).rounds[3][:, 4].tolist() == [3.0, 4.0]
-    path.write_text(f"{as_written}\n{as_written.replace('1e-05', '1e-0x')}\n")
-    with pytest.raises(ValueError, match=r"schedule\.jsonl, line 2: not JSON"):
-        read_times(path)
-    path.write_text('{"event": "step", "step": 1, "start_s": x, "end_s"\n')
-    with pytest.raises(ValueError, match=r"schedule\.jsonl, line 1: not JSON"):
-        read_times(path)
 
 
 def test_smooth_is_a_centred_mean():
@@ -470,29 +292,26 @@ def test_a_mean_reward_below_0_is_drawn_where_pass_at_1_stands_for_it(tmp_path):
         for i in range(2)
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    figure = plots.accuracy(report.load_run(tmp_path), plots.LIGHT)
+    figure = plots.accuracy(report.load_run(tmp_path))
     assert figure.axes[0].get_ylim()[0] < -0.3
 
 
 def test_ticks_of_steps_are_whole_numbers(tmp_path):
     lines = [{"step": i, "search/reward_mean": 0.1 * i} for i in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    ticks = plots.reward(report.load_run(tmp_path), plots.LIGHT).axes[0].get_xticks()
+    ticks = plots.reward(report.load_run(tmp_path)).axes[0].get_xticks()
     assert all(tick == round(tick) for tick in ticks)
 
 
-def test_the_legend_of_ages_can_be_read_on_either_paper(tmp_path):
+def test_the_legend_of_ages_names_every_line(tmp_path):
     lines = [
         {"step": i, "stale_0/ess_fraction": 1.0, "stale_8/ess_fraction": 0.5} for i in range(1, 5)
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    for theme in (plots.LIGHT, plots.DARK):
-        figure = plots.by_staleness(report.load_run(tmp_path), theme)
-        assert figure is not None
-        [legend] = figure.legends  # of the figure: over the lines it would hide them
-        texts = legend.get_texts()
-        assert [text.get_text() for text in texts] == ["from 0 steps old", "8"]
-        assert {to_hex(text.get_color()) for text in texts} == {to_hex(theme.ink)}
+    figure = plots.by_staleness(report.load_run(tmp_path))
+    assert figure is not None
+    [legend] = figure.legends  # of the figure: over the lines it would hide them
+    assert [text.get_text() for text in legend.get_texts()] == ["from 0 steps old", "8"]
 
 
 def test_column_skips_nulls_and_staleness_sums_up():
