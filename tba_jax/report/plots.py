@@ -25,8 +25,8 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _PAPER = "#ffffff"
 _INK = "#1c2430"
 MUTED = "#5b6675"  # axes and secondary text
-_GRID = "#e7eaee"
-_MAIN, _SECOND = SERIES[:2]  # main and second quantity of a figure
+GRID = "#e7eaee"
+MAIN, SECOND = SERIES[:2]  # main and second quantity of a figure
 
 
 def to_png(figure: "Figure", dpi: int = 180) -> bytes:
@@ -72,7 +72,7 @@ def style_axes(axes: "Axes") -> None:
     axes.tick_params(axis="y", length=0)
     axes.xaxis.label.set(color=MUTED, size=9)
     axes.yaxis.label.set(color=MUTED, size=9)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
@@ -134,8 +134,8 @@ def accuracy(run: Run) -> "Figure | None":
     ]
     if bars:
         place, low, high = zip(*bars, strict=True)
-        axes.vlines(place, low, high, color=_MAIN, linewidth=5, alpha=0.25, capstyle="projecting")
-    axes.plot(times, values, "-o", color=_MAIN, linewidth=2.2, markersize=6)
+        axes.vlines(place, low, high, color=MAIN, linewidth=5, alpha=0.25, capstyle="projecting")
+    axes.plot(times, values, "-o", color=MAIN, linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
         # Below the first value and above the last value, so that a rising curve crosses no label.
         is_below = i == 0 and len(evals) > 1 and values[-1] >= values[0]
@@ -197,16 +197,16 @@ def reward(run: Run) -> "Figure | None":
     figure = new_figure(5.0, 3.3)
     axes = figure.add_subplot()
     style_axes(axes)
-    _smoothed(axes, x, y, _MAIN)
+    _smoothed(axes, x, y, MAIN)
     step_axis(axes)
     return figure
 
 
 def habits(run: Run) -> "Figure | None":
     """Draw the share of the response kind, if the run names one, and the response length."""
-    panels = [("response length (tokens)", "search/response_length_mean", _SECOND)]
+    panels = [("response length (tokens)", "search/response_length_mean", SECOND)]
     if run.kind:
-        panels.insert(0, (f"share of {run.kind} answers", "search/kind_share", _MAIN))
+        panels.insert(0, (f"share of {run.kind} answers", "search/kind_share", MAIN))
     panels = [x for x in panels if len(run.metrics.column("step", x[1])[0])]
     if not panels:
         return None
@@ -239,8 +239,8 @@ def staleness(run: Run) -> "Figure | None":
     figure = new_figure(5.0, 3.3)
     axes = figure.add_subplot()
     style_axes(axes)
-    axes.bar(bins, shares / total, width=0.82, color=_MAIN)
-    axes.axvline(mean, color=_SECOND, linewidth=1.6, linestyle=(0, (4, 2)))
+    axes.bar(bins, shares / total, width=0.82, color=MAIN)
+    axes.axvline(mean, color=SECOND, linewidth=1.6, linestyle=(0, (4, 2)))
     axes.annotate(
         f"mean {mean:.1f}",
         (mean, 1.0),
@@ -248,7 +248,7 @@ def staleness(run: Run) -> "Figure | None":
         xytext=(6, -10),
         textcoords="offset points",
         fontsize=10,
-        color=_SECOND,
+        color=SECOND,
     )
     stride = -(-len(bins) // 12)
     ticks = [*range(0, last - stride + 1, stride), last]
@@ -276,7 +276,7 @@ def optimisation(run: Run) -> "Figure | None":
     figure = new_figure(10.4, 0.4 + 1.9 * rows)
     for i, (label, name) in enumerate(panels):
         axes = panel(figure, rows, 3, i, label)
-        _smoothed(axes, *run.metrics.column("step", name), _MAIN)
+        _smoothed(axes, *run.metrics.column("step", name), MAIN)
         step_axis(axes, is_named=i >= len(panels) - 3)
     return figure
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tba_jax.report.plots import LIGHT, SERIES, new_figure, style_axes, to_png
+from tba_jax.report.plots import GRID, MAIN, MUTED, SECOND, SERIES, new_figure, style_axes, to_png
 from tba_jax.studies.enumerated import Measures
 from tba_jax.studies.enumerated_runs import Batches
 from tba_jax.studies.sweeps import Study
@@ -185,16 +185,16 @@ def figure(name: str, study: Study, rows: Sequence[Row]) -> bytes:
 
 def dots(axes: "Axes", names: Sequence[str]) -> None:
     """Label the vertical axis with objectives, the first on top."""
-    style_axes(axes, LIGHT, grid=False)
+    style_axes(axes)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names)
-    axes.grid(axis="x", color=LIGHT.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
 
 
 def _optimum_figure(study: Study, rows: Sequence[Row]) -> bytes:
     names = names_of(rows)
-    picture = new_figure(7.0, 0.27 * len(names) + 1.0, LIGHT)
+    picture = new_figure(7.0, 0.27 * len(names) + 1.0)
     axes = picture.subplots()
     dots(axes, names)
     for i, label in enumerate(study.cases):
@@ -209,7 +209,7 @@ def _optimum_figure(study: Study, rows: Sequence[Row]) -> bytes:
                 np.maximum(x, 1e-6), np.array(y) + 0.16 * (i - 1.5), "o", color=SERIES[i],
                 markersize=5, label=label,
             )  # fmt: skip
-    axes.axvline(AT_TARGET, color=LIGHT.muted, linewidth=0.8, linestyle="--")
+    axes.axvline(AT_TARGET, color=MUTED, linewidth=0.8, linestyle="--")
     axes.set_xscale("log")
     axes.set_xlabel("KL(target || policy) at the end, worst seed, nats")
     picture.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
@@ -225,7 +225,7 @@ def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
     }
     found = {name: ends for name, ends in found.items() if len(ends) == len(lags)}
     names = sorted(found, key=lambda name: -slopes(found[name], lags).mean())
-    picture = new_figure(8.0, 0.27 * len(names) + 1.0, LIGHT)
+    picture = new_figure(8.0, 0.27 * len(names) + 1.0)
     left, right = picture.subplots(1, 2, sharey=True)
     for axes in (left, right):
         dots(axes, names)
@@ -234,9 +234,9 @@ def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
         left.plot(means, range(len(names)), "o", color=SERIES[i], markersize=5, label=label)
     for y, name in enumerate(names):
         mean, half = interval(slopes(found[name], lags))
-        color = LIGHT.second if name.startswith("tb") else LIGHT.main
+        color = SECOND if name.startswith("tb") else MAIN
         right.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=5, capsize=2)
-    right.axvline(0, color=LIGHT.muted, linewidth=0.8)
+    right.axvline(0, color=MUTED, linewidth=0.8)
     left.set_xlabel("success at the end")
     right.set_xlabel("slope of success per 10 steps of lag, 90 %")
     left.set_xlim(0, 1.02)
@@ -249,9 +249,9 @@ def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
 
 def _sweep_figure(study: Study, rows: Sequence[Row]) -> bytes:
     """Draw success by case with 90 % intervals, one line for each objective."""
-    picture = new_figure(max(5.0, 0.45 * len(study.cases)), 3.2, LIGHT)
+    picture = new_figure(max(5.0, 0.45 * len(study.cases)), 3.2)
     axes = picture.subplots()
-    style_axes(axes, LIGHT)
+    style_axes(axes)
     labels = list(study.cases)
     for i, name in enumerate(names_of(rows)):
         mine = rows_of(rows, name, study)

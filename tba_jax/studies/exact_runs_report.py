@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tba_jax.report.plots import LIGHT, SERIES, new_figure, style_axes, to_png
+from tba_jax.report.plots import MAIN, SECOND, SERIES, new_figure, style_axes, to_png
 from tba_jax.studies.exact_report import (
     Row,
     dots,
@@ -166,10 +166,10 @@ def figure(name: str, study: Study, rows: Sequence[Row]) -> bytes:
 def _data_figure(study: Study, rows: Sequence[Row]) -> bytes:
     """Draw mean success over the steps: one panel for each objective, one line for each case."""
     names = names_of(rows)
-    picture = new_figure(max(5.0, 3.0 * len(names)), 3.4, LIGHT)
+    picture = new_figure(max(5.0, 3.0 * len(names)), 3.4)
     panels = picture.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for axes, name in zip(panels, names, strict=True):
-        style_axes(axes, LIGHT)
+        style_axes(axes)
         for i, row in enumerate(rows_of(rows, name, study)):
             at, half = soonest(row), row.measures.success.shape[1] // 2
             mean = row.measures.success[at, half:].mean(0)
@@ -185,7 +185,7 @@ def _data_figure(study: Study, rows: Sequence[Row]) -> bytes:
 def _diversity_figure(study: Study, rows: Sequence[Row]) -> bytes:
     """Draw the number of modes found when success first reaches 50 %; one panel per case."""
     names, level = names_of(rows), LEVELS[1]
-    picture = new_figure(8.0, 0.27 * len(names) + 1.2, LIGHT)
+    picture = new_figure(8.0, 0.27 * len(names) + 1.2)
     panels = picture.subplots(1, len(study.cases), sharey=True, squeeze=False)[0]
     for axes, label in zip(panels, study.cases, strict=True):
         dots(axes, names)
@@ -195,7 +195,7 @@ def _diversity_figure(study: Study, rows: Sequence[Row]) -> bytes:
             if row.case != label or not len(values):
                 continue
             mean, half = interval(values)
-            color = LIGHT.second if row.objective == "tb" else LIGHT.main
+            color = SECOND if row.objective == "tb" else MAIN
             axes.errorbar(
                 mean, names.index(row.objective), xerr=half, fmt="o", color=color, capsize=2
             )
