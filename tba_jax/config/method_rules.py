@@ -8,30 +8,8 @@ from tba_jax.settings import need
 
 def check_method(config: Config) -> None:
     """Refuse settings of other sections that would change the meaning of the objective."""
-    if config.objective.built.needs_soft_value:
-        _cached(config)
     if config.objective.built.vine_tokens:
         _vine(config)
-
-
-def _cached(config: Config) -> None:
-    """Refuse settings for which responses of version 0 are not samples of the reference policy."""
-    reference, search = config.reference, config.search
-    why = "objective.log_z=cached uses responses of version 0 as samples of the reference"
-    for ok, name, rule, remedy in (
-        (
-            not reference.reset_period,
-            "reference.reset_period",
-            "a reset changes the reference",
-            "0",
-        ),
-        (not reference.ema_decay, "reference.ema_decay", "an average changes the reference", "0"),
-        (search.top_p == 1, "search.top_p", "top-p excludes some tokens", "1"),
-        (not config.task.start_path, "task.start_path", "start data are not such samples", ""),
-        (search.initial_fill > 0, "search.initial_fill", "none are drawn before training", "1024"),
-    ):
-        rule = f"{why}, but {rule}"
-        need(ok, name, get_field(config, name), rule, f"Set --config.{name}={remedy}.")
 
 
 def _vine(config: Config) -> None:

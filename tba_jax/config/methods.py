@@ -18,7 +18,7 @@ from tba_jax.train.objectives.registry import own_names, own_settings
 FLAG = "--config.objective.preset="
 
 # Own settings of objectives that belong to the run, not to a method: presets do not change them.
-_KEPT = ("scale", "log_z_rate", "ema_decay", "importance_floor")
+_KEPT = ("scale", "log_z_rate", "importance_floor")
 
 # TBA' of MATH: the reference is reset to the policy, and token log-ratios are clamped.
 _PRIME = {
@@ -42,41 +42,11 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "reference.placement": "trainer",
         "reference.ema_decay": 0.9,
     },
-    # The same without a reference: the average is estimated from sampler log-probs and staleness.
-    "tba_ema_surrogate": {"anchor": "ema_surrogate", "log_z": "mean_reward"},
-    # arXiv:2602.19362, eq. 2 and 3: the sampler is the anchor; the soft value of a group has
-    # temperature 1 and the regression beta 1e-3, as published for rewards of 0 and 1.
-    "oapl": {
-        "anchor": "behavior",
-        "log_z": "softmean",
-        "value_temperature": 1.0,
-        "beta": 1e-3,
-    },
-    # arXiv:2505.20686: the soft value of a prompt has its own temperature and is estimated from
-    # the start model's responses before training (8 per prompt in the paper).
-    "a_star_po": {
-        "log_z": "cached",
-        "value_temperature": 0.5,
-        "beta": 1e-3,
-        "search.initial_fill": 1024,
-    },
     # arXiv:2501.12599, section 2.3.2: policy mirror descent with the mean reward as soft value.
     # The optimiser is reset in each iteration, whose length is not published.
     "kimi_pmd": {"anchor": "behavior", "log_z": "mean_reward", "optimizer.reset_period": 50},
-    # arXiv:2509.15207 and its recipe in verl; its beta, 15, multiplies the reward.
-    "flowrl": {
-        "log_z": "learned",
-        "log_z_layers": 3,
-        "length_normalise": True,
-        "reward_transform": "group_normalised",
-        "importance": "sequence_clip",
-        "importance_cap": 10.0,
-        "beta": 1 / 15,
-    },
     # arXiv:2503.14286: responses worse than the mean get weight in proportion to their probability.
     "topr": {"anchor": "none", "importance": "topr"},
-    # arXiv:2506.20520: a baseline slightly below the mean.
-    "asymre": {"anchor": "none", "baseline_shift": 0.1},
     # One actor, synchronous and on-policy (the baseline of TBA's red-teaming).
     "gflownet_sync": {
         "driver": "sync",

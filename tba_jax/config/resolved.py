@@ -21,13 +21,8 @@ def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
 
 
 def allows_forks(config: Config) -> bool:
-    """Return whether an episode may fork into several paths.
-
-    Forks need an environment and minibatches=1, and do not support balance=turn.
-    """
-    objective = config.objective.built
-    is_ordered = getattr(objective, "balance", "") == "turn"
-    return bool(config.task.environment) and objective.minibatches == 1 and not is_ordered
+    """Return whether an episode may fork into several paths: with an environment, minibatches=1."""
+    return bool(config.task.environment) and config.objective.built.minibatches == 1
 
 
 def remat_of(config: Config) -> Literal["none", "dots", "layers"]:

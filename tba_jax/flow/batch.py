@@ -18,7 +18,6 @@ OF_GROUPS = (
     "reference_logprob",
     "versions",
     "weights",
-    "soft_values",
 )
 """Fields of a batch with one entry per prompt or slot. The other fields have one per row."""
 
@@ -54,8 +53,6 @@ class Batch(NamedTuple):
             share one batch slot. None: no episode forks, and `response_lengths` has these numbers.
         places: int32 [n c t], index of each token within its episode; 0 at padding. None: no
             episode forks.
-        soft_values: float32 [p k], soft value of the prompt; nan if it is unknown. None unless a
-            cached log Z reads soft values.
         experts: unsigned [n c t l e], as in `Trajectory`; None: not recorded.
     """
 
@@ -70,7 +67,6 @@ class Batch(NamedTuple):
     weights: HostOrDeviceArray
     is_sampled: HostOrDeviceArray | None = None
     prompts: HostOrDeviceArray | None = None
-    soft_values: HostOrDeviceArray | None = None
     token_advantages: HostOrDeviceArray | None = None
     path_lengths: HostOrDeviceArray | None = None
     places: HostOrDeviceArray | None = None
@@ -96,7 +92,7 @@ class PackedBatch(NamedTuple):
         paths: int32 [n s], index of each token's path within its episode. A prompt has the index of
             the response that follows it. None: no episode forks.
         places: int32 [n s], as in `Batch`; 0 at prompts and padding.
-        prompts, soft_values: as in `Batch`.
+        prompts: as in `Batch`.
         contexts: int32 [n s], for positions of a prompt and of the responses to it, the number of
             that prompt in the row, from 1; 0 at padding. None: every response has its own prompt.
         experts: unsigned [n s l e], not known at prompts and padding; None as in `Batch`.
@@ -114,7 +110,6 @@ class PackedBatch(NamedTuple):
     weights: HostOrDeviceArray
     is_sampled: HostOrDeviceArray | None = None
     prompts: HostOrDeviceArray | None = None
-    soft_values: HostOrDeviceArray | None = None
     token_advantages: HostOrDeviceArray | None = None
     contexts: HostOrDeviceArray | None = None
     paths: HostOrDeviceArray | None = None

@@ -62,7 +62,6 @@ class Packing:
         micro_batch_rows: maximum number of responses in a micro-batch; 0: all.
         is_whole: whether all rows of a draw are in one micro-batch.
         has_prompts: whether the batch has rows with prompts alone.
-        has_soft_values: whether the batch has soft values of prompts.
         has_advantages: whether the batch has advantages of tokens.
         has_equal_weights: whether distinct responses of a draw have equal weights with sum K.
             Otherwise the weight of a response is its number of draws.
@@ -79,7 +78,6 @@ class Packing:
     micro_batch_rows: int = 0
     is_whole: bool = False
     has_prompts: bool = False
-    has_soft_values: bool = False
     has_advantages: bool = False
     has_equal_weights: bool = False
     experts: ExpertsShape | None = None
@@ -158,9 +156,6 @@ class Packing:
             prompts = [d.prompt.tokens for d in draws]
             prompts += [prompts[0][:0]] * (-len(prompts) % self.row_multiple)
             of_slots["prompts"] = left_pad(prompts, prompt, self.padding.pad_id)
-        if self.has_soft_values:
-            values = np.array([[d.soft_value] for d in draws], np.float32)
-            of_slots["soft_values"] = np.repeat(values, self.group_size, axis=1)
         if self.row_length:
             return PackedBatch(
                 rows.tokens,

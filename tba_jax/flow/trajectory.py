@@ -163,7 +163,6 @@ class Draw(NamedTuple):
         is_fresh: whether the slot is drawn from the newest data, instead of the whole history.
         trajectory_ids: buffer ids of the n responses, for the schedule log.
         num_repeats: repeats among the K draws, because fewer than K distinct responses were stored.
-        soft_value: soft value of the prompt in the buffer; nan if the buffer has none.
     """
 
     prompt: Prompt
@@ -172,4 +171,3 @@ class Draw(NamedTuple):
     is_fresh: bool
     trajectory_ids: tuple[int, ...]
     num_repeats: int
-    soft_value: float = float("nan")

@@ -405,7 +405,6 @@ def abstract_batch(
         "prompts": array((-(-p // packing.row_multiple) * packing.row_multiple, sizes.prompt))
         if packing.has_prompts
         else None,
-        "soft_values": array((p, k), jnp.float32) if packing.has_soft_values else None,
     }
 
     def experts(*shape: int) -> Any:

@@ -6,7 +6,6 @@ trainer's merge writes to the buffer. Invariants: every response that entered is
 ledger), and a restored buffer makes the same next draws as the saved buffer.
 """
 
-import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.contents import Contents
 from tba_jax.replay.draws import TRIES, choose, is_wanted, response_log_weights, without_level
 from tba_jax.replay.ledger import Economy
-from tba_jax.replay.soft_values import SoftValues
 from tba_jax.replay.store import ID
 
 # Subtracted from the log-weight of responses drawn before, far more than the range of Gumbel noise.
@@ -36,17 +34,10 @@ class ReplayBuffer:
             The byte limit includes an estimate of bookkeeping per row. Equal responses of one merge
             are one row with a count.
         seed: int or sequence of ints for the numpy Generator of every draw.
-        values: soft values of prompts, which draws then carry; None: draws carry none.
     """
 
-    def __init__(
-        self,
-        settings: ReplaySettings,
-        seed: int | Sequence[int],
-        values: SoftValues | None = None,
-    ) -> None:
+    def __init__(self, settings: ReplaySettings, seed: int | Sequence[int]) -> None:
         self._settings = settings
-        self._values = values
         self._lock = threading.RLock()
         self._rng = np.random.default_rng(seed)
         self._contents = Contents(settings)
@@ -77,9 +68,6 @@ class ReplayBuffer:
             self._step = step
             for commit in commits:
                 self._contents.take_in(commit, step)
-                if self._values is not None:
-                    for group in commit.groups:
-                        self._values.take_in(group)
             return {name: n - before[name] for name, n in self._contents.totals().items()}
 
     def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
@@ -285,8 +273,7 @@ class ReplayBuffer:
         self._contents.ledger.counters["repeats"] += num_repeats
         weights = tuple((times + repeats).tolist())
         ids = tuple(row[ID] for row in rows)
-        value = math.nan if self._values is None else self._values.at(prompt_id)
-        return Draw(prompt, tuple(trajectories), weights, is_fresh, ids, num_repeats, value)
+        return Draw(prompt, tuple(trajectories), weights, is_fresh, ids, num_repeats)
 
     @property
     def num_prompts(self) -> int:
@@ -354,16 +341,12 @@ class ReplayBuffer:
     def stats(self) -> dict[str, float]:
         """Return metrics; means are over stored responses, or 0 without a response."""
         with self._lock:
-            found = self._contents.stats(self._step)
-            if self._values is not None:
-                found["buffer/soft_values"] = float(len(self._values))
-            return found
+            return self._contents.stats(self._step)
 
     def state(self) -> PartState:
         """Return flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
         with self._lock:
             arrays, meta = self._contents.state()
-            arrays = arrays if self._values is None else {**arrays, **self._values.arrays()}
             rng = self._rng.bit_generator.state
             return PartState(arrays, {**meta, "rng": rng, "plan": self._plan, "step": self._step})
 
@@ -372,8 +355,6 @@ class ReplayBuffer:
         arrays, meta = state
         with self._lock:
             self._contents.restore(arrays, meta)
-            if self._values is not None:
-                self._values.restore(state)
             self._rng.bit_generator.state = meta["rng"]
             self._plan = meta["plan"]
             self._step = meta["step"]

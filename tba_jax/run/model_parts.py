@@ -33,7 +33,6 @@ from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.replay.admission import Demand
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.replay.soft_values import SoftValues
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.settings import need
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
@@ -417,7 +416,6 @@ def make_packing(
         micro_batch_rows=micro_batch_rows(config),
         is_whole=groups_stay_whole(config),
         has_prompts="log_z" in objective.heads,
-        has_soft_values=objective.needs_soft_value,
         has_advantages=objective.needs_advantages,
         has_equal_weights=config.objective.weights == "equal" and not objective.needs_behavior,
         experts=None if model_config is None else recorded_experts(config, model_config),
@@ -489,16 +487,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
 def make_buffer(config: Config) -> ReplayBuffer:
     """Return an empty replay buffer with the settings of a run."""
     settings = dataclasses.replace(config.replay, pace=_pace(config))
-    return ReplayBuffer(settings, config.seed, make_soft_values(config))
-
-
-def make_soft_values(config: Config) -> SoftValues | None:
-    """Return the cache of soft values; None for objectives that do not use one."""
-    objective = config.objective.built
-    if not objective.needs_soft_value:
-        return None
-    temperature = objective.value_temperature or config.objective.beta.start
-    return SoftValues(temperature, config.search.sampling_temperature)
+    return ReplayBuffer(settings, config.seed)
 
 
 def _pace(config: Config) -> Literal["off", "trainer"]:

@@ -225,11 +225,11 @@ def make_episodes(
         episodes.check_template()
     objective = config.objective.built
     is_learned = getattr(objective, "log_z", "") == "learned"
-    if episodes.first_token_only and is_learned and getattr(objective, "balance", "") != "turn":
+    if episodes.first_token_only and is_learned:
         raise ValueError(
             "objective.log_z = learned reads the prompt, which is one token for agents and for "
             "tools of chat models: log Z would be equal for all prompts. Set "
-            "--config.objective.log_z=vargrad, or --config.objective.balance=turn"
+            "--config.objective.log_z=vargrad"
         )
     return episodes
 

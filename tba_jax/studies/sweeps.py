@@ -67,19 +67,17 @@ class Study:
 
 
 # Variants of the loss that only one study compares.
-_OF_CENTRING = ("tb", "tb, centred by the sampler", "tb, not centred", "tb, EMA surrogate")
-_AVERAGED = ("tba_ema", "tba_ema_surrogate")
+_OF_CENTRING = ("tb", "tb, centred by the sampler", "tb, not centred")
 _ALL = tuple(
     name
     for name in OBJECTIVES
-    # Other drivers are the same objective here. A*-PO and VinePPO need values from a buffer or a
-    # searcher; dynamic sampling is excluded.
+    # Other drivers are the same objective here. VinePPO needs values from a searcher; dynamic
+    # sampling is excluded.
     if name
     not in (
         *_OF_CENTRING[1:],
-        *_AVERAGED,
+        "tba_ema",
         "tb, leave one out",
-        "a_star_po",
         "vineppo",
         "gflownet_sync",
         "reinforce",
@@ -98,7 +96,6 @@ _OF_DIVERSITY = (
     "grpo",
     "ppo",
     "online_dpo",
-    "flowrl",
 )
 _PRIME = {name: {"reset_period": 50} for name in ("tba_prime", "tba_prime_live")}
 _BETAS = (0.0, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5)

@@ -65,7 +65,6 @@ class Responses(NamedTuple):
         weight: number of draws of the response.
         length: number of tokens.
         staleness: int32, steps since the version that drew the response; 0 if no version drew it.
-        soft_value: soft value of the prompt, nan if unknown; None unless log Z is cached.
     """
 
     reference_logprob: Array
@@ -73,7 +72,6 @@ class Responses(NamedTuple):
     weight: Array
     length: Array
     staleness: Array
-    soft_value: Array | None = None
 
 
 class Inputs(NamedTuple):
@@ -166,7 +164,6 @@ class Rows(NamedTuple):
             log_z=None,
             totals=totals,
             token_values=None if values is None else by_response(values),
-            soft_value=here.soft_value,
             token_advantages=None if advantages is None else by_response(advantages),
             start_values=None if start_values is None else by_response(start_values),
         )
@@ -265,7 +262,6 @@ def _responses(batch: Batch | PackedBatch, step: Array) -> Responses:
         batch.weights,
         batch.response_lengths,
         staleness,
-        batch.soft_values,
     )
 
 

@@ -224,7 +224,7 @@ def test_a_packed_batch_places_every_value():
     ]
     padded = pack(two_draws())
     of_responses = set(batch._fields) & set(padded._fields) - {"tokens", "slots", "is_sampled"}
-    optional = {"prompts", "soft_values", "token_advantages", "places", "experts"}
+    optional = {"prompts", "token_advantages", "places", "experts"}
     for name in of_responses - {"behavior_token_logprobs"} - optional:
         np.testing.assert_array_equal(getattr(batch, name), getattr(padded, name))
         assert getattr(batch, name).dtype == getattr(padded, name).dtype

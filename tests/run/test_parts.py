@@ -83,5 +83,3 @@ def test_groups_whose_episodes_may_fork_are_divided_over_micro_batches():
     fields |= {"batch.micro_batch_rows": 4}
     assert groups_stay_whole(make_config(fields))
     assert not groups_stay_whole(make_config({**fields, "task.environment": "agent.py:run"}))
-    ordered = {"task.environment": "agent.py:run", "objective.balance": "turn"}
-    assert groups_stay_whole(make_config({**fields, **ordered}))

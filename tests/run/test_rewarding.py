@@ -161,9 +161,6 @@ def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp
         make_episodes(learned, task, tokenizer, environments)
     environments.is_agent = False
     make_episodes(learned, task, tokenizer, environments)
-    environments.is_agent = True
-    by_turn = {"objective.log_z": "learned", "objective.balance": "turn"}
-    make_episodes(replace(config, by_turn), task, tokenizer, environments)
 
 
 def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):

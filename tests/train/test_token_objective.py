@@ -29,7 +29,6 @@ from tba_jax.settings import Schedule
 from tba_jax.train.heads import LogZHead
 from tba_jax.train.objectives.base import Loss, Objective
 from tba_jax.train.objectives.ppo import Ppo
-from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 
@@ -185,87 +184,6 @@ def expected_of_values():
         return jnp.sum((0.1 * (values - target) ** 2 / 2 - gain) * mask) / mask.sum()
 
     return jax.jit(jax.value_and_grad(loss))((params, HEAD))
-
-
-def with_observations(draws):
-    """The same draws; every third token is an observation, from the first, second or third on."""
-
-    def marked(j, y):
-        is_sampled = (np.arange(len(y.response_tokens)) + j) % 3 > 0
-        is_sampled[-1] = True
-        logprobs = np.where(is_sampled, y.behavior_token_logprobs, 0)
-        return dataclasses.replace(y, is_sampled=is_sampled, behavior_token_logprobs=logprobs)
-
-    return [
-        d._replace(trajectories=tuple(marked(j, y) for j, y in enumerate(d.trajectories)))
-        for d in draws
-    ]
-
-
-@functools.cache
-def expected_of_turns():
-    """Turn-level balance, as written down turn by turn for a padded batch of repeated rows."""
-    params, reference, draws = problem()
-    batch = lay_out(repeated(with_observations(draws)))
-    reward, is_sampled = batch.rewards.reshape(-1), batch.is_sampled.reshape(24, -1)
-    theirs = score(reference, batch).reshape(24, -1)
-
-    def loss(trained):
-        values, ours = values_of_rows(*trained, batch), score(trained[0], batch).reshape(24, -1)
-        total, num = 0.0, 0
-        for row, marks in enumerate(is_sampled):
-            edges = np.flatnonzero(np.diff(np.pad(marks.astype(int), 1)))
-            turns = edges.reshape(-1, 2)  # first token and the token after the last
-            num += len(turns)
-            for n, (first, end) in enumerate(turns):
-                is_last = n + 1 == len(turns)
-                target = reward[row] / BETA if is_last else values[row, turns[n + 1, 0]]
-                gap = jnp.sum(ours[row, first:end] - theirs[row, first:end])
-                total += (gap + values[row, first] - jax.lax.stop_gradient(target)) ** 2
-        assert num > 30  # of 24 rows: some have two turns
-        return BETA / 2 * total / 24
-
-    return jax.jit(jax.value_and_grad(loss))((params, HEAD))
-
-
-# Padded, with a prompt for each response or for all; packed, in the same two ways.
-@pytest.mark.parametrize(
-    "layout",
-    [
-        slow({}),
-        slow({"micro_batch_rows": 2}),
-        slow({"micro_batch_rows": 6, "is_whole": True, "shares_prompts": True}),
-        slow({"micro_batch_rows": 4, "shares_prompts": True}),
-        slow({"row_length": 18}),
-        {"micro_batch_rows": 2, "row_length": 18, "shares_prompts": True},
-    ],
-)
-def test_turns_balance_between_values_read_after_observations_in_every_layout(layout):
-    params, reference, draws = problem()
-    optimizer = keep_gradient()
-    cut = {k: v for k, v in layout.items() if k in ("micro_batch_rows", "is_whole")}
-    objective = TrajectoryBalance(log_z="learned", balance="turn")
-    settings = dataclasses.replace(SETTINGS, objective=objective, **cut)
-    step = make_train_step(CONFIG, optimizer, optax.constant_schedule(0.0), settings)
-    state = init_state(
-        jax.tree.map(jnp.copy, params), optimizer, keep_reference=True,
-        log_z_size=CONFIG.hidden_size,
-    )  # fmt: skip
-    state = state._replace(
-        log_z_head=jax.tree.map(jnp.copy, HEAD), reference_params=jax.tree.map(jnp.copy, reference)
-    )
-    state, metrics = step(state, lay_out(with_observations(draws), **layout))
-    loss, gradient = expected_of_turns()
-    np.testing.assert_allclose(metrics["train/loss"], loss, rtol=1e-5)
-    np.testing.assert_allclose(metrics["train/tb_loss"], 2 * loss / BETA, rtol=1e-5)
-    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
-    assert float(jnp.abs(gradient[1].weight).max()) > 1e-3
-    jax.tree.map(
-        # float32 sums in another order, of numbers up to the largest
-        lambda got, want: np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * largest),
-        state.opt_state,
-        gradient,
-    )
 
 
 @pytest.mark.parametrize(

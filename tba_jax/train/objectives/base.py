@@ -59,8 +59,6 @@ class GroupData(NamedTuple):
         start_values: [p k t], `token_values` under the policy at the start of the step; None if a
             step makes one update, because both are then equal.
         token_advantages: [p k t], computed by the searcher; None unless the objective reads them.
-        soft_value: [p k], soft value of the prompt from responses of the start policy, in units of
-            the reward; nan without such responses. None unless the objective reads it.
     """
 
     policy_logprob: Float[Array, "p k"]
@@ -77,7 +75,6 @@ class GroupData(NamedTuple):
     totals: Totals
     token_values: Float[Array, "p k t"] | None = None
     start_values: Float[Array, "p k t"] | None = None
-    soft_value: Float[Array, "p k"] | None = None
     token_advantages: Float[Array, "p k t"] | None = None
 
     @property
@@ -128,7 +125,6 @@ class Objective(abc.ABC):
             must then score the reference.
         beta_is: positive: the objective divides by beta; any: beta may be 0, which drops the
             reference; unused: the objective does not read beta.
-        needs_soft_value: whether the objective reads the soft value of each prompt from the buffer.
         needs_advantages: whether the objective reads advantages that the searcher computed.
         epochs, minibatches: passes over a batch, and updates per pass. An objective may declare
             them as settings if it bounds ratios to the sampler, and its loss is a mean over tokens
@@ -136,13 +132,11 @@ class Objective(abc.ABC):
         vine_tokens: tokens between two states whose values searchers estimate; 0: no estimates.
         vine_samples: continuations per state.
         log_z_layers, log_z_rate: number of layers and relative learning rate of the head.
-        value_temperature: temperature of the soft value, in units of the reward; 0: beta.
     """
 
     needs_behavior: ClassVar[Any]
     needs_token_reference: ClassVar[Any] = False
     beta_is: ClassVar[Any] = "positive"
-    needs_soft_value: ClassVar[Any] = False
     needs_advantages: ClassVar[bool] = False
     epochs: ClassVar[Any] = 1
     minibatches: ClassVar[Any] = 1
@@ -150,7 +144,6 @@ class Objective(abc.ABC):
     vine_samples: ClassVar[Any] = 0
     log_z_layers: ClassVar[Any] = 1
     log_z_rate: ClassVar[Any] = 1.0
-    value_temperature: ClassVar[Any] = 0.0
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "needs_behavior"):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from tba_jax.train.objectives.base import GroupData, Loss, Objective
 
-_SHARED = {"base", "pieces", "registry", "switches"}
+_SHARED = {"base", "pieces", "registry"}
 
 
 def objective_names() -> tuple[str, ...]:
