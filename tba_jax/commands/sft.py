@@ -199,28 +199,18 @@ def fine_tune(
 def _packing(
     examples: Sequence[Example], pad_id: int, args: argparse.Namespace, settings: StepSettings
 ) -> Packing:
-    parts = _mesh_shape(args.mesh).context
-
-    def padded(longest: int) -> tuple[int, ...]:
-        return tuple(_up(n, parts) for n in length_buckets(longest, _LENGTHS))
-
-    prompt = padded(max(len(x.prompt) for x in examples))
-    response = padded(max(len(x.response) for x in examples))
+    prompt = length_buckets(max(len(x.prompt) for x in examples), _LENGTHS)
+    response = length_buckets(max(len(x.response) for x in examples), _LENGTHS)
     return Packing(
         num_prompts=args.batch_size,
         group_size=1,
         padding=Padding(prompt, response, pad_id),
         policy_temperature=1.0,
-        row_length=_up(args.packed_length, parts),
+        row_length=args.packed_length,
         row_multiple=settings.row_multiple,
         micro_batch_rows=settings.micro_batch_rows,
         is_whole=True,
     )
-
-
-def _up(length: int, parts: int) -> int:
-    """Return `length` rounded up to a multiple of `parts`, the size of mesh axis `context`."""
-    return -(-length // parts) * parts
 
 
 def _placed(batch: Batch | PackedBatch, shardings: StepShardings) -> Any:
@@ -311,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup_steps", type=int, default=0, help="steps of linear warm-up from 0")
     add("--weight_decay", type=float, default=0.0, help="weight decay of matrices")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of computation")
-    add("--mesh", default="data=1", help="sizes of the axes data, fsdp, expert, context and model")
+    add("--mesh", default="data=1", help="sizes of the axes data, fsdp, expert and model")
     add(
         "--packed_length",
         type=int,

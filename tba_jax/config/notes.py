@@ -5,12 +5,9 @@ Schedules count steps, and `--config.num_steps` alone does not rescale them: a s
 the beginning of the long run's schedule.
 """
 
-import itertools
 from collections.abc import Iterator
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
-from tba_jax.flow.padding import length_buckets
-from tba_jax.models.config import SPLASH_TOKENS
 from tba_jax.settings import Schedule
 from tba_jax.train.config import ObjectiveSettings
 
@@ -23,7 +20,6 @@ def notes(config: Config) -> list[str]:
     return [
         *_sync(config),
         *_rounds(config),
-        *_attention(config),
         *_schedules(config),
         *_objective(config.objective),
         *_reference(config),
@@ -42,35 +38,6 @@ def _rounds(config: Config) -> Iterator[str]:
         yield (
             f"batch.num_prompts={prompts}: each step needs {rounds:,} rounds of {each} prompts "
             "(search.prompts_per_round) from each searcher, and the first step waits for them"
-        )
-
-
-def _attention(config: Config) -> Iterator[str]:
-    """Yield a note if splash attention does not support rows that `mesh.context` divides."""
-    parts, batch, model = config.mesh.context, config.batch, config.model
-    is_never = model.attention == "auto" and model.compute_dtype == "float32"
-    if parts == 1 or model.attention == "xla" or is_never:
-        return
-    name, step = f"mesh.context={parts} on TPUs", SPLASH_TOKENS * parts
-    if batch.share_prompts:
-        yield (
-            f"{name}: the trainer uses xla, because responses share prompts. Set "
-            "--config.batch.share_prompts=False"
-        )
-        return
-    if batch.packed_length:
-        rows, length = {batch.packed_length}, "batch.packed_length"
-    else:
-        length = "each length of task.max_prompt_tokens + search.max_new_tokens"
-        longest, num = (
-            (config.task.max_prompt_tokens, config.search.max_new_tokens),
-            batch.num_length_buckets,
-        )
-        rows = {sum(pair) for pair in itertools.product(*(length_buckets(n, num) for n in longest))}
-    if odd := sorted(n for n in rows if n % step):
-        yield (
-            f"{name}: the trainer uses xla for rows of {', '.join(map(str, odd))} tokens. Make "
-            f"{length} a multiple of {step}"
         )
 
 

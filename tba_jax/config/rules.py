@@ -9,7 +9,6 @@ from tba_jax.config.method_rules import check_method
 from tba_jax.config.resolved import transport_of, writes_versions
 from tba_jax.config.schema import SETTINGS, Config, get_field, replace
 from tba_jax.devices.placement import MODES
-from tba_jax.flow.padding import length_buckets
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import ConfigError, Setting, check_all, need
@@ -297,11 +296,11 @@ def _rows(config: Config) -> None:
         f"Set --config.batch.num_prompts={-(-parts // config.objective.group_size)} or more.",
     )
     need(
-        config.mesh.fsdp * config.mesh.context == 1 or config.model.remat != "none",
+        config.mesh.fsdp == 1 or config.model.remat != "none",
         "model.remat",
         config.model.remat,
         "keeps all intermediate values for the backward pass, including weights gathered for "
-        "mesh.fsdp and mesh.context: the whole model on every device",
+        "mesh.fsdp: the whole model on every device",
         "Set --config.model.remat=layers.",
     )
     need(
@@ -335,31 +334,6 @@ def _rows(config: Config) -> None:
         "(task.max_prompt_tokens + search.max_new_tokens)",
         f"Set --config.batch.packed_length={longest} or more.",
     )
-
-
-def _context(config: Config) -> None:
-    """Refuse rows that mesh.context does not divide."""
-    parts, packed = config.mesh.context, config.batch.packed_length
-    longest = {
-        "task.max_prompt_tokens": config.task.max_prompt_tokens,
-        "search.max_new_tokens": config.search.max_new_tokens,
-    }
-    if packed:
-        has_prompts = "log_z" in config.objective.built.heads
-        longest = {name: x for name, x in longest.items() if has_prompts and "prompt" in name}
-        longest["batch.packed_length"] = packed
-    for name, length in longest.items():
-        is_padded = name != "batch.packed_length"
-        num = config.batch.num_length_buckets if is_padded else 1
-        odd = [x for x in length_buckets(length, num) if x % parts]
-        further = " and --config.batch.num_length_buckets=1" if num > 1 else ""
-        need(
-            not odd,
-            name,
-            length,
-            f"gives padded lengths of {odd} tokens, which mesh.context={parts} does not divide",
-            f"Set --config.{name}={-(-length // parts) * parts}{further}.",
-        )
 
 
 def _rounding(config: Config) -> None:
@@ -461,7 +435,6 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _buffer,
     _rows,
     _packed_rows,
-    _context,
     _rounding,
     _average,
     _driver,

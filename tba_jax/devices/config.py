@@ -10,7 +10,7 @@ XLA_PRESETS = ("auto", "overlap", "eigen")
 
 @dataclass(frozen=True)
 class MeshSettings(Section):
-    """Axes of the trainer's mesh: data x fsdp x expert x context x model devices."""
+    """Axes of the trainer's mesh: data x fsdp x expert x model devices."""
 
     data: int = field(
         1,
@@ -30,13 +30,6 @@ class MeshSettings(Section):
         1,
         "number of devices over which the experts of a mixture, and rows, are sharded; each device "
         "receives the tokens of all these devices, and results are summed",
-        at_least=1,
-        on_resume=True,
-    )
-    context: int = field(
-        1,
-        "number of devices over which the positions of every row are sharded, and train state as "
-        "by fsdp; for long rows; must divide batch.packed_length, or all padded lengths",
         at_least=1,
         on_resume=True,
     )

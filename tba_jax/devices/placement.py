@@ -21,7 +21,7 @@ from tba_jax.devices.slices import (
 )
 from tba_jax.settings import need
 
-_PRODUCT = "mesh.data x mesh.fsdp x mesh.expert x mesh.context x mesh.model"
+_PRODUCT = "mesh.data x mesh.fsdp x mesh.expert x mesh.model"
 
 
 class PlacementError(ValueError):
@@ -35,7 +35,6 @@ class MeshShape(NamedTuple):
     fsdp: int = 1
     model: int = 1
     expert: int = 1
-    context: int = 1
 
     @property
     def num_parts(self) -> int:
@@ -53,7 +52,7 @@ class MeshShape(NamedTuple):
     @property
     def size(self) -> int:
         """Number of trainer devices."""
-        return self.num_parts * self.context * self.model
+        return self.num_parts * self.model
 
 
 class Asked(NamedTuple):
@@ -251,8 +250,8 @@ POD_LAYOUTS = (INTERLEAVED, PER_HOST)  # in order of preference
 
 
 def _shape(mesh: MeshShape) -> str:
-    optional = (size for size in (mesh.expert, mesh.context) if size > 1)
-    return " x ".join(map(str, (mesh.data, mesh.fsdp, *optional, mesh.model)))
+    expert = (mesh.expert,) * (mesh.expert > 1)
+    return " x ".join(map(str, (mesh.data, mesh.fsdp, *expert, mesh.model)))
 
 
 def _check_trainer(asked: Asked, num_devices: int) -> None:

@@ -22,14 +22,10 @@ from tba_jax.devices.placement import Asked, MeshShape, arrange
 MESH_AXES = ("data", "fsdp", "model")
 """Axes of the trainer's mesh. data: copies of the parameters, rows divided; fsdp: rows and
 parameters divided, parameters gathered layer by layer; model: every matrix product divided. With
-mesh.expert, the axis `expert` comes before `model`: rows and experts divided. With mesh.context,
-the axis `context` does: positions of sequences and parameters divided, parameters as by fsdp."""
+mesh.expert, the axis `expert` comes before `model`: rows and experts divided."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that divide the rows of a batch."""
-
-CONTEXT = "context"
-"""Mesh axis that divides the positions of a sequence (`models.context_axis`)."""
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -38,12 +34,12 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def trainer_mesh(devices: Any, shape: MeshShape) -> Mesh:
-    """Return the trainer's mesh; it has axes `expert` and `context` only if they are requested.
+    """Return the trainer's mesh; it has the axis `expert` only if it is requested.
 
     Args:
         devices: array or sequence of the devices, those of one process adjacent.
     """
-    sizes = {axis: getattr(shape, axis) for axis in (*BATCH_AXES, CONTEXT, "model")}
+    sizes = {axis: getattr(shape, axis) for axis in (*BATCH_AXES, "model")}
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in MESH_AXES}
     return Mesh(np.asarray(devices).reshape(*sizes.values()), tuple(sizes))
 
@@ -55,20 +51,17 @@ class Rule(NamedTuple):
         mesh_axis: mesh axis that divides it, if the mesh has that axis.
         may_replicate: replicate the axis if the mesh axis does not divide its size; otherwise the
             mesh is refused.
-        second_axis: mesh axis that divides the parts again, if the mesh has that axis.
         instead_of: logical axis of the same array whose mesh axes divide this axis too, and not
             that one, if they divide its size.
     """
 
     mesh_axis: str
     may_replicate: bool
-    second_axis: str = ""
     instead_of: str = ""
 
     def axes_of(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
         """Return the axes of a mesh that divide the logical axis."""
-        names = (self.mesh_axis, self.second_axis)
-        return tuple(x for x in names if x in mesh.shape) if self.mesh_axis in mesh.shape else ()
+        return (self.mesh_axis,) if self.mesh_axis in mesh.shape else ()
 
 
 AXIS_RULES: Mapping[str, Rule] = {
@@ -79,7 +72,7 @@ AXIS_RULES: Mapping[str, Rule] = {
     # Gathered along its first axis an array is contiguous; along another one it would be copied,
     # since the kernels of experts want rows in order.
     "experts": Rule("expert", may_replicate=False, instead_of="embed"),
-    "embed": Rule("fsdp", may_replicate=False, second_axis=CONTEXT),
+    "embed": Rule("fsdp", may_replicate=False),
     # The checkpoint fixes these sizes: two key/value heads (Qwen2.5-1.5B), 50,257 tokens (GPT-2).
     # If a mesh does not divide them, every device keeps them all.
     "kv_heads": Rule("model", may_replicate=True),
@@ -115,7 +108,7 @@ class Placement(NamedTuple):
         devices, shape = self.trainer_mesh.devices.reshape(-1), self.trainer_mesh.shape
         local = sum(d.process_index == devices[0].process_index for d in devices)
         sizes = dict[str, int]()
-        for axis in ("model", CONTEXT, "expert", "fsdp"):
+        for axis in ("model", "expert", "fsdp"):
             sizes[axis] = math.gcd(shape.get(axis, 1), local)
             local //= sizes[axis]
         data = len(devices) // math.prod(sizes.values())

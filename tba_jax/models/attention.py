@@ -23,9 +23,6 @@ from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 from tba_jax.models.per_shard import cache_axes
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
-PART_BYTES = 2**29
-"""Largest array of scores in `attend_part`."""
-
 LEAST_SPLASH = 256
 """Least number of positions for which `splash`, whose blocks have at least 128, is chosen."""
 
@@ -134,12 +131,17 @@ class Visible(NamedTuple):
     def seen(self, window: int | None = None) -> Bool[Array, "b s s"]:
         """Return whether each query sees each key."""
         index = jnp.arange(self.mask.shape[1])
-        return _seen(self, self, index, index, window)
-
-    def part(self, first: Int[Array, ""], size: int) -> "Visible":
-        """Return the visibility for a range of positions of each row."""
-        rows = self._replace(first=None)
-        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, 1), rows)
+        seen = (index[None, :] <= index[:, None])[None] & self.mask[:, None, :]
+        if self.segments is not None:
+            related = self.segments[:, None, :] == self.segments[:, :, None]
+            if self.prompts is not None:
+                of_queries, of_keys = self.prompts
+                related = related | (of_keys[:, None, :] == of_queries[:, :, None])
+            seen = seen & related
+        if window is not None:
+            at = index[None] if self.positions is None else self.positions
+            seen = seen & (at[:, :, None] - at[:, None, :] < window)
+        return seen
 
 
 def causal(mask: Bool[Array, "b s"], *, is_right_padded: bool = False) -> Visible:
@@ -244,91 +246,6 @@ def choose(
 def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "b s s"]:
     """Return 0 for visible keys (valid positions up to the query's own), MASKED elsewhere."""
     return jnp.where(visible.seen(window), 0.0, MASKED)
-
-
-def _seen(
-    queries: Visible,
-    keys: Visible,
-    of_queries: Int[Array, " q"],
-    of_keys: Int[Array, " c"],
-    window: int | None,
-) -> Bool[Array, "b q c"]:
-    """Return whether queries at indices `of_queries` of a row see keys at indices `of_keys`."""
-    seen = (of_keys[None, :] <= of_queries[:, None])[None] & keys.mask[:, None, :]
-    if keys.segments is not None and queries.segments is not None:
-        related = keys.segments[:, None, :] == queries.segments[:, :, None]
-        if keys.prompts is not None and queries.prompts is not None:
-            related = related | (keys.prompts[1][:, None, :] == queries.prompts[0][:, :, None])
-        seen = seen & related
-    if window is not None:
-        by = of_queries[None] if queries.positions is None else queries.positions
-        at = by
-        if keys is not queries:
-            at = of_keys[None] if keys.positions is None else keys.positions
-        seen = seen & (by[:, :, None] - at[:, None, :] < window)
-    return seen
-
-
-def attend_part(
-    q: Float[Array, "b t g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    visible: Visible,
-    first: Int[Array, ""],
-    scores: Scores,
-    implementation: Implementation,
-) -> Float[Array, "b t g r e"]:
-    """Return softmax attention of adjacent queries to all keys of their rows.
-
-    The einsum computes one block of queries at a time and recomputes it in the backward pass, so
-    that no array has a number for every pair. Queries of a window read the keys near them alone.
-
-    Args:
-        q: the queries from the index `first` of each row.
-        k, v: whole rows; k rotated.
-        visible: visibility of keys in whole rows.
-        first: index of the first query.
-        scores: as in `attend_causal`.
-        implementation: "splash" is not supported.
-    """
-    (b, t, g, r, _), s = q.shape, k.shape[1]
-    if implementation == "cudnn" and t % 2 == 0:  # cuDNN's gradient needs even lengths
-        seen = _seen(
-            visible.part(first, t), visible, first + jnp.arange(t), jnp.arange(s), scores.window
-        )
-        return cudnn.attend_pairs(q, k, v, visible.mask, seen, scores.sinks)
-    is_near = scores.window is not None and visible.prompts is None
-    near = scores.window - 1 if is_near and scores.window is not None else s
-    size = t
-    while 4 * b * g * r * size * min(s, size + near) > PART_BYTES and size % 2 == 0:
-        size //= 2
-    width = min(s, size + near)
-    # Float32, so that the gradients of all blocks add up in it.
-    wide = _wide(k)
-    k, v = k.astype(wide), v.astype(wide)
-
-    @jax.checkpoint
-    def block(xs: tuple[Array, Array]) -> Array:
-        q, first = xs
-        start = jnp.clip(first + size - width, 0, s - width)
-        keys, values = (
-            jax.lax.dynamic_slice_in_dim(x, start, width, 1).astype(q.dtype) for x in (k, v)
-        )
-        seen = _seen(
-            visible.part(first, size),
-            visible.part(start, width),
-            first + jnp.arange(size),
-            start + jnp.arange(width),
-            scores.window,
-        )
-        bias = jnp.where(seen, 0.0, MASKED)
-        return attend(q, keys, values, bias, scores, heads_first=implementation != "xla_tpu")
-
-    if size == t:
-        return block((q, first))
-    blocks = jnp.moveaxis(q.reshape(b, t // size, size, *q.shape[2:]), 1, 0)
-    out = jax.lax.map(block, (blocks, first + jnp.arange(0, t, size)))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
 
 
 def attend(

@@ -11,8 +11,6 @@ MATRICES = (
     *("delta_q", "delta_k", "delta_v", "delta_gate", "delta_o"),
 )
 """Matrices of layers that can have adapters."""
-SPLASH_TOKENS = 256
-"""With `mesh.context`, splash attention needs a multiple of so many tokens on each device."""
 
 
 @dataclass(frozen=True)

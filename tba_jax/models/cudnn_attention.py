@@ -149,29 +149,3 @@ def attend_masked(
         implementation=implementation,
     )
     return jnp.where(valid, out[:, before : before + s, :, :e], 0).reshape(b, s, g, r, e)
-
-
-def attend_pairs(
-    q: Float[Array, "b t g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    mask: Bool[Array, "b s"],
-    seen: Bool[Array, "b t s"],
-    sinks: Float[Array, "g r"] | None = None,
-    implementation: Literal["xla", "cudnn"] = "cudnn",
-) -> Float[Array, "b t g r e"]:
-    """Attend with a mask of pairs as dense bias of cuDNN; a query without keys sees all."""
-    b, t, g, r, e = q.shape
-    # Padding is zeroed, as in `attend_rows`.
-    k, v = (jnp.where(mask[:, :, None, None], x, 0) for x in (k, v))
-    seen = seen | ~jnp.any(seen, axis=-1, keepdims=True)
-    if sinks is not None:  # one key before the others, one after them for an even length
-        k, v = (_longer(x, 1, 1) for x in (k, v))
-        seen = jnp.pad(seen, ((0, 0), (0, 0), (1, 1))) | (jnp.arange(k.shape[1]) == 0)[None, None]
-    out = jax.nn.dot_product_attention(
-        *_with_sinks(q.reshape(b, t, g * r, e), k, v, sinks),
-        mask=seen[:, None],
-        scale=e**-0.5,
-        implementation=implementation,
-    )
-    return out[..., :e].reshape(q.shape)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tba_jax.models import context_axis
+from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.activations import gated
 from tba_jax.models.architecture import TransformerConfig
 
@@ -116,7 +116,7 @@ def feed_forward(
     if mesh is None or mesh.size == 1:
         chosen = route(rows, leaves, config, given)
         return shaped(_of_rows(rows, leaves, chosen, jnp.int32(0), config=config), chosen.own)
-    row_axes = context_axis.row_axes(mesh)
+    row_axes = batch_axes(mesh)
     expert = "expert" if "expert" in mesh.shape else None
     # A decoder's mesh may divide the axis `model` into two (`decoding.compiled.cache_sharding`).
     model = tuple(axis for axis in mesh.axis_names if axis.startswith("model"))

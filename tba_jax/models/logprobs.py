@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models import attention, context_axis, experts, shared_prompts
+from tba_jax.models import attention, experts, shared_prompts
 from tba_jax.models.fused_logprobs import fused_logprobs, vocab_block_on
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
@@ -217,14 +217,12 @@ def _of_tokens(
     sharding: ComputeSharding | None,
 ) -> Float[Array, "n t"]:
     """Return log-probs of tokens from the states that predict the tokens."""
-    mesh = None if sharding is None else sharding.mesh
-    states, targets = (context_axis.as_rows(x, mesh) for x in (states, targets))
     # Divide the output table into the parts of devices, and a part into blocks.
     table = {}
     if sharding is not None:
         table["vocab_shards"] = sharding.vocab_shards
         table["vocab_block"] = vocab_block_on(sharding.platform)
-    found = fused_logprobs(
+    return fused_logprobs(
         states.astype(_head_dtype(config, scoring)),
         params[config.output_table],
         targets,
@@ -235,7 +233,6 @@ def _of_tokens(
         cap=config.logits_cap,
         is_exact=config.float32_head,
     )
-    return context_axis.gathered(context_axis.as_sequences(found, mesh), mesh)
 
 
 def _response_logprobs(
@@ -311,13 +308,6 @@ def packed_token_logprobs(
         remat=remat,
         sharding=sharding,
     )
-    if sharding is not None and context_axis.num_parts(sharding.mesh) > 1:
-        # Use all positions, because the mesh divides their number; the first one is not scored.
-        states = _states_before(hidden, segments, is_prompt, sharding)
-        logprobs = _of_tokens(params, states, tokens, config, scoring, sharding)
-        if differing is not None:
-            differing = context_axis.gathered(differing, sharding.mesh)
-        return _with_extras(logprobs, states, positions > 0, readout, differing)
     if is_prompt is None:
         states = hidden[:, :-1]
     else:
@@ -328,22 +318,6 @@ def packed_token_logprobs(
     first = ((0, 0), (1, 0))
     states = jnp.pad(states, (*first, (0, 0))) if readout is not None else states
     return _with_extras(jnp.pad(logprobs, first), states, positions > 0, readout, differing)
-
-
-def _states_before(
-    hidden: Float[Array, "n s d"],
-    segments: Int[Array, "n s"],
-    is_prompt: Bool[Array, "n s"] | None,
-    sharding: ComputeSharding,
-) -> Float[Array, "n s d"]:
-    """Return the state that predicts each token; the mesh divides the sequences."""
-    mesh = sharding.mesh
-    assert mesh is not None, "only a mesh divides sequences"
-    if is_prompt is None:
-        return context_axis.shifted(hidden, mesh)
-    before = _predictors(segments, is_prompt)[..., None]
-    # The last state of a prompt may be on any device.
-    return jnp.take_along_axis(context_axis.gathered(hidden, mesh), before, axis=1)
 
 
 def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxtyping import Array
 
 from tba_jax.devices.platform import Platform
-from tba_jax.devices.sharding import AXIS_RULES, tree_shardings
+from tba_jax.devices.sharding import AXIS_RULES, batch_axes, tree_shardings
 from tba_jax.devices.site import Site
-from tba_jax.models import context_axis, transformer
+from tba_jax.models import transformer
 from tba_jax.models.transformer import Params, TransformerConfig
 
 
@@ -32,12 +32,6 @@ def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
         raise ValueError(
             f"mesh.expert={mesh.shape['expert']}: this model ({config.family}) has no experts. Set "
             "the mesh axis expert to 1, and use fsdp instead"
-        )
-    if "delta" in config.pattern and (parts := context_axis.num_parts(mesh)) > 1:
-        raise ValueError(
-            f"mesh.context={parts}: this model ({config.family}) has recurrent layers, whose state "
-            "cannot pass between parts of a sequence. Set the mesh axis context to 1, and use "
-            "fsdp or model instead"
         )
     return tree_shardings(transformer.param_axes(config), transformer.abstract_params(config), mesh)
 
@@ -78,7 +72,7 @@ class ComputeSharding:
         self.mesh: Mesh | None = mesh if site.is_divided else None
         if not site.is_divided:
             return
-        rows = context_axis.row_axes(mesh)
+        rows = batch_axes(mesh)
         heads = AXIS_RULES["kv_heads"].mesh_axis
         is_whole = config.num_kv_heads % mesh.shape.get(heads, 1) > 0 or heads not in mesh.shape
         self.cache = NamedSharding(mesh, PartitionSpec(rows or None, None if is_whole else heads))

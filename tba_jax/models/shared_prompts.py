@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from tba_jax.models import attention, context_axis, delta, experts, transformer
+from tba_jax.models import attention, delta, experts
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.block import Rope
 from tba_jax.models.kv_cache import State
@@ -79,11 +79,6 @@ def apply(
     start = (x - prompt_lengths)[:, None]
     index = jnp.arange(x)[None]
     mask = index >= start
-    if sharding is not None and context_axis.num_parts(sharding.mesh) > 1:
-        options = {"config": config, "compute_dtype": compute_dtype}
-        return _apply_in_rows(
-            params, prompts, responses, mask, recorded, **options, remat=remat, sharding=sharding
-        )
     visible = attention.causal(mask)
     of_prompts = jnp.maximum(index - start, 0)
     after = prompt_lengths[:, None, None] + jnp.arange(t)[None, None]
@@ -164,41 +159,6 @@ def _layer_of(
         return prompt, response, experts.add_differing(differing, own, ids)
 
     return layer
-
-
-def _apply_in_rows(
-    params: Params,
-    prompts: Int[Array, "b x"],
-    responses: Int[Array, "b c t"],
-    mask: Bool[Array, "b x"],
-    recorded: experts.Recorded | None,
-    *,
-    sharding: Any,
-    **options: Any,
-) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"], Int[Array, "b c t"] | None]:
-    """Return `apply` of one stream, for the mesh axis `context`: packed rows of shared prompts."""
-    (b, x), (c, t) = prompts.shape, responses.shape[1:]
-    # Numbers of the sequences: 1 for the prompt, then one for each response.
-    own = jnp.broadcast_to(jnp.repeat(jnp.arange(2, c + 2), t), (b, c * t))
-    segments = jnp.concatenate([mask.astype(own.dtype), own], axis=1)
-    length = jnp.sum(mask, axis=1, keepdims=True)
-    after = length + jnp.tile(jnp.arange(t), c)[None]
-    positions = jnp.concatenate([jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0), after], axis=1)
-    is_prompt = jnp.broadcast_to(jnp.arange(x + c * t) < x, segments.shape)
-    tokens = jnp.concatenate([prompts, responses.reshape(b, c * t)], axis=1)
-    hidden, differing = transformer.apply_recorded(
-        params,
-        tokens,
-        positions,
-        attention.packed(segments, jnp.minimum(segments, 1), is_prompt),
-        experts.at_end(recorded, tokens.shape),
-        sharding=sharding,
-        **options,
-    )
-    hidden = context_axis.gathered(hidden, sharding.mesh)
-    if differing is not None:
-        differing = differing[:, x:].reshape(b, c, t)
-    return hidden[:, x - 1], hidden[:, x:].reshape(b, c, t, -1), differing
 
 
 def _mix_after(x: delta.Inputs, state: State) -> tuple[Float[Array, "b c t h r f"], None]:

@@ -22,10 +22,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as splash_mask,
 )
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.devices.sharding import CONTEXT
 from tba_jax.models.per_shard import VISIBLE_SCOPE, cache_axes, per_shard, tpu_or_interpreter
 
 _LANES = 128  # lanes of a vector register; splash needs blocks of multiples of this number
@@ -90,56 +89,6 @@ def attend_after(
     specs = responses, responses, responses, prompts, prompts, PartitionSpec(rows)
     run = per_shard(_splash_after, sharding, specs, responses)
     return run(q, k, v, keys, values, valid)
-
-
-def balanced_kernel(num_heads: int, size: int, mesh: Mesh) -> tuple[Any, Any]:
-    """Return (kernel of `attend_part`, its partition for `shard_map`).
-
-    Args:
-        num_heads: query heads of each device.
-        size: tokens of a row; a multiple of 256 n for n devices of the axis `context`.
-        mesh: device i of the axis computes the parts i and 2n - 1 - i of 2n, equal work for all.
-    """
-    n = mesh.shape[CONTEXT]
-    parts = np.arange(size, dtype=np.int32).reshape(2 * n, -1)
-    mask = splash_mask.CausalMask((size, size))
-    mask.q_sequence = np.concatenate([parts[j] for i in range(n) for j in (i, 2 * n - 1 - i)])
-    blocks = _block(parts.shape[1]), _block(size)
-    masks = splash_mask.MultiHeadMask([mask] * num_heads)
-    kernel = _splash_kernel(masks, blocks, interpret=False, q_seq_shards=n)
-    return kernel, kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, CONTEXT)))
-
-
-def attend_part(
-    kernel: Any,
-    q: Float[Array, "b t g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    of_queries: Bool[Array, "b t"] | Int[Array, "b t"],
-    of_keys: Bool[Array, "b s"] | Int[Array, "b s"],
-) -> Float[Array, "b t g r e"]:
-    """Return causal attention of a device's queries to whole rows.
-
-    Args:
-        kernel: kernel that `balanced_kernel` returned, inside `shard_map`.
-        q, k, v: queries in the kernel's order; queries and keys rotated.
-        of_queries, of_keys: which positions are valid, or the index of each position's sequence.
-    """
-
-    def run(q: Array, k: Array, v: Array, *segments: Array, interpret: bool) -> Array:
-        infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
-        options = kernel.kwargs | {"interpret": interpret}
-        own = splash.SplashAttentionKernel(*infos, **options)
-
-        def row(q: Array, k: Array, v: Array, *segments: Array) -> Any:
-            return own(q, k, v, splash.SegmentIds(*segments))
-
-        with jax.named_scope(f"{VISIBLE_SCOPE}500"):
-            return jax.vmap(row)(q, k, v, *segments)
-
-    heads = (jnp.swapaxes(x, 1, 2) for x in (_rows_of_heads(q), k, v))
-    segments = (x.astype(jnp.int32) for x in (of_queries, of_keys))
-    return jnp.swapaxes(tpu_or_interpreter(run, *heads, *segments), 1, 2).reshape(q.shape)
 
 
 def _of_rows(
@@ -303,7 +252,6 @@ def _splash_kernel(
     blocks: tuple[int, int],
     *,
     interpret: bool,
-    q_seq_shards: int = 1,
 ) -> splash.SplashAttentionKernel:
     """Return a kernel (q [h s e], k [g c e], v [g c e], segments) -> [h s e]."""
     of_queries, of_keys = blocks
@@ -318,7 +266,7 @@ def _splash_kernel(
             block_kv_dq=of_keys,
         ),
         head_shards=1,
-        q_seq_shards=q_seq_shards,
+        q_seq_shards=1,
         interpret=interpret,
     )
 

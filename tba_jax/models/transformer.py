@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, context_axis, delta, experts, rope
+from tba_jax.models import attention, delta, experts, rope
 from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
@@ -144,7 +144,7 @@ def apply(
             outside the layers are gathered already. None: any single device.
 
     Raises:
-        ValueError: `remat` is not the name of a policy, or `mesh.context` does not divide the rows.
+        ValueError: `remat` is not the name of a policy.
     """
     return apply_recorded(
         params,
@@ -184,14 +184,11 @@ def apply_recorded(
         visible = visible._replace(positions=positions)
     implementation = choose_attention(config, compute_dtype, sharding)
     cache, mesh = (None, None) if sharding is None else (sharding.cache, sharding.mesh)
-    tokens, positions, recorded = jax.tree.map(
-        lambda x: context_axis.as_rows(x, mesh), (tokens, positions, recorded)
-    )
     angles = rotary(positions, config)
 
     def layer_of(kind: LayerKind) -> Any:
         def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
-            out = context_axis.attend_causal(
+            out = attention.attend_causal(
                 q,
                 k,
                 v,
@@ -231,8 +228,7 @@ def apply_recorded(
         sharding=sharding,
         further=experts.by_layer(recorded),
     )
-    hidden = context_axis.as_sequences(final_norm(params, x, config=config), mesh)
-    return hidden, None if differing is None else context_axis.as_sequences(differing, mesh)
+    return final_norm(params, x, config=config), differing
 
 
 def scores_of(

@@ -40,7 +40,6 @@ _PLACEMENT = (
     "mesh.data",
     "mesh.fsdp",
     "mesh.expert",
-    "mesh.context",
     "mesh.model",
     "search.num_devices",
 )

@@ -21,7 +21,6 @@ from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
-from tba_jax.models.config import SPLASH_TOKENS
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig, num_params, scores_of
 from tba_jax.planning import roofline
@@ -118,10 +117,6 @@ def step_bytes(
         tokens, pairs = responses * row, responses * row**2
     dtype = jnp.dtype(config.model.compute_dtype)
     size = dtype.itemsize
-    gathered = 0.0
-    if mesh.context > 1:  # keys and values of whole rows, and their gradients
-        gathered = 4 * size * model_config.num_kv_heads * model_config.head_dim * tokens
-        tokens, pairs = tokens / mesh.context, pairs / mesh.context
     kept = size * model_config.num_layers * model_config.hidden_size * tokens
     width = model_config.mlp_size / mesh.model
     if k := model_config.experts_per_token:  # each token once for each of its experts
@@ -131,17 +126,13 @@ def step_bytes(
     chosen = attention.choose(config.model.attention, platform, dtype, model_config.head_dim)
     sinks = jnp.zeros(()) if model_config.sinks else None
     of_scores = [scores_of(kind, model_config, sinks) for kind in model_config.pattern]
-    if mesh.context > 1:
-        scores = min(scores, 4.0 * attention.PART_BYTES)
     # A mesh that keeps key/value heads whole does not divide flash attention.
-    is_divided = mesh.context > 1 or model_config.num_kv_heads % mesh.model == 0
+    is_divided = model_config.num_kv_heads % mesh.model == 0
     length = row or x + t
     found = {y.allowed(chosen, model_config.head_dim, length=length) for y in of_scores}
-    if mesh.context > 1 and (config.batch.share_prompts or length % (SPLASH_TOKENS * mesh.context)):
-        found -= {"splash"}  # `context_axis.attend_causal` replaces it by the einsum
     if is_divided and found in ({"splash"}, {"cudnn"}):
         has_mask = row or any(x.needs_mask for x in of_scores)
-        scores = 2 * size * responses * length**2 / mesh.context if has_mask else 0.0
+        scores = 2 * size * responses * length**2 if has_mask else 0.0
     table = size * model_config.vocab_size * model_config.hidden_size / mesh.model
     of_params = 0.0
     if not config.lora.rank:
@@ -152,7 +143,7 @@ def step_bytes(
     kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
     if remat_of(config) == "none":
         scores *= model_config.num_layers
-    return scores + kept + inner + table + gathered / mesh.model + of_params
+    return scores + kept + inner + table + of_params
 
 
 def _kept_values(config: Config, model_config: TransformerConfig) -> float:

@@ -35,7 +35,7 @@ _ROWS = "batch.micro_batch_rows"
 def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> MeshShape:
     """Return a trainer's mesh: as much fsdp as the rows permit, the rest tensor-parallel (`model`).
 
-    The axes `expert` and `context` have the sizes that the config says. Rows need not divide evenly
+    The axis `expert` has the size that the config says. Rows need not divide evenly
     over the devices: up to a fifth of the padded rows may be empty.
 
     Args:
@@ -45,21 +45,21 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
         PlacementError: no such mesh divides batch and model.
     """
     rows, prompts = _rows(config), config.batch.num_prompts
-    context, expert = config.mesh.context, config.mesh.expert
-    for fsdp in range(size // context, 0, -1):
-        model = size // (fsdp * context)
+    expert = config.mesh.expert
+    for fsdp in range(size, 0, -1):
+        model = size // fsdp
         divides = (
-            size % (fsdp * context) == 0
+            size % fsdp == 0
             and 4 * (-rows % fsdp) <= rows
             # Only devices of one host divide attention heads and MLPs, because of its fast links.
             and (not hosts or (size // hosts) % model == 0)
-            and model_config.hidden_size % (fsdp * context) == 0
+            and model_config.hidden_size % fsdp == 0
             and model_config.num_heads % model == 0
             and model_config.mlp_size % model == 0
             and fsdp % expert == 0
         )
         if divides:
-            return MeshShape(1, fsdp // expert, model, expert, context)
+            return MeshShape(1, fsdp // expert, model, expert)
     raise PlacementError(
         f"no mesh of {size} devices divides a batch of {prompts} prompts and a model of "
         f"{model_config.num_heads} heads; set --config.batch.num_prompts={size} or a multiple"
@@ -201,7 +201,7 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
         num_rows = bin_packing.most_rows(p, pieces, micro_batch_rows=at_once, is_whole=is_whole)
     passes = 3 + estimates.REPEATED_SHARE * (remat == "layers") + (not is_all and not is_whole)
     passes += config.reference.placement == "trainer"
-    tokens = at_once * length / (num_parts * config.mesh.context)
+    tokens = at_once * length / num_parts
     of_weights = _TOKENS_OF_SENT_WEIGHTS if is_networked else _TOKENS_OF_WEIGHTS
     if config.lora.rank:  # no gradients of the weights
         of_weights /= 2

@@ -269,7 +269,7 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
         return [
             f"{too_much}, and the mesh divides no smaller micro-batch: set "
             "--config.model.param_dtype=bfloat16, a smaller --config.search.max_new_tokens, or "
-            "give the trainer more devices (mesh.fsdp, mesh.model, mesh.context for long rows)"
+            "give the trainer more devices (mesh.fsdp, mesh.model)"
         ]
     if p.with_cache:
         cache = sum(facts["groups"]["searcher"]["transients"].values())

@@ -163,10 +163,6 @@ def test_no_field_is_dead():
             "must hold a prompt and its response, up to 80 tokens .*packed_length=80 or more",
         ),
         (
-            {"batch.packed_length": 81, "mesh.context": 2, "model.remat": "layers"},
-            r"81: gives padded lengths of \[81\] tokens, which mesh.context=2 .*packed_length=82",
-        ),
-        (
             {"model.remat": "all"},
             "config.model.remat = 'all': must be one of auto, none, dots, layers",
         ),

@@ -64,7 +64,6 @@ def test_heads_that_do_not_divide_are_refused():
         (8, {"fsdp": 4, "expert": 2}, (("expert", "fsdp"), None)),
         (4, {"fsdp": 4, "expert": 2}, ("expert", "fsdp")),  # eight parts of four experts
         (6, {"fsdp": 4}, (None, "fsdp")),
-        (8, {"fsdp": 2, "context": 2}, (("fsdp", "context"), None)),
         (8, {"model": 2}, (None, None)),
     ],
 )

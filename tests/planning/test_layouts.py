@@ -294,11 +294,6 @@ def test_small_micro_batches_of_adapters_add_no_gradients_of_the_weights():
     assert fitting.least_rows(without, 12) == 72
 
 
-def test_devices_that_divide_a_row_want_more_rows_to_keep_products():
-    config = replace(freeze(PRESETS["get_config"]("math")), {"mesh.context": 4})
-    assert fitting.least_rows(config, 4) == 128
-
-
 def test_an_offloaded_optimizer_state_is_the_hosts():
     shape = config_json.transformer_config(PUBLISHED[RHO])
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), MESH_AXES)
@@ -456,11 +451,7 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     shared = {"packed_length": 0, "share_prompts": True}
     assert mesh(8, **shared) == (8, 1)  # one of eight
     assert mesh(8, **shared, num_prompts=5) == (2, 4)  # one of six, not three of eight
-    # The axis of positions is the config's, and takes devices from the others.
-    given = {"mesh.context": 4, "batch.packed_length": 1024}
-    config = replace(freeze(PRESETS["get_config"]("gsm8k")), given)
-    assert fitting.mesh_shape(8, config, shape, 1) == MeshShape(fsdp=2, context=4)
-    # So is that of experts, which does not save memory: each device holds the tokens of all.
+    # The axis of experts is the config's. It saves no memory: each device has the tokens of all.
     moe = config_json.transformer_config(PUBLISHED["Qwen/Qwen3-30B-A3B"])
     config = freeze(PRESETS["get_config"]("qwen3_30b_a3b"))
     assert fitting.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=16)
