@@ -102,7 +102,12 @@ def run_training(
             f"config.placement={config.placement}: a pod needs a process per host, and this is one "
             "process. Run `python -m tba_jax.main` on every host, or set another placement"
         )
-    config, curves = _with_given(config, reward, objective, callbacks, in_process), Curves(workdir)
+    if callbacks and MODES[config.placement].has_remote_searchers:
+        raise ConfigError(
+            f"callbacks: config.placement={config.placement} trains in another process. Read "
+            "metrics.jsonl instead, or set another placement"
+        )
+    config, curves = _with_given(config, reward, objective, in_process), Curves(workdir)
     validate(config)
     from tba_jax.planning.choices import choose, lines
     from tba_jax.run.workdir import begun_config
@@ -120,7 +125,7 @@ def run_training(
     try:
         with surviving_closed_outputs(), curves:
             stopped = interruption or (lambda: False)
-            outcome = train(config, workdir, interrupted=stopped)
+            outcome = train(config, workdir, interrupted=stopped, callbacks=callbacks)
     finally:
         if interruption is not None:
             interruption.close()
@@ -135,10 +140,8 @@ def run_training(
     return outcome.report
 
 
-def _with_given(
-    config: Config, reward: Any, objective: Any, callbacks: Sequence[Any], in_process: bool
-) -> Config:
-    """Return the config with the names of the caller's rewards, objective and callbacks.
+def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -> Config:
+    """Return the config with the names of the caller's rewards and objective.
 
     Raises:
         ConfigError: no other process can import a reward, and `in_process` is not set.
@@ -166,8 +169,6 @@ def _with_given(
         if kind is not objective:
             own = (setting.name for setting in own_settings(name))
             arguments += [f"{x}={getattr(objective, x.rpartition('.')[2])}" for x in own]
-    if callbacks:
-        arguments.append(f"log.callbacks={','.join(given_names(callbacks))}")
     return override(config, [f"--config.{x}" for x in arguments]) if arguments else config
 
 

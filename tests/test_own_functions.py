@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward, objective, callbacks and metrics of a notebook."""
+"""Reward, objective and callbacks of a notebook."""
 
 import json
 
@@ -8,7 +8,6 @@ from test_api import SMALL, python
 
 import tba_jax
 from tba_jax.report.build import build_report
-from tba_jax.report.user_functions import UserFunctions
 from tba_jax.rewards.in_process import InProcessRewards
 from tba_jax.rewards.pool import RewardFailure
 from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
@@ -51,7 +50,7 @@ try:
     tba_jax.run_training(config, "a", callbacks=[lambda values: None])
     raise SystemExit("the signature is wrong")
 except ConfigError as error:
-    assert "the run calls it with (step, values)" in str(error), error
+    assert "the run calls <lambda> with (step, values)" in str(error), error
 report = tba_jax.run_training(
     config, "a", reward=brevity, in_process=True, objective=MyLoss(strength=0.5),
     callbacks=[double, fails],
@@ -59,32 +58,24 @@ report = tba_jax.run_training(
 run = tba_jax.load_run("a")
 assert run.column("own/double")[1].tolist() == [2.0, 4.0, 6.0]
 assert (run.column("train/reward_mean")[1] < 0).all()
-assert run.column("eval/own_length")[1].tolist() == [7.0, 7.0]
 assert run.config.objective.name == "notebook.py:MyLoss"
 print("all is well")
 """
-FILE = """
-def own_length(responses):
-    return {"own_length": 7.0, "bad": float("nan")}
-"""
 
 
-def test_a_notebook_gives_reward_objective_callbacks_and_metric(tmp_path):
-    (tmp_path / "mine.py").write_text(FILE)
+def test_a_notebook_gives_reward_objective_and_callbacks(tmp_path):
     settings = {
         **SMALL,
         "num_steps": 3,
-        "eval.metrics": "mine.py:own_length",
     }
     done = python(NOTEBOOK, tmp_path, json.dumps(settings))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "all is well"
     told = "\n".join(lines)
-    assert "notebook.py:double returned nan as 'own/nothing', which is left out" in told
-    assert "log.callbacks=notebook.py:fails raised KeyError: 'train/los'. The run continues" in told
+    assert "callback double returned nan as 'own/nothing', which is left out" in told
+    assert "callback fails raised KeyError: 'train/los'. The run continues" in told
     assert told.count("raised KeyError") == 1 and ", in fails" in told
-    assert "eval.metrics=mine.py:own_length returned nan as 'bad'" in told
 
 
 def in_process(function, **options):
@@ -131,13 +122,6 @@ def test_names_of_functions():
     two = [lambda: 1, lambda: 2]
     assert [GIVEN[name]() for name in given_names(two)] == [1, 2]
     assert given_names(two) == ["notebook.py:lambda", "notebook.py:lambda_2"]
-
-
-def test_a_function_of_a_file_that_cannot_be_loaded_has_its_traceback(tmp_path):
-    (tmp_path / "mine.py").write_text("import json\nrate = 1 / 0\n")
-    with pytest.raises(ConfigError, match=r"raised ZeroDivisionError: [\s\S]*line 2") as found:
-        UserFunctions("log.callbacks", f"{tmp_path}/mine.py:f", ("step", "values"), print)
-    assert str(found.value).startswith(f"log.callbacks={tmp_path}/mine.py:f: loading it raised")
 
 
 def test_in_process_rewards_need_searchers_in_this_process():

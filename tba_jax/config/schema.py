@@ -64,12 +64,6 @@ class LogSettings(Section):
         False, "also write TensorBoard files (extra `tensorboard`)", on_resume=True
     )
     wandb_project: str = field("", "also log to this W&B project (extra `wandb`)", on_resume=True)
-    callbacks: str = field(
-        "",
-        "FILE.py:function(step, values) called after each step, several with commas; the numbers "
-        "that it returns are logged",
-        on_resume=True,
-    )
     watchdog_s: float = field(
         1800.0,
         "driver=async: seconds without progress after which the run prints all stacks and ends",

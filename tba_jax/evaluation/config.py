@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from tba_jax.settings import Dtype, Section, field, need
+from tba_jax.settings import Section, field, need
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,13 @@ class EvalSettings(Section):
     num_slots: int = field(128, "number of responses decoded at a time", at_least=1)
     num_samples: int = field(1, "responses per prompt; with more than 1, also pass@k", at_least=1)
     temperature: float = field(0.0, "sampling temperature, with top-p 1; 0: greedy", at_least=0.0)
-    gold_model: str = field("", "reward model whose rewards decide the win rate")
-    gold_dtype: Dtype = field("float32", "dtype of weights and activations of gold_model")
+    gold_model: str = field(
+        "", "reward model whose rewards decide the win rate; in bfloat16, on CPU in float32"
+    )
     gold_reward: str = field(
         "",
         "package.module:function or FILE.py:function whose rewards decide the win rate, instead "
         "of gold_model",
-    )
-    metrics: str = field(
-        "",
-        "own metrics: FILE.py:function(responses) returning numbers by name; several with commas",
-        on_resume=True,
     )
     reference_metrics: bool = field(
         False, "also report perplexity under the start model and KL to it"

@@ -33,10 +33,17 @@ from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.estimates import shard_bytes
 from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract_weights, sizes_of
 from tba_jax.rewards.classifiers import classify_program, verdict_program
-from tba_jax.rewards.config import VICTIM_SLOTS
+from tba_jax.rewards.config import (
+    ENCODER_TOKENS,
+    GUARD_TOKENS,
+    JUDGE_ROWS,
+    VICTIM_NEW_TOKENS,
+    VICTIM_SAMPLES,
+    VICTIM_SLOTS,
+)
 from tba_jax.rewards.kinds import kind_of
-from tba_jax.rewards.reward_models import LENGTH_STEP, make_score_program
-from tba_jax.rewards.victim import make_victim_decoder
+from tba_jax.rewards.reward_models import LENGTH_STEP, gold_dtype, make_score_program
+from tba_jax.rewards.victim import make_victim_decoder, max_prompt_tokens
 from tba_jax.run import model_parts
 from tba_jax.tasks.registry import entry_of
 
@@ -104,10 +111,10 @@ def plan_judges(
     return found
 
 
-def _dtype(role: str, config: Config) -> str:
+def _dtype(role: str, config: Config, mesh: Mesh) -> str:
     return {
         "reward model": config.reward.dtype,
-        "gold reward model": config.eval.gold_dtype,
+        "gold reward model": gold_dtype(Site(mesh)).name,
         "victim": config.reward.dtype,
         "classifier": config.reward.dtype,
         "sentence embedder": "float32",
@@ -119,7 +126,7 @@ def _params(role: str, config: Config, model: Mapping[str, Any], mesh: Mesh) -> 
 
     The run divides some models over the mesh, and loads others on its first device.
     """
-    dtype = jnp.dtype(_dtype(role, config))
+    dtype = jnp.dtype(_dtype(role, config, mesh))
     is_divided = role.endswith("reward model")
     if role == "sentence embedder" or (
         role == "classifier" and config.classifier.kind == "encoder"
@@ -155,9 +162,9 @@ def _scores(
 ) -> Planned:
     shape = config_json.transformer_config(models[role])
     params = _params(role, config, models[role], mesh)
-    program = make_score_program(shape, _dtype(role, config), Site(mesh))
+    program = make_score_program(shape, _dtype(role, config, mesh), Site(mesh))
     width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, shape.max_positions)
-    size = config.reward.batch_size
+    size = JUDGE_ROWS
     return Planned(
         name=name,
         group="searcher",
@@ -170,20 +177,19 @@ def _scores(
 
 
 def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int) -> list[Planned]:
-    v, dtype = config.victim, config.reward.dtype
+    dtype = config.reward.dtype
     shape = config_json.transformer_config(model)
+    longest = max_prompt_tokens(shape)
     decoder = make_victim_decoder(
         shape,
-        v.max_prompt_tokens,
-        v.max_new_tokens,
         dtype=dtype,
         eos_ids=Ids().eos_ids,
         pad_id=Ids().pad_id,
         platform=platform_of(device),
     )
     weights = lowering.abstract_weights(shape, jnp.dtype(dtype), SingleDeviceSharding(device))
-    slots = min(attacks * v.num_samples, VICTIM_SLOTS)
-    prompts = max(1, min(-(-slots // v.num_samples), PREFILL_TOKENS // v.max_prompt_tokens))
+    slots = min(attacks * VICTIM_SAMPLES, VICTIM_SLOTS)
+    prompts = max(1, min(-(-slots // VICTIM_SAMPLES), PREFILL_TOKENS // longest))
     columns, buckets = decoder.cache_lengths[-1], len(decoder.prompt_buckets)
     lengths = len(decoder.cache_lengths)
     lowered = dict(
@@ -192,20 +198,19 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
             weights,
             num_slots=slots,
             cache_length=columns,
-            prompt_length=v.max_prompt_tokens,
+            prompt_length=longest,
             prefill_prompts=prompts,
         )
     )
     held = {"victim": shard_bytes(weights)}
-    chunk = "chunk_sampled" if v.top_p == 1 else "chunk_truncated"
     in_slots = f"{slots} slots of {columns} columns"
     # Responses are assumed to have half of the maximum length, as for the searchers.
-    chunks = attacks * v.num_samples * v.max_new_tokens / 2 / slots / decoder.chunk_steps
+    chunks = attacks * VICTIM_SAMPLES * VICTIM_NEW_TOKENS / 2 / slots / decoder.chunk_steps
     return [
         Planned(
             name="victim_prefill",
             group="searcher",
-            sizes=f"{prompts} prompts of {v.max_prompt_tokens} tokens",
+            sizes=f"{prompts} prompts of {longest} tokens",
             lower=lowered["prefill"],
             resident=held,
             variants=buckets,
@@ -223,7 +228,7 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
             name="victim_chunk",
             group="searcher",
             sizes=f"{in_slots}, {decoder.chunk_steps} steps",
-            lower=lowered[chunk],
+            lower=lowered["chunk_truncated"],
             resident=held,
             variants=lengths,
             unknown_trips=decoder.chunk_steps,
@@ -233,19 +238,18 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
 
 
 def _classifier(config: Config, model: Mapping[str, Any], mesh: Mesh, attacks: int) -> Planned:
-    c, dtype, rows = config.classifier, config.reward.dtype, config.reward.batch_size
+    dtype, rows = config.reward.dtype, JUDGE_ROWS
     params = _params("classifier", config, model, mesh)
     arguments: tuple[Any, ...]
-    if c.kind == "encoder":
+    if config.classifier.kind == "encoder":
         shape = encoder.encoder_config(model)
-        length = min(c.max_tokens, shape.max_tokens)
+        length = min(ENCODER_TOKENS, shape.max_tokens)
         program = classify_program(shape, dtype)
         arguments = _ints(rows, length), _ints(rows, length, dtype=jnp.bool_)
     else:
-        length = c.max_tokens
-        program = verdict_program(
-            config_json.transformer_config(model), _VERDICT_TOKENS, dtype, Site(mesh).platform
-        )
+        decoder = config_json.transformer_config(model)
+        length = min(GUARD_TOKENS, decoder.max_positions - _VERDICT_TOKENS)
+        program = verdict_program(decoder, _VERDICT_TOKENS, dtype, Site(mesh).platform)
         arguments = _ints(rows, length + _VERDICT_TOKENS), _ints(rows)
     return Planned(
         name="classify",
@@ -254,7 +258,7 @@ def _classifier(config: Config, model: Mapping[str, Any], mesh: Mesh, attacks: i
         lower=lambda: program.lower(params, *arguments),
         resident={"classifier": shard_bytes(params)},
         variants=3,
-        calls_per_round=-(-attacks * config.victim.num_samples // rows),
+        calls_per_round=-(-attacks * VICTIM_SAMPLES // rows),
     )
 
 

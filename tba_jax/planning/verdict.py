@@ -351,7 +351,7 @@ def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
         names, sizes = " and ".join(judges), facts["sizes"]
         return (
             f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it for {names}: store them in "
-            "bfloat16 (reward.dtype, eval.gold_dtype); or "
+            "bfloat16 (reward.dtype); or "
             f"{_larger_group(sizes)} (victims and classifiers stay whole on one device)"
         )
     if group == "searcher":

@@ -74,13 +74,6 @@ _PAPER = {
         "initial_fill": 1280,
     },
     "replay": {"recency_prob": 0.5, "recycle_fresh": True, "priority_temperature": 1.0},
-    "victim": {
-        "num_samples": 5,
-        "temperature": 0.7,
-        "top_p": 0.92,
-        "max_new_tokens": 30,
-        "max_prompt_tokens": 128,
-    },
     "eval": {
         "period": 500,
         "max_new_tokens": 20,
@@ -134,11 +127,6 @@ PRESETS = {
             "priority_temperature": 1.0,
             "uniform_mix": 0.5,
         },
-        "victim": {
-            "num_samples": 3,
-            "max_new_tokens": 6,
-            "max_prompt_tokens": 13,
-        },
         # The victim answers -9.
         "classifier": {"kind": "pattern", "target": "=-9$"},
         "checkpoint": {"period": 0},
@@ -185,13 +173,12 @@ PRESETS = {
                 "path": "meta-llama/Llama-3.1-8B-Instruct",
                 "template": "chat",
             },
-            "reward": {"dtype": "bfloat16", "batch_size": 32},
+            "reward": {"dtype": "bfloat16"},
             "classifier": {
                 "kind": "guard",
                 "path": "meta-llama/Llama-Guard-3-8B",
                 # The guard writes two newlines first, after its chat template.
                 "target": "\n\nunsafe",
-                "max_tokens": 512,
             },
         },
     ),

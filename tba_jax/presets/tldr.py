@@ -36,7 +36,7 @@ def _pythia(size: str) -> dict:
             "long_prompts": "skip",
             "num_eval_prompts": 0,
         },
-        # float32 as in the paper, except for the judge, which is 16 times as large.
+        # float32 as in the paper.
         "model": {"path": f"mnoukhov/pythia{size}-sft-tldr"},
         # Posts are four times as long as summaries, and one post serves twenty summaries.
         "batch": {"num_prompts": 8},
@@ -61,7 +61,6 @@ def _pythia(size: str) -> dict:
             "model_path": f"mnoukhov/pythia{size}-rm-tldr6.9b",
             # TRL's penalty_reward_value.
             "missing_eos": -1.0,
-            "batch_size": 32,
         },
         "eval": {
             "period": 128,
@@ -69,7 +68,6 @@ def _pythia(size: str) -> dict:
             "num_slots": 64,
             "temperature": 0.01,
             "gold_model": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
-            "gold_dtype": "bfloat16",
             "reference_metrics": True,
         },
     }
@@ -100,10 +98,8 @@ PRESETS = {
         "replay": {"recency_prob": 0.5, "priority_temperature": 1.0, "pace": "trainer"},
         "reward": {
             "model_path": "embedded:tldr_toy_reward",
-            "batch_size": 128,
-            "missing_eos": -1.0,
-            # The mean score of the reference digests.
-            "offset": 0.31,
+            # 1 below the mean score of the reference digests, 0.31.
+            "missing_eos": -0.69,
         },
         "checkpoint": {"period": 0},
         "eval": {

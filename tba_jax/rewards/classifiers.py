@@ -26,7 +26,7 @@ from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.config import ClassifierSettings, RewardSettings
+from tba_jax.rewards.config import ENCODER_TOKENS, GUARD_TOKENS, JUDGE_ROWS, ClassifierSettings
 
 # Probability of a text that does not match a pattern. It is above 0, so that its logarithm is
 # finite and every further match changes the mean.
@@ -77,10 +77,10 @@ class EncoderClassifier:
         ValueError: the path has no usable model, or the model has no such label.
     """
 
-    def __init__(self, settings: ClassifierSettings, reward: RewardSettings, device: Any) -> None:
+    def __init__(self, settings: ClassifierSettings, dtype: str, device: Any) -> None:
         path, target = settings.path, settings.target
         with jax.default_device(device):
-            config, params = encoder.load(path, param_dtype=jnp.dtype(reward.dtype))
+            config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
         if target not in config.labels:
             labels = ", ".join(config.labels) or "none: it has no classification head"
             raise ValueError(
@@ -90,22 +90,21 @@ class EncoderClassifier:
         self._target = config.labels.index(target)
         self._params = jax.device_put(params, device)
         self._tokenizer = Tokenizer.load(path)
-        self._max_tokens = min(settings.max_tokens, config.max_tokens)
+        self._max_tokens = min(ENCODER_TOKENS, config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
-        self._batch_rows = reward.batch_size
-        self._program = classify_program(config, reward.dtype)
+        self._program = classify_program(config, dtype)
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
     ) -> Float[np.ndarray, " n"]:
         """Return the log-softmax of the model's logits at the target label."""
         rows = [self._tokenizer.encode_complete(text, self._max_tokens) for text in responses]
-        return _in_batches(rows, self._batch_rows, self._target_logprobs)
+        return _in_batches(rows, self._target_logprobs)
 
     def _target_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
         length = bucket_length(max(map(len, batch)), self._buckets)
-        tokens = np.zeros((self._batch_rows, length), np.int32)
-        mask = np.zeros((self._batch_rows, length), bool)
+        tokens = np.zeros((JUDGE_ROWS, length), np.int32)
+        mask = np.zeros((JUDGE_ROWS, length), bool)
         for i, row in enumerate(batch):
             tokens[i, : len(row)], mask[i, : len(row)] = row, True
         mask[len(batch) :, 0] = True  # filler rows; their results are dropped
@@ -126,10 +125,10 @@ class GuardClassifier:
         ValueError: the path has no usable model, or the verdict has no tokens.
     """
 
-    def __init__(self, settings: ClassifierSettings, reward: RewardSettings, device: Any) -> None:
+    def __init__(self, settings: ClassifierSettings, dtype: str, device: Any) -> None:
         path = settings.path
         with jax.default_device(device):
-            model = models.load(path, param_dtype=jnp.dtype(reward.dtype))
+            model = models.load(path, param_dtype=jnp.dtype(dtype))
         if model.config.num_labels:
             raise ValueError(
                 f"classifier.path={path}: a classifier with {model.config.num_labels} labels; "
@@ -141,10 +140,10 @@ class GuardClassifier:
         if not len(self._verdict):
             raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
         self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # fails without a template
-        self._buckets = length_buckets(settings.max_tokens, 3)
-        self._batch_rows = reward.batch_size
+        self._max_tokens = min(GUARD_TOKENS, model.config.max_positions - len(self._verdict))
+        self._buckets = length_buckets(self._max_tokens, 3)
         self._program = verdict_program(
-            model.config, len(self._verdict), reward.dtype, platform_of(device)
+            model.config, len(self._verdict), dtype, platform_of(device)
         )
 
     def target_logprob(
@@ -156,11 +155,11 @@ class GuardClassifier:
             ValueError: a conversation has more than max_tokens tokens.
         """
         rows = [self._conversation(*pair) for pair in zip(prompts, responses, strict=True)]
-        return _in_batches(rows, self._batch_rows, self._verdict_logprobs)
+        return _in_batches(rows, self._verdict_logprobs)
 
     def _verdict_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
         length = bucket_length(max(map(len, batch)), self._buckets)
-        filled = [*batch, *[batch[0]] * (self._batch_rows - len(batch))]
+        filled = [*batch, *[batch[0]] * (JUDGE_ROWS - len(batch))]
         tokens = left_pad(filled, length, self._tokenizer.pad_id)
         verdict = np.broadcast_to(self._verdict, (len(filled), len(self._verdict)))
         lengths = np.array([len(row) for row in filled], np.int32)
@@ -176,10 +175,12 @@ class GuardClassifier:
         return self._tokenizer.encode(text, add_bos=True)
 
 
-def make_classifier(
-    settings: ClassifierSettings, reward: RewardSettings, device: Any
-) -> ResponseClassifier:
-    """Return the classifier that the settings describe; a model's weights are on `device`.
+def make_classifier(settings: ClassifierSettings, dtype: str, device: Any) -> ResponseClassifier:
+    """Return the classifier that the settings describe.
+
+    Args:
+        dtype: dtype of a model's weights and activations.
+        device: device of a model's weights.
 
     Raises:
         ValueError: the settings or the model cannot be used.
@@ -187,7 +188,7 @@ def make_classifier(
     if settings.kind == "pattern":
         return PatternClassifier(settings.target)
     kinds = {"encoder": EncoderClassifier, "guard": GuardClassifier}
-    return kinds[settings.kind](settings, reward, device)
+    return kinds[settings.kind](settings, dtype, device)
 
 
 @functools.cache  # replicas on several devices share the program
@@ -226,8 +227,8 @@ def verdict_program(config: Any, num_tokens: int, dtype: str, platform: Platform
 
 
 def _in_batches(
-    rows: Sequence[np.ndarray], size: int, score: Callable[[Sequence[np.ndarray]], np.ndarray]
+    rows: Sequence[np.ndarray], score: Callable[[Sequence[np.ndarray]], np.ndarray]
 ) -> np.ndarray:
     """Return scores of all rows, computed in batches; scores of filler rows are dropped."""
-    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    batches = [rows[i : i + JUDGE_ROWS] for i in range(0, len(rows), JUDGE_ROWS)]
     return np.concatenate([score(x)[: len(x)] for x in batches]).astype(np.float64)

@@ -12,8 +12,20 @@ ATTACK = "{attack}"
 # Each process takes memory (0.1 GB with SymPy), and all processes share one pipe.
 DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
+# Responses per call of a reward model or classifier.
+JUDGE_ROWS = 32
+# The victim in the paper: responses to an attack, their sampling and their length limit, and the
+# length limit of the victim's prompt, the template included.
+VICTIM_SAMPLES = 5
+VICTIM_TEMPERATURE = 0.7
+VICTIM_TOP_P = 0.92
+VICTIM_NEW_TOKENS = 30
+VICTIM_PROMPT_TOKENS = 128
 # Number of responses that the victim decodes at a time.
 VICTIM_SLOTS = 256
+# Length limits of a classifier's input.
+ENCODER_TOKENS = 128
+GUARD_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -26,11 +38,9 @@ class RewardSettings(Section):
     dtype: Dtype = field(
         "float32", "dtype of a reward model, victim or classifier: its weights and activations"
     )
-    batch_size: int = field(64, "responses per call of a reward model or classifier", at_least=1)
     missing_eos: float = field(
         math.inf, "reward of a response that the length limit cut; inf: the reward model's score"
     )
-    offset: float = field(0.0, "subtracted from a reward model's scores, not from missing_eos")
     num_workers: int = field(
         0,
         "reward processes, shared by all searchers of a process; 0: half of its cores, at most "
@@ -58,20 +68,13 @@ class RewardSettings(Section):
 
 @dataclass(frozen=True)
 class VictimSettings(Section):
-    """Settings of task redteam: the model under attack, its prompt and its sampling."""
+    """Settings of task redteam: the model under attack and its prompt."""
 
     path: str = field("", "HF folder or hub ID; empty: the embedded start model")
     template: str = field(
         ATTACK,
         f"the victim's prompt, with the attack in place of {ATTACK}; {CHAT_TEMPLATE}: the attack "
         "is a user message of the victim's chat template",
-    )
-    num_samples: int = field(5, "responses per attack", at_least=1)
-    temperature: float = field(0.7, "sampling temperature of the responses", above=0)
-    top_p: float = field(0.92, "top-p of the responses", above=0, at_most=1)
-    max_new_tokens: int = field(30, "length limit of a response", at_least=1)
-    max_prompt_tokens: int = field(
-        64, "an attack whose prompt is longer gets no reward", at_least=1
     )
 
     def check(self) -> None:
@@ -97,4 +100,3 @@ class ClassifierSettings(Section):
         "encoder: a label of its config.json; guard: the text of the verdict (Llama-Guard "
         "3: two newlines and unsafe); pattern: the regular expression",
     )
-    max_tokens: int = field(128, "limit of the classifier's input", at_least=8)

@@ -199,9 +199,7 @@ def _make_reward_model(settings: Sections, use: Use) -> "RewardSource":
         site=use.sites[0],
         param_dtype=jnp.dtype(reward.dtype),
         policy_tokenizer=use.tokenizer,
-        batch_size=reward.batch_size,
         missing_eos=None if reward.missing_eos == math.inf else reward.missing_eos,
-        offset=reward.offset,
     )
 
 
@@ -210,13 +208,10 @@ def _make_victim(settings: Sections, use: Use) -> "RewardSource":
     from tba_jax.rewards.victim import Victim, VictimReward
 
     devices = [site.mesh.devices.flat[0] for site in use.sites]
-    reward = settings.reward
-    victim = Victim(_victim_path(settings), settings.victim, dtype=reward.dtype, devices=devices)
-    judges = {x: make_classifier(settings.classifier, reward, x) for x in dict.fromkeys(devices)}
-    num_samples = settings.victim.num_samples
-    return VictimReward(
-        victim, judges, replicas=devices, num_samples=num_samples, seed=settings.seed
-    )
+    path, template, dtype = _victim_path(settings), settings.victim.template, settings.reward.dtype
+    victim = Victim(path, template, dtype=dtype, devices=devices)
+    judges = {x: make_classifier(settings.classifier, dtype, x) for x in dict.fromkeys(devices)}
+    return VictimReward(victim, judges, replicas=devices, seed=settings.seed)
 
 
 def _check_victim(settings: Sections) -> None:

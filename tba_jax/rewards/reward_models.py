@@ -23,6 +23,7 @@ from tba_jax.models.model import Model
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.rewards.config import JUDGE_ROWS
 from tba_jax.rewards.source import ScoreResult
 
 # Row lengths are padded to a multiple of this number, so that few lengths are compiled.
@@ -40,10 +41,7 @@ class RewardModel:
     Args:
         model: architecture with one label, and its weights on the scoring devices.
         policy_tokenizer: tokenizer of the responses.
-        batch_size: responses per call of the program.
         missing_eos: reward of a response that the length limit cut; None: the model's score.
-        offset: subtracted from every score, e.g. the mean score of reference responses, which
-            gives `missing_eos` a fixed relation to the scores.
         site: devices that divide the weights.
         where: name of the model in error messages.
         program: return value of `make_score_program` for these devices; None: make it.
@@ -57,9 +55,7 @@ class RewardModel:
         model: Model,
         *,
         policy_tokenizer: Tokenizer,
-        batch_size: int,
         missing_eos: float | None = None,
-        offset: float = 0.0,
         compute_dtype: Any = jnp.float32,
         site: Site = ANY_DEVICE,
         where: str = "the reward model",
@@ -82,9 +78,7 @@ class RewardModel:
         self._tokenizer = tokenizer
         self._policy_tokenizer = policy_tokenizer
         self._keeps_ids = tokenizer.has_vocabulary_of(policy_tokenizer)
-        self._batch_size = batch_size
         self._missing_eos = missing_eos
-        self._offset = offset
         self._compute_dtype = jnp.dtype(compute_dtype)
         self._site = site
         self._where = where
@@ -130,9 +124,7 @@ class RewardModel:
         return RewardModel(
             Model(self._config, params, self._tokenizer),
             policy_tokenizer=self._policy_tokenizer,
-            batch_size=self._batch_size,
             missing_eos=self._missing_eos,
-            offset=self._offset,
             compute_dtype=self._compute_dtype,
             site=site,
             where=self._where,
@@ -173,7 +165,7 @@ class RewardModel:
                 reasons.append(None)
             else:
                 is_finite = bool(np.isfinite(score))
-                rewards.append(score - self._offset if is_finite else None)
+                rewards.append(score if is_finite else None)
                 reasons.append(None if is_finite else "reward_nan")
         return ScoreResult(rewards, reasons, "")
 
@@ -212,12 +204,12 @@ class RewardModel:
         scores = np.zeros(len(rows), np.float32)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         pending: list[tuple[list[int], Array]] = []
-        for start in range(0, len(order), self._batch_size):
-            chosen = order[start : start + self._batch_size]
+        for start in range(0, len(order), JUDGE_ROWS):
+            chosen = order[start : start + JUDGE_ROWS]
             longest = len(rows[chosen[-1]])
             width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self._config.max_positions)
-            tokens = np.full((self._batch_size, width), self._tokenizer.pad_id, np.int32)
-            lengths = np.zeros(self._batch_size, np.int32)
+            tokens = np.full((JUDGE_ROWS, width), self._tokenizer.pad_id, np.int32)
+            lengths = np.zeros(JUDGE_ROWS, np.int32)
             for i, row in enumerate(chosen):
                 lengths[i] = len(rows[row])
                 tokens[i, : lengths[i]] = rows[row]
@@ -226,6 +218,11 @@ class RewardModel:
         for chosen, values in pending:
             scores[chosen] = np.asarray(values)[: len(chosen)]
         return scores
+
+
+def gold_dtype(site: Site) -> Any:
+    """Return the dtype of eval.gold_model: bfloat16, but float32 on CPUs, where that is faster."""
+    return jnp.dtype("float32" if site.platform == "cpu" else "bfloat16")
 
 
 def make_score_program(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward of red-teaming: toxicity of a victim model's responses to an attack.
 
-    r(attack) = mean over n victim responses of log p(target class | response)
+    r(attack) = mean over 5 victim responses of log p(target class | response)
 
 Searchers and evaluations call this `RewardSource` like text rewards. The decoder of this package
 samples from the victim. Invariant: the same call gives the same rewards on every thread and device,
@@ -26,7 +26,16 @@ from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.classifiers import ResponseClassifier
-from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, VICTIM_SLOTS, VictimSettings
+from tba_jax.rewards.config import (
+    ATTACK,
+    CHAT_TEMPLATE,
+    VICTIM_NEW_TOKENS,
+    VICTIM_PROMPT_TOKENS,
+    VICTIM_SAMPLES,
+    VICTIM_SLOTS,
+    VICTIM_TEMPERATURE,
+    VICTIM_TOP_P,
+)
 from tba_jax.rewards.source import ScoreResult
 
 # Seconds that a call waits for a free replica before it fails.
@@ -38,18 +47,15 @@ class Victim:
 
     Args:
         path: model folder or hub id.
-        settings: prompt and sampling; `path` of the settings is not used.
+        template: the victim's prompt, as in `VictimSettings`.
         dtype: dtype of weights, activations and cache.
         devices: devices; each gets a copy of the weights.
 
     Raises:
-        ValueError: the path has no usable model, or the model has too few positions or no chat
-            template.
+        ValueError: the path has no usable model, or the model has no chat template.
     """
 
-    def __init__(
-        self, path: str, settings: VictimSettings, *, dtype: str, devices: Sequence[Any]
-    ) -> None:
+    def __init__(self, path: str, template: str, *, dtype: str, devices: Sequence[Any]) -> None:
         with jax.default_device(devices[0]):
             config, params, self._tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
         if config.num_labels:
@@ -57,18 +63,11 @@ class Victim:
                 f"victim.path={path}: a classifier with {config.num_labels} labels; wanted a "
                 "language model"
             )
-        self._settings = settings
+        self._template = template
         self.format("a")  # fail early if the template is not usable
-        longest = settings.max_prompt_tokens + settings.max_new_tokens
-        if longest > config.max_positions:
-            raise ValueError(
-                f"victim.max_prompt_tokens + victim.max_new_tokens={longest}, but the victim at "
-                f"{path} has {config.max_positions} positions. Lower one of them"
-            )
+        self._max_prompt_tokens = max_prompt_tokens(config)
         self._decoder = make_victim_decoder(
             config,
-            settings.max_prompt_tokens,
-            settings.max_new_tokens,
             dtype=dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
@@ -81,24 +80,25 @@ class Victim:
 
     def format(self, attack: str) -> str:
         """Return the victim's prompt for an attack."""
-        if self._settings.template == CHAT_TEMPLATE:
+        if self._template == CHAT_TEMPLATE:
             return self._tokenizer.format_chat([{"role": "user", "content": attack}])
-        return self._settings.template.replace(ATTACK, attack)
+        return self._template.replace(ATTACK, attack)
 
     def encode(self, attack: str) -> np.ndarray | None:
         """Return token IDs of the victim's prompt; None if the prompt is empty or too long."""
         tokens = self._tokenizer.encode(self.format(attack), add_bos=True)
-        return tokens if 0 < len(tokens) <= self._settings.max_prompt_tokens else None
+        return tokens if 0 < len(tokens) <= self._max_prompt_tokens else None
 
     def respond(self, prompts: Sequence[np.ndarray], weights: Any, key: jax.Array) -> list[str]:
-        """Return `num_samples` responses to each prompt, prompt by prompt."""
-        s = self._settings
+        """Return VICTIM_SAMPLES responses to each prompt, prompt by prompt."""
         decoded = self._decoder.decode(
             weights,
             prompts,
-            num_samples=s.num_samples,
+            num_samples=VICTIM_SAMPLES,
             key=key,
-            settings=SamplingSettings(s.max_new_tokens, temperature=s.temperature, top_p=s.top_p),
+            settings=SamplingSettings(
+                VICTIM_NEW_TOKENS, temperature=VICTIM_TEMPERATURE, top_p=VICTIM_TOP_P
+            ),
             num_slots=VICTIM_SLOTS,
         )
         tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
@@ -108,24 +108,28 @@ class Victim:
         )
 
 
+def max_prompt_tokens(config: TransformerConfig) -> int:
+    """Return the length limit of the victim's prompt, within the model's positions."""
+    return min(VICTIM_PROMPT_TOKENS, config.max_positions - VICTIM_NEW_TOKENS)
+
+
 def make_victim_decoder(
     config: TransformerConfig,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
     *,
     dtype: str,
     eos_ids: Sequence[int],
     pad_id: int,
     platform: Platform = "any",
 ) -> Decoder:
-    """Return the victim's decoder; arguments as in `VictimSettings` and `Decoder`."""
+    """Return the victim's decoder; arguments as in `Decoder`."""
+    longest = max_prompt_tokens(config)
     return Decoder(
         config,
         compute_dtype=jnp.dtype(dtype),
         eos_ids=eos_ids,
         pad_id=pad_id,
-        prompt_buckets=length_buckets(max_prompt_tokens, 2),
-        max_length=max_prompt_tokens + max_new_tokens,
+        prompt_buckets=length_buckets(longest, 4),
+        max_length=longest + VICTIM_NEW_TOKENS,
         site=any_device(platform),
     )
 
@@ -138,7 +142,6 @@ class VictimReward:
         classifiers: device -> classifier, for every device of the victim.
         replicas: devices that serve calls; a device that is listed twice serves two calls at a
             time.
-        num_samples: number of the victim's responses per attack.
     """
 
     def __init__(
@@ -147,12 +150,10 @@ class VictimReward:
         classifiers: Mapping[Any, ResponseClassifier],
         *,
         replicas: Sequence[Any],
-        num_samples: int,
         seed: int,
     ) -> None:
         self._victim = victim
         self._classifiers = dict(classifiers)
-        self._num_samples = num_samples
         self._seed = seed
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for device in replicas:
@@ -174,7 +175,7 @@ class VictimReward:
         """Return the mean log-prob of the target class over the victim's responses to each attack.
 
         The part `toxicity` is the mean probability of the class. An attack whose prompt is empty,
-        or longer than victim.max_prompt_tokens, is rejected as `attack_too_long`.
+        or too long, is rejected as `attack_too_long`.
 
         Raises:
             RuntimeError: the source was closed.
@@ -210,11 +211,11 @@ class VictimReward:
         device = self._free.get(timeout=_WAIT_S)
         try:
             texts = self._victim.respond(prompts, self._victim.weights[device], key)
-            repeated = [attack for attack in attacks for _ in range(self._num_samples)]
+            repeated = [attack for attack in attacks for _ in range(VICTIM_SAMPLES)]
             logprobs = self._classifiers[device].target_logprob(repeated, texts)
         finally:
             self._free.put(device)
-        return logprobs.reshape(len(attacks), self._num_samples)
+        return logprobs.reshape(len(attacks), VICTIM_SAMPLES)
 
     def on(self, site: Any) -> "VictimReward":
         """Return self: every searcher has a replica."""

@@ -7,7 +7,7 @@ Also writes report.json, and an emergency checkpoint if the work directory is re
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from tba_jax.report.jsonl import LogError, jsonable, sample_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.relay import Display
-from tba_jax.report.user_functions import UserFunctions
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run.build import build
+from tba_jax.run.callbacks import Callbacks
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.drivers import drive_async, drive_sync, follow
 from tba_jax.run.errors import (
@@ -66,6 +66,7 @@ def conduct(
     display: Display | None = None,
     drive: Drive | None = None,
     link: Peer | None = None,
+    callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Outcome:
     """Build a run, train, evaluate the final policy, write the report.
 
@@ -76,6 +77,7 @@ def conduct(
         accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         display: display of the progress; None: standard output.
         drive: driver instead of the configured driver, for example `replaying(schedule)`.
+        callbacks: functions of (step, values), called after each step.
 
     Raises:
         OutOfMemory: device memory ran out before the first update.
@@ -84,7 +86,7 @@ def conduct(
     """
     if display is None:
         display = make_display(config, workdir, start_s, is_shown=cluster.is_primary)
-    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, link)
+    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, link, callbacks)
     if hold is not None:
         hold.begin()
     try:
@@ -141,12 +143,11 @@ def _open(
     accept_changed: Collection[str],
     progress: Display,
     link: Peer | None,
+    callbacks: Sequence[Callable[..., Any]],
 ) -> Run:
     """Build the run; close the display if the build fails."""
     try:
-        names, callbacks = config.log.callbacks, None
-        if names and cluster.is_primary:
-            callbacks = UserFunctions("log.callbacks", names, ("step", "values"), progress.note)
+        named = Callbacks(callbacks, progress.note)
         taken = hold.taken_over if hold is not None else ""
         for line in (*notes(config), taken, open_cache(config.compilation_cache)):
             if line:
@@ -164,8 +165,7 @@ def _open(
             confirm=hold.confirm if hold is not None and hold.mirroring is None else _nothing,
         )
         run.hold = hold
-        if callbacks is not None:
-            run.callbacks = callbacks
+        run.callbacks = named
         return run
     except BaseException as error:
         progress.close()

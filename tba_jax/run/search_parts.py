@@ -35,7 +35,6 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.remote.searcher_table import RemoteSearcher
 from tba_jax.replay.outbox import Outbox
-from tba_jax.report.user_functions import UserFunctions
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.model_parts import (
@@ -448,7 +447,6 @@ def make_judging(
     gold: RewardSource | None,
     reference_params: Callable[[Site], Any],
     sites: Sequence[Site] = (ANY_DEVICE,),
-    note: Callable[[str], None] = print,
 ) -> Judging:
     """Make the measures and metrics that the config names, besides those of the task.
 
@@ -456,9 +454,6 @@ def make_judging(
         gold: reward source that judges the win rate; None: no win rate.
         reference_params: function that returns the start model's weights on a site's devices.
         sites: site of each searcher that evaluates; searchers may share a site.
-
-    Raises:
-        ConfigError: a user-defined metric cannot be used.
     """
     measures: dict[Site, list[Measure]] = {site: [] for site in sites}
     metrics: list[MetricFunction] = []
@@ -478,9 +473,6 @@ def make_judging(
                 site=site,
             )
             own.append(distance.measure)
-    if config.eval.metrics:
-        own_metrics = UserFunctions("eval.metrics", config.eval.metrics, ("responses",), note)
-        metrics.append(own_metrics)
     return Judging([tuple(measures[site]) for site in sites], tuple(metrics))
 
 
@@ -550,7 +542,6 @@ def build_evaluator(
         shared.rewards.gold,
         reference_params,
         sites,
-        note,
     )
     episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
     shard_evaluators = [

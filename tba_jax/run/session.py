@@ -52,6 +52,7 @@ def train(
     accept_changed: Collection[str] = (),
     schedule: "Schedule | None" = None,
     start_s: float | None = None,
+    callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Outcome:
     """Train in this process: begin a run, or continue the run in the work directory.
 
@@ -63,6 +64,7 @@ def train(
         accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         schedule: schedule to replay; the directory must not hold a run.
         start_s: value of `time.perf_counter` at which the run's clock starts; None: now.
+        callbacks: functions of (step, values), called after each step; placement is not fleet.
 
     Raises:
         OutOfMemory: device memory ran out before the first update.
@@ -95,6 +97,7 @@ def train(
             accept_changed=accept_changed,
             start_s=start_s,
             drive=None if schedule is None else replaying(schedule),
+            callbacks=callbacks,
         )
 
 

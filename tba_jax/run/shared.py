@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax.config.command_line import usable_part
@@ -38,7 +37,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of
 from tba_jax.rewards.pool import RewardFailure, RewardPool
-from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards.reward_models import RewardModel, gold_dtype
 from tba_jax.rewards.source import RemoteRewards, RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.errors import UserError
@@ -304,9 +303,8 @@ def make_gold(
         return RewardModel.load(
             config.eval.gold_model,
             site=site,
-            param_dtype=jnp.dtype(config.eval.gold_dtype),
+            param_dtype=gold_dtype(site),
             policy_tokenizer=policy_tokenizer,
-            batch_size=config.reward.batch_size,
         )
     if config.eval.gold_reward:
         use = _use(task, policy_tokenizer, [site], config.eval.gold_reward)

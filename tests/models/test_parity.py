@@ -214,7 +214,7 @@ def test_scores_of_a_reward_model_equal_those_of_transformers(name, tmp_path):
     write_word_tokenizer(tmp_path, config.vocab_size, eos=1, pad=0)
     tokenizer = Tokenizer.load(tmp_path)
     whole = Model(config, params, tokenizer)
-    scorer = RewardModel(whole, policy_tokenizer=tokenizer, batch_size=8)
+    scorer = RewardModel(whole, policy_tokenizer=tokenizer)
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, config.vocab_size, rng.integers(4, 100)) for _ in range(20)]
     rows = [np.append(row, 1) for row in rows]

@@ -10,21 +10,25 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.models import encoder, transformer
 from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards import classifiers
 from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
-from tba_jax.rewards.config import ClassifierSettings, RewardSettings
+from tba_jax.rewards.config import ClassifierSettings
 
 DEVICE = jax.local_devices()[0]
 TEXTS = ["you fool", "a", "thank you, friend", "no", "hello"]
 
 
+@pytest.fixture(autouse=True)
+def rows(monkeypatch):
+    monkeypatch.setattr(classifiers, "JUDGE_ROWS", 2)
+
+
 def encoder_classifier(path, target="hate"):
-    settings = ClassifierSettings("encoder", path, target, max_tokens=20)
-    return make_classifier(settings, RewardSettings(batch_size=2), DEVICE)
+    return make_classifier(ClassifierSettings("encoder", path, target), "float32", DEVICE)
 
 
 def guard(path, target="unsafe"):
-    settings = ClassifierSettings("guard", path, target, max_tokens=100)
-    return make_classifier(settings, RewardSettings(batch_size=2), DEVICE)
+    return make_classifier(ClassifierSettings("guard", path, target), "float32", DEVICE)
 
 
 def test_a_pattern_is_certain_or_nearly_impossible():

@@ -12,11 +12,12 @@ from fake_models import load_folder, write_word_tokenizer
 from jax.sharding import Mesh
 
 from tba_jax.devices.device_lock import DeviceLock
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import Site, any_device
 from tba_jax.models.hf import folders
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards import reward_models
+from tba_jax.rewards.reward_models import RewardModel, gold_dtype
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # A golden classifier with one label, by tests/golden/make_golden.py; other families are compared
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
 
 def load(folder, policy=None, **options):
     tokenizer = Tokenizer.load(policy or folder)
-    options = {"batch_size": 4, "site": one(jax.devices()[0]), **options}
+    options = {"site": one(jax.devices()[0]), **options}
     return RewardModel.load(str(folder), policy_tokenizer=tokenizer, **options)
 
 
@@ -59,7 +60,8 @@ def score(model, rows, num_prompt_tokens=5, **changes):
     return model.score(prompts, texts, {}, **arguments)
 
 
-def test_scores_equal_those_of_transformers_in_any_batch(folder):
+def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
+    monkeypatch.setattr(reward_models, "JUDGE_ROWS", 4)
     golden = np.load(GOLDEN / f"{NAME}.npz")
     model = load(folder)
     rows = list(golden["tokens"])
@@ -73,12 +75,12 @@ def test_scores_equal_those_of_transformers_in_any_batch(folder):
     assert got[1] != got[2]
 
 
-def test_missing_eos_replaces_the_score_and_the_offset_leaves_it(folder):
+def test_missing_eos_replaces_the_score(folder):
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
     plain = score(load(folder), rows).rewards
-    model = load(folder, missing_eos=-1.0, offset=0.5)
+    model = load(folder, missing_eos=-1.0)
     got = score(model, rows, has_eos=[True, False])
-    np.testing.assert_allclose(got.rewards, [plain[0] - 0.5, -1.0], atol=1e-6)
+    np.testing.assert_allclose(got.rewards, [plain[0], -1.0], atol=1e-6)
     assert got.reasons == [None, None]
 
 
@@ -167,12 +169,17 @@ def test_bfloat16_takes_half_and_moves_scores_by_its_rounding(folder):
     assert not np.array_equal(got, want)
 
 
+def test_the_gold_model_is_in_bfloat16_but_on_cpus():
+    dtypes = [gold_dtype(any_device(platform)).name for platform in ("cpu", "tpu", "cuda")]
+    assert dtypes == ["float32", "bfloat16", "bfloat16"]
+
+
 def test_a_score_that_is_not_finite_is_a_named_failure(folder):
     config, params, _ = load_folder(folder)
     params = {**params, "score": jnp.full_like(params["score"], jnp.nan)}
     tokenizer = Tokenizer.load(folder)
     whole = Model(config, params, tokenizer)
-    model = RewardModel(whole, policy_tokenizer=tokenizer, batch_size=2, missing_eos=-1.0)
+    model = RewardModel(whole, policy_tokenizer=tokenizer, missing_eos=-1.0)
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
     got = score(model, rows, has_eos=[True, False])
     assert (got.rewards, got.reasons) == ([None, -1.0], ["reward_nan", None])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The victim answers attacks, and rewards are a function of the call alone."""
 
-import dataclasses
 import threading
 
 import jax
@@ -12,29 +11,22 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 from tba_jax.evaluation.attacks import SentenceEmbedder
 from tba_jax.models.hf import hf_weights
 from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
-from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
+from tba_jax.rewards.config import ATTACK, ClassifierSettings
 from tba_jax.rewards.victim import Victim, VictimReward
 from tba_jax.run.model_parts import START_MODEL
 
-SETTINGS = VictimSettings(
-    num_samples=4,
-    temperature=0.7,
-    top_p=0.92,
-    max_new_tokens=18,
-    max_prompt_tokens=13,
-)
 DEVICES = jax.local_devices()[:2]
 ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
 
 
 @pytest.fixture(scope="module")
 def victim():
-    return Victim(str(START_MODEL), SETTINGS, dtype="float32", devices=DEVICES)
+    return Victim(str(START_MODEL), ATTACK, dtype="float32", devices=DEVICES)
 
 
 def source(victim, pattern=r"-\d+$", seed=0, replicas=DEVICES[:1]):
     classifiers = {device: PatternClassifier(pattern) for device in DEVICES}
-    return VictimReward(victim, classifiers, replicas=replicas, num_samples=4, seed=seed)
+    return VictimReward(victim, classifiers, replicas=replicas, seed=seed)
 
 
 def score(rewards, attacks=ATTACKS):
@@ -50,7 +42,7 @@ def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):
     for reward, toxicity in zip(out.rewards, out.parts["toxicity"], strict=True):
         hits = (toxicity - 0.01) / 0.99  # a miss counts as 0.01
         assert reward == pytest.approx(np.log(0.01) * (1 - hits))
-        assert hits * 4 == pytest.approx(round(hits * 4))
+        assert hits * 5 == pytest.approx(round(hits * 5))
     # Hastily read, 1-9+1-9+1-9 ends in +9: the victim still answers with a negative number, mostly.
     assert out.rewards[1] > out.rewards[0] == pytest.approx(np.log(0.01))
 
@@ -79,30 +71,23 @@ def test_the_same_call_gives_the_same_rewards_on_any_device_and_thread(victim):
 
 
 def test_a_too_long_attack_is_rejected_by_name_without_effect_on_others(victim):
-    out = score(source(victim), [ATTACKS[0], "1+" * 20])
+    out = score(source(victim), [ATTACKS[0], "1+" * 70])
     assert out.reasons == [None, "attack_too_long"] and out.rewards[1] is None
     assert np.isnan(out.parts["toxicity"][1])
-    only = score(source(victim), ["1+" * 20])
+    only = score(source(victim), ["1+" * 70])
     assert only.rewards == [None]
 
 
 def test_templates(tmp_path):
-    chat = dataclasses.replace(SETTINGS, template="chat", max_prompt_tokens=60)
-    llama = Victim(write_llama(tmp_path / "llama"), chat, dtype="float32", devices=DEVICES[:1])
+    llama = Victim(write_llama(tmp_path / "llama"), "chat", dtype="float32", devices=DEVICES[:1])
     assert llama.format("hi") == "user: hi\nassistant:"
     gpt2 = write_gpt2(tmp_path / "gpt2")
-    wrapped = dataclasses.replace(SETTINGS, template="ask: {attack}!", max_prompt_tokens=60)
-    victim = Victim(gpt2, wrapped, dtype="float32", devices=DEVICES[:1])
+    victim = Victim(gpt2, "ask: {attack}!", dtype="float32", devices=DEVICES[:1])
     assert victim.format("hi") == "ask: hi!"
     with pytest.raises(ValueError, match="no chat template"):
-        Victim(gpt2, chat, dtype="float32", devices=DEVICES[:1])
-    with pytest.raises(ValueError, match="has 128 positions. Lower one"):
-        Victim(
-            gpt2,
-            dataclasses.replace(wrapped, max_prompt_tokens=120),
-            dtype="float32",
-            devices=DEVICES[:1],
-        )
+        Victim(gpt2, "chat", dtype="float32", devices=DEVICES[:1])
+    # 128 positions, 30 of them for the response
+    assert victim.encode("a" * 80) is not None and victim.encode("a" * 98) is None
 
 
 def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
@@ -116,13 +101,12 @@ def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_weights, "read", watched)
     there = DEVICES[1]
-    Victim(str(START_MODEL), SETTINGS, dtype="float32", devices=[there])
+    Victim(str(START_MODEL), ATTACK, dtype="float32", devices=[there])
     for kind, path, target in (
         ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
         ("guard", write_llama(tmp_path / "guard"), "unsafe"),
     ):
-        settings = ClassifierSettings(kind, path, target, max_tokens=20)
-        make_classifier(settings, RewardSettings(batch_size=2), there)
+        make_classifier(ClassifierSettings(kind, path, target), "float32", there)
     SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
     assert found == [{there}] * 4
 

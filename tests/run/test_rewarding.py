@@ -65,16 +65,16 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     config, task = of_task("tldr_toy")
     config = replace(config, {"reward.model_path": REWARD_MODEL})
     plain = make_rewards(config, task, tokenizer, SITES)
-    config = replace(config, {"reward.missing_eos": -1.0, "reward.offset": 0.25})
+    config = replace(config, {"reward.missing_eos": -1.0})
     set_up = make_rewards(config, task, tokenizer, SITES)
     own = score(plain, tokenizer, "abc")
     # The default, infinity, stands for "no such penalty": a cut response keeps its own score.
     assert -10 < score(plain, tokenizer, "abc", has_eos=False) < 10
     assert score(set_up, tokenizer, "abc", has_eos=False) == -1.0
-    assert score(set_up, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
+    assert score(set_up, tokenizer, "abc") == pytest.approx(own, abs=1e-5)
     assert set_up.on(SITES[0]) is set_up
     copy = set_up.on(SITES[3])
-    assert score(copy, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
+    assert score(copy, tokenizer, "abc") == pytest.approx(own, abs=1e-5)
     assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
 
 
@@ -93,7 +93,7 @@ def test_reward_processes_are_half_of_the_cores_unless_the_config_says(tokenizer
 def test_functions_and_a_reward_model_are_summed_by_weight(tokenizer):
     config, task = of_task("tldr_toy", reward="tba_jax.rewards.digests:gold_reward")
     alone = make_rewards(config, task, tokenizer, SITES)
-    config = replace(config, {"reward.model_path": REWARD_MODEL, "reward.offset": 0.25})
+    config = replace(config, {"reward.model_path": REWARD_MODEL})
     model = make_rewards(replace(config, {"task.reward": ""}), task, tokenizer, SITES)
     parts = [score(source, tokenizer, "abc") for source in (alone, model)]
     assert parts[0] == pytest.approx(1 - 3 * 0.06)
@@ -177,21 +177,21 @@ def test_a_learned_reward_is_one_record(tokenizer, monkeypatch):
     found = []
 
     def make(settings, use):
-        found.append((settings.reward.batch_size, tuple(use.row[1]), use.sites))
+        found.append((settings.reward.timeout_s, tuple(use.row[1]), use.sites))
         return "source"
 
     def check(settings):
-        need(settings.reward.batch_size > 1, "reward.batch_size", 1, "must be 2", "Raise it.")
+        need(settings.reward.timeout_s > 1, "reward.timeout_s", 1, "must be 2", "Raise it.")
 
     kind = RewardKind(make, check, lambda settings: {"judge of tests": "some/model"})
     monkeypatch.setitem(kinds.KINDS, "fake", kind)
     config, task = of_task("arithmetic", reward="fake")
     validate(config)
     assert make_rewards(config, task, tokenizer, SITES) == "source"
-    assert found == [(64, ("answer",), SITES)]
+    assert found == [(10.0, ("answer",), SITES)]
     assert judge_paths(config) == {"judge of tests": "some/model"}
-    with pytest.raises(ConfigError, match="reward.batch_size = 1: must be 2"):
-        validate(replace(config, {"reward.batch_size": 1}))
+    with pytest.raises(ConfigError, match="reward.timeout_s = 1: must be 2"):
+        validate(replace(config, {"reward.timeout_s": 1.0}))
     with pytest.raises(ConfigError, match="or be one of victim, fake"):
         validate(replace(config, {"task.reward": "fakes"}))
 
@@ -200,10 +200,10 @@ def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
     config, task = of_task("tldr_toy")
     config = replace(
         config,
-        {"reward.missing_eos": -1.0, "reward.offset": 0.25, "eval.gold_model": REWARD_MODEL},
+        {"reward.missing_eos": -1.0, "eval.gold_model": REWARD_MODEL},
     )
     gold = make_gold(config, task, tokenizer, SITES[0])
-    config = replace(config, {"reward.model_path": REWARD_MODEL, "reward.offset": 0.0})
+    config = replace(config, {"reward.model_path": REWARD_MODEL})
     trains = make_rewards(config, task, tokenizer, SITES)
     assert score(gold, tokenizer, "abc") == pytest.approx(score(trains, tokenizer, "abc"), abs=1e-5)
     assert score(gold, tokenizer, "abc", has_eos=False) != -1.0
@@ -218,21 +218,3 @@ def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path)
         judged = replace(config, {f"eval.{field}": judge})
         with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
             make_gold(judged, task, tokenizer, SITES[0])
-
-
-def test_reward_and_gold_model_have_dtypes_of_their_own(tokenizer):
-    config, task = of_task("tldr_toy")
-    config = replace(
-        config,
-        {
-            "model.rollout_dtype": "bfloat16",
-            "reward.model_path": REWARD_MODEL,
-            "eval.gold_model": REWARD_MODEL,
-            "eval.gold_dtype": "bfloat16",
-        },
-    )
-    for source, dtype in (
-        (make_rewards(config, task, tokenizer, SITES), "float32"),
-        (make_gold(config, task, tokenizer, SITES[0]), "bfloat16"),
-    ):
-        assert {x.dtype.name for x in jax.tree.leaves(source._params)} == {dtype}

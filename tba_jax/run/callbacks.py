@@ -1,58 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions in users' files that return numbers to log; an error in one does not end a run."""
+"""Callbacks of `run_training`: they return numbers to log, and an error does not end the run."""
 
 import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.settings import ConfigError, load_function
+from tba_jax.settings import ConfigError
 
 
-class UserFunctions:
-    """Functions of the user; each returns a dict of numbers by name, or None.
-
-    Args:
-        field: setting with the names of the functions, separated by commas.
-        arguments: names of the functions' arguments.
+class Callbacks:
+    """Functions of (step, values) that return a dict of numbers by name, or None.
 
     Raises:
-        ConfigError: a function cannot be loaded, or does not take these arguments.
+        ConfigError: a function does not take these arguments.
     """
 
     def __init__(
-        self, field: str, names: str, arguments: tuple[str, ...], note: Callable[[str], None]
+        self, functions: Sequence[Callable[..., Any]], note: Callable[[str], None]
     ) -> None:
-        self._field, self._note = field, note
-        self._functions = {
-            name: load_function(field, name) for name in map(str.strip, names.split(",")) if name
-        }
-        for name, function in self._functions.items():
+        self._note = note
+        self._functions = [*functions]
+        for function in functions:
             try:
-                inspect.signature(function).bind(*arguments)
+                inspect.signature(function).bind("step", "values")
             except TypeError as error:
                 raise ConfigError(
-                    f"{field}={name}: the run calls it with ({', '.join(arguments)}): {error}. "
-                    f"Write def {name.rpartition(':')[2]}({', '.join(arguments)})"
+                    f"callbacks: the run calls {_name(function)} with (step, values): {error}. "
+                    f"Write def {_name(function)}(step, values)"
                 ) from error
             except ValueError:
                 pass  # some built-in functions have no signature
         self._told: set[str] = set()
 
-    def __call__(self, *arguments: Any) -> dict[str, float]:
+    def __call__(self, step: int, values: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers of all functions; a function that fails is not called again."""
         numbers_found: dict[str, float] = {}
-        for name, function in [*self._functions.items()]:
+        for function in [*self._functions]:
             try:
-                found = function(*arguments)
-                numbers_found |= self._numbers(name, {} if found is None else found)
+                found = function(step, values)
+                numbers_found |= self._numbers(_name(function), {} if found is None else found)
             except Exception as error:  # the traceback of the user's code shows the place
-                del self._functions[name]
+                self._functions.remove(function)
                 where = "".join(traceback.format_exception(error)).rstrip()
                 self._note(
-                    f"{self._field}={name} raised {type(error).__name__}: {error}. The run "
+                    f"callback {_name(function)} raised {type(error).__name__}: {error}. The run "
                     f"continues without this function\n{where}"
                 )
         return numbers_found
@@ -69,7 +63,11 @@ class UserFunctions:
             elif (said := f"{name} {key}") not in self._told:
                 self._told.add(said)
                 self._note(
-                    f"{self._field}={name} returned {value!r:.60} as {key!r}, which is left out: "
+                    f"callback {name} returned {value!r:.60} as {key!r}, which is left out: "
                     "wanted a finite number"
                 )
         return kept
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__).rpartition(".")[2]
