@@ -3,12 +3,11 @@
 
     python -m tba_jax.sft --model=DIR_OR_HUB_ID --data=FILE.jsonl --out=DIR [--num_steps=100] ...
 
-Rows have "prompt" and "completion" (or "response"), as texts or as lists of chat messages, or they
-have "messages". The loss is the mean negative log-prob of the tokens of the answers, including
-end-of-sequence. Without a prompt, the response follows the beginning-of-sequence token. The
-optimiser is AdamW, and the rows are shuffled in every pass. Data may be a .jsonl or .parquet file,
-a folder with train and test files, or hf://NAME. A test split, or the rows of --eval_share, give
-the evaluation loss.
+Rows have the texts "prompt" and "completion" (or "response"). The loss is the mean negative
+log-prob of the tokens of the responses, including end-of-sequence. Without a prompt, the response
+follows the beginning-of-sequence token. The optimiser is AdamW, and the rows are shuffled in every
+pass. Data may be a .jsonl or .parquet file, a folder with train and test files, or hf://NAME. A
+test split, or the rows of --eval_share, give the evaluation loss.
 Invariant: the same seed and file give the same model.
 """
 
@@ -39,7 +38,7 @@ from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.scoring import Scoring
 from tba_jax.settings import Schedule
-from tba_jax.tasks.conversations import Example, read_examples
+from tba_jax.tasks.examples import Example, read_examples
 from tba_jax.tasks.rows import has_split
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.micro_batches import cut_rows, score_all
@@ -114,7 +113,6 @@ def _draw(example: Example) -> Draw:
         round=0,
         sampling_temperature=1.0,
         finish_reason="eos",
-        is_sampled=example.is_answer,
     )
     return Draw(Prompt(0, "", example.prompt, {}), (response,), (1,), True, (0,), 0)
 

@@ -22,7 +22,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks import arithmetic
-from tba_jax.tasks.conversations import Example, read_examples
+from tba_jax.tasks.examples import Example
 
 
 def write_rows(path, rows):
@@ -153,56 +153,6 @@ def test_adapters_alone_are_trained_and_merged(examples_file):
     assert np.array_equal(found.params["embed"], before["embed"])
 
 
-class ChatTokenizer:
-    """Characters as tokens, and a template with a mark before each message."""
-
-    eos_ids = (3, 4)
-
-    def encode(self, text, add_bos):
-        return np.array([1] * add_bos + [ord(x) for x in text], np.int32)
-
-    def decode(self, ids, skip_special=True):
-        return "".join("$" if x == 4 else "" if x == 3 else chr(x) for x in ids)
-
-    def format_chat(self, messages):
-        return "".join(f"<{x['role'][0]}>{x['content']}$" for x in messages) + "<a>"
-
-
-CHAT = [
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "no"},
-    {"role": "user", "content": "r"},
-    {"role": "assistant", "content": "yes"},
-]
-
-
-def test_the_answers_of_a_chat_are_trained_and_nothing_else(tmp_path):
-    rows = [{"messages": CHAT}, {"prompt": CHAT[:3], "completion": CHAT[3:]}]
-    data = write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": CHAT[:2]}])
-    tokenizer = ChatTokenizer()
-    first, second, third = read_examples(str(data), "train", tokenizer)
-    # End-of-sequence is the one of the template; the model samples it.
-    text = "<u>q$<a>"
-    assert first.prompt.tolist() == tokenizer.encode(text, add_bos=True).tolist()
-    answer, end = tokenizer.encode("no", False).tolist(), [4]
-    given = tokenizer.encode("<u>r$<a>", False).tolist()
-    last = tokenizer.encode("yes", False).tolist()
-    assert first.response.tolist() == [*answer, *end, *given, *last, *end]
-    assert first.is_answer.tolist() == [True] * 3 + [False] * 8 + [True] * 4
-    assert np.array_equal(first.response, second.response)
-    assert third.is_answer is None and third.response.tolist() == [*answer, *end]
-
-
-def test_a_template_that_removes_earlier_text_is_refused(tmp_path):
-    class Forgets(ChatTokenizer):
-        def format_chat(self, messages):
-            return super().format_chat(messages[-1:])
-
-    data = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}])
-    with pytest.raises(ValueError, match="line 1: the chat template changes earlier turns"):
-        read_examples(str(data), "train", Forgets())
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -210,7 +160,6 @@ def test_a_template_that_removes_earlier_text_is_refused(tmp_path):
         ('{"response": "1"}\n{"response": 1}', "line 2: got the columns response; wanted texts"),
         ("[1]", "line 1"),
         ('{"response": ', "line 1"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "wanted an answer with the role"),
         ('{"response": "' + "1" * 600 + '"}', "was made for 512. Shorten them"),
     ],
 )
