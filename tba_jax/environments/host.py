@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process of a user's environment, with one episode at a time.
 
-Two kinds of classes work unchanged. Classes for TRL's `environment_factory` have `reset`, public
-typed methods as tools, and optionally `get_reward`. Gym-like classes have `init` and `step`. Typed
-functions are tools, as in TRL's `tools`. An agent is a function `run(base_url, row)` that samples
-from an OpenAI client and returns the reward. The parent process sends one JSON request and waits
-for one JSON answer. This module does not import JAX; it imports transformers only to describe tools
-to chat models.
+Classes for TRL's `environment_factory` have `reset`, public typed methods as tools, and optionally
+`get_reward`. Typed functions are tools, as in TRL's `tools`. Classes with `init` and gym's `step`
+answer the text of each turn. An agent is a function `run(base_url, row)` that samples from an
+OpenAI client and returns the reward. The parent process sends one JSON request and waits for one
+JSON answer. This module does not import JAX; it imports transformers only to describe tools.
 
 Invariant: every request gets an answer, or the process ends.
 """
@@ -19,7 +18,6 @@ import json
 import math
 import numbers
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +26,15 @@ from typing import Any, Protocol
 
 import numpy.random
 
-from tba_jax.environments.gym import GymLike
 from tba_jax.rewards.processes import enter_process
 from tba_jax.settings import import_file
 
-TOOL_START, TOOL_END = "<tool>", "</tool>"
-RESULT = "<result>{}</result>"
 BASE_URL = "base_url"
 """First argument of an agent, and name of the row's column that has its value."""
 MOST_CHARACTERS = 2**18
 """Maximum length of an observation; a longer observation is a failure."""
 _ERROR = "error: "  # the result of a failed tool call begins with this text
 _MOST_TEXT = 4000  # maximum characters of a traceback
-_CALL = re.compile(re.escape(TOOL_START) + "(.*?)" + re.escape(TOOL_END), re.DOTALL)
 
 
 class _Failure(Exception):
@@ -62,10 +56,6 @@ class _Kind(Protocol):
 
     def begin(self, row: Mapping[str, Any]) -> Any:
         """Begin an episode; return the first observation or None."""
-        ...
-
-    def turn(self, text: str) -> tuple[Any, str]:
-        """Return the observation after a turn, and the reason of the episode's end or ""."""
         ...
 
     def reward(self) -> Any:
@@ -120,11 +110,6 @@ class Tools:
             return None
         return _result(_call_with(self._environment.reset, row))
 
-    def turn(self, text: str) -> tuple[Any, str]:
-        calls = _CALL.findall(text)
-        results = self.results([_parsed(call) for call in calls])
-        return "".join(map(RESULT.format, results)) or None, "" if calls else "eos"
-
     def results(self, calls: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the result of each call as text; for a failure, the error of the call or tool."""
         results = list(map(self._called, calls))
@@ -146,13 +131,34 @@ class Tools:
             return f"{_ERROR}{type(error).__name__}: {error!s:.200}"
 
 
-def _parsed(text: str) -> Mapping[str, Any]:
-    """Return a tool call in the plain format; with the key "error" if the text is not valid."""
-    try:
-        call = json.loads(text)
-        return call if isinstance(call, dict) else {"error": "the call is not a JSON object"}
-    except (ValueError, RecursionError) as error:
-        return {"error": f"{type(error).__name__}: {error!s:.200}"}
+class Steps:
+    """Adapter from a class with `init(prompt)` and gym's `step(text)`.
+
+    `step` returns (observation, reward, done, ...); an observation is a text or None. The reward of
+    an episode is the sum over its steps.
+
+    Args:
+        environment: an instance of the user's class.
+    """
+
+    has_reward = True
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._rewards: list[Any] = []
+
+    def begin(self, row: Mapping[str, Any]) -> None:
+        self._rewards = []
+        self._environment.init(row["prompt"])
+
+    def turn(self, text: str) -> tuple[Any, bool]:
+        """Return the observation after a turn, and whether the episode has ended."""
+        observation, reward, done, *_ = self._environment.step(text)
+        self._rewards.append(reward)
+        return observation, bool(done)
+
+    def reward(self) -> Any:
+        return sum(self._rewards)
 
 
 class Agent:
@@ -171,9 +177,6 @@ class Agent:
     def begin(self, row: Mapping[str, Any]) -> None:
         row = dict(row)
         self._reward = _result(self._run(row.pop(BASE_URL), row))
-
-    def turn(self, text: str) -> tuple[Any, str]:
-        raise NotImplementedError("an agent sends its own requests; the pool must not send turns")
 
     def reward(self) -> Any:
         return self._reward
@@ -212,7 +215,7 @@ def load(name: str) -> Callable[[], _Kind]:
         return lambda: Tools(None, found)
     (factory,) = found
     if hasattr(factory, "init") and hasattr(factory, "step"):
-        return lambda: GymLike(factory())
+        return lambda: Steps(factory())
     if inspect.isfunction(factory) and BASE_URL in _parameters(factory)[:1]:
         return lambda: Agent(factory)
     if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "reset")):
@@ -290,20 +293,23 @@ class Host:
                     return {"finish": "done", "reward": self._reward(environment)}
                 return {"observation": text}
             case "turn":
-                observation, finish = environment.turn(request["text"])
-                return {"observation": _text(observation), **self._ended(environment, finish)}
+                assert isinstance(environment, Steps)
+                observation, is_done = environment.turn(request["text"])
+                reward = self._reward(environment) if is_done else None
+                finish = "done" if is_done else ""
+                return {"observation": _text(observation), "finish": finish, "reward": reward}
             case "calls":
                 assert isinstance(environment, Tools)
                 results = environment.results(request["calls"])
                 _text("".join(results))
-                return {"results": results, **self._ended(environment, "" if results else "eos")}
+                return {
+                    "results": results,
+                    "finish": "" if results else "eos",
+                    "reward": None if results else self._reward(environment),
+                    "failed_calls": environment.failed,
+                }
             case _:
                 return {"finish": "end", "reward": self._reward(environment)}
-
-    def _ended(self, environment: _Kind, finish: str) -> dict[str, Any]:
-        found = {"finish": finish, "reward": self._reward(environment) if finish else None}
-        failed = environment.failed if isinstance(environment, Tools) else []
-        return {**found, "failed_calls": failed}
 
     def _reward(self, environment: _Kind) -> float | None:
         if not environment.has_reward:

@@ -21,7 +21,6 @@ from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices import xla
 from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.environments.host import TOOL_END
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.flow.trajectory import ExpertsShape
@@ -279,8 +278,6 @@ def make_decoder(
         site=site,
     )
     stop_strings = config.search.stop_strings
-    if config.task.environment:
-        stop_strings = (*stop_strings, TOOL_END)
     if stop_strings:
         # Special tokens keep their text, so that a stop string can be a special token.
         text_of = functools.partial(tokenizer.decode, skip_special=False)

@@ -198,11 +198,11 @@ def make_episodes(
     is_agent, search = environments.is_agent, config.search
     is_chat = not is_agent and isinstance(task.eval_problem(0)[0], list)
     chat = environments.served.chat
-    if is_chat and environments.has_tools and not config.task.renderer:
+    if environments.has_tools and not (is_chat and config.task.renderer):
         raise ValueError(
-            f"task.environment = {environments.name!r} has tools, and the prompts are chats: the "
-            "tool format of the model is not known. Set --config.task.renderer=qwen3 or another "
-            "format of the library renderers, or use prompts that are plain text"
+            f"task.environment = {environments.name!r} has tools, which need chat prompts and the "
+            "tool format of the model. Set --config.task.chat=True, and --config.task.renderer="
+            "qwen3 or another format of the library renderers"
         )
     missing = set(chat.stop_ids) - set(environments.served.eos_ids)
     if is_chat and missing:

@@ -19,7 +19,7 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 class Calculator:
-    """Environment with the methods of Gym-like classes."""
+    """Environment with gym's `step`."""
 
     def init(self, prompt: str) -> None:
         self._totals = running_totals(prompt)

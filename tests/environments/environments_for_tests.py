@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Game:
-    """Gym-like; what it is told says what it does."""
+    """Has gym's `step`; what it is told says what it does."""
 
     def init(self, prompt):
         self.prompt = prompt
@@ -30,9 +30,6 @@ class Game:
                 return "x" * 10**7, 1.0, False
             case "nan":
                 return "", float("nan"), True
-            case "mapping":
-                said = [{"role": "user", "content": "hi"}]
-                return {"observations": said, "reward": 1.0, "done": False}
         return f"{self.prompt}:{text}", 1.0, text == "end"
 
 

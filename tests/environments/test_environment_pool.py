@@ -37,9 +37,9 @@ def begun(pool):
     return environment
 
 
-def test_a_gym_like_environment_is_asked_turn_by_turn_and_its_rewards_are_added(games):
+def test_an_environment_with_step_is_asked_turn_by_turn_and_its_rewards_are_added(games):
     environment = begun(games)
-    for text, observation in (("a", "p:a"), ("mapping", "hi")):
+    for text, observation in (("a", "p:a"), ("b", "p:b")):
         environment.turn(text)
         found = answer(environment)
         assert (found.observation, found.finish, found.reward) == (observation, "", None)
@@ -99,15 +99,17 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited(caps
         environment = pool.open()
         environment.begin({"prompt": "p", "start": 3, "more": 1})
         assert answer(environment).observation == "from 3"
-        for text, said in (
-            ('so <tool>{"name": "add", "arguments": {"n": 4}}</tool>', "7"),
-            ('<tool>{"name": "add", "arguments": {"m": 4}}</tool>', "error: TypeError"),
-            ('<tool>{"name": }</tool>', "error: JSONDecodeError"),
-            ('<tool>{"name": "reset"}</tool>', "error: no tool 'reset'; there are add"),
+        for call, said in (
+            ({"name": "add", "arguments": {"n": 4}}, "7"),
+            ({"name": "add", "arguments": {"m": 4}}, "error: TypeError"),
+            ({"name": "add", "error": "no JSON"}, "error: no JSON"),
+            ({"name": "reset"}, "error: no tool 'reset'; there are add"),
         ):
-            environment.turn(text)
-            assert f"<result>{said}" in answer(environment).observation
-        environment.turn("7")
+            environment.call([call])
+            found = answer(environment)
+            assert found.results[0].startswith(said)
+            assert list(found.failed_calls) == [x for x in found.results if x != "7"]
+        environment.call([])
         assert answer(environment)[1:4] == ("eos", 7.0, "")
     finally:
         pool.close()
@@ -121,12 +123,13 @@ def test_typed_functions_are_tools_without_a_state_or_a_reward():
         environment = pool.open()
         environment.begin({"prompt": "p"})
         assert answer(environment).observation is None
-        environment.turn(
-            '<tool>{"name": "lookup", "arguments": {"key": "a"}}</tool>'
-            '<tool>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool>'
-        )
-        assert answer(environment).observation == "<result>1</result><result>12</result>"
-        environment.turn("12")
+        calls = [
+            {"name": "lookup", "arguments": {"key": "a"}},
+            {"name": "calculator", "arguments": {"expression": "3*4"}},
+        ]
+        environment.call(calls)
+        assert answer(environment).results == ["1", "12"]
+        environment.call([])
         assert answer(environment)[:3] == (None, "eos", None)
     finally:
         pool.close()

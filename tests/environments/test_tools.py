@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools that ship: what they compute, and what code in the sandbox cannot do."""
 
-import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -103,20 +101,3 @@ def test_a_process_that_cannot_be_confined_runs_no_code(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "__file__", str(script))
     with pytest.raises(OSError, match="no libseccomp .* Install it: apt install libseccomp2"):
         run("print('ran')")
-
-
-def test_a_corpus_is_searched_and_indexed_once(tmp_path, monkeypatch):
-    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
-    file = tmp_path / "corpus.jsonl"
-    texts = ["Paris is in France.", "Berlin is in Germany.", "A cat sat on a mat."]
-    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    corpus = tools.Corpus(str(file), num_passages=2)
-    assert corpus.search("Which city is in Germany?") == texts[1]
-    assert corpus.search("zebra") == "no passage has these words"
-    monkeypatch.setattr(tools.Corpus, "_build", lambda *_: pytest.fail("built again"))
-    assert tools.Corpus(str(file)).search("cat") == texts[2]
-    code = (
-        f"from tba_jax.environments.tools import Corpus; import sys; Corpus({str(file)!r}); "
-        "assert 'jax' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
