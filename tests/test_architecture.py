@@ -189,6 +189,7 @@ WIDE = {
     "run_chunk": 12,
     "token_logprobs": 11,
     "row_token_logprobs": 11,
+    "conduct": 11,
 }
 
 
