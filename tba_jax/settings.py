@@ -25,10 +25,8 @@ import math
 import os
 import re
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, Self, TypeVar
 
@@ -473,30 +471,6 @@ def given_names(things: Sequence[Any]) -> list[str]:
         names.append(name)
         GIVEN[name] = thing
     return names
-
-
-def load_function(field: str, name: str) -> Any:
-    """Load a user's function from "package.module:function", "FILE.py:function" or `GIVEN`.
-
-    Raises:
-        ConfigError: the function cannot be loaded; the message has the user's traceback.
-    """
-    if name in GIVEN:
-        return GIVEN[name]
-    module, _, own = name.rpartition(":")
-    try:
-        found: Any = import_file(module) if module.endswith(".py") else import_module(module)
-        for part in own.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # the message shows the failing line of the user's file
-        where = "".join(traceback.format_exception(error)).rstrip()
-        raise ConfigError(
-            f"{field}={name}: loading it raised {type(error).__name__}: {error}. Want "
-            f"package.module:function or path/to/file.py:function.\n{where}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{field}={name} is {found!r:.60}, wanted a function")
-    return found
 
 
 def source_of(name: str) -> str:
