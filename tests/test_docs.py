@@ -170,5 +170,5 @@ def test_a_name_that_is_gone_is_seen():
 
 def test_ci_runs_the_test_command_of_the_readme():
     (command,) = re.findall(r"The tests: `(.+)`\.", (ROOT / "README.md").read_text())
-    lines = (ROOT / ".ci/run").read_text().splitlines()
+    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
     assert command.replace("pip install", "pip install --quiet") in lines
