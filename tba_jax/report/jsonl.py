@@ -128,27 +128,6 @@ def read_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> list[di
     return list(stream_jsonl(path, wrong))
 
 
-def sample_jsonl(
-    path: str | os.PathLike[str], least: int, wrong: Wrong = _nothing, *, always: bytes
-) -> Iterator[dict[str, Any]]:
-    """Yield every n-th record of a log, and the last record.
-
-    Args:
-        least: minimum number of records of a long log; fewer than 2 * least are returned.
-        always: records whose lines contain these bytes are returned in addition.
-    """
-    stride = max(1, sum(1 for _ in read_lines(path)) // least)
-    last: tuple[str, bytes] | None = None
-    for number, line in read_lines(path):
-        if number % stride == 0 or always in line:
-            last = None
-            yield parse_line(f"{path}, line {number}", line, wrong)
-        else:
-            last = f"{path}, line {number}", line
-    if last is not None:
-        yield parse_line(*last, wrong)
-
-
 class JsonlWriter:
     """Thread-safe writer of a JSON-lines log; every object is flushed.
 

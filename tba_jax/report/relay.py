@@ -5,7 +5,7 @@ Invariant: fetched items can be fetched again, because a response may be lost.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -14,7 +14,7 @@ class Display(Protocol):
 
     def write(self, step: int, values: Mapping[str, Any]) -> None: ...
 
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None: ...
+    def resume(self, records: Iterable[Mapping[str, Any]]) -> None: ...
 
     def phase(self, text: str) -> None: ...
 
@@ -36,7 +36,7 @@ class Relay:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._add("write", step, dict(values))
 
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, records: Iterable[Mapping[str, Any]]) -> None:
         self._add("resume", [dict(record) for record in records])
 
     def phase(self, text: str) -> None:

@@ -17,11 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-import numpy as np
-
 from tba_jax.report.jsonl import jsonable
 
-SPARK = "▁▂▃▄▅▆▇█"
 _PLAIN_PERIOD_S = 10.0  # least time between two plain lines
 _SHOWN_SHARE = 0.05  # smaller shares are not shown
 
@@ -205,24 +202,13 @@ def format_count(number: float) -> str:
     return f"{number:.1f}{unit}" if unit and abs(number) < 9.95 else f"{number:.0f}{unit}"
 
 
-def sparkline(numbers: Sequence[float], width: int) -> str:
-    """Return `numbers` as at most `width` block characters, each the mean of an interval."""
-    if len(numbers) < 2:
-        return ""
-    stretches = np.array_split(np.asarray(numbers, np.float64), min(width, len(numbers)))
-    means = np.array([stretch.mean() for stretch in stretches])
-    low, span = means.min(), max(float(np.ptp(means)), 1e-9)
-    return "".join(SPARK[round((m - low) / span * (len(SPARK) - 1))] for m in means)
-
-
 class ProgressDisplay:
-    """Progress display: a live panel on a terminal, otherwise one plain line every few seconds.
+    """Progress of a run: one line redrawn in place on a terminal, otherwise a line at intervals.
 
     Without a terminal, the first step, evaluations, phases and notes are printed at once.
 
     Args:
         num_steps: steps of the whole run.
-        title: name of the run, in the frame of the panel.
         kind: name of the response kind that `*/kind_share` counts, such as "worked".
         metric: headline metric of evaluations.
         console: a rich Console; None: standard output.
@@ -234,7 +220,6 @@ class ProgressDisplay:
         self,
         num_steps: int,
         *,
-        title: str,
         kind: str = "",
         metric: str = "pass_at_1",
         console: Any = None,
@@ -244,27 +229,22 @@ class ProgressDisplay:
         from rich.console import Console
         from rich.live import Live
 
-        self._num_steps = num_steps
-        self._title = title
-        self._kind = kind
-        self._metric = metric
-        self._label = f"held-out {metric_label(metric)}"
+        self._num_steps, self._kind, self._metric = num_steps, kind, metric
         self._console = console if console is not None else Console(highlight=False)
         self._clock = clock
         self._lock = threading.RLock()
         self._start = clock() if start_s is None else start_s
-        self._phase = "starting"
+        self._phase = ""
         self._step = 0
         self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=32)
+        self._first_eval: float | None = None
         self._last: dict[str, float] = {}
-        self._rewards: list[float] = []
-        self._evals: list[float] = []
         self._printed_at, self._printed_step = -math.inf, -1
         self._closed = False
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
-                get_renderable=self._panel, console=self._console, refresh_per_second=4
+                get_renderable=self._shown, console=self._console, refresh_per_second=4
             )
             self._live.start()
 
@@ -281,10 +261,10 @@ class ProgressDisplay:
             due = self._clock() - self._printed_at >= _PLAIN_PERIOD_S
             due = due or f"eval/{self._metric}" in numbers or (is_first and bool(self._marks))
             if self._live is None and due:
-                self._plain_line()
+                self._print_line()
 
     def resume(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Continue the curves and the elapsed time of a run from the lines of its metrics.jsonl."""
+        """Continue the values and the elapsed time of a run from the lines of its metrics.jsonl."""
         with self._lock:
             for record in records:
                 self._take(_finite_numbers(record))
@@ -299,9 +279,9 @@ class ProgressDisplay:
             self._phase = text
 
     def note(self, text: str) -> None:
-        """Print one permanent line above the panel."""
+        """Print one permanent line."""
         with self._lock:
-            self._print(text if self._live else f"[{self._elapsed()}] {text}")
+            self._print(f"[{self._elapsed()}] {text}")
 
     def close(self) -> None:
         """Show the final state and release the terminal."""
@@ -312,15 +292,12 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
         elif self._marks and self._printed_step != self._step:
-            self._plain_line()
+            self._print_line()
 
     def _take(self, numbers: Mapping[str, float]) -> None:
         self._last.update(numbers)
-        if f"eval/{self._metric}" in numbers:
-            self._evals.append(numbers[f"eval/{self._metric}"])
-        reward = numbers.get("search/reward_mean", numbers.get("train/reward_mean"))
-        if reward is not None:
-            self._rewards.append(reward)
+        if self._first_eval is None:
+            self._first_eval = numbers.get(f"eval/{self._metric}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -338,10 +315,11 @@ class ProgressDisplay:
         return format_duration(seconds)
 
     def _headline(self) -> str:
-        if not self._evals:
+        last = self._last.get(f"eval/{self._metric}")
+        if last is None or self._first_eval is None:
             return ""
-        first, last = (format_metric(self._metric, self._evals[i]) for i in (0, -1))
-        return first if len(self._evals) == 1 else f"{first} -> {last}"
+        texts = [format_metric(self._metric, value) for value in (self._first_eval, last)]
+        return " -> ".join(dict.fromkeys(texts))
 
     def _field(self, name: str, form: Callable[[float], str]) -> str:
         return form(self._last[name]) if name in self._last else ""
@@ -356,9 +334,10 @@ class ProgressDisplay:
         if length not in self._last:
             length = "eval/response_length_mean"
         cut = self._last.get("search/cut_share", 0.0)
+        reward = "search/reward_mean" if "search/reward_mean" in self._last else "train/reward_mean"
         fields = {
-            self._label: self._headline(),
-            "reward": f"{self._rewards[-1]:.3f}{self._parts()}" if self._rewards else "",
+            f"held-out {metric_label(self._metric)}": self._headline(),
+            "reward": self._field(reward, "{:.3f}".format) + self._parts(),
             f"{self._kind} answers": self._field(share, "{:.0%}".format) if self._kind else "",
             "length": self._field(length, "{:.1f} tokens".format)
             + (f" ({cut:.0%} cut)" if cut >= _SHOWN_SHARE else ""),
@@ -395,55 +374,21 @@ class ProgressDisplay:
         )
         return f"{there:.0f}/{slots:.0f} on {hosts:.0f} host{'' if hosts == 1 else 's'}"
 
-    def _plain_line(self) -> None:
-        self._printed_at, self._printed_step = self._clock(), self._step
+    def _line(self) -> str:
         left = self._left()
         step = f"{self._step:>{len(str(self._num_steps))}}/{self._num_steps}"
         parts = [f"step {step}" + (f", {left} left" if left else "")]
         parts += [f"{label} {text}" for label, text in self._fields().items()]
-        self._print(f"[{self._elapsed()}] " + "  ".join(parts))
+        return f"[{self._elapsed()}] " + "  ".join(parts)
 
-    def _panel(self) -> Any:
-        from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
+    def _print_line(self) -> None:
+        self._printed_at, self._printed_step = self._clock(), self._step
+        self._print(self._line())
+
+    def _shown(self) -> Any:
+        """Return the line on a terminal, cut at the width of the terminal."""
         from rich.text import Text
 
         with self._lock:
-            fields = self._fields()
-            done = self._step >= self._num_steps
-            left = self._left()
-            if self._phase:
-                times = f"{self._elapsed()}, {self._phase}"
-            elif done:
-                times = f"{self._elapsed()}, done"
-            else:
-                times = f"{self._elapsed()}, {left or '?'} left"
-            head = Table.grid(padding=(0, 1), expand=True)
-            head.add_column(no_wrap=True)
-            head.add_column(ratio=1)
-            head.add_column(no_wrap=True, justify="right")
-            head.add_row(
-                Text(f"step {self._step}/{self._num_steps}", style="bold"),
-                ProgressBar(total=self._num_steps, completed=self._step),
-                Text(times),
-            )
-
-            def line(*labels: str) -> Text:
-                text = Text(no_wrap=True, overflow="ellipsis")
-                for label in labels:
-                    if label in fields:
-                        text.append(f"{label} ", style="dim")
-                        style = "bold green" if label == self._label else "bold"
-                        text.append(fields[label].replace("->", "→"), style=style)
-                        if label == "reward":
-                            text.append(" " + sparkline(self._rewards, 24), style="cyan")
-                        text.append("   ")
-                return text
-
-            body = Table.grid(expand=True)
-            body.add_row(head)
-            body.add_row(line(self._label, "reward"))
-            body.add_row(line(f"{self._kind} answers", "length", "KL", "staleness"))
-            body.add_row(line("groups with equal rewards", "decoded", "trained", "searchers"))
-            return Panel(body, title=Text(f"tba_jax · {self._title}"), title_align="left")
+            text = f"[{self._elapsed()}] {self._phase}" if self._phase else self._line()
+        return Text(text, no_wrap=True, overflow="ellipsis")

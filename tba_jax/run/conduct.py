@@ -22,7 +22,7 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.ledger import Economy
-from tba_jax.report.jsonl import LogError, jsonable, sample_jsonl
+from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.relay import Display
@@ -49,9 +49,6 @@ from tba_jax.storage import sealed
 
 Drive = Callable[[Run, Callable[[], bool]], None]
 """Driver of a run: trains until the last step, or until the given function returns True."""
-
-_SHOWN = 500
-"""Maximum number of metrics.jsonl lines without evaluations that a resumed run displays."""
 
 
 def conduct(
@@ -85,7 +82,7 @@ def conduct(
         WorkdirLost: the work directory was removed, or another process has taken it over.
     """
     if display is None:
-        display = make_display(config, workdir, start_s, is_shown=cluster.is_primary)
+        display = make_display(config, start_s, is_shown=cluster.is_primary)
     run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, link, callbacks)
     if hold is not None:
         hold.begin()
@@ -120,13 +117,12 @@ def conduct(
 
 
 def make_display(
-    config: Config, workdir: Path, start_s: float | None = None, *, is_shown: bool = True
+    config: Config, start_s: float | None = None, *, is_shown: bool = True
 ) -> ProgressDisplay:
     """Return a display on standard output, or a display that shows nothing."""
     task = make_task(config)
     return ProgressDisplay(
         config.num_steps,
-        title=workdir.name,
         kind=task.response_kinds[0] if task.response_kinds else "",
         metric=task.metric,
         console=None if is_shown else Console(quiet=True, force_terminal=False),
@@ -220,9 +216,8 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
 
 
 def resume_display(progress: Display, workdir: Path) -> None:
-    """Show metrics that earlier processes of the run logged, at most `_SHOWN` lines of them."""
-    path = workdir / "metrics.jsonl"
-    progress.resume([*sample_jsonl(path, _SHOWN, wrong_metrics, always=b'"eval/n"')])
+    """Show metrics that earlier processes of the run logged."""
+    progress.resume(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics))
 
 
 def _writers(config: Config, workdir: Path) -> list[Any]:

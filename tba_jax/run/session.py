@@ -161,7 +161,7 @@ def _train_fleet(
     from tba_jax.run.conduct import make_display
     from tba_jax.run.ray_cluster import train_fleet
 
-    display = make_display(config, workdir)
+    display = make_display(config)
     try:
         return train_fleet(
             config,

@@ -256,7 +256,7 @@ def _cut_logs(workdir: Path, step: int, parts: Mapping[str, PartState]) -> list[
     """What is said of the logs."""
     out = io.StringIO()
     quiet = Console(file=out, force_terminal=False)
-    progress = ProgressDisplay(step, title="", console=quiet)
+    progress = ProgressDisplay(step, console=quiet)
     logs = open_logs(workdir, Cluster(), progress, [])
     run: Any = types.SimpleNamespace(
         evaluated=types.SimpleNamespace(**parts["evaluations"].meta),

@@ -81,7 +81,7 @@ import sys
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.commands.interruption import surviving_closed_outputs
 with surviving_closed_outputs():
-    display = ProgressDisplay(9, title="run")
+    display = ProgressDisplay(9)
     for i in range(3):
         display.note(f"line {i}")
         print("x" * 100_000, flush=True)

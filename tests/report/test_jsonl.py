@@ -190,18 +190,6 @@ def test_line_ends(tmp_path):
     writer.close()
 
 
-def test_a_sample_is_evenly_spaced_and_has_the_last_line_and_those_asked_for(tmp_path):
-    path = tmp_path / "m.jsonl"
-    writer = jsonl.JsonlWriter(path)
-    for step in range(1, 24):
-        writer.write(step, {"eval/n": 8} if step == 6 else {})
-    writer.close()
-    found = [r["step"] for r in jsonl.sample_jsonl(path, 5, always=b"eval/n")]
-    assert found == [4, 6, 8, 12, 16, 20, 23]
-    assert [r["step"] for r in jsonl.sample_jsonl(path, 500, always=b"-")] == [*range(1, 24)]
-    assert list(jsonl.sample_jsonl(tmp_path / "nothing", 5, always=b"-")) == []
-
-
 def test_compressed_logs_are_read(tmp_path):
     log_of(tmp_path / "m.jsonl", 3).close()
     (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress((tmp_path / "m.jsonl").read_bytes()))
