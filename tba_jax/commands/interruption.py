@@ -6,12 +6,11 @@ dropped.
 """
 
 import contextlib
-import io
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 # Signals by which users, terminals and batch systems end a process. Those of timers belong to
 # libraries: a timer of libtpu sends SIGPROF several times a second, and libtpu ignores it without
@@ -71,63 +70,42 @@ class Interruption:
             signal.signal(number, handler)
 
 
-class _Output(io.FileIO):
-    """A file descriptor that discards writes after the first failed write.
+class _Output:
+    """A stream that drops everything after the first failed write."""
 
-    Args:
-        descriptor: the file descriptor, which stays open when this object is closed.
-    """
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
-    def __init__(self, descriptor: int, name: str) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-        self._output_name = name
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, text: str) -> int:
         try:
-            return super().write(data)
+            self._stream.write(text)
+            self._stream.flush()
         except OSError as error:
-            if isinstance(error, BlockingIOError):
-                raise
+            # The text that is still in Python's buffer goes to the new target.
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
+            os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-            if self.fileno() != 2 and sys.stderr is not None:
-                print(
-                    f"{self._output_name} cannot be written ({error.strerror}): the run goes on "
-                    "without it",
-                    file=sys.stderr,
-                )
-            return memoryview(data).nbytes
+            if self._stream is sys.__stdout__:
+                print(f"the output cannot be written ({error.strerror})", file=sys.stderr)
+        return len(text)
 
 
 @contextlib.contextmanager
 def surviving_closed_outputs() -> Iterator[None]:
-    """Discard printed text after standard output or standard error has failed.
+    """Drop printed text after standard output or standard error has failed.
 
-    The run continues after `main | head -1`, a killed `tee` or a closed terminal.
-    The first failure of standard output is reported on standard error. Streams that replace those
-    of the process, as in a notebook, stay unchanged.
+    The run continues after `main | head -1`, a killed `tee` or a closed terminal. Streams that
+    replace those of the process, as in a notebook, stay unchanged.
     """
     before = sys.stdout, sys.stderr
     try:
-        sys.stderr = _surviving(sys.stderr, sys.__stderr__, "standard error")
-        sys.stdout = _surviving(sys.stdout, sys.__stdout__, "standard output")
+        if sys.stdout is not None and sys.stdout is sys.__stdout__:
+            sys.stdout = _Output(sys.stdout)
+        if sys.stderr is not None and sys.stderr is sys.__stderr__:
+            sys.stderr = _Output(sys.stderr)
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
         sys.stdout, sys.stderr = before
-
-
-def _surviving(stream: Any, own: TextIO | None, name: str) -> Any:
-    if stream is None or stream is not own:
-        return stream
-    stream.flush()
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Output(stream.fileno(), name)),
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )

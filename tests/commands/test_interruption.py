@@ -92,8 +92,8 @@ with surviving_closed_outputs():
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
-        ("| true", "standard output cannot be written (Broken pipe): the run goes on without it"),
-        (">/dev/full", "standard output cannot be written (No space left on device)"),
+        ("| true", "the output cannot be written (Broken pipe)"),
+        (">/dev/full", "the output cannot be written (No space left on device)"),
         ("2>&1 | true", ""),
     ],
 )
