@@ -32,6 +32,7 @@ from tba_jax.train.objectives.registry import own_settings
 if TYPE_CHECKING:
     import numpy as np
 
+    from tba_jax.flow.trajectory import Trajectory
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.models.transformer import TransformerConfig
 
@@ -321,6 +322,26 @@ class SavedRun:
         if figure is None:
             raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
         return Picture(plots.to_png(figure, dpi))
+
+    def buffer(self) -> "dict[str, list[Trajectory]]":
+        """Return the responses in the replay buffer of the newest checkpoint, by prompt.
+
+        Raises:
+            CheckpointError: there is no readable checkpoint.
+        """
+
+        from tba_jax.flow.records import ROW_FIELDS, SettingsTable, unflatten, unpack
+        from tba_jax.run.checkpoint import load_host_state
+
+        arrays, meta = load_host_state(str(self.workdir))[1].parts["buffer"]
+        rows = zip(*(arrays[f"row_{name}"].tolist() for name, _ in ROW_FIELDS), strict=True)
+        tokens, extras = (unflatten(arrays, name) for name in ("tokens", "extras"))
+        stored = iter(unpack([*rows], tokens, extras, SettingsTable(meta["settings"])))
+        sizes = arrays["store_sizes"].tolist()
+        return {
+            text: [next(stored) for _ in range(size)]
+            for text, size in zip(meta["prompts"]["texts"], sizes, strict=True)
+        }
 
     def load_policy(self) -> Policy:
         """Return the policy of the newest checkpoint; adapters are merged.

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: train every combination of some settings and seeds, and compare the runs.
 
-Each run is the main command in a process of its own, with its work directory in OUT: one after the
-other on this machine, or as tasks of a Ray cluster. Invariant: a finished run is not started again,
-and a killed sweep continues where it stopped.
+Each run is the main command in a process of its own, with its work directory in OUT, one after the
+other. Invariant: a finished run is not started again, and a killed sweep continues where it
+stopped.
 """
 
 import argparse
 import itertools
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tba_jax.commands import compare
 from tba_jax.commands.entry_point import end_with_parent
@@ -31,7 +30,6 @@ from tba_jax.settings import ConfigError
 
 MAIN = (sys.executable, "-m", "tba_jax.main")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LOOK_S, _SAVE_S = 1.0, 600.0
 
 
 class Point(NamedTuple):
@@ -98,10 +96,6 @@ def points(
     return found
 
 
-# Point -> steps and work directory.
-Runs = Mapping[Point, tuple[int, Path]]
-
-
 class _Stopped(Exception):
     """An interrupt of the sweep."""
 
@@ -129,10 +123,6 @@ def _run(argv: Sequence[str], log: Path) -> str:
         previous = {x: signal.signal(x, stop) for x in not_ignored(_SIGNALS)}
         try:
             code = process.wait()
-        except BaseException:  # Ray cancels a task by an exception
-            process.terminate()
-            process.wait()
-            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -153,65 +143,6 @@ def _train(argv: Sequence[str], num_steps: int, folder: Path) -> str:
     return failure and f"{failure} ({log})"
 
 
-def _here(runs: Runs) -> Iterator[tuple[str, str]]:
-    """Train the runs one after the other; yield (name, reason of its failure or "")."""
-    for point, (num_steps, folder) in runs.items():
-        yield point.name, _train([*MAIN, *point.arguments], num_steps, folder)
-
-
-def _on_ray(runs: Runs, address: str, gpus: float, resources: str) -> Iterator[tuple[str, str]]:
-    """Train the runs as tasks of a cluster, as many at once as its resources allow.
-
-    Args:
-        runs: the runs, with work directories on a file system that all machines share.
-        address: argument of `ray.init`: "auto", "HOST:PORT", or "local" for this machine alone.
-        gpus: number of GPUs of each run.
-        resources: custom resources of each run, "NAME=NUMBER,...".
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no cluster.
-    """
-    from tba_jax.run.ray_cluster import refuses_connections, set_variables
-
-    set_variables(address)
-    try:
-        import ray.exceptions
-
-        if ":" in address and refuses_connections(address):
-            raise ConnectionError("no process listens there")
-        options: dict[str, Any] = {} if address != "local" else {"include_dashboard": False}
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ImportError, ConnectionError, RuntimeError, ValueError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"--ray={address}: {first:.200}. Install Ray with pip install 'tba_jax[fleet]', and "
-            "start a cluster with `ray start --head`, or give --ray=local"
-        ) from error
-    own = {name: float(n) for name, _, n in (x.partition("=") for x in resources.split(",") if x)}
-    task = ray.remote(num_cpus=1, num_gpus=gpus, resources=own, max_retries=0)(_train)
-    tasks = {task.remote([*MAIN, *x.arguments], *run): x.name for x, run in runs.items()}
-    stopped: list[int] = []
-    previous = {x: signal.signal(x, lambda n, _: stopped.append(n)) for x in not_ignored(_SIGNALS)}
-    try:
-        while tasks and not stopped:
-            done, _ = ray.wait(list(tasks), timeout=_LOOK_S)
-            for each in done:
-                try:
-                    failure = ray.get(each)
-                except ray.exceptions.RayError as error:
-                    failure = f"{(str(error).strip().splitlines() or ['no message'])[-1]:.200}"
-                yield tasks.pop(each), failure
-        if stopped:
-            for each in tasks:
-                ray.cancel(each)
-            ray.wait(list(tasks), num_returns=len(tasks), timeout=_SAVE_S)
-            raise _Stopped
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        ray.shutdown()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Train every run and write OUT/compare.html; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -229,17 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each combination")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--out", default="", help="folder; default runs/sweep-CONFIG")
-    parser.add_argument(
-        "--ray",
-        default="",
-        metavar="ADDRESS",
-        help="run on a Ray cluster: auto, HOST:PORT, or local for this machine; --out must be on a "
-        "file system that all machines share",
-    )
-    parser.add_argument("--gpus", type=float, default=0, help="GPUs of each run on Ray")
-    parser.add_argument(
-        "--resources", default="", help="other resources of each run on Ray, e.g. TPU=4"
-    )
     options, others = parser.parse_known_args(argv)
     try:
         if min(options.seeds - 1, options.first_seed) < 0:
@@ -261,20 +181,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed += 1
         else:
             runs[point] = config.num_steps, out / point.name
-    results = _here(runs)
-    if options.ray:
-        results = _on_ray(runs, options.ray, options.gpus, options.resources)
     try:
-        for name, failure in results:
-            text = f"failed, {failure}" if failure else headline(load_run(out / name))
-            print(f"{name}: {text}", flush=True)
+        for point, (num_steps, folder) in runs.items():
+            failure = _train([*MAIN, *point.arguments], num_steps, folder)
+            text = f"failed, {failure}" if failure else headline(load_run(folder))
+            print(f"{point.name}: {text}", flush=True)
             failed += bool(failure)
     except _Stopped:
         print("stopped; the same command continues", file=sys.stderr)
         return 128 + signal.SIGINT
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     folders = [out / x.name for x in found if os.path.exists(out / x.name / "metrics.jsonl")]
     if folders:
         compare.main([*map(str, folders), f"--out={out / 'compare.html'}"])

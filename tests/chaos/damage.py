@@ -7,7 +7,6 @@ buffer, publish. What it returns is compared with what the undamaged directory g
 damaged, that is the same, or an older checkpoint's, or the command ends in one line.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -15,7 +14,7 @@ import json
 import os
 import shutil
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from tba_jax.commands import buffer as buffer_command
 from tba_jax.commands.saved import load_run_config
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
@@ -32,7 +30,7 @@ from tba_jax.report import page
 from tba_jax.report.files import load_run
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.build import _newest_intact
-from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.checkpoint import Checkpoints, load_host_state
 from tba_jax.run.conduct import resume_display
 from tba_jax.run.errors import is_mendable
 from tba_jax.run.host_state import check_facts
@@ -185,8 +183,7 @@ def read_all(template: Template, workdir: Path) -> dict[str, Any]:
         ("config", lambda: flatten(load_run_config(str(workdir)))),
         ("report", lambda: bool(page.render(load_run(workdir), {}))),
         ("schedule", lambda: [*read_schedule(workdir / "schedule.jsonl").events("step")]),
-        # Without a config it shows token ids, and says so.
-        ("buffer", lambda: _said(buffer_command.main, [str(workdir), "--json"])["ledger"]),
+        ("buffer", lambda: load_host_state(str(workdir))[1].parts["buffer"][1]["counters"]),
         ("resume", lambda: _resume(template, workdir)),
     ):
         try:
@@ -194,16 +191,6 @@ def read_all(template: Template, workdir: Path) -> dict[str, Any]:
         except Exception as error:  # judged by `verdict`
             found[name] = error
     return found
-
-
-def _said(command: Callable[[list[str]], int], argv: list[str]) -> Any:
-    """The JSON that a command prints last; its error as it would be told."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = command(argv)
-    if code:
-        raise Told(err.getvalue().strip())
-    return json.loads(out.getvalue().splitlines()[-1])
 
 
 class Told(ValueError):

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from fleets import below
-from listening import beyond_loopback, listening
 
 from tba_jax.commands import sweep
 from tba_jax.commands.sweep import parse_grid, points
@@ -129,42 +127,3 @@ def test_a_sweep_that_is_killed_twice_makes_each_of_eight_runs_once(fake_main, t
     ends = [x for x in events(tmp_path) if x.startswith("end")]
     assert len(ends) == len(set(ends)) == 8
     assert (tmp_path / "out" / "compare.html").is_file()
-
-
-@pytest.mark.slow
-def test_a_sweep_on_ray_runs_at_once_stops_and_continues(fake_main, tmp_path):
-    pytest.importorskip("ray")
-    fake_main.write_text(FAKE_MAIN.format(tests=str(ROOT / "tests"), seconds=3.0))
-    arguments = [*ARGUMENTS, "--grid=sync_period=1,3;num_searchers=1,2", "--ray=local"]
-    command, env = process_of(fake_main, arguments, tmp_path)
-    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not (tmp_path / "events").exists():
-        time.sleep(0.1)
-    pids = [process.pid, *(pid for pid, _ in below(process.pid))]
-    ports, reachable = listening(pids), beyond_loopback(pids)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert len(ports) > 3 and reachable == {}
-    assert process.returncode == 130 and said.endswith("the same command continues\n"), said
-    left = len(events(tmp_path))
-    time.sleep(4)
-    assert len(events(tmp_path)) == left  # no run went on alone
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1 and "2 of 4 runs failed" in done.stderr, done.stderr
-    assert done.stdout.count("exit status 1: error: three does not work") == 2
-    found = events(tmp_path)
-    ends = sorted(x for x in found if x.startswith("end"))
-    assert ends == [
-        "end sync_period=1-num_searchers=1-seed0",
-        "end sync_period=1-num_searchers=2-seed0",
-    ]
-    assert (tmp_path / "out" / "compare.html").is_file()
-
-
-def test_a_ray_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
-    pytest.importorskip("ray")
-    argv = [*ARGUMENTS, "--ray=127.0.0.1:9", f"--out={tmp_path}/out"]
-    assert sweep.main(argv) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: --ray=127.0.0.1:9: ") and len(said.splitlines()) == 1

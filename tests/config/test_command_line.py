@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import buffer, evaluate, export, report, sft, sweep
+from tba_jax.commands import evaluate, export, report, sft, sweep
 from tba_jax.config.command_line import override, usable_part
 from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
@@ -122,7 +122,6 @@ def test_commands_refuse_an_address_of_what_they_write(
     [
         (evaluate, [f"--workdir={NO_STORE}"], "--workdir"),
         (export, [f"--workdir={NO_STORE}", "--out=model"], "--workdir"),
-        (buffer, [NO_STORE], "WORKDIR"),
         (report, [NO_STORE], "WORKDIR"),
     ],
 )

@@ -11,7 +11,8 @@ import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
 from fake_models import load_folder
 
-from tba_jax.commands import buffer, evaluate, export
+import tba_jax
+from tba_jax.commands import evaluate, export
 from tba_jax.commands import saved as saved_run
 from tba_jax.flow.records import unflatten
 from tba_jax.models.tokenizer import Tokenizer
@@ -116,11 +117,12 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_buffer_command_shows_what_the_checkpoint_holds(reference, capsys):
-    assert buffer.main([str(reference), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_the_buffer_of_a_checkpoint_has_the_stored_responses(reference):
+    stored = tba_jax.load_run(reference).buffer()
     ledger = json.loads((reference / "report.json").read_text())["ledger"]
-    assert shown["num_trajectories"] == ledger["stored"]
+    responses = [y for group in stored.values() for y in group]
+    assert 0 < len(responses) <= ledger["stored"]  # an equal response may stand for several
+    assert all(len(y.response_tokens) and 0 <= y.version_min <= 8 for y in responses)
 
 
 def test_a_finished_run_is_not_run_again(reference, cache):
