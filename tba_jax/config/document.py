@@ -5,7 +5,7 @@ python -m tba_jax.config.document [FILE]
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tba_jax.config.schema import SETTINGS, Config
@@ -29,6 +29,14 @@ stays there for H steps, `jump=J` goes to FINAL at step J. For example
 `python -m tba_jax.config.document docs/config.md` writes this page from the declarations.
 """
 
+_OWN = """\
+### Settings of single objectives
+
+Each objective has settings of its own; a row names the objectives that have the setting.
+
+"""
+_HEADER = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
+
 
 def page() -> str:
     """Return the page as Markdown. Loads JAX."""
@@ -40,26 +48,55 @@ def page() -> str:
         parts.append(f"## `{section}`\n\n{title}\n" if section else f"## {title}\n")
         parts.append(_table(rows))
         if section == "objective":
-            parts += [_own(name) for name in objective_names() if own_settings(name)]
+            parts.append(_OWN + _own_table())
     return "\n".join(parts)
 
 
-def _own(objective: str) -> str:
-    """Return the part of the page with an objective's own settings."""
-    return f"### `objective.name={objective}`\n\n{_table(own_settings(objective))}"
+def _own_table() -> str:
+    """Return the table of the objectives' own settings, one row for each name."""
+    found: dict[str, dict[str, Setting]] = {}
+    for objective in objective_names():
+        for setting in own_settings(objective):
+            found.setdefault(setting.name, {})[objective] = setting
+    return _HEADER + "".join(map(_own_row, found.values()))
+
+
+def _own_row(settings: Mapping[str, Setting]) -> str:
+    """Return one row for a setting that several objectives declare.
+
+    Args:
+        settings: objective -> its declaration.
+    """
+    first = next(iter(settings.values()))
+    defaults = _joined({name: f"`{setting.default}`" for name, setting in settings.items()})
+    meaning = _joined({name: setting.meaning for name, setting in settings.items()})
+    name = f"`{first.name}`, of {', '.join(settings)}"
+    return f"| {' | '.join((name, defaults, _allowed(first), meaning))} |\n"
+
+
+def _joined(texts: Mapping[str, str]) -> str:
+    """Return the text of all objectives, or each text with the objectives that it belongs to."""
+    names: dict[str, list[str]] = {}
+    for objective, text in texts.items():
+        names.setdefault(text, []).append(objective)
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{', '.join(own)}: {text}" for text, own in names.items())
 
 
 def _table(rows: Sequence[Setting]) -> str:
-    head = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
-    return head + "".join(map(_row, rows))
+    return _HEADER + "".join(map(_row, rows))
 
 
 def _row(setting: Setting) -> str:
     default = "" if setting.default == "" else f"`{setting.default}`"
-    allowed = setting.rule.removeprefix("must be ").removeprefix("must lie ")
-    allowed = allowed.removeprefix("one of ") or setting.kind
     name = f"`{setting.name}`{' *' if setting.on_resume else ''}"
-    return f"| {' | '.join((name, default, allowed, setting.meaning))} |\n"
+    return f"| {' | '.join((name, default, _allowed(setting), setting.meaning))} |\n"
+
+
+def _allowed(setting: Setting) -> str:
+    rule = setting.rule.removeprefix("must be ").removeprefix("must lie ")
+    return rule.removeprefix("one of ") or setting.kind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
