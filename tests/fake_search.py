@@ -95,7 +95,7 @@ class CountdownSampler(Sampler):
         super().__init__(None, SETTINGS, jax.random.key(0), 3)
         self._lengths = lengths
 
-    def open(self, published, *, is_fed):
+    def open(self, published):
         session = CountdownSession(published, self._lengths)
         return GroupSession(self, SingleTurnSession(session))
 

@@ -131,7 +131,6 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         prefill_prompts=args.num_slots,
         num_stop_ids=MAX_STOP_IDS,
         version=version,
-        is_fed=True,
     )
     session = open_slots(params)
     queue = RequestQueue()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of a decoder, shared by all sessions that decode with it.
 
-Invariant: programs are cached by cache length and kind of sampling, so a new temperature or weight
-version compiles nothing.
+Invariant: programs are cached by number of slots and kind of sampling, so a new temperature or
+weight version compiles nothing.
 """
 
 import functools
@@ -30,9 +30,7 @@ CHUNK_STEPS = 8
 class Compiled:
     """The jitted programs of a decoder for one architecture; thread-safe.
 
-    Programs run on the devices of the weights: one device, or the devices of a mesh. They are
-    cached by cache length and kind of sampling, so a new temperature or weight version compiles no
-    program.
+    Programs run on the devices of the weights: one device, or the devices of a mesh.
 
     Args:
         compute_dtype: dtype of activations, and of cached keys and values.
@@ -48,6 +46,7 @@ class Compiled:
     Attributes:
         stop_strings: texts that also end a response; initially None.
         implementation: attention implementation for prompts.
+        cache_length: columns of every cache, for `max_length` tokens and one chunk.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Compiled:
         self.max_length = max_length
         self.chunk_steps = chunk_steps
         self.experts = experts
-        self.cache_lengths = cache_lengths(max_length + chunk_steps)
+        self.cache_length = -(-(max_length + chunk_steps) // 8) * 8
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         self._locked = site.locked
         self._traced: set[tuple[Any, ...]] = set()
@@ -91,10 +90,8 @@ class Compiled:
         }
         of_prompts = {**static, "implementation": self.implementation}
         self.prefill = self._jit(programs.prefill, "prefill", **of_prompts)
-        self.extend = self._jit(programs.extend, "extend", static_argnames="length", **of_prompts)
+        self.extend = self._jit(programs.extend, "extend", **of_prompts)
         self.admit = self._jit(programs.admit, "admit", donate_argnums=0)
-        self.resize = self._jit(programs.resize, "resize", static_argnames="length")
-        self.take = self._jit(programs.take, "take")
         self.run_chunk = self._jit(
             programs.run_chunk,
             "chunk",
@@ -143,9 +140,7 @@ class Compiled:
         program = jax.jit(traced, donate_argnums=donate_argnums, static_argnames=static_argnames)
         return self._locked(program)
 
-    def new_cache(
-        self, num_slots: int, length: int, where: jax.sharding.Sharding
-    ) -> tuple[LayerCache, ...]:
+    def new_cache(self, num_rows: int, where: jax.sharding.Sharding) -> tuple[LayerCache, ...]:
         """Return caches of zeros on the devices of `where`, sharded by `cache_sharding` if any."""
         where = self.cache_sharding or where
         if where not in self._new_cache:
@@ -156,44 +151,26 @@ class Compiled:
                     out_shardings=where,
                 )
             )
-        return self._new_cache[where](num_slots, length)
+        return self._new_cache[where](num_rows, self.cache_length)
 
-    def cache_bytes(self, num_slots: int, length: int) -> int:
-        """Return the bytes of caches per device, without padding of the device's layout."""
+    def cache_bytes(self, num_rows: int, length: int | None = None) -> int:
+        """Return the bytes of caches per device, without padding of the device's layout.
+
+        Args:
+            length: number of columns; None: `cache_length`.
+        """
         size = 0
-        shapes = kv_cache.abstract_layers(self.config, num_slots, length, self.compute_dtype)
+        length = self.cache_length if length is None else length
+        shapes = kv_cache.abstract_layers(self.config, num_rows, length, self.compute_dtype)
         for x in jax.tree.leaves(shapes):
             sharding = self.cache_sharding
             part = x.shape if sharding is None else sharding.shard_shape(x.shape)
             size += math.prod(part) * x.dtype.itemsize
         return size
 
-    def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
-        """Return the number of rows of the prefix cache.
-
-        Args:
-            num_slots: slots of the session.
-            num_bytes: bytes of the prefix cache on each device; 0: one row per slot.
-        """
-        return num_bytes // self.cache_bytes(1, self.cache_lengths[-1]) if num_bytes else num_slots
-
     def weights(self, params: Params) -> Params:
         """Return params in the decoder's layout, a tuple of layers; convert them if necessary."""
         return params if isinstance(params["layers"], tuple) else self._unstack(params)
-
-
-def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
-    """Return the compiled cache lengths, ascending: 64, 96, 128, 192, 256, ..., the longest.
-
-    Each length is at most 1.5 times the previous one, so attention reads at most 50 % more columns
-    than necessary. All lengths are multiples of 8, and the last one is at least `longest`.
-    """
-    last = -(-longest // 8) * 8
-    lengths, size = [], smallest
-    while size < last:
-        lengths += [size] if size + size // 2 >= last else [size, size + size // 2]
-        size *= 2
-    return (*lengths, last)
 
 
 def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:

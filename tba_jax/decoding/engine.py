@@ -4,7 +4,7 @@
 `Decoder` has the programs of `Compiled`; a `Session` has the slots of one stream of requests.
 `StopStrings` detects texts that end a response. Invariants: the tokens of a response end with the
 first stop token, or with the first token that completes a stop string. Its log-probs are those of
-the distribution that the tokens were sampled from. With a fixed number of slots and cache length, a
+the distribution that the tokens were sampled from. With a fixed number of slots, every bit of a
 response depends only on its own prompt, key and settings.
 """
 
@@ -49,41 +49,25 @@ class Decoder(Compiled):
         params: Params,
         *,
         num_slots: int,
-        min_slots: int | None = None,
         prefill_prompts: int = 1,
         num_stop_ids: int | None = None,
         version: int = 0,
-        is_fed: bool = False,
-        prefix_rows: int = 0,
+        keeps_caches: bool = False,
     ) -> Session:
         """Return an empty session on the devices of `params`.
 
         Args:
             params: weights, stacked or in the decoder's layout.
             num_slots: responses decoded at a time.
-            min_slots: minimum number of slots. While the queue is empty and half of the slots are
-                free, the session halves their number. None: the minimum is an eighth of num_slots,
-                and slots are halved only while a response may take 64 more steps. With
-                min_slots=num_slots, every bit of a response depends only on its own prompt, key and
-                settings.
             prefill_prompts: prompts per prefill call; long prompts are prefilled in smaller calls.
             num_stop_ids: maximum number of stop ids of a request; None: the number of eos_ids.
             version: version of the weights.
-            is_fed: prompts are submitted while the session runs. The session then keeps its slots,
-                and a prefill call has a row per prompt, rounded up to a power of two.
-            prefix_rows: ended responses whose caches are kept for prompts that continue them. Such
-                prompts depend on other requests by the rounding of their cache.
+            keeps_caches: whether to keep caches of ended responses, as many as slots, for prompts
+                that continue them. Such prompts depend on other requests by the rounding of their
+                cache.
         """
         return Session(
-            self,
-            params,
-            num_slots,
-            min_slots,
-            prefill_prompts,
-            num_stop_ids,
-            version,
-            is_fed,
-            prefix_rows,
+            self, params, num_slots, prefill_prompts, num_stop_ids, version, keeps_caches
         )
 
     def decode(
@@ -95,7 +79,6 @@ class Decoder(Compiled):
         key: Array | np.ndarray,
         settings: SamplingSettings,
         num_slots: int | None = None,
-        min_slots: int | None = None,
         version: int = 0,
         temperatures: np.ndarray | None = None,
     ) -> Decoded:
@@ -109,7 +92,6 @@ class Decoder(Compiled):
                 key data of each sample, uint32 [p S 2] (`row_keys`).
             settings: settings of the sampling.
             num_slots: responses decoded at a time; None: all.
-            min_slots: as in `session`.
             version: weight version of `params`.
             temperatures: float [p S], one for each response; None: `settings.temperature`.
 
@@ -124,7 +106,6 @@ class Decoder(Compiled):
         session = self.session(
             params,
             num_slots=num_slots,
-            min_slots=min_slots,
             prefill_prompts=min(p, -(-num_slots // k)),
             num_stop_ids=len(settings.stop_ids) if settings.stop_ids is not None else None,
             version=version,

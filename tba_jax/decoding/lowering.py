@@ -99,7 +99,6 @@ def lower_all(
     weights: Params,
     *,
     num_slots: int,
-    cache_length: int,
     prompt_length: int,
     prefill_prompts: int = 1,
     num_stop_ids: int = 1,
@@ -110,7 +109,6 @@ def lower_all(
         decoder: decoder of the programs; each lowering counts as one of its traces.
         weights: return value of `abstract_weights`, on the devices to compile for.
         num_slots: n, number of slots.
-        cache_length: columns of the cache.
         prompt_length: padded length of the prompts.
         prefill_prompts: prompts per prefill call.
         num_stop_ids: maximum number of stop ids of a request.
@@ -128,7 +126,8 @@ def lower_all(
     def ints(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    n, history = num_slots, caches(num_slots, cache_length)
+    length = decoder.cache_length
+    n, history = num_slots, caches(num_slots, length)
     slots = Slots(
         last=ints(n),
         length=ints(n),
@@ -156,14 +155,11 @@ def lower_all(
 
     yield "prefill", lower(decoder.prefill, weights, *prompts)
     # An observation may be as long as a cache.
-    rows = ints(max(1, EXTEND_TOKENS // cache_length))
-    added_tokens = Prefixes(history, rows, rows), ints(*rows.shape, cache_length), rows
-    yield "extend", lower(decoder.extend, weights, *added_tokens, length=cache_length)
+    rows = ints(max(1, EXTEND_TOKENS // length))
+    added_tokens = Prefixes(history, rows, rows), ints(*rows.shape, length), rows
+    yield "extend", lower(decoder.extend, weights, *added_tokens)
     prefilled = caches(prefill_prompts, prompt_length)
     yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))
-    grown = -(-cache_length * 3 // 2 // 8) * 8
-    yield "resize", lower(decoder.resize, kv_cache.of_attention(history), length=grown)
-    yield "take", lower(decoder.take, history[0], ints(max(1, n // 2)))
     for name, variant in CHUNK_VARIANTS.items():
         yield name, lower(decoder.run_chunk, weights, history, slots, **variant)
 

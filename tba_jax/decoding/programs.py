@@ -52,7 +52,7 @@ class Prefixes(NamedTuple):
     """The first tokens of p prompts, in kept caches.
 
     Attributes:
-        caches: [r g c e] per layer.
+        caches: [r g c e] per layer, of the length of the slots' caches.
         rows: int32 [p], row of each prompt.
         lengths: int32 [p], tokens of each prompt in its row.
     """
@@ -135,23 +135,22 @@ def extend(
     tokens: Int[Array, "p s"],
     lengths: Int[Array, " p"],
     *,
-    length: int,
     config: TransformerConfig,
     compute_dtype: Any,
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[LayerCache, ...]:
-    """Return caches [p g length e] of prompts whose first tokens are in kept caches.
+    """Return caches [p g c e] of prompts whose first tokens are in kept caches.
 
     Args:
         weights: in the decoder's layout.
         prefixes: the first tokens of the prompts.
         tokens: the rest of each prompt except its last token, right-padded.
         lengths: number of valid tokens of each row, possibly 0.
-        length: columns of the result, at least the tokens of each prompt but the last.
         config, compute_dtype, implementation, cache_sharding: as in `prefill`.
     """
     s, before = tokens.shape[1], jnp.asarray(prefixes.lengths)
+    length = kv_cache.of_attention(prefixes.caches).keys.shape[2]
     positions = before[:, None] + jnp.arange(s)[None]
     ropes = transformer.rotary(positions, config)
     mask = jnp.arange(s)[None] < jnp.asarray(lengths)[:, None]
@@ -186,8 +185,8 @@ def extend(
     for layer, kind, whole in zip(
         weights["layers"], config.layer_kinds, prefixes.caches, strict=True
     ):
+        old = jax.tree.map(lambda x: x[prefixes.rows], whole)
         is_delta = isinstance(whole, kv_cache.State)
-        old = take(whole if is_delta else resize(whole, length=length), prefixes.rows)
         of_kind: Callable[..., Any] = mix if is_delta else functools.partial(attend, kind=kind)
         of_kind = functools.partial(of_kind, old=old)
         x, cache, _ = transformer.run_layer(
@@ -251,23 +250,6 @@ def _write_in_turn(
         return jax.lax.fori_loop(first, end, write, into)
 
     return jax.lax.fori_loop(0, source.shape[0], write_prompt, into)
-
-
-def resize(cache: KVCache, *, length: int) -> KVCache:
-    """Return caches with `length` columns, padded or truncated at the end."""
-
-    def to_length(x: Array) -> Array:
-        if length <= x.shape[2]:
-            return x[:, :, :length]
-        more = ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0))
-        return jnp.pad(x, more[: x.ndim])
-
-    return jax.tree.map(to_length, cache)
-
-
-def take(cache: LayerCache, rows: Int[Array, " a"]) -> LayerCache:
-    """Return the cache rows of some slots."""
-    return jax.tree.map(lambda x: x[rows], cache)
 
 
 def run_chunk(

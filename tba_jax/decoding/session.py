@@ -6,7 +6,7 @@ copied to each of its samples), run a jitted chunk of steps, and collect finishe
 response therefore does not delay others, and weights can be swapped between chunks. The host keeps
 the slots' state; the device only has the cache.
 
-With `prefix_rows`, the caches of ended responses stay on the device until a prompt continues them,
+With `keeps_caches`, the caches of ended responses stay on the device until a prompt continues them,
 another response needs the row, or the weights change. Invariant: a kept cache is used with the
 weights that computed all of it.
 """
@@ -14,7 +14,7 @@ weights that computed all of it.
 import collections
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from tba_jax.decoding.prefixes import Kept, PrefixRows
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.flow.padding import bucket_length
-from tba_jax.models.kv_cache import KVCache, LayerCache, of_attention
+from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.transformer import Params
 from tba_jax.models.trees import check_same_tree
 
@@ -36,9 +36,6 @@ PREFILL_TOKENS = 8192
 # Calls up to this many tokens, padding included, are not compiled for fewer prompts: on an
 # accelerator, such calls spend most of their time on reading the weights.
 SMALL_PREFILL_TOKENS = 128
-# Fewer slots need another program. By default, a session does not compile that program if all
-# responses end within this number of steps.
-HALVING_STEPS = 64
 # Compiled numbers of tokens after a kept prefix, and the maximum tokens of a call that has several
 # prompts: its attention scores, of every column of the cache, are in memory.
 ADDED_TOKENS = (8, 32, 128, 512)
@@ -81,22 +78,15 @@ class Session:
         decoder: Compiled,
         params: Params,
         num_slots: int,
-        min_slots: int | None,
         prefill_prompts: int,
         num_stop_ids: int | None,
         version: int,
-        is_fed: bool,
-        prefix_rows: int = 0,
+        keeps_caches: bool,
     ):
         if num_slots < 1:
             raise ValueError(f"decoding got num_slots = {num_slots}; wanted at least 1")
         self.decoder = decoder
         self.num_slots = num_slots
-        self.min_slots = max(1, num_slots // 8) if min_slots is None else min_slots
-        self._least_left = HALVING_STEPS if min_slots is None else 0
-        if is_fed:
-            self.min_slots = num_slots  # the number of slots never rises again
-        self._is_fed = is_fed
         self.version = version
         self.statistics = Statistics()
         self._weights = decoder.weights(params)
@@ -123,10 +113,11 @@ class Session:
             max_new_tokens=np.ones(n, np.int32),
             stop_ids=np.full((n, num_stop_ids), -1, np.int32),
         )
-        self._history: tuple[LayerCache, ...] | None = None
-        self._prefixes = PrefixRows(prefix_rows)
+        where = jax.tree.leaves(self._weights)[0].sharding
+        self._history = decoder.new_cache(num_slots, where)
+        self._prefixes = PrefixRows(num_slots if keeps_caches else 0)
+        self._kept = decoder.new_cache(num_slots, where) if keeps_caches else ()
         self._has_states = "delta" in decoder.config.layer_kinds
-        self._kept: tuple[LayerCache, ...] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -250,13 +241,11 @@ class Session:
     def step(self) -> list[Response]:
         """Fill the free slots, run one chunk, and return the responses that ended in it."""
         self._admit()
-        self._compact()
         live = self._slots.is_live
         if not live.any():
             return []
         start = time.perf_counter()
         before = self._slots
-        assert self._history is not None
         settings = before.settings
         is_greedy = settings.temperature[live] == 0
         tokens, logprobs, self._history, experts = self.decoder.run_chunk(
@@ -278,7 +267,7 @@ class Session:
         return finished
 
     def _admit(self) -> None:
-        """Assign samples to free slots, and resize the cache to the length of the next chunk."""
+        """Assign samples to free slots."""
         admitted: list[tuple[_Waiting, list[int], list[int]]] = []
         free = [i for i, occupant in enumerate(self._occupants) if occupant is None]
         for slot in free:
@@ -295,31 +284,23 @@ class Session:
             self._num_queued -= 1
         if self._waiting is not None and not self._waiting.samples:
             self._waiting = None
-        self._fit_cache(
-            max([of_attention(w.caches).keys.shape[2] for w, _, _ in admitted], default=0),
-        )
         for waiting, slots, rows in admitted:
-            self._history = self._copied(self._history, waiting.caches, slots, rows, self.num_slots)
+            self._history = self._copied(self._history, waiting.caches, slots, rows)
 
     def _copied(
         self,
-        into: tuple[LayerCache, ...] | None,
+        into: tuple[LayerCache, ...],
         source: tuple[LayerCache, ...],
         slots: list[int],
         rows: list[int],
-        none: int,
     ) -> tuple[LayerCache, ...]:
-        """Return `into` with rows of `source` copied to `slots`.
-
-        Args:
-            none: number of slots of `into`; as a slot index, it means that nothing is written.
-        """
+        """Return `into` with rows of `source` copied to `slots`."""
         # Few shapes: unused entries have a slot that does not exist.
         rest = min(self.num_slots, _power_of_4(len(slots))) - len(slots)
         return self.decoder.admit(
             into,
             source,
-            np.array(slots + [none] * rest, np.int32),
+            np.array(slots + [self.num_slots] * rest, np.int32),
             np.array(rows + [0] * rest, np.int32),
         )
 
@@ -345,8 +326,8 @@ class Session:
         longest = max(len(request.prompt) for request in ahead)
         length = bucket_length(longest, decoder.prompt_buckets)
         size = max(1, min(self._prefill_prompts, PREFILL_TOKENS // length))
-        if self._is_fed and size * length > SMALL_PREFILL_TOKENS:
-            # Few prompts come at a time, and a row of padding costs as much as a prompt.
+        if size * length > SMALL_PREFILL_TOKENS:
+            # Few prompts may wait, and a row of padding costs as much as a prompt.
             size = min(size, 1 << (len(self._requests) - 1).bit_length())
         batch = [self._requests.popleft()]
         while self._requests and len(batch) < size:
@@ -362,9 +343,8 @@ class Session:
 
     def _extend(self) -> tuple[list[_Request], tuple[LayerCache, ...]]:
         """Prefill the tokens after the kept prefixes of prompts; free the rows of the prefixes."""
-        decoder, history = self.decoder, self._history
-        assert history is not None, "a kept cache was in a slot"
-        longest = decoder.cache_lengths[-1]
+        decoder = self.decoder
+        longest = decoder.cache_length
         widths = (*(n for n in ADDED_TOKENS if n < longest), longest)
         batch, found, width = list[_Request](), list[Kept](), 0
         while self._requests and len(batch) < self._prefill_prompts:
@@ -385,13 +365,9 @@ class Session:
             added = request.prompt[kept.length : -1]
             rows[i], before[i], lengths[i] = kept.row, kept.length, len(added)
             tokens[i, : len(added)] = added
-        # At least as long as the cache of the slots, which saves programs.
-        length = bucket_length(max(len(r.prompt) for r in batch), decoder.cache_lengths)
-        length = max(length, of_attention(history).keys.shape[2])
         self.statistics.kept_tokens += sum(kept.length for kept in found)
-        assert self._kept is not None
         prefixes = programs.Prefixes(self._kept, rows, before)
-        return batch, decoder.extend(self._weights, prefixes, tokens, lengths, length=length)
+        return batch, decoder.extend(self._weights, prefixes, tokens, lengths)
 
     def _keep(self, ended: list[tuple[int, np.ndarray]]) -> None:
         """Keep the caches of ended responses.
@@ -399,19 +375,14 @@ class Session:
         Args:
             ended: (slot, cached tokens) of each ended response.
         """
-        num = self._prefixes.num_rows
-        if not num or not ended:
+        if not ended:
             return
-        assert self._history is not None
-        if self._kept is None:
-            where = jax.tree.leaves(self._weights)[0].sharding
-            self._kept = self.decoder.new_cache(num, self.decoder.cache_lengths[-1], where)
-        # Of equal conversations, one; more than all rows are not kept.
+        # Of equal conversations, one.
         distinct = {tokens.tobytes(): (slot, tokens) for slot, tokens in reversed(ended)}
         waiting = collections.Counter(tokens.tobytes() for _, tokens in ended)
-        last = sorted(distinct.values(), key=lambda each: each[0])[-num:]
+        last = sorted(distinct.values(), key=lambda each: each[0])
         rows = [self._prefixes.put(tokens, waiting[tokens.tobytes()]) for _, tokens in last]
-        self._kept = self._copied(self._kept, self._history, rows, [i for i, _ in last], num)
+        self._kept = self._copied(self._kept, self._history, rows, [i for i, _ in last])
 
     def _occupy(self, slot: int, request: _Request, sample: int, version: int) -> None:
         slots, settings = self._slots, request.settings
@@ -429,55 +400,6 @@ class Session:
         slots.stop_ids[slot] = -1
         slots.stop_ids[slot, : len(stop_ids)] = stop_ids
         self._occupants[slot] = _Occupant(request, sample, [], [], [], version, [])
-
-    def _fit_cache(self, prompt_length: int) -> None:
-        """Resize the cache to about the length that the next chunk needs."""
-        decoder, slots = self.decoder, self._slots
-        live = slots.length[slots.is_live]
-        needed = max([prompt_length, *(live + decoder.chunk_steps)])
-        length = bucket_length(needed, decoder.cache_lengths)
-        if self._history is None:
-            where = jax.tree.leaves(self._weights)[0].sharding
-            self._history = decoder.new_cache(self.num_slots, length, where)
-            return
-        current = of_attention(self._history).keys.shape[2]
-        # Shrinking copies the cache, so shrink only for a clear gain. Otherwise the cache would
-        # grow and shrink repeatedly near the boundary of a bucket.
-        if length > current or (length < current and needed * 4 <= length * 3):
-            self._replace_caches(
-                lambda cache: (
-                    decoder.resize(cache, length=length) if isinstance(cache, KVCache) else cache
-                )
-            )
-
-    def _compact(self) -> None:
-        """Halve the slots while the queue is empty and half of them are free."""
-        slots = self._slots
-        live = np.flatnonzero(slots.is_live)
-        left = (slots.max_new_tokens - slots.count)[live]
-        if not len(live) or left.max() < self._least_left:
-            return
-        size = self.num_slots
-        while not self._requests and not self._waiting and len(live) * 2 <= size:
-            if size // 2 < max(1, self.min_slots):
-                break
-            size //= 2
-        if size == self.num_slots:
-            return
-        free = np.flatnonzero(~self._slots.is_live)
-        rows = np.concatenate([live, free])[:size]
-        self._slots = jax.tree.map(lambda x: np.ascontiguousarray(x[rows]), self._slots)
-        self._occupants = [self._occupants[row] for row in rows]
-        self._replace_caches(lambda cache: self.decoder.take(cache, rows.astype(np.int32)))
-        self.num_slots = size
-
-    def _replace_caches(self, change: Callable[[LayerCache], LayerCache]) -> None:
-        """Replace the caches layer by layer, so that all old and all new caches never coexist."""
-        assert self._history is not None
-        caches, self._history = list(self._history), None
-        for layer, cache in enumerate(caches):
-            caches[layer] = change(cache)
-        self._history = tuple(caches)
 
     def _collect(
         self, tokens: np.ndarray, logprobs: np.ndarray, experts: np.ndarray | None

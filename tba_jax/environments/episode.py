@@ -138,14 +138,9 @@ class Sessions(Protocol):
         num_slots: int,
         prefill_prompts: int = 1,
         version: int = 0,
-        is_fed: bool = False,
-        prefix_rows: int = 0,
+        keeps_caches: bool = False,
     ) -> TurnSession:
         """Return an empty session; arguments as of `Decoder.session`."""
-        ...
-
-    def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
-        """Return the number of rows of the prefix cache of a session with these slots."""
         ...
 
 

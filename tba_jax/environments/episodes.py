@@ -152,23 +152,17 @@ class Episodes:
         environments: processes of the environments.
         tokenizer: tokenizer of the policy.
         max_turns: maximum number of the policy's turns in an episode.
-        most: maximum number of concurrent episodes in a session; 0: twice the slots, at most
-            MOST_PROCESSES.
         chat: format of chats; None: prompts are plain text.
         is_agent: whether environments are agents, which write the context themselves.
         schemas: JSON schemas of the tools. If there are any, `chat` formats the whole context.
-        prefix_cache_bytes: bytes per device of the caches of waiting conversations; 0: as many
-            conversations as slots.
     """
 
     environments: EnvironmentPool | ReplayedEnvironment
     tokenizer: Texts
     max_turns: int
-    most: int = 0
     chat: ChatFormat | None = None
     is_agent: bool = False
     schemas: Messages = ()
-    prefix_cache_bytes: int = 0
 
     @property
     def first_token_only(self) -> bool:
@@ -180,8 +174,7 @@ class Episodes:
 
     def over(self, session: TurnSession) -> "EpisodeSession":
         """Return an episode session that decodes with this session."""
-        most = self.most or min(2 * session.num_slots, MOST_PROCESSES)
-        return EpisodeSession(session, self, most)
+        return EpisodeSession(session, self, min(2 * session.num_slots, MOST_PROCESSES))
 
     def check_template(self) -> None:
         """Refuse a chat format that changes sampled turns when the conversation continues.
@@ -566,7 +559,6 @@ def open_session(
     num_slots: int,
     num_samples: int,
     version: int = 0,
-    is_fed: bool = False,
 ) -> SingleTurnSession:
     """Return a session of episodes, without requests.
 
@@ -577,14 +569,12 @@ def open_session(
         num_slots: number of turns sampled at a time.
         num_samples: samples per prompt, which determine the number of prompts in a prefill call.
         version: version of the weights.
-        is_fed: whether episodes are submitted while the session runs.
     """
     session = decoder.session(
         params,
         num_slots=num_slots,
         prefill_prompts=-(-num_slots // num_samples),
         version=version,
-        is_fed=is_fed or episodes is not None,
-        prefix_rows=decoder.prefix_rows(num_slots, episodes.prefix_cache_bytes) if episodes else 0,
+        keeps_caches=episodes is not None,
     )
     return SingleTurnSession(session) if episodes is None else episodes.over(session)

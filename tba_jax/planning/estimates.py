@@ -17,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 from tba_jax.config.resolved import remat_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
-from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
@@ -173,11 +172,11 @@ def searcher_bytes(
     weights = _weight_bytes(config, model_config, devices[0])
     if config.reference.placement == "searcher":
         weights += num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
-    columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
+    columns = config.task.max_prompt_tokens + config.search.max_new_tokens + 8
     dtype = config.model.rollout_dtype
     cache = shard_bytes(kv_cache.abstract_layers(model_config, num_slots(config), columns, dtype))
     if config.task.environment:
-        cache += config.search.prefix_cache_bytes or cache
+        cache *= 2  # caches of waiting conversations
 
     def bytes_of(g: int) -> float:
         return (

@@ -190,14 +190,12 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
     weights = lowering.abstract_weights(shape, jnp.dtype(dtype), SingleDeviceSharding(device))
     slots = min(attacks * VICTIM_SAMPLES, VICTIM_SLOTS)
     prompts = max(1, min(-(-slots // VICTIM_SAMPLES), PREFILL_TOKENS // longest))
-    columns, buckets = decoder.cache_lengths[-1], len(decoder.prompt_buckets)
-    lengths = len(decoder.cache_lengths)
+    columns, buckets = decoder.cache_length, len(decoder.prompt_buckets)
     lowered = dict(
         lowering.lower_all(
             decoder,
             weights,
             num_slots=slots,
-            cache_length=columns,
             prompt_length=longest,
             prefill_prompts=prompts,
         )
@@ -222,7 +220,7 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
             sizes=in_slots,
             lower=lowered["admit"],
             resident={},
-            variants=buckets * lengths,
+            variants=buckets,
         ),
         Planned(
             name="victim_chunk",
@@ -230,7 +228,6 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
             sizes=f"{in_slots}, {decoder.chunk_steps} steps",
             lower=lowered["chunk_truncated"],
             resident=held,
-            variants=lengths,
             unknown_trips=decoder.chunk_steps,
             calls_per_round=chunks,
         ),

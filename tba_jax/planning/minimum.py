@@ -129,7 +129,7 @@ def _of_searcher(
     mesh = placement.searcher_meshes[0]
     decoder = model_parts.make_decoder(config, model_config, programs.Ids(), Site(mesh))
     weights = programs.abstract_weights(config, model_config, placement, config.search.quantization)
-    columns, steps = decoder.cache_lengths[-1], decoder.chunk_steps
+    columns, steps = decoder.cache_length, decoder.chunk_steps
     cache = decoder.cache_bytes(sizes.num_slots, columns)
     num_prompts, length = programs.largest_prefill(config, decoder)
     waiting = decoder.cache_bytes(num_prompts, length)

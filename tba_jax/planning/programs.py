@@ -170,14 +170,13 @@ def residents(
         )
     decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
     sizes = sizes_of(config)
-    columns = decoder.cache_lengths[-1]
+    columns = decoder.cache_length
     slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
     cache = decoder.cache_bytes(slots, columns)
     waiting = decoder.cache_bytes(*largest_prefill(config, decoder))
     kept = {}
     if config.task.environment:
-        rows = decoder.prefix_rows(slots, config.search.prefix_cache_bytes)
-        kept[_KEPT] = decoder.cache_bytes(rows, columns)
+        kept[_KEPT] = cache
     return {
         "trainer": {"residents": trainer, "transients": {}},
         "searcher": {
@@ -242,14 +241,13 @@ def _searcher_programs(
     sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
     decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
-    columns = decoder.cache_lengths[-1]
+    columns = decoder.cache_length
     prompts, length = largest_prefill(config, decoder)
     lowered = dict(
         lowering.lower_all(
             decoder,
             weights,
             num_slots=sizes.num_slots,
-            cache_length=columns,
             prompt_length=length,
             prefill_prompts=prompts,
         )
@@ -257,7 +255,7 @@ def _searcher_programs(
     held = {"parameters": shard_bytes(weights)}
     cache = {"KV cache": float(decoder.cache_bytes(sizes.num_slots, columns))}
     waiting = {"prefilled prompts": float(decoder.cache_bytes(prompts, length))}
-    buckets, lengths = config.batch.num_length_buckets, len(decoder.cache_lengths)
+    buckets = config.batch.num_length_buckets
     found = [
         Planned(
             name="prefill",
@@ -276,7 +274,7 @@ def _searcher_programs(
             sizes=f"{sizes.num_slots} slots of {columns} columns",
             lower=lowered["admit"],
             resident=cache | waiting,
-            variants=buckets * lengths,
+            variants=buckets,
             with_cache=True,
             # On TPU, the slots of each prompt.
             unknown_trips=-(-sizes.num_slots // prompts),
@@ -287,7 +285,6 @@ def _searcher_programs(
             sizes=f"{sizes.num_slots} slots of {columns} columns, {decoder.chunk_steps} steps",
             lower=lowered[_chunk(config)],
             resident=held | cache,
-            variants=lengths,
             with_cache=True,
             unknown_trips=decoder.chunk_steps,
             # Responses are assumed to have half of the maximum length.
@@ -306,7 +303,7 @@ def _searcher_programs(
                 lower=lowered["extend"],
                 # The caches are lowered as those of the slots.
                 resident=held | {_KEPT: cache["KV cache"]},
-                variants=len(ADDED_TOKENS) * lengths,
+                variants=len(ADDED_TOKENS) + 1,
                 with_cache=True,
             )
         )

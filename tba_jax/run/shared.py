@@ -214,11 +214,9 @@ def make_episodes(
         environments,
         tokenizer,
         search.max_turns,
-        search.max_episodes,
         chat if is_chat else None,
         is_agent,
         environments.schemas if is_chat else (),
-        search.prefix_cache_bytes,
     )
     if is_chat:
         episodes.check_template()

@@ -41,20 +41,6 @@ class SearchSettings(Section):
     max_turns: int = field(
         8, "with task.environment: maximum number of the policy's turns in an episode", at_least=1
     )
-    max_episodes: int = field(
-        0,
-        "with task.environment: concurrent episodes of a searcher, each with a process of its "
-        "own; 0: twice its slots, at most 128",
-        at_least=0,
-        on_resume=True,
-    )
-    prefix_cache_bytes: int = field(
-        0,
-        "with task.environment: bytes per device for keys and values of waiting conversations; "
-        "0: as many conversations as slots; 1: none",
-        at_least=0,
-        on_resume=True,
-    )
     num_devices: int = field(
         1,
         "devices of each searcher, which divide its weights and cache",
@@ -121,6 +107,11 @@ class SearchSettings(Section):
         "fixed staleness of all training data, in publications; 0: the staleness varies",
         at_least=0,
     )
+
+    @property
+    def slots(self) -> int:
+        """Number of responses that a searcher decodes at a time."""
+        return self.num_slots or self.samples_per_prompt * self.prompts_per_round
 
     def check(self) -> None:
         need(

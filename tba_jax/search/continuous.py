@@ -194,7 +194,7 @@ class ContinuousSearch:
         """Number of prompts for which slots are free now."""
         size, groups = self._settings.samples_per_prompt, self._groups
         if groups is None:
-            return -(-(self._settings.num_slots or size * self._settings.prompts_per_round) // size)
+            return -(-self._settings.slots // size)
         return -(-max(0, groups.session.room) // size)
 
     def renewed(self) -> "ContinuousSearch":
@@ -218,7 +218,7 @@ class ContinuousSearch:
 
     def _opened(self, published: Published) -> GroupSession:
         if self._groups is None:
-            self._groups = self._parts.sampler.open(published, is_fed=True)
+            self._groups = self._parts.sampler.open(published)
         return self._groups
 
     def _admit(self, groups: GroupSession, version: int) -> list[Ticket]:

@@ -116,25 +116,15 @@ class Sampler:
         if self._episodes is not None:
             self._episodes = dataclasses.replace(self._episodes, environments=ReplayedEnvironment())
 
-    def open(self, published: Published, *, is_fed: bool) -> "GroupSession":
-        """Return an empty session.
-
-        Args:
-            is_fed: True if prompts are also submitted later, while the session runs.
-        """
-        settings = self.settings
-        size = settings.samples_per_prompt
-        most = size * settings.prompts_per_round
-        num_slots = settings.num_slots or most
-        is_fed = is_fed or self.states.tokens > 0 or self._episodes is not None
+    def open(self, published: Published) -> "GroupSession":
+        """Return an empty session."""
         session = open_session(
             self._decoder,
             published.params,
             self._episodes,
-            num_slots=num_slots if is_fed else min(num_slots, most),
-            num_samples=size,
+            num_slots=self.settings.slots,
+            num_samples=self.settings.samples_per_prompt,
             version=published.version,
-            is_fed=is_fed,
         )
         return GroupSession(self, session)
 
@@ -146,7 +136,7 @@ class Sampler:
         Args:
             number: number of the round; no two rounds use the same random numbers.
         """
-        groups = self.open(published, is_fed=False)
+        groups = self.open(published)
         groups.submit(prompts, number)
         return groups.run()
 

@@ -59,21 +59,15 @@ class ServerDecoder:
         num_slots: int,
         prefill_prompts: int = 1,
         version: int = 0,
-        is_fed: bool = False,
-        prefix_rows: int = 0,
+        keeps_caches: bool = False,
     ) -> "ServerSession":
         """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
-        del prefill_prompts, is_fed, prefix_rows
+        del prefill_prompts, keeps_caches
         self.use(params, version)
         for i in range(len(self._workers), num_slots):
             worker = Worker(f"server-client-{i}", self._step, self._server.stop, idle_s=0.0)
             self._workers.append(worker.start())
         return ServerSession(self, num_slots, version)
-
-    def prefix_rows(self, num_slots: int, num_bytes: int) -> int:
-        """Return 0: the server decides which caches it keeps."""
-        del num_slots, num_bytes
-        return 0
 
     def use(self, params: Any, version: int) -> None:
         """Sample later requests with these adapters."""

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine against plain teacher-forced scoring, and its promises about slots and programs."""
 
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
 
-from tba_jax.decoding import compiled, programs
+from tba_jax.decoding import programs
 from tba_jax.decoding import session as sessions
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.models import kv_cache, transformer
+from tba_jax.models import transformer
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6], [7, 8, 9, 10, 11], [3, 4, 5])]
@@ -97,32 +93,23 @@ def assert_equal(a, b):
         {"num_slots": None},
         {"num_slots": 1},
         {"settings": SamplingSettings(8, temperature=1.3)},
-        # 20 tokens and a prompt of 5 leave the first cache length of 16 behind.
         {"settings": SamplingSettings(20, temperature=3.0), "num_samples": 2},
     ],
 )
-def test_logprobs_are_those_of_teacher_forcing(params, monkeypatch, changes):
-    monkeypatch.setattr(compiled, "cache_lengths", lambda longest: (16, 24, 32))
-    out = decode(make_decoder(), params, **changes)
+def test_logprobs_are_those_of_teacher_forcing(params, decoder, changes):
+    out = decode(decoder, params, **changes)
     assert_scored(params, out, changes.get("settings", SETTINGS).temperature)
     assert out.token_logprobs.min() < -1
 
 
-@pytest.mark.parametrize("chunk_steps", [1, 3, 8])
-def test_chunk_length_changes_nothing(params, decoder, chunk_steps):
-    """The same draws, log-probs to float32 rounding: attention adds in another order."""
+@pytest.mark.parametrize(
+    ("of_decoder", "num_slots"),
+    [({"chunk_steps": 1}, 5), ({"chunk_steps": 8}, 5), ({"prompt_buckets": (11,)}, 5), ({}, 1)],
+)
+def test_chunks_padding_and_slots_change_no_draw(params, decoder, of_decoder, num_slots):
+    """The same draws, log-probs to float32 rounding; no draw lies that near to its edge."""
     out = decode(decoder, params)
-    other = decode(make_decoder(chunk_steps=chunk_steps), params)
-    np.testing.assert_array_equal(other.tokens, out.tokens)
-    np.testing.assert_allclose(other.token_logprobs, out.token_logprobs, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 12])
-def test_number_of_slots_changes_nothing(params, decoder, num_slots):
-    """Rows of float32 matmuls are not bit-equal across batch sizes, so log-probs to 1e-5; no draw
-    of this seed lies within that of its edge."""
-    out = decode(decoder, params)
-    other = decode(decoder, params, num_slots=num_slots)
+    other = decode(make_decoder(**of_decoder), params, num_slots=num_slots)
     np.testing.assert_array_equal(other.tokens, out.tokens)
     np.testing.assert_allclose(other.token_logprobs, out.token_logprobs, atol=1e-5)
 
@@ -132,7 +119,7 @@ def test_order_of_admission_and_slot_change_no_bit(params, decoder):
     keys = row_keys(KEY, 12).reshape(4, 3, 2)
 
     def run(order):
-        session = decoder.session(params, num_slots=5, min_slots=5, prefill_prompts=2)
+        session = decoder.session(params, num_slots=5, prefill_prompts=2)
         for i in order:
             session.submit(PROMPTS[i], keys[i], SETTINGS)
         return {(order[r.request], r.sample): r for r in session.run()}
@@ -174,14 +161,6 @@ def test_samples_of_a_prompt_differ_and_keys_matter(params, decoder):
     assert_equal(decode(decoder, params, num_samples=16), out)
     other = decode(decoder, params, num_samples=16, key=jax.random.key(8))
     assert (other.tokens != out.tokens).any()
-
-
-def test_padding_of_the_prompt_changes_nothing(params, decoder):
-    """A longer bucket: the same draws, log-probs to float32 rounding."""
-    out = decode(decoder, params)
-    longer = decode(make_decoder(prompt_buckets=(11,)), params)
-    np.testing.assert_array_equal(longer.tokens, out.tokens)
-    np.testing.assert_allclose(longer.token_logprobs, out.token_logprobs, atol=1e-5)
 
 
 def test_temperature_zero_is_greedy(params, decoder):
@@ -248,70 +227,53 @@ def test_a_long_response_delays_no_other_response(params):
 def test_the_loop_stops_when_every_row_has_ended(params):
     """As many model steps as the longest response of each chunk, not the limit."""
     decoder = make_decoder(eos_ids=range(0, CONFIG.vocab_size, 2), chunk_steps=24, max_length=64)
-    session = decoder.session(params, num_slots=8)
-    session.submit(PROMPTS[0], row_keys(KEY, 8), SamplingSettings(20))
-    lengths = [len(r.tokens) for r in session.run()]
-    assert session.statistics.steps == max(lengths) < 20
-    calls = []
+    calls, embed = [], transformer.embed
 
     def counted(*args, **kwargs):
         jax.debug.callback(lambda: calls.append(1))
         return embed(*args, **kwargs)
 
-    embed = transformer.embed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformer, "embed", counted)
-        again = make_decoder(
-            eos_ids=range(0, CONFIG.vocab_size, 2), chunk_steps=24, max_length=64
-        ).session(params, num_slots=8)
-        again.submit(PROMPTS[0], row_keys(KEY, 8), SamplingSettings(20))
-        list(again.run())
+        session = decoder.session(params, num_slots=8)
+        session.submit(PROMPTS[0], row_keys(KEY, 8), SamplingSettings(20))
+        longest = max(len(r.tokens) for r in session.run())
     jax.effects_barrier()
-    assert len(calls) == 1 + max(lengths)  # one of them is the prefill
+    assert session.statistics.steps == longest < 20
+    assert len(calls) == 1 + longest  # one of them is the prefill
 
 
-def test_slots_are_halved_while_the_queue_is_empty(params, monkeypatch):
-    decoder = make_decoder(eos_ids=(), chunk_steps=2)
-    settings = [SamplingSettings(n) for n in (2, 2, 2, 2, 2, 8, 8, 16)]
-    keys = row_keys(KEY, 8)
-
-    def run(min_slots):
-        session = decoder.session(params, num_slots=8, min_slots=min_slots, prefill_prompts=8)
-        for one, own in zip(settings, keys, strict=True):
-            session.submit(PROMPTS[0], own[None], one)
-        return {r.request: r for r in session.run()}, session.statistics
-
-    fixed, statistics = run(8)
-    assert statistics.slot_steps == 16 * 8
-    halved, statistics = run(1)
-    # 2 steps of 8 slots, 6 of 4 (3 live), 8 of 1.
-    assert (statistics.steps, statistics.slot_steps) == (16, 2 * 8 + 6 * 4 + 8)
-    # Of its own accord a session compiles nothing for the last few steps.
-    assert run(None)[1].slot_steps == 16 * 8
-    monkeypatch.setattr("tba_jax.decoding.session.HALVING_STEPS", 12)
-    assert run(None)[1].slot_steps == 2 * 8 + 14 * 4
-    for index, response in fixed.items():
-        np.testing.assert_array_equal(halved[index].tokens, response.tokens)
-        np.testing.assert_allclose(halved[index].token_logprobs, response.token_logprobs, atol=1e-5)
+def test_prompts_submitted_while_the_session_runs_are_drawn_as_all_at_once(params, decoder):
+    settings = SamplingSettings(6, stop_ids=())
+    whole = decoder.decode(params, PROMPTS, num_samples=2, key=KEY, settings=settings)
+    session = decoder.session(params, num_slots=4, prefill_prompts=4)
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        session.submit(prompt, row_keys(KEY, 2 * len(PROMPTS)).reshape(-1, 2, 2)[i], settings)
+        assert session.room <= 2
+        found += session.step()
+    found += session.run()
+    assert session.room == 4 and len(found) == 2 * len(PROMPTS)
+    for response in found:
+        np.testing.assert_array_equal(
+            response.tokens, whole.tokens[response.request, response.sample]
+        )
 
 
-def test_cache_follows_the_live_length(params, monkeypatch):
-    """It grows in buckets, and shrinks when the long responses have ended."""
-    monkeypatch.setattr(compiled, "cache_lengths", lambda longest: (8, 16, 32))
-    decoder = make_decoder(eos_ids=())
-    session = decoder.session(params, num_slots=2, min_slots=2)
-    keys = row_keys(KEY, 4)
-    for own, n in zip(keys, (20, 2, 2, 2), strict=True):
-        session.submit(PROMPTS[1], own[None], SamplingSettings(n))
-    lengths, live = [], []
-    while not session.is_idle:
-        session.step()
-        lengths.append(session._history[0].keys.shape[2])
-        live.append(int(session._slots.length.max()))
-    assert lengths[:5] == [8, 8, 16, 16, 32] and live[:5] == [4, 8, 12, 16, 20]
-    session.submit(PROMPTS[1], keys[:1], SamplingSettings(4))
-    list(session.run())
-    assert session._history[0].keys.shape[2] == 8
+@pytest.mark.parametrize(("small", "sizes"), [(1000, {4}), (0, {4, 1})])
+def test_short_prompts_have_one_prefill_program(params, decoder, small, sizes, monkeypatch):
+    called, prefill = [], decoder.prefill
+    monkeypatch.setattr(sessions, "SMALL_PREFILL_TOKENS", small)
+    monkeypatch.setattr(
+        decoder, "prefill", lambda w, tokens, n: called.append(len(tokens)) or prefill(w, tokens, n)
+    )
+    settings = SamplingSettings(6, stop_ids=())
+    session = decoder.session(params, num_slots=4, prefill_prompts=4)
+    for num in (4, 1):
+        for key in row_keys(KEY, num):
+            session.submit(PROMPTS[0], key[None], settings)
+        found = list(session.run())
+    assert set(called) == sizes and len(found) == 1
 
 
 def test_nothing_is_compiled_after_warm_up(params):
@@ -355,69 +317,6 @@ def test_weights_are_swapped_between_chunks(params, decoder):
     np.testing.assert_array_equal(tokens[2:], swapped.tokens[2:])
 
 
-def test_room_is_read_by_other_threads(params, decoder):
-    """The client of a searcher asks while the searcher submits."""
-    session = decoder.session(params, num_slots=4, is_fed=True)
-    keys, settings = row_keys(KEY, 2), SamplingSettings(6)
-    before, stop = sys.getswitchinterval(), threading.Event()
-
-    def read():
-        while not stop.is_set():
-            assert session.room <= 4
-
-    with ThreadPoolExecutor() as pool:
-        sys.setswitchinterval(1e-5)
-        reader = pool.submit(read)
-        for _ in range(2000):
-            session.submit(PROMPTS[0], keys, settings)
-        stop.set()
-        sys.setswitchinterval(before)
-        reader.result()
-    assert session.room == 4 - 2 * 2000
-
-
-def test_a_fed_session_keeps_its_slots_and_prefills_what_came(params, decoder):
-    """Prompts one by one are drawn as all at once; room counts what is queued."""
-    settings = SamplingSettings(6, stop_ids=())
-    whole = decoder.decode(params, PROMPTS, num_samples=2, key=KEY, settings=settings)
-    session = decoder.session(params, num_slots=4, prefill_prompts=4, is_fed=True)
-    keys = row_keys(KEY, 2 * len(PROMPTS)).reshape(-1, 2, 2)
-    assert session.room == 4
-    found = []
-    for i, prompt in enumerate(PROMPTS):
-        session.submit(prompt, keys[i], settings)
-        assert session.room <= 2
-        found += session.step()
-    found += session.run()
-    assert session.num_slots == 4 and session.room == 4
-    for response in found:
-        at = response.request, response.sample
-        np.testing.assert_array_equal(response.tokens, whole.tokens[at])
-    assert len(found) == 2 * len(PROMPTS)
-
-
-@pytest.mark.parametrize(("small", "sizes"), [(1000, {4}), (0, {4, 1})])
-def test_a_fed_session_has_one_prefill_program_for_short_prompts(
-    params, decoder, small, sizes, monkeypatch
-):
-    monkeypatch.setattr(sessions, "SMALL_PREFILL_TOKENS", small)
-    called = []
-    prefill = decoder.prefill
-    monkeypatch.setattr(
-        decoder, "prefill", lambda w, tokens, n: called.append(len(tokens)) or prefill(w, tokens, n)
-    )
-    settings = SamplingSettings(6, stop_ids=())
-    session = decoder.session(params, num_slots=4, prefill_prompts=4, is_fed=True)
-    for key in row_keys(KEY, 4):
-        session.submit(PROMPTS[0], key[None], settings)
-    found = list(session.run())
-    session.submit(PROMPTS[0], row_keys(KEY, 1), settings)
-    found += session.run()
-    assert set(called) == sizes and len(found) == 5
-    # The same key and prompt, in a call of four rows and in one of one.
-    np.testing.assert_array_equal(found[-1].tokens, next(r for r in found if not r.request).tokens)
-
-
 def test_a_prompt_read_by_older_weights_is_on_record(params, decoder):
     """Four samples, two slots: the last two begin after a swap, on the older prompt cache."""
     session = decoder.session(params, num_slots=2, version=3)
@@ -451,46 +350,6 @@ def test_prompts_go_to_their_slots_and_nowhere_else(write):
     expected = cache.copy()
     expected[2, :, :5], expected[[0, 1], :, :5] = rows[0], rows[2]
     np.testing.assert_array_equal(found, expected)
-    scales = jax.jit(write)(cache[..., 0], rows[..., 0], slots, of)
-    np.testing.assert_array_equal(scales, expected[..., 0])
-
-
-def test_the_cache_is_donated(params):
-    """The chunk's outputs take the cache's memory, and no second copy is among its temporaries."""
-    decoder = make_decoder(max_length=64)
-    session = decoder.session(params, num_slots=64)
-    history = kv_cache.empty_layers(CONFIG, 64, 64, jnp.float32)
-    size = sum(x.nbytes for x in jax.tree.leaves(history))
-    compiled = decoder.run_chunk.lower(
-        session._weights,
-        history,
-        session._slots,
-        mode="sampled",
-        is_truncated=False,
-        has_minimum=False,
-    ).compile()
-    analysis = compiled.memory_analysis()
-    assert analysis.alias_size_in_bytes == size
-    assert analysis.temp_size_in_bytes < size / 2
-    prefilled = decoder.prefill(session._weights, np.zeros((1, 6), np.int32), np.zeros(1, np.int32))
-    rows = np.zeros(4, np.int32)
-    admit = decoder.admit.lower(history, prefilled, rows, rows).compile().memory_analysis()
-    assert admit.alias_size_in_bytes == size and admit.temp_size_in_bytes < size / 2
-
-
-def test_low_precision_scores_itself_roughly(params):
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    out = decode(make_decoder(compute_dtype=jnp.bfloat16), low)
-    # 8 bits of bfloat16: a few roundings of logits of size 3.
-    assert_scored(params, out, 0.7, atol=0.3)
-    exact = decode(make_decoder(), params)
-    assert np.abs(out.token_logprobs - exact.token_logprobs).max() > 1e-5
-
-
-def test_cache_lengths():
-    assert compiled.cache_lengths(512) == (64, 96, 128, 192, 256, 384, 512)
-    assert compiled.cache_lengths(300) == (64, 96, 128, 192, 256, 304)
-    assert compiled.cache_lengths(48) == (48,)
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,13 @@ def compiled(name):
         site=Site(mesh),
     )
     weights = lowering.abstract_weights(CONFIG, jnp.bfloat16, mesh)
-    sizes = {"num_slots": 16, "cache_length": 1024, "prompt_length": 128}
+    sizes = {"num_slots": 16, "prompt_length": 128}
     lower = dict(lowering.lower_all(decoder, weights, **sizes))[name]
     # Nothing can be measured where no GPU is; products are then not cut along their inner axis.
     found = lower().compile({"xla_gpu_autotune_level": 0, "xla_gpu_experimental_force_split_k": 1})
     text, memory = found.as_text(), found.memory_analysis()
     assert text is not None and memory is not None
-    return text, memory, decoder.cache_bytes(16, 1024)
+    return text, memory, decoder.cache_bytes(16)
 
 
 def launches(text, computation):

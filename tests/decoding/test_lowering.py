@@ -13,7 +13,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 
 CONFIG = tiny_config(qkv_bias=True, head_dim=16, max_positions=1024)
-SIZES = {"num_slots": 4, "cache_length": 512, "prompt_length": 8}
+SIZES = {"num_slots": 4, "prompt_length": 8}
 
 
 def make_decoder(max_length):
@@ -35,8 +35,7 @@ def weights(decoder):
 def test_a_session_runs_the_programs_that_were_lowered():
     """No program is traced that lower_all has not traced at the same sizes."""
     decoder = make_decoder(max_length=32)
-    sizes = {"num_slots": 4, "cache_length": decoder.cache_lengths[0], "prompt_length": 8}
-    programs = dict(lowering.lower_all(decoder, weights(decoder), **sizes))
+    programs = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))
     for name in ("prefill", "admit", "chunk_sampled", "chunk_greedy"):
         programs[name]()
     count = decoder.compile_count
@@ -48,7 +47,6 @@ def test_a_session_runs_the_programs_that_were_lowered():
             num_samples=4,
             key=jax.random.key(0),
             settings=SamplingSettings(max_new_tokens=3, temperature=temperature),
-            min_slots=4,
         )
     assert decoder.compile_count == count
 
@@ -58,7 +56,7 @@ def test_the_cache_is_donated_and_never_copied(name):
     decoder = make_decoder(max_length=504)
     program = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))[name]
     memory = program().compile().memory_analysis()
-    size = decoder.cache_bytes(SIZES["num_slots"], SIZES["cache_length"])
+    size = decoder.cache_bytes(SIZES["num_slots"])
     assert size == 2 * 2 * 4 * 2 * 512 * 16 * 4  # keys and values, layers, slots, heads, ...
     assert memory.alias_size_in_bytes == size
     # The tokens and log-probs of a chunk, and the bookkeeping of the output tuple.

@@ -24,11 +24,9 @@ def make_decoder(config, **changes):
     return Decoder(config, compute_dtype=jnp.float32, eos_ids=(0,), pad_id=2, **arguments)
 
 
-def talked(decoder, params, prefix_rows, *, change=lambda session, turn: None, settings=None):
+def talked(decoder, params, keeps, *, change=lambda session, turn: None, settings=None):
     """Responses of three conversations, turn by turn, and the session."""
-    session = decoder.session(
-        params, num_slots=3, prefill_prompts=3, is_fed=True, prefix_rows=prefix_rows
-    )
+    session = decoder.session(params, num_slots=3, prefill_prompts=3, keeps_caches=keeps)
     settings = settings or SamplingSettings(TOKENS, stop_ids=())
     conversations, found = PROMPTS, []
     for turn in range(TURNS):
@@ -57,8 +55,8 @@ def assert_alike(found, wanted, atol=2e-5):
 def test_tokens_and_log_probs_are_those_without_kept_caches(family):
     config = tiny_config(family=family)
     params, decoder = random_params(config), make_decoder(config)
-    plain, without = talked(decoder, params, 0)
-    found, session = talked(decoder, params, 3)
+    plain, without = talked(decoder, params, False)
+    found, session = talked(decoder, params, True)
     assert_alike(found, plain)
     counts = session.statistics
     assert without.statistics.kept_tokens == 0
@@ -88,7 +86,7 @@ def test_a_cache_of_other_weights_is_not_used():
 def test_a_cache_that_two_weights_have_written_is_not_kept():
     config = tiny_config()
     params, decoder = random_params(config), make_decoder(config)
-    session = decoder.session(params, num_slots=1, is_fed=True, prefix_rows=1)
+    session = decoder.session(params, num_slots=1, keeps_caches=True)
     settings = SamplingSettings(TOKENS, stop_ids=())
     session.submit(PROMPTS[0], row_keys(jax.random.key(0), 1), settings)
     assert session.step() == []
@@ -110,21 +108,6 @@ def test_a_state_after_the_end_of_a_stop_string_is_not_kept():
         assert any(y.has_eos and len(y.tokens) % 4 for y in found[:6])
         assert_alike(found, plain)
         assert session.statistics.kept_tokens > 0 or family == "qwen3_5_text"
-
-
-def test_the_conversations_kept_are_the_newest_that_fit_the_bytes():
-    config = tiny_config()
-    decoder = make_decoder(config)
-    a_row = decoder.cache_bytes(1, decoder.cache_lengths[-1])
-    assert decoder.prefix_rows(8, 0) == 8 and decoder.prefix_rows(8, 1) == 0
-    assert decoder.prefix_rows(8, 3 * a_row - 1) == 2
-    params = random_params(config)
-    plain, _ = talked(decoder, params, 0)
-    found, session = talked(decoder, params, 2)
-    assert_alike(found, plain)
-    full = talked(decoder, params, 3)[1].statistics.kept_tokens
-    assert 0 < session.statistics.kept_tokens < full
-    assert_alike(talked(decoder, params, 1)[0], plain)
 
 
 def test_the_longest_prefix_is_found_and_the_oldest_evicted():

@@ -198,13 +198,6 @@ def test_the_extreme_words_never_draw_a_forbidden_token(word):
     np.testing.assert_allclose(logprobs, np.log([0.5]), atol=1e-6)
 
 
-def test_nan_logits_show_in_the_log_prob():
-    logits = jnp.zeros((2, 37)).at[0, 5].set(jnp.nan)
-    tokens, logprobs = plain(logits, words(2), settings(2))
-    np.testing.assert_array_equal(np.isnan(logprobs), [True, False])
-    assert 0 <= tokens[0] < 37
-
-
 # ---- greedy
 
 
@@ -239,12 +232,6 @@ def test_mixed_rows_are_each_what_they_are_alone(is_truncated):
     )
     for got, sampled, greedy in zip(mixed, alone, (logits.argmax(-1), np.zeros(40)), strict=True):
         np.testing.assert_array_equal(got, np.where(temperature > 0, sampled, greedy))
-
-
-def test_an_unknown_mode_is_refused():
-    mode: Any = "beam"
-    with pytest.raises(ValueError, match="sampling mode 'beam'.*'greedy'"):
-        sample_tokens(jnp.zeros((1, 3)), words(1), settings(1), is_truncated=False, mode=mode)
 
 
 # ---- top-k and top-p

@@ -15,7 +15,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run.model_parts import START_MODEL, make_decoder, make_scoring
+from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.settings import ConfigError
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
@@ -68,7 +68,7 @@ def words(ids):
     return "".join(f"<{i}>" for i in ids)
 
 
-@pytest.mark.parametrize("chunk_steps", [1, 4, 24])
+@pytest.mark.parametrize("chunk_steps", [1, 4])
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(chunk_steps):
     """The responses of a session without stop strings, cut; and what comes next is not touched."""
     params = random_params(CONFIG)
@@ -92,7 +92,6 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(chunk_steps
             key=jax.random.key(7),
             settings=SamplingSettings(20, temperature=2.0),
             num_slots=5,
-            min_slots=5,
         )
 
     strings = ("<7>", "><12><", "9><1")
@@ -133,7 +132,6 @@ def test_the_config_ends_responses_by_text_and_by_id_in_search_and_evaluation():
             num_samples=32,
             key=jax.random.key(1),
             settings=SamplingSettings(16),  # as searchers and evaluations: no ids of their own
-            min_slots=32,
         )
         rows = [row[:n] for row, n in zip(out.tokens[0], out.lengths[0], strict=True)]
         return tokenizer.batch_decode(rows), out.has_eos[0]
@@ -149,11 +147,6 @@ def test_the_config_ends_responses_by_text_and_by_id_in_search_and_evaluation():
     # A special token has its text as well.
     end = tokenizer.decode(tokenizer.eos_ids[:1], skip_special=False)
     assert end and texts({"search.stop_strings": (end,)})[0] == free
-
-
-def test_stop_ids_count_as_ends_where_responses_are_scored():
-    config = make({"search.stop_ids": (5, 2)})
-    assert make_scoring(config, (2,)).eos_ids == (2, 5)
 
 
 @pytest.mark.parametrize(

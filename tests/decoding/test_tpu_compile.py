@@ -34,7 +34,7 @@ CONFIG = tiny_config(
     vocab_size=512,
     max_positions=2048,
 )
-SIZES = {"num_slots": 16, "cache_length": 1024, "prompt_length": 128, "prefill_prompts": 2}
+SIZES = {"num_slots": 16, "prompt_length": 128, "prefill_prompts": 2}
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def compile_all(topology, parts, names=None):
     weights = lowering.abstract_weights(CONFIG, jnp.bfloat16, mesh)
     programs = dict(lowering.lower_all(decoder, weights, **SIZES))
     compiled = {name: programs[name]().compile() for name in names or programs}
-    size = decoder.cache_bytes(SIZES["num_slots"], SIZES["cache_length"])
+    size = decoder.cache_bytes(SIZES["num_slots"])
     return {name: program.memory_analysis() for name, program in compiled.items()}, size
 
 
@@ -81,7 +81,7 @@ def test_the_decoder_compiles_for_one_tpu():
 
 
 def test_the_decoder_compiles_for_a_tensor_parallel_group_of_tpus():
-    check("v5e:2x2", 4, ["prefill", "admit", "resize", "take", "chunk_truncated"])
+    check("v5e:2x2", 4, ["prefill", "extend", "admit", "chunk_truncated"])
 
 
 @pytest.mark.slow
@@ -112,13 +112,6 @@ def test_a_chunk_of_a_large_model_copies_neither_weights_nor_cache():
     sizes = {"num_slots": 128, "cache_length": 1024, "prompt_length": 256}
     programs = dict(lowering.lower_all(decoder, weights, **sizes))
     figures = programs["chunk_sampled"]().compile().memory_analysis()
-    assert figures.alias_size_in_bytes == decoder.cache_bytes(128, 1024) == 3_758_096_384
+    assert figures.alias_size_in_bytes == decoder.cache_bytes(128) == 3_758_096_384
     # Two copies of the logits [128, 151936] in float32; the weights have 3.1 GB.
     assert figures.temp_size_in_bytes < 2 * 128 * 151936 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_every_program_compiles_for_every_tpu(topology, parts):
-    check(topology, parts)

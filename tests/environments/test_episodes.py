@@ -116,7 +116,7 @@ def drawn(
     num=2,
     log=None,
     replayed=None,
-    prefix_rows=4,
+    keeps_caches=True,
 ):
     """All episodes, in order."""
     config, params, tokenizer, settings, decoder = model
@@ -124,9 +124,8 @@ def drawn(
         unstack_layers(params, config),
         num_slots=4,
         prefill_prompts=4,
-        is_fed=True,
         version=3,
-        prefix_rows=prefix_rows,
+        keeps_caches=keeps_caches,
     )
     session = Episodes(world, tokenizer, max_turns).over(inner)
     sampling = dataclasses.replace(sampling_settings(settings.search), max_new_tokens=limit)
@@ -149,7 +148,7 @@ def drawn(
                 if log is not None:
                     log.append(taken)
     assert session.is_idle and session.room == 4
-    assert (session.statistics.kept_tokens > 0) == (prefix_rows > 0 and max_turns > 1)
+    assert (session.statistics.kept_tokens > 0) == (keeps_caches and max_turns > 1)
     assert not inner._prefixes._rows  # an episode that has ended keeps nothing
     return sorted(found, key=lambda y: (y.request, y.sample))
 
@@ -187,7 +186,7 @@ def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
 
 
 def test_kept_caches_change_nothing_but_rounding(model):
-    without = drawn(model, World(), in_turn=True, prefix_rows=0)
+    without = drawn(model, World(), in_turn=True, keeps_caches=False)
     for y, z in zip(drawn(model, World(), in_turn=True), without, strict=True):
         assert (y.tokens.tolist(), y.verdict) == (z.tokens.tolist(), z.verdict)
         np.testing.assert_allclose(y.token_logprobs, z.token_logprobs, atol=1e-5)

@@ -29,7 +29,6 @@ IN_AN_ENVIRONMENT = (
     "search.max_new_tokens=24",
     "eval.max_new_tokens=24",
     "search.max_turns=4",
-    "search.max_episodes=16",
 )
 """Changes of a small run whose episodes have a calculator."""
 

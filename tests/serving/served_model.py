@@ -72,7 +72,6 @@ class ServedModel:
             num_slots=NUM_SLOTS,
             prefill_prompts=NUM_SLOTS,
             num_stop_ids=MAX_STOP_IDS,
-            is_fed=True,
         )
 
     def _with_adapters(self, path):

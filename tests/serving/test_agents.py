@@ -48,7 +48,7 @@ class Model:
     def session(self):
         params = unstack_layers(self.params, self.config)
         return self.decoder.session(
-            params, num_slots=4, prefill_prompts=4, is_fed=True, version=3, prefix_rows=4
+            params, num_slots=4, prefill_prompts=4, version=3, keeps_caches=True
         )
 
     def other_params(self):

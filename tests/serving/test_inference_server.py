@@ -77,7 +77,6 @@ def wanted(model, version, keys, settings=SETTINGS):
         key=np.array(own)[None],
         settings=settings,
         num_slots=NUM_SLOTS,
-        min_slots=NUM_SLOTS,
     )
 
 

@@ -64,7 +64,6 @@ def test_of_a_thousand_requests_none_is_lost_and_tokens_are_those_of_the_engine(
             key=jax.random.key(i),
             settings=SamplingSettings(8),
             num_slots=NUM_SLOTS,
-            min_slots=NUM_SLOTS,
         )
         assert found[i] == decoded.tokens[0, 0, : decoded.lengths[0, 0]].tolist()
 
@@ -155,7 +154,7 @@ def test_tasksets_of_verifiers_are_environments_of_a_training_run(tmp_path, monk
     monkeypatch.setenv("AGENT_MODEL", str(folder))
     workdir = tmp_path / "run"
     agent = SCRIPT.with_name("agents_for_tests.py")
-    small = ("samples_per_prompt=2", "prompts_per_round=1", "max_new_tokens=60", "max_episodes=2")
+    small = ("samples_per_prompt=2", "prompts_per_round=1", "max_new_tokens=60")
     done = commands.run(
         workdir,
         *commands.SYNC,

@@ -48,7 +48,6 @@ def decoded(model, prompt, seed, num, **settings):
         key=jax.random.key(seed),
         settings=SamplingSettings(**settings),
         num_slots=NUM_SLOTS,
-        min_slots=NUM_SLOTS,
     )
 
 
