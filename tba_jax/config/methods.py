@@ -36,15 +36,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "tba_prime": {**_PRIME, "kl_center": "behavior"},
     # The same with the current policy's mean, as in later code: VarGrad except for the clamp.
     "tba_prime_live": {**_PRIME, "kl_center": "live"},
-    # From a later report of its author: exact log-ratios to a moving average, not centred (.821).
-    "tba_ema": {
-        "kl_center": "none",
-        "reference.placement": "trainer",
-        "reference.ema_decay": 0.9,
-    },
-    # arXiv:2501.12599, section 2.3.2: policy mirror descent with the mean reward as soft value.
-    # The optimiser is reset in each iteration, whose length is not published.
-    "kimi_pmd": {"anchor": "behavior", "log_z": "mean_reward", "optimizer.reset_period": 50},
     # arXiv:2503.14286: responses worse than the mean get weight in proportion to their probability.
     "topr": {"anchor": "none", "importance": "topr"},
     # One actor, synchronous and on-policy (the baseline of TBA's red-teaming).

@@ -349,24 +349,6 @@ def _rounding(config: Config) -> None:
     )
 
 
-def _average(config: Config) -> None:
-    """Refuse a moving-average reference that cannot be computed."""
-    need(
-        not config.reference.ema_decay or not config.lora.rank,
-        "reference.ema_decay",
-        config.reference.ema_decay,
-        "the average of adapters' products is not the product of their averages",
-        "Set --config.reference.reset_period or --config.lora.rank=0.",
-    )
-    need(
-        not config.reference.ema_decay or config.model.param_dtype == "float32",
-        "reference.ema_decay",
-        config.reference.ema_decay,
-        "in bfloat16 the steps of an average are rounded away",
-        "Set --config.model.param_dtype=float32.",
-    )
-
-
 def _packed_rows(config: Config) -> None:
     """Refuse settings that packed rows do not support."""
     need(
@@ -436,7 +418,6 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _rows,
     _packed_rows,
     _rounding,
-    _average,
     _driver,
     _pod,
     _fleet,

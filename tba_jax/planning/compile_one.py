@@ -31,7 +31,6 @@ from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, choices, fitting, hlo_cost, layouts
-from tba_jax.planning.estimates import offloaded_bytes
 from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.minimum import minima
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
@@ -87,7 +86,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "shares_devices": choice.shares_devices,
         "has_remote_searchers": MODES[config.placement].has_remote_searchers,
         "changed_fields": choice.fields,
-        "notes": (*choice.notes, *_offloaded(config, model_config, choice)),
+        "notes": choice.notes,
         "num_params": num_params(model_config),
         "groups": _groups(config, model_config, request["judges"], choice),
         "sizes": _sizes(config, model_config, choice, devices),
@@ -105,23 +104,6 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             for p in _programs(config, model_config, request["judges"], choice)
         ],
     }
-
-
-def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
-    """Return [sentence on the train state that stays in host memory]; [] if there is none."""
-    mesh = choice.placement.trainer_mesh
-    size = offloaded_bytes(model_parts.abstract_state(config, model_config, mesh))
-    if not size:
-        return ()
-    note = (
-        f"optimizer.offload: {size / 2**30:.2f} GiB of optimiser state of each trainer device "
-        "stay in pinned memory of the host and cross the host link twice per step; the roofline "
-        "does not count this transfer"
-    )
-    if not mesh.devices.flat[0].addressable_memories():
-        # GPUs that are not attached report no kinds of memory.
-        note += "; the compiled program of these devices counts it as an input in device memory"
-    return (note,)
 
 
 def _place(

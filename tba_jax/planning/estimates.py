@@ -24,7 +24,7 @@ from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig, num_params, scores_of
 from tba_jax.planning import roofline
 from tba_jax.run import model_parts
-from tba_jax.train.state import HOST_MEMORY, TrainState
+from tba_jax.train.state import TrainState
 
 REPEATED_SHARE = 0.75
 """Share of a pass over the layers that `model.remat=layers` repeats in the backward pass.
@@ -218,18 +218,8 @@ def shard_bytes(tree: Any) -> float:
     return total
 
 
-def offloaded_bytes(state: TrainState) -> float:
-    """Return the bytes of an abstract train state that each device keeps in host memory."""
-    return shard_bytes([x for x in jax.tree.leaves(state) if _is_on_host(x)])
-
-
-def _is_on_host(x: jax.ShapeDtypeStruct) -> bool:
-    return x.sharding is not None and x.sharding.memory_kind == HOST_MEMORY
-
-
 def state_bytes_by_kind(state: TrainState) -> dict[str, float]:
     """Return the bytes of an abstract train state in the memory of each device, by kind."""
-    state = jax.tree.map(lambda x: None if _is_on_host(x) else x, state)
     kinds = {
         "parameters": shard_bytes(state.params),
         "optimiser state": shard_bytes(state.opt_state),

@@ -316,9 +316,6 @@ def _savings(
     moments = held.get("optimiser state", 0.0)
     if config["optimizer"]["name"] == "adamw":
         frees["--config.optimizer.name=adafactor {} GiB"] = moments
-        frees["--config.optimizer.offload=True {} GiB (to the host and back in each step)"] = (
-            moments
-        )
     if config["model"]["param_dtype"] == "float32":
         kinds = ("parameters", "reference parameters", "frozen parameters")
         stored = sum(held.get(kind, 0.0) for kind in kinds) + moments

@@ -350,8 +350,6 @@ def make_step_settings(
         scoring=make_scoring(config, eos_ids),
         log_z_rate=objective.log_z_rate,
         reference_reset_period=config.reference.reset_period,
-        reference_ema_decay=config.reference.ema_decay,
-        optimizer_reset_period=config.optimizer.reset_period,
         micro_batch_rows=micro_batch_rows(config),
         row_multiple=_row_parts(config, mesh) * objective.minibatches,
         is_whole=groups_stay_whole(config),
@@ -443,7 +441,6 @@ def make_step_shardings(
         mesh,
         keep_reference=config.reference.placement == "trainer",
         log_z_layers=_log_z_layers(config),
-        offload=config.optimizer.offload,
         num_prompts=config.batch.num_prompts,
     )._replace(compiler_options=options)
 

@@ -34,7 +34,6 @@ class Settings:
         replay: what is stored and replayed; the replayed share is 1 - `Condition.recency`.
         mask_eos: exclude the end from log pi.
         reset_period: steps between resets of the reference to the policy; 0: never.
-        ema_decay: decay per step of a reference that is a moving average; 0: fixed reference.
     """
 
     num_steps: int = 400
@@ -47,7 +46,6 @@ class Settings:
     replay: Literal["off", "groups", "responses"] = "off"
     mask_eos: bool = False
     reset_period: int = 0
-    ema_decay: float = 0.0
 
 
 class Condition(NamedTuple):

@@ -127,14 +127,12 @@ def _first(start: Any, num_prompts: int, settings: Settings, queue_size: int) ->
         _OPTIMIZER.init(start),
         jax.tree.map(lambda x: jnp.broadcast_to(x, (queue_size, *x.shape)), start),
         nothing_kept(settings, num_prompts),
-        start if settings.reset_period or settings.ema_decay else None,
+        start if settings.reset_period else None,
     )
 
 
 def _moved_anchor(anchor: Any, params: Any, settings: Settings, i: Array) -> Any:
     """Return the reference after step i."""
-    if settings.ema_decay:
-        return optax.incremental_update(params, anchor, 1 - settings.ema_decay)
     is_due = (i + 1) % settings.reset_period == 0
     return jax.lax.cond(is_due, lambda: params, lambda: anchor)
 

@@ -76,7 +76,6 @@ _ALL = tuple(
     if name
     not in (
         *_OF_CENTRING[1:],
-        "tba_ema",
         "tb, leave one out",
         "vineppo",
         "gflownet_sync",
@@ -172,7 +171,6 @@ STUDIES: Mapping[str, Study] = {
         {
             "frozen": Case({"lag": 10}),
             "reset every 50": Case({"lag": 10}, {"reset_period": 50}),
-            "EMA 0.9": Case({"lag": 10}, {"ema_decay": 0.9}),
         },
         num_steps=800,
         axis="reference",

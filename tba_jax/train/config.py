@@ -138,17 +138,6 @@ class OptimizerSettings(Section):
         "rounding of parameters and moments in bfloat16; stochastic: computed in float32, then "
         "rounded up or down at random, so that small updates are not lost",
     )
-    offload: bool = field(
-        False,
-        "keep the optimizer state in pinned host memory between steps: saves device memory, costs "
-        "two transfers per step",
-    )
-    reset_period: int = field(
-        0,
-        "steps between resets of the moments, as in policy mirror descent; the schedule "
-        "continues; 0: never",
-        at_least=0,
-    )
 
     def check(self) -> None:
         need(
@@ -157,13 +146,6 @@ class OptimizerSettings(Section):
             self.learning_rate.plain,
             "must start above 0",
             "The default is 1e-4.",
-        )
-        need(
-            not self.offload or self.name == "adamw",
-            "optimizer.offload",
-            self.offload,
-            f"optimizer.name={self.name} has too little state to benefit from host memory",
-            "Set --config.optimizer.offload=False or --config.optimizer.name=adamw.",
         )
 
 
@@ -179,9 +161,6 @@ class ReferenceSettings(Section):
     reset_period: int = field(
         0, "steps after which the policy replaces the reference; 0: never", at_least=0
     )
-    ema_decay: float = share(
-        0.0, "decay per step of a moving average of the policy as the reference; 0: no average"
-    )
 
     def check(self) -> None:
         need(
@@ -190,25 +169,4 @@ class ReferenceSettings(Section):
             self.reset_period,
             "a reference that is reset must be scored by the trainer",
             "Set --config.reference.placement=trainer.",
-        )
-        need(
-            not self.ema_decay or self.placement == "trainer",
-            "reference.ema_decay",
-            self.ema_decay,
-            "a moving-average reference must be scored by the trainer",
-            "Set --config.reference.placement=trainer.",
-        )
-        need(
-            not (self.ema_decay and self.reset_period),
-            "reference.ema_decay",
-            self.ema_decay,
-            f"reference.reset_period={self.reset_period} also replaces the reference",
-            "Set --config.reference.ema_decay=0 or --config.reference.reset_period=0.",
-        )
-        need(
-            self.ema_decay < 1,
-            "reference.ema_decay",
-            self.ema_decay,
-            "an average with decay 1 never changes",
-            "Set --config.reference.ema_decay=0 for a frozen reference.",
         )

@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
@@ -74,31 +73,13 @@ def with_schedule_count(opt_state: Any, count: Array) -> Any:
         count: int32 scalar, number of updates.
     """
 
+    def is_schedule(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
     def choose(x: Any) -> Any:
-        return x._replace(count=count) if _is_schedule(x) else x
+        return x._replace(count=count) if is_schedule(x) else x
 
-    return jax.tree.map(choose, opt_state, is_leaf=_is_schedule)
-
-
-def _is_schedule(x: Any) -> bool:
-    return isinstance(x, optax.ScaleByScheduleState)
-
-
-def reset_moments(opt_state: Any, first: Any, begins: Array) -> Any:
-    """Return the state, with moments and bias-correction count reset if `begins`.
-
-    The count of the learning-rate schedule stays.
-
-    Args:
-        opt_state: state of `make_optimizer`'s optimiser.
-        first: initial state, from the optimiser's `init`.
-        begins: bool scalar, whether to reset.
-    """
-
-    def choose(now: Any, new: Any) -> Any:
-        return now if _is_schedule(now) else jnp.where(begins, new, now)
-
-    return jax.tree.map(choose, opt_state, first, is_leaf=_is_schedule)
+    return jax.tree.map(choose, opt_state, is_leaf=is_schedule)
 
 
 def is_matrix(params: Any) -> Any:

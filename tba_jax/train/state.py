@@ -24,9 +24,6 @@ from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.train.heads import LogZHead, init_head
 
-HOST_MEMORY = "pinned_host"
-"""Memory kind of an offloaded optimiser state: host memory that devices can read and write."""
-
 
 class TrainState(NamedTuple):
     """Everything a train step reads and writes on the device.
@@ -89,16 +86,6 @@ class StepShardings(NamedTuple):
         """Constrain a batch to the shardings of `of_batch`; called inside a program."""
         return jax.tree.map(jax.lax.with_sharding_constraint, batch, self.of_batch(batch))
 
-    def fetched(self, opt_state: Any) -> Any:
-        """Move the optimiser state to device memory, so that a step can compute with it."""
-
-        def fetch(x: Array, sharding: NamedSharding) -> Array:
-            if sharding.memory_kind != HOST_MEMORY:
-                return x
-            return jax.device_put(x, sharding.with_memory_kind("device"))
-
-        return jax.tree.map(fetch, opt_state, self.state.opt_state)
-
 
 def step_shardings(
     config: TransformerConfig,
@@ -107,7 +94,6 @@ def step_shardings(
     *,
     keep_reference: bool,
     log_z_layers: int = 0,
-    offload: bool = False,
     num_prompts: int = 0,
 ) -> StepShardings:
     """Return the shardings of a train step.
@@ -118,7 +104,6 @@ def step_shardings(
         mesh: the trainer's mesh, with the axes `sharding.MESH_AXES`.
         keep_reference: whether the state holds a reference.
         log_z_layers: number of layers of the head; 0: no head.
-        offload: whether the optimiser state is in pinned host memory between steps.
         num_prompts: p of a batch. Arrays per prompt are sharded if the mesh divides p, else
             replicated; 0: they are replicated.
 
@@ -138,21 +123,11 @@ def step_shardings(
         ),
         params,
     )
-    state = shardings_like(shapes, params, shardings, mesh)
-    if offload:
-        # Scalars stay on the device: the partitioner refuses to offload them, and they are small.
-        state = state._replace(
-            opt_state=jax.tree.map(
-                lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s,
-                shapes.opt_state,
-                state.opt_state,
-            )
-        )
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     replicated = NamedSharding(mesh, PartitionSpec())
     parts = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
     return StepShardings(
-        state=state,
+        state=shardings_like(shapes, params, shardings, mesh),
         batch=rows,
         groups=replicated if num_prompts % parts else rows,
         replicated=replicated,

@@ -108,8 +108,6 @@ def make_train_step(
             data = rows.group_data(*apart(scored), tokens, totals)
             return call_objective(settings.objective, data._replace(log_z=log_z), beta)
 
-        if shardings is not None:
-            state = state._replace(opt_state=shardings.fetched(state.opt_state))
         one = functools.partial(update, state=state, optimizer=optimizer, settings=settings)
         stored = trainable(state.params, state.log_z_head), state.opt_state
         how = _StepFunctions(trained, score, apart, cut, loss_of, one)
@@ -117,7 +115,7 @@ def make_train_step(
             done = _several_updates(rows, stored, how, settings)
         else:
             done = _one_update(rows, stored, how, log_z, pull_log_z)
-        new_state = next_state(state, done, optimizer, settings)
+        new_state = next_state(state, done, settings)
         metrics = {
             **done.metrics(settings),
             "lr": schedule(schedule_step(state)),

@@ -104,8 +104,6 @@ class StepSettings:
         scoring: settings of the log-probs of policy and reference.
         log_z_rate: learning rate of a learned log Z, relative to the policy's.
         reference_reset_period: steps between updates of the reference to the policy; 0: never.
-        reference_ema_decay: decay per step of a moving-average reference; 0: no average.
-        optimizer_reset_period: steps between resets of the moments; 0: never.
         micro_batch_rows: rows per micro-batch; 0: all.
         row_multiple: number of devices that share the rows of a micro-batch; it divides them.
         is_whole: whether each group is in a single micro-batch.
@@ -123,8 +121,6 @@ class StepSettings:
     scoring: Scoring
     log_z_rate: float = 1.0
     reference_reset_period: int = 0
-    reference_ema_decay: float = 0.0
-    optimizer_reset_period: int = 0
     micro_batch_rows: int = 0
     row_multiple: int = 1
     is_whole: bool = False

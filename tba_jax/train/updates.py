@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.train.micro_batches import Cut, Score, gradients
 from tba_jax.train.objectives.base import BALANCE, Loss, Totals
-from tba_jax.train.optimizers import reset_moments, with_schedule_count
+from tba_jax.train.optimizers import with_schedule_count
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.rows import Rows, Tokens
 from tba_jax.train.state import TrainState
@@ -216,16 +216,12 @@ def update(
 def next_state(
     state: TrainState,
     done: UpdateResult,
-    optimizer: optax.GradientTransformation,
     settings: StepSettings,
 ) -> TrainState:
     """Return the state after a step; the step counts as skipped if it made no update."""
     trained, opt_state = done.trained, done.opt_state
     params, head = (trained, None) if state.log_z_head is None else trained
     step = state.step + 1
-    if settings.optimizer_reset_period:
-        begins = step % settings.optimizer_reset_period == 0
-        opt_state = reset_moments(opt_state, optimizer.init(trained), begins)
     reference = next_reference(state.reference_params, params, step, settings)
     skipped = (done.made == 0).astype(jnp.int32)
     new_state = TrainState(
@@ -249,8 +245,6 @@ def next_reference(reference: Any, params: Any, step: Array, settings: StepSetti
     """Return the reference after a step that produced `params`."""
     if reference is None:
         return None
-    if settings.reference_ema_decay:
-        return optax.incremental_update(params, reference, 1 - settings.reference_ema_decay)
     if settings.reference_reset_period:
         reset = step % settings.reference_reset_period == 0
         return jax.tree.map(lambda r, p: jnp.where(reset, p, r), reference, params)

@@ -109,7 +109,6 @@ def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
         "(now 64; temporaries shrink less than in proportion; check with --search)",
         "missing 20 GiB; these settings also free memory: "
         "--config.optimizer.name=adafactor 4.0 GiB; "
-        "--config.optimizer.offload=True 4.0 GiB (to the host and back in each step); "
         "--config.model.param_dtype=bfloat16 3.0 GiB (rounding loses small updates)",
     ]
 

@@ -10,9 +10,9 @@ from fake_models import random_params, tiny_config
 
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.models.transformer import abstract_params
-from tba_jax.settings import Schedule, parse_schedule
+from tba_jax.settings import parse_schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer, reset_moments
+from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 
 CONFIG = tiny_config()
 
@@ -119,22 +119,3 @@ def test_updates_follow_the_schedule(name):
     # rows and columns know a matrix of noise less well than its entries.
     np.testing.assert_allclose(sizes, np.array([1, 0.75, 0.5, 0.25, 0]) * sizes[0], rtol=1e-3)
     assert 0.9 < sizes[0] < 1.3
-
-
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_moments_begin_anew_and_the_schedule_goes_on(name):
-    settings = OptimizerSettings(name=name)
-    rate = Schedule(1.0, shape="linear")
-    optimizer = make_optimizer(settings, learning_rate_schedule(rate, num_steps=10))
-    params = {"w": jnp.zeros((40, 40))}
-    first = state = optimizer.init(params)
-    for i in range(3):
-        _, state = optimizer.update({"w": jnp.full((40, 40), 1.0 + i)}, state, params)
-    same = reset_moments(state, first, jnp.bool_(False))
-    jax.tree.map(np.testing.assert_array_equal, same, state)
-    anew = reset_moments(state, first, jnp.bool_(True))
-    gradient = {"w": jnp.full((40, 40), 0.5)}
-    got, _ = optimizer.update(gradient, anew, params)
-    # As a first step, at the rate of the fourth.
-    expected, _ = optimizer.update(gradient, first, params)
-    np.testing.assert_allclose(got["w"], 0.7 * expected["w"], rtol=1e-5)

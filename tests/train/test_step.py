@@ -13,14 +13,12 @@ import optax
 import pytest
 from fake_batches import (
     CONFIG,
-    SCHEDULE,
     SCORING,
     SETTINGS,
     broken,
     lay_out,
     make_batch,
     make_draws,
-    make_mesh,
     named,
     slow,
 )
@@ -31,11 +29,10 @@ from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.micro_batches import cut_rows
 from tba_jax.train.objectives.rloo import Rloo
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.state import init_state, make_init_state, step_shardings
+from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 from tba_jax.train.step_metrics import SHOWN_KEY
 from tba_jax.train.step_settings import Target
-from tba_jax.train.updates import next_reference
 
 
 @functools.cache
@@ -180,17 +177,6 @@ def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
     assert abs(float(metrics["train/kl_reference"])) > 1e-4
     reference, policy = jax.device_get((state.reference_params, state.params))
     jax.tree.map(np.testing.assert_array_equal, reference, policy)
-
-
-def test_a_reference_that_follows_is_an_average_of_the_policies():
-    settings = replace(SETTINGS, reference_ema_decay=0.75)
-    policies, reference = [1.0, 3.0, -2.0], jnp.float32(1.0)
-    for step, policy in enumerate(policies[1:], start=1):
-        reference = next_reference(reference, jnp.float32(policy), jnp.int32(step), settings)
-    # 0.75 (0.75 * 1 + 0.25 * 3) + 0.25 * -2
-    assert float(reference) == 0.625
-    assert next_reference(None, jnp.float32(0), jnp.int32(1), settings) is None
-    assert float(next_reference(reference, jnp.float32(9), jnp.int32(1), SETTINGS)) == 0.625
 
 
 def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
@@ -383,25 +369,3 @@ def test_temperatures_move_with_the_step_and_scale_the_target():
         np.testing.assert_allclose(
             metrics["train/loss"], plain(state, by_hand)[1]["train/loss"], rtol=1e-6
         )
-
-
-@pytest.mark.slow
-def test_an_optimizer_state_in_the_hosts_memory_changes_no_bit():
-    """It is fetched, used, and given back to where it was."""
-    config = tiny_config(num_layers=1)
-    optimizer, batch = make_optimizer(OptimizerSettings(), SCHEDULE), make_batch()
-    results = []
-    for offload in (False, True):
-        shardings = step_shardings(
-            config, optimizer, make_mesh((1, 1, 1)), keep_reference=False, offload=offload
-        )
-        params = jax.device_put(random_params(config), shardings.state.params)
-        state = make_init_state(optimizer, shardings)(params)
-        step = make_train_step(config, optimizer, SCHEDULE, SETTINGS, shardings)
-        for _ in range(2):
-            state, _ = step(state, batch)
-        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
-        assert kinds == ({"pinned_host"} if offload else {"device"})
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
-        results.append(jax.device_get(state))
-    jax.tree.map(np.testing.assert_array_equal, *results)
