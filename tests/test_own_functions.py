@@ -8,8 +8,7 @@ from test_api import SMALL, python
 
 import tba_jax
 from tba_jax.report.build import build_report
-from tba_jax.rewards.in_process import InProcessRewards
-from tba_jax.rewards.pool import RewardFailure
+from tba_jax.rewards.pool import RewardFailure, RewardPool
 from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
 
 # Executed without a file, as cells of a notebook are.
@@ -80,7 +79,8 @@ def test_a_notebook_gives_reward_objective_and_callbacks(tmp_path):
 
 def in_process(function, **options):
     (name,) = given_names([function])
-    return InProcessRewards(name, 0.5, (), ("1+1", {"answer": "2"}), is_part=False, **options)
+    row = ("1+1", {"answer": "2"})
+    return RewardPool(name, num_workers=0, timeout_s=10.0, max_failure_rate=0.5, row=row, **options)
 
 
 def test_a_reward_in_this_process_names_failures():
@@ -98,7 +98,7 @@ def test_a_reward_in_this_process_names_failures():
     assert found.rewards == [1.0, None, None, 1.0, 1.0, 1.0]
     assert found.reasons[1:3] == ["reward_error", "reward_none"]
     assert "in picky" in found.first_traceback
-    with pytest.raises(RewardFailure, match="failed on 2 of 2 items, above"):
+    with pytest.raises(RewardFailure, match="failed on 2 of 2 items .*, above"):
         source.score(["p"] * 2, ["nan", "bad"], {"answer": ["2"] * 2})
 
 

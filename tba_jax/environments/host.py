@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy.random
 
-from tba_jax.rewards.processes import enter_process
+from tba_jax.rewards.processes import enter_process, leave
 from tba_jax.settings import import_file
 
 BASE_URL = "base_url"
@@ -336,11 +336,9 @@ def _text(value: Any) -> str | None:
     return value
 
 
-def serve(
-    connection: Connection, name: str, folder: str, groups: str, max_memory_bytes: int
-) -> None:
+def serve(connection: Connection, name: str, folder: str, max_memory_bytes: int, log: str) -> None:
     """Answer requests until the parent process closes the connection."""
-    enter_process(folder, os.getppid(), groups, max_memory_bytes)
+    enter_process(connection, folder, max_memory_bytes, log)
     sys.stdin = open(os.devnull)
     # The fork server imports numpy once for all processes, so each has the same global generator.
     numpy.random.seed()
@@ -350,4 +348,4 @@ def serve(
             request = json.loads(connection.recv_bytes())
             connection.send_bytes(json.dumps(host.answer(request)).encode())
         except (EOFError, OSError):  # the connection is closed; `answer` raises no exception
-            return
+            leave()

@@ -8,18 +8,20 @@ call blocks: the driver of the episodes polls for answers.
 Invariant: a failure has a name, gives no reward, and does not affect other episodes.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba_jax.decoding.requests import Response
 from tba_jax.environments.failures import FailureLines
 from tba_jax.environments.host import serve
-from tba_jax.rewards import containment, output
+from tba_jax.rewards import processes
 
 START_TIMEOUT_S = 60.0
 """Maximum time for the start of a process and the import of its module, in seconds."""
@@ -68,16 +70,24 @@ class _Process:
     """An environment process and the connection to it.
 
     Attributes:
+        number: number of the process, in the name of its log file.
         is_started: whether the process has answered a request, so that its imports are done.
     """
 
-    def __init__(self, pool: "EnvironmentPool") -> None:
+    def __init__(self, pool: "EnvironmentPool", number: int) -> None:
+        self.number = number
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tba_jax.environments.host"])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=serve,
-            args=(theirs, pool.name, os.getcwd(), pool.groups.folder, pool.max_memory_bytes),
+            args=(
+                theirs,
+                pool.name,
+                os.getcwd(),
+                pool.max_memory_bytes,
+                processes.log_file(pool.logs, "environment", number),
+            ),
             daemon=True,
         )
         self.process.start()
@@ -86,8 +96,7 @@ class _Process:
 
     def kill(self) -> None:
         self.connection.close()
-        self.process.kill()
-        self.process.join(1.0)
+        processes.kill(self.process)
 
 
 class Environment:
@@ -184,21 +193,26 @@ class EnvironmentPool:
         timeout_s: deadline of a call in seconds.
         max_memory_bytes: memory limit of each process; 0: none.
         has_schemas: whether the policy reads JSON schemas of the tools.
+        logs: folder of the processes' log files; None: their output is that of this process.
 
     Attributes:
-        groups: process groups, to find processes that environments started and did not end.
         has_reward, has_tools, is_agent: properties of the environment, set by `check`.
         schemas: JSON schemas of the tools, set by `check` if `has_schemas`.
     """
 
     def __init__(
-        self, name: str, *, timeout_s: float, max_memory_bytes: int = 0, has_schemas: bool = False
+        self,
+        name: str,
+        *,
+        timeout_s: float,
+        max_memory_bytes: int = 0,
+        has_schemas: bool = False,
+        logs: Path | None = None,
     ) -> None:
         self.name = name
         self.timeout_s = timeout_s
         self.max_memory_bytes = max_memory_bytes
-        self.groups = containment.Groups()
-        self._output = output.Output(self.groups.folder)
+        self.logs = logs
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
@@ -231,7 +245,7 @@ class EnvironmentPool:
         except (EOFError, OSError):
             raise ValueError(
                 f"task.environment = {self.name!r}: its process ended during creation; its "
-                "output is on standard error"
+                f"output is in {self.logs or 'standard error'}"
             ) from None
         if "failure" in answer:
             raise ValueError(
@@ -258,7 +272,8 @@ class EnvironmentPool:
                     return process
                 self._all.discard(process)
                 process.kill()  # closes the connection
-            process = _Process(self)
+            used = {process.number for process in self._all}
+            process = _Process(self, next(i for i in itertools.count() if i not in used))
             self._all.add(process)
             return process
 
@@ -272,7 +287,6 @@ class EnvironmentPool:
         with self._lock:
             self._all.discard(process)
         process.kill()
-        self.groups.sweep(now=True)
 
     def report(self, name: str, text: str, what: str = "episode(s) rejected as") -> None:
         """Print a line about a failure; repeated failures of one name are printed at intervals."""
@@ -284,8 +298,6 @@ class EnvironmentPool:
             if self._is_closed:
                 return
             self._is_closed = True
-            processes, self._all = self._all, set()
-        for process in processes:
+            left, self._all = self._all, set()
+        for process in left:
             process.kill()
-        self.groups.close()
-        self._output.close()

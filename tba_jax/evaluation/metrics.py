@@ -38,14 +38,14 @@ class WinRate:
     counts as a loss and is not part of the mean.
 
     Args:
-        gold: reward source that judges responses.
+        gold: reward source that judges responses; None: other processes judge.
         tokenizer: tokenizer of the policy; reference responses get its end-of-sequence token.
 
     References:
         TBA, arXiv:2503.18929, section 5.3: strict preference of the gold reward model.
     """
 
-    def __init__(self, gold: RewardSource, tokenizer: Tokenizer) -> None:
+    def __init__(self, gold: RewardSource | None, tokenizer: Tokenizer) -> None:
         self._gold = gold
         self._tokenizer = tokenizer
         self._reference: dict[int, float] = {}  # score of the reference response by prompt ID
@@ -93,6 +93,7 @@ class WinRate:
     ) -> list[float]:
         """Return the gold reward of each response; nan if it fails."""
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
+        assert self._gold is not None
         result = self._gold.score(
             [p.text for p in prompts], texts, columns, completion_ids=ids, has_eos=has_eos
         )

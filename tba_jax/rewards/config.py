@@ -9,7 +9,7 @@ from tba_jax.settings import Dtype, Section, field, need, share
 
 CHAT_TEMPLATE = "chat"
 ATTACK = "{attack}"
-# Each process takes memory (0.1 GB with SymPy), and all processes share one pipe.
+# Each process takes memory (0.1 GB with SymPy).
 DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
 # Responses per call of a reward model or classifier.
@@ -51,7 +51,7 @@ class RewardSettings(Section):
     )
     timeout_s: float = field(
         10.0,
-        "deadline in seconds of a reward, or a call of an environment; a late process is killed",
+        "deadline in seconds of a call of a reward or environment; a late process is killed",
         above=0,
         on_resume=True,
     )

@@ -12,11 +12,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import math
 import numbers
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
@@ -43,13 +41,11 @@ class Outcome(NamedTuple):
         rewards: one number, None or Missing per completion; empty if the call failed.
         traceback: traceback of the function's error; empty without an error.
         unusable: reason why no call of this function can succeed; empty if no reason is known.
-        seconds: duration of the call.
     """
 
     rewards: list[float | Missing | None]
     traceback: str
     unusable: str
-    seconds: float
 
 
 class LoadError(NamedTuple):
@@ -225,12 +221,6 @@ def score_chunk(
         prompts, completions: texts, or lists of chat messages.
         keywords: further arguments; those that the function does not take are left out.
     """
-    start = time.perf_counter()
-
-    def outcome(
-        rewards: Sequence[float | Missing | None] = (), error: str = "", unusable: str = ""
-    ) -> Outcome:
-        return Outcome(list(rewards), error, unusable, time.perf_counter() - start)
 
     def call() -> list[Any]:
         loaded = _load(function)
@@ -247,25 +237,29 @@ def score_chunk(
     if error is not None:
         missing = _missing_package(error)
         if missing and _is_in_a_file(error):
-            return outcome(unusable=f"needs {missing!r}, which is not installed")
-        return outcome(error=report)
+            return Outcome([], "", f"needs {missing!r}, which is not installed")
+        return Outcome([], report, "")
     if len(values) != len(completions):
-        return outcome(
-            unusable=f"returned {len(values)} rewards for {len(completions)} completions; want a "
-            "list with one float or None per completion"
+        return Outcome(
+            [],
+            "",
+            f"returned {len(values)} rewards for {len(completions)} completions; want a list with "
+            "one float or None per completion",
         )
     rewards: list[float | Missing | None] = []
     for value in values:
         number, error, _ = _attempt(_number, value)
         if error is not None:
             shown, failure, _ = _attempt(repr, value)
-            return outcome(
-                unusable=f"returned {'an object' if failure else shown[:80]}, a "
-                f"{type(value).__name__}, as a reward ({type(error).__name__}: {error!s:.200}); "
-                "want a list with one float or None per completion"
+            return Outcome(
+                [],
+                "",
+                f"returned {'an object' if failure else shown[:80]}, a {type(value).__name__}, as "
+                f"a reward ({type(error).__name__}: {error!s:.200}); want a list with one float "
+                "or None per completion",
             )
         rewards.append(number)
-    return outcome(rewards)
+    return Outcome(rewards, "", "")
 
 
 def _number(value: Any) -> float | Missing | None:
@@ -276,12 +270,6 @@ def _number(value: Any) -> float | Missing | None:
     if number is not None and not isinstance(number, numbers.Real):
         raise TypeError("not a number")
     return None if number is None else float(number)
-
-
-def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Sum of weight times value over the functions that apply to an item; None if none does."""
-    known = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
-    return math.fsum(known) if known else None
 
 
 def _missing_package(error: BaseException) -> str:

@@ -55,13 +55,14 @@ class Grader:
     """Thread-safe computation of the texts, rewards and kinds of responses.
 
     Attributes:
+        rewards: source of the rewards; None: the environment gives them.
         decode_text: token ids -> text of each response, special tokens dropped.
         response_kind: text -> kind of the response, or None.
         first_kind: the kind whose share is logged; "": no share is logged.
         data_sets: values of the column `data_set` for which rewards are reported separately.
     """
 
-    rewards: RewardSource
+    rewards: RewardSource | None
     decode_text: Callable[[Sequence[np.ndarray]], list[str]]
     response_kind: Callable[[str], str | None]
     first_kind: str
@@ -84,8 +85,8 @@ class Grader:
         """
         texts = self.decode_text(responses)
         asked = [i for i in range(len(texts)) if not verdicts or verdicts[i] is None]
-        scores = ScoreResult([], [], "")
-        if asked:
+        scores = ScoreResult([None] * len(asked), ["environment_no_reward"] * len(asked), "")
+        if asked and self.rewards is not None:
             scores = self.rewards.score(
                 [prompts[i].text for i in asked],
                 [texts[i] for i in asked],

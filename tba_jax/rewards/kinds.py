@@ -10,6 +10,7 @@ used.
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tba_jax.rewards.config import (
@@ -24,7 +25,7 @@ from tba_jax.settings import GIVEN, need
 if TYPE_CHECKING:
     from tba_jax.devices.site import Site
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.rewards.source import RewardSource
+    from tba_jax.rewards.source import RewardSource, ScoreResult
 
 START_MODEL = "embedded:start_model"
 
@@ -79,6 +80,8 @@ class Use(NamedTuple):
         sites: devices of the searchers, for models.
         is_part: whether the rewards are added to those of another source. A response to which no
             function applies is then no failure.
+        logs: folder of the log files of reward processes; None: their output is that of this
+            process.
     """
 
     functions: str
@@ -87,18 +90,20 @@ class Use(NamedTuple):
     tokenizer: "Tokenizer"
     sites: "Sequence[Site]"
     is_part: bool = False
+    logs: Path | None = None
 
 
 class RewardKind(NamedTuple):
     """A kind of reward.
 
     Attributes:
-        make: (settings, use) -> source. Raises ValueError if the source cannot be used.
+        make: (settings, use) -> source, or None for rewards of an environment. Raises ValueError if
+            the source cannot be used.
         check: settings -> None; checks rules across sections. Raises ConfigError.
         models: settings -> {role: folder or hub ID} of the models that the kind loads.
     """
 
-    make: "Callable[[Sections, Use], RewardSource]"
+    make: "Callable[[Sections, Use], RewardSource | None]"
     check: Callable[[Sections], None] = lambda settings: None
     models: Callable[[Sections], Mapping[str, str]] = lambda settings: {}
 
@@ -130,25 +135,45 @@ def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
     return KINDS.get(named or own, FUNCTIONS)
 
 
+class _PlusModel(NamedTuple):
+    """The weighted sum of another source and a reward model."""
+
+    names: Sequence[str]
+    sources: "Sequence[RewardSource]"
+    weights: Sequence[float]
+
+    def check(self) -> None:
+        for source in self.sources:
+            source.check()
+
+    def score(self, *responses: Any, **options: Any) -> "ScoreResult":
+        from tba_jax.rewards.source import summed
+
+        results = [source.score(*responses, **options) for source in self.sources]
+        return summed(self.names, results, self.weights)
+
+    def on(self, site: "Site") -> "_PlusModel":
+        return self._replace(sources=[source.on(site) for source in self.sources])
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
 def _plus_model(kind: RewardKind) -> RewardKind:
     """Return the kind for the weighted sum of a source and a reward model."""
 
     def make(settings: Sections, use: Use) -> "RewardSource":
-        from tba_jax.rewards.weighted_sum import Summand, WeightedSum
-
         names = part_names(split_functions(use.functions)) if kind is FUNCTIONS else ()
         *own, of_model = use.weights or [1.0] * (max(1, len(names)) + 1)
         # A process pool computes the sum of several functions itself, and names their parts.
         is_sum = len(names) > 1
         first = kind.make(settings, use._replace(weights=own if is_sum else (), is_part=True))
+        model = REWARD_MODEL.make(settings, use)
+        assert first is not None and model is not None
         name = "" if is_sum else names[0] if names else use.functions
-        model = "reward_model" if "reward_model" not in names else "reward.model_path"
-        return WeightedSum(
-            [
-                Summand(first, 1.0 if is_sum else own[0], name),
-                Summand(REWARD_MODEL.make(settings, use), of_model, model),
-            ]
-        )
+        of = "reward_model" if "reward_model" not in names else "reward.model_path"
+        return _PlusModel((name, of), (first, model), (1.0 if is_sum else own[0], of_model))
 
     def check(settings: Sections) -> None:
         kind.check(settings)
@@ -171,20 +196,17 @@ def workers_by_cores() -> int:
 def _make_functions(settings: Sections, use: Use) -> "RewardSource":
     from tba_jax.rewards.pool import RewardPool
 
-    if not GIVEN.keys().isdisjoint(split_functions(use.functions)):
-        from tba_jax.rewards.in_process import InProcessRewards
-
-        rate = settings.reward.max_failure_rate
-        return InProcessRewards(use.functions, rate, use.weights, use.row, is_part=use.is_part)
+    is_importable = GIVEN.keys().isdisjoint(split_functions(use.functions))
     return RewardPool(
         use.functions,
-        num_workers=settings.reward.num_workers or workers_by_cores(),
+        num_workers=(settings.reward.num_workers or workers_by_cores()) if is_importable else 0,
         timeout_s=settings.reward.timeout_s,
         max_failure_rate=settings.reward.max_failure_rate,
         max_memory_bytes=int(settings.reward.max_memory_gib * 2**30),
         weights=use.weights,
         row=use.row,
         is_part=use.is_part,
+        logs=use.logs,
     )
 
 
@@ -243,13 +265,8 @@ def _victim_models(settings: Sections) -> Mapping[str, str]:
     return {"victim": _victim_path(settings), **judge}
 
 
-def _make_environment_rewards(settings: Sections, use: Use) -> "RewardSource":
-    from tba_jax.rewards.source import EnvironmentRewards
-
-    return EnvironmentRewards()
-
-
-ENVIRONMENT = RewardKind(_make_environment_rewards)
+# The environment gives the rewards.
+ENVIRONMENT = RewardKind(lambda settings, use: None)
 FUNCTIONS = RewardKind(_make_functions)
 REWARD_MODEL = RewardKind(
     _make_reward_model, models=lambda settings: {"reward model": settings.reward.model_path}

@@ -56,6 +56,39 @@ def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return means
 
 
+def summed(
+    names: Sequence[str], results: Sequence[ScoreResult], weights: Sequence[float]
+) -> ScoreResult:
+    """Return the weighted sum of several rewards of the same items.
+
+    An item on which one reward fails has no reward: a partial sum would be a different reward. A
+    reward that does not apply to an item (`reward_none`) is left out of the item's sum.
+
+    Args:
+        names: name of each reward among the parts of the sum; "": not a part, but a sum itself.
+    """
+    rewards: list[float | None] = []
+    reasons: list[str | None] = []
+    for values, causes in zip(
+        zip(*(result.rewards for result in results), strict=True),
+        zip(*(result.reasons for result in results), strict=True),
+        strict=True,
+    ):
+        failed = [cause for cause in causes if cause not in (None, "reward_none")]
+        reasons.append(failed[0] if failed else None if None in causes else "reward_none")
+        known = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
+        rewards.append(math.fsum(known) if known and reasons[-1] is None else None)
+    parts: dict[str, Sequence[float]] = {}
+    for name, result in zip(names, results, strict=True):
+        parts.update(result.parts)
+        if len(results) > 1 and name:
+            parts[name] = [math.nan if v is None else v for v in result.rewards]
+    tracebacks = [result.first_traceback for result in results if result.first_traceback]
+    # A reward that does not apply to some items needs no traceback.
+    traceback = tracebacks[0] if tracebacks and any(reasons) else ""
+    return ScoreResult(rewards, reasons, traceback, parts)
+
+
 class RewardSource(Protocol):
     """Thread-safe source of the rewards of responses."""
 
@@ -94,42 +127,3 @@ class RewardSource(Protocol):
     def close(self) -> None:
         """Release all resources; a concurrent `score` ends with an error."""
         ...
-
-
-class RemoteRewards:
-    """Placeholder in processes whose rewards are computed by other processes."""
-
-    def check(self) -> None:
-        """Do nothing: other processes compute rewards and check the reward functions."""
-
-    def score(self, *args: Any, **kwargs: Any) -> ScoreResult:
-        """Raise AssertionError: rewards are computed in the searchers' processes."""
-        raise AssertionError("rewards are computed in the searchers' processes")
-
-    def on(self, site: "Site") -> "RemoteRewards":
-        """Return self: no searcher of this process computes rewards."""
-        del site
-        return self
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-
-class EnvironmentRewards:
-    """Source for runs with rewards from environments; rejects episodes without a reward."""
-
-    def check(self) -> None:
-        """Return at once: the environment has its own check."""
-
-    def score(self, prompts: Sequence[str], *args: Any, **kwargs: Any) -> ScoreResult:
-        """Reject every response."""
-        n = len(prompts)
-        return ScoreResult([None] * n, ["environment_no_reward"] * n, "")
-
-    def on(self, site: "Site") -> "EnvironmentRewards":
-        """Return self: there are no models."""
-        del site
-        return self
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""

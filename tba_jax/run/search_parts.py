@@ -388,8 +388,9 @@ def build_searchers(
         Sampler(engine, config.search, key, first + i, episodes, states)
         for i, engine in enumerate(engines)
     ]
+    source = shared.rewards.source
     graders = [
-        make_grader(shared.task, shared.tokenizer, shared.rewards.source.on(site))
+        make_grader(shared.task, shared.tokenizer, source and source.on(site))
         for site in sites.searchers
     ]
     searchers = tuple(
@@ -451,13 +452,13 @@ def make_judging(
     """Make the measures and metrics that the config names, besides those of the task.
 
     Args:
-        gold: reward source that judges the win rate; None: no win rate.
+        gold: reward source that judges the win rate; None: other processes judge.
         reference_params: function that returns the start model's weights on a site's devices.
         sites: site of each searcher that evaluates; searchers may share a site.
     """
     measures: dict[Site, list[Measure]] = {site: [] for site in sites}
     metrics: list[MetricFunction] = []
-    if gold is not None:
+    if config.eval.gold_model or config.eval.gold_reward:
         win_rate = WinRate(gold, tokenizer)
         metrics.append(win_rate)
         for own in measures.values():

@@ -38,7 +38,7 @@ from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of
 from tba_jax.rewards.pool import RewardFailure, RewardPool
 from tba_jax.rewards.reward_models import RewardModel, gold_dtype
-from tba_jax.rewards.source import RemoteRewards, RewardSource
+from tba_jax.rewards.source import RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import Facts, RunClock, code_name, fingerprints
@@ -118,13 +118,14 @@ class Rewards(NamedTuple):
     """Sources of rewards.
 
     Attributes:
-        source: rewards for training and evaluation.
+        source: rewards for training and evaluation; None: the environment or other processes give
+            them.
         gold: judge of the win rate; None without eval.gold_model and eval.gold_reward.
         environments: processes that answer the policy's turns; None without task.environment.
         server: server that samples responses; None with search.engine=devices.
     """
 
-    source: RewardSource
+    source: RewardSource | None
     gold: RewardSource | None
     environments: AgentPool | None = None
     server: InferenceServer | None = None
@@ -140,22 +141,25 @@ class Rewards(NamedTuple):
             source.close()
 
 
-def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites) -> Rewards:
+def open_rewards(
+    config: Config, task: Task, tokenizer: Tokenizer, sites: Sites, logs: Path
+) -> Rewards:
     """Open rewards and judge of a run.
 
     A process without searchers opens no rewards.
     """
     if not sites.searchers:
-        judges = config.eval.gold_model or config.eval.gold_reward
-        return Rewards(RemoteRewards(), RemoteRewards() if judges else None)
+        return Rewards(None, None)
     return Rewards(
-        make_rewards(config, task, tokenizer, sites.searchers),
-        make_gold(config, task, tokenizer, sites.evaluation),
-        make_environments(config, tokenizer),
+        make_rewards(config, task, tokenizer, sites.searchers, logs),
+        make_gold(config, task, tokenizer, sites.evaluation, logs),
+        make_environments(config, tokenizer, logs),
     )
 
 
-def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
+def make_environments(
+    config: Config, tokenizer: Tokenizer, logs: Path | None = None
+) -> AgentPool | None:
     """Return the processes of the configured environment; None without one."""
     if not config.task.environment:
         return None
@@ -175,6 +179,7 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> AgentPool | None:
         max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
         allows_forks=allows_forks(config),
         has_schemas=bool(renderer),
+        logs=logs,
     )
 
 
@@ -236,31 +241,28 @@ def make_rewards(
     task: Task,
     policy_tokenizer: Tokenizer,
     sites: Sequence[Site],
-) -> RewardSource:
+    logs: Path | None = None,
+) -> RewardSource | None:
     """Make the source of rewards for training and evaluation; the caller closes it.
 
     Args:
         sites: sites of the searchers, for models that rewards need. A reward model is divided over
             the first site; `RewardSource.on` gives copies for the others. A victim has a copy on
             one device of each site.
+        logs: folder of the log files of reward processes; None: their output is that of this
+            process.
+
+    Returns:
+        The source; None if the environment gives the rewards.
 
     Raises:
         ValueError: the reward function or model cannot be used, or no reward is set.
     """
     reward = config.task.reward or task.reward
     kind = kind_of(config, config.task.reward, task.reward, task.name)
-    use = _use(task, policy_tokenizer, sites, reward, config.task.reward_weights)
+    weights = config.task.reward_weights
+    use = Use(reward, weights, first_row(task), policy_tokenizer, sites, logs=logs)
     return kind.make(config, use)
-
-
-def _use(
-    task: Task,
-    policy_tokenizer: Tokenizer,
-    sites: Sequence[Site],
-    functions: str,
-    weights: Sequence[float] = (),
-) -> Use:
-    return Use(functions, weights, first_row(task), policy_tokenizer, sites)
 
 
 def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
@@ -269,7 +271,7 @@ def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
 
 
-def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource) -> Grader:
+def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource | None) -> Grader:
     """Make the grader of a task, with these rewards."""
     first_kind = task.response_kinds[0] if task.response_kinds else ""
     data_sets = task.data_sets if isinstance(task, Mixture) else ()
@@ -281,6 +283,7 @@ def make_gold(
     task: Task,
     policy_tokenizer: Tokenizer,
     site: Site,
+    logs: Path | None = None,
 ) -> RewardSource | None:
     """Make the judge of the win rate, or return None; the caller closes it.
 
@@ -305,7 +308,8 @@ def make_gold(
             policy_tokenizer=policy_tokenizer,
         )
     if config.eval.gold_reward:
-        use = _use(task, policy_tokenizer, [site], config.eval.gold_reward)
+        judge = config.eval.gold_reward
+        use = Use(judge, (), first_row(task), policy_tokenizer, [site], logs=logs)
         return FUNCTIONS.make(config, use)
     if task.metric == "win_rate":
         raise ValueError(
@@ -400,7 +404,7 @@ def open_shared(
     note(f"{task.name}: {task.train_size():,} prompts{sets}, {task.eval_size():,} held out")
     model = describe_model(config)
     tokenizer = model.load_tokenizer()
-    rewards = open_rewards(config, task, tokenizer, sites)
+    rewards = open_rewards(config, task, tokenizer, sites, folder / "logs")
     if sites.searchers:
         policy = policy_config(config, model.config)
         rewards = rewards._replace(server=make_server(config, policy, tokenizer, folder))

@@ -16,6 +16,7 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,7 @@ class AgentPool(EnvironmentPool):
         allows_forks: whether a request that continues no earlier turn begins a new path of its
             episode; if not, the episode is rejected.
         has_schemas: whether the policy reads JSON schemas of the tools.
+        logs: folder of the processes' log files; None: their output is that of this process.
     """
 
     def __init__(
@@ -282,9 +284,14 @@ class AgentPool(EnvironmentPool):
         max_memory_bytes: int = 0,
         allows_forks: bool = False,
         has_schemas: bool = False,
+        logs: Path | None = None,
     ) -> None:
         super().__init__(
-            name, timeout_s=timeout_s, max_memory_bytes=max_memory_bytes, has_schemas=has_schemas
+            name,
+            timeout_s=timeout_s,
+            max_memory_bytes=max_memory_bytes,
+            has_schemas=has_schemas,
+            logs=logs,
         )
         self.allows_forks = allows_forks
         self.served = served

@@ -9,7 +9,6 @@ import types
 import pytest
 
 from tba_jax.config.command_line import override
-from tba_jax.rewards.source import RemoteRewards
 from tba_jax.run.build import check_rewards
 from tba_jax.run.shared import Rewards, command_problems, make_task, problems
 
@@ -145,7 +144,7 @@ def test_a_trainer_without_searchers_tries_the_reward(folder):
     shared = types.SimpleNamespace(
         config=config,
         task=make_task(config),
-        rewards=Rewards(RemoteRewards(), None),
+        rewards=Rewards(None, None),
         cluster=types.SimpleNamespace(is_primary=True),
         sites=types.SimpleNamespace(searchers=()),
     )

@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
+from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.planning.judges import judge_paths
 from tba_jax.rewards import kinds
 from tba_jax.rewards.kinds import RewardKind
-from tba_jax.rewards.source import ScoreResult
-from tba_jax.run.shared import make_episodes, make_gold, make_rewards, make_task
+from tba_jax.rewards.source import ScoreResult, Verdict
+from tba_jax.run.shared import make_episodes, make_gold, make_grader, make_rewards, make_task
 from tba_jax.settings import ConfigError, need
 
 POST = "abcabcabcabcabcabcabcabc:"
@@ -87,7 +88,7 @@ def test_reward_processes_are_half_of_the_cores_unless_the_config_says(tokenizer
     for asked, wanted in ((0, 2), (3, 3)):
         given = replace(config, {"reward.num_workers": asked})
         with contextlib.closing(make_rewards(given, task, tokenizer, SITES)) as source:
-            assert source._num_workers == wanted
+            assert len(source._workers) == wanted
 
 
 def test_functions_and_a_reward_model_are_summed_by_weight(tokenizer):
@@ -139,9 +140,14 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
     changes = {"num_eval_prompts": 2, "environment": "game.py:Game"}
     config, task = of_task("custom", str(rows), **changes)
     validate(config)
-    source = make_rewards(config, task, tokenizer, SITES)
-    result = source.score(["a"] * 2, ["b"] * 2, {}, completion_ids=[], has_eos=[])
-    assert (result.rewards, result.reasons) == ([None] * 2, ["environment_no_reward"] * 2)
+    assert make_rewards(config, task, tokenizer, SITES) is None
+    grades = make_grader(task, tokenizer, None).grade(
+        [Prompt(0, "a", np.zeros(1, np.int32), {})] * 2,
+        [np.zeros(1, np.int32)] * 2,
+        [True] * 2,
+        [Verdict(1.0, None), None],
+    )
+    assert (grades.rewards, grades.reasons) == ([1.0, None], [None, "environment_no_reward"])
     environments = types.SimpleNamespace(check=lambda: None, has_reward=False, name="game")
     with pytest.raises(ValueError, match=r"has no get_reward\(\), and no other reward is set"):
         make_episodes(config, task, tokenizer, environments)
