@@ -159,7 +159,13 @@ def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp
     config, task = of_task("custom", str(rows), num_eval_prompts=2, environment="game.py:Game")
     served = types.SimpleNamespace(chat=types.SimpleNamespace(stop_ids=()), eos_ids=())
     environments = types.SimpleNamespace(
-        check=lambda: None, has_reward=True, name="game", is_agent=True, served=served, schemas=()
+        check=lambda: None,
+        has_reward=True,
+        has_tools=False,
+        name="game",
+        is_agent=True,
+        served=served,
+        schemas=(),
     )
     make_episodes(config, task, tokenizer, environments)
     learned = replace(config, {"objective.log_z": "learned"})
