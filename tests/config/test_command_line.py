@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import evaluate, export, report, sft, sweep
+from tba_jax.commands import evaluate, export, report, sweep
 from tba_jax.config.command_line import override, usable_part
 from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
@@ -65,7 +65,6 @@ def test_evaluate_takes_overrides(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([MATH, "--config.num_steps=0"], "config.num_steps = 0: must be at least 1"),
         ([MATH, "--config.steps=1"], "config has no field 'steps'; did you mean num_steps"),
         ([MATH, "--workdir=here"], "Leave out --config and --model, or --workdir"),
         (["--config.num_steps=1"], "Add --workdir=DIR, or --config"),
@@ -104,7 +103,6 @@ def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):
     ("command", "arguments", "name", "code"),
     [
         (export, ["--workdir=run", f"--out={ADDRESS}"], "--out", 1),
-        (sft, ["--model=m", "--data=rows.jsonl", f"--out={ADDRESS}"], "--out", 1),
         (sweep, ["--config=math", f"--out={ADDRESS}"], "--out", 2),
     ],
 )

@@ -3,7 +3,6 @@
 
 import ast
 import json
-import math
 import os
 import re
 import runpy
@@ -36,20 +35,10 @@ ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted(
     p for p in (ROOT / "configs").glob("*.py") if p.stem != "custom"
 )  # needs data
-PRESETS = [
-    (path, preset) for path in CONFIG_FILES for preset in runpy.run_path(str(path))["PRESETS"]
-]
 
 
 def load(path, preset):
     return freeze(runpy.run_path(str(path))["get_config"](preset))
-
-
-@pytest.mark.parametrize(("path", "preset"), PRESETS, ids=lambda x: getattr(x, "stem", x))
-def test_every_preset_validates_and_names_itself(path, preset):
-    config = load(path, preset)
-    validate(config)
-    assert config.name == f"{path.stem}/{preset}"
 
 
 def test_default_presets_run_offline_on_one_device():
@@ -151,20 +140,13 @@ def test_no_field_is_dead():
     ("changes", "message"),
     [
         ({"driver": "both"}, "config.driver = 'both': must be one of async, sync"),
-        ({"task.long_prompts": "cut"}, "task.long_prompts = 'cut': must be one of refuse, skip"),
         ({"num_steps": 0}, "config.num_steps = 0: must be at least 1"),
-        ({"objective.beta": -1.0}, "config.objective.beta = -1.0: must be at least 0"),
         ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
         ({"objective.group_size": 32}, "a group needs objective.group_size=32 responses"),
         (
             {"batch.packed_length": 79},
             "must hold a prompt and its response, up to 80 tokens .*packed_length=80 or more",
         ),
-        (
-            {"model.remat": "all"},
-            "config.model.remat = 'all': must be one of auto, none, dots, layers",
-        ),
-        ({"optimizer.name": "sgd"}, "must be one of adamw, adafactor"),
         (
             {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
             "replay.capacity_per_prompt = 8: must hold at least one group",
@@ -197,9 +179,7 @@ def test_no_field_is_dead():
             {"task.start_path": "/no/such.jsonl"},
             "task.start_path = '/no/such.jsonl': no such .jsonl",
         ),
-        ({"task.start_path": "/tmp"}, "no such .jsonl or .parquet file"),
         ({"task.name": "gsm9k"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
-        ({"task.name": "reasoning_gym:"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
         (
             {"task.chat": True},
             "task.chat = True: task arithmetic has no chat prompts.* choose one of custom, gsm8k,",
@@ -209,12 +189,10 @@ def test_no_field_is_dead():
             {"task.name": "custom", "task.data_path": "hf://openai/gsm8k:main"},
             "task.reward = '': task custom has no reward of its own",
         ),
-        ({"task.reward": "a:f,b"}, "must read package.module:function or path/to/file.py:function"),
         (
             {"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)},
             "task.reward_weights = .1.0,.: task.reward names 2 functions",
         ),
-        ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
         (
             {"objective.log_z": "learned", "objective.name": "rloo"},
             "name=rloo has no such setting; it has no settings of its own. Leave it out",
@@ -234,7 +212,6 @@ def test_no_field_is_dead():
             },
             "classifier.kind=encoder needs a model",
         ),
-        ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
         (
             {"lora.modules": ("q", "embed")},
             "must be some of q, q_gate, k, v, o, gate, up, down, delta_q, ",
@@ -253,45 +230,26 @@ def test_no_field_is_dead():
                 ("search.explore", (0.5, 0.7, 2.0)),
             )
         ),
-        ({"lora.modules": ()}, "must be some of q, q_gate, k, v, o, gate, up, down, delta_q, "),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of auto, in_flight"),
         (
             {"search.swap": "in_flight", "objective.name": "rloo"},
             "tokens of several policy versions, which needs an objective that accepts any sampler",
         ),
-        ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
         (
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
             "task.reward and reward.model_path are 2 rewards, and each needs a weight",
         ),
-        (
-            {"reward.model_path": "m", "task.reward_weights": (1.0,)},
-            "task.reward names no function, and each needs a weight",
-        ),
         ({"eval.gold_reward": "a:b", "eval.gold_model": "m"}, "also sets a gold reward"),
-        ({"eval.gold_reward": "judge"}, "eval.gold_reward = 'judge': must read package.module"),
         (
             {"reward.model_path": "m", "reward.missing_eos": float("-inf")},
             "reward.missing_eos = -inf: must be a finite number, or inf",
         ),
         ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
-        ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
-        ({"seed": -1}, "config.seed = -1: must be at least 0"),
         ({"seed": 2**64}, "config.seed = 18446744073709551616: must be below 2,147,483,648"),
-        ({"num_steps": 10**12}, "config.num_steps = 1000000000000: must be below 2,147,483,648"),
         ({"replay.max_bytes": 2**60}, "replay.max_bytes = .*: must be below 9,007,199,254,740,992"),
-        ({"reward.timeout_s": math.inf}, "config.reward.timeout_s = inf: must be a finite number"),
-        (
-            {"optimizer.learning_rate": math.inf},
-            "learning_rate = inf: must be a finite number. The",
-        ),
         ({"objective.beta": 1e300}, "config.objective.beta = 1e.300: must be a finite number"),
         ({"objective.beta": 1e-300}, "beta = 1e-300: must be 0 or at least 1e-30 in size"),
-        ({"search.top_p": 5e-324}, "search.top_p = 5e-324: must be 0 or at least 1e-30 in size"),
         ({"reward.num_workers": 100_000}, r"num_workers = 100000: must lie in \[0, 512\]. The def"),
-        ({"num_searchers": 100_000}, r"num_searchers = 100000: must lie in \[0, 4096\]. The def"),
-        ({"num_cpu_devices": 100_000}, r"num_cpu_devices = 100000: must lie in \[1, 1024\]"),
-        ({"reward.missing_eos": math.nan}, "missing_eos = nan: must be a finite number, or inf"),
         (
             {"replay.max_bytes": 3_000},
             "replay.max_bytes = 3000: too small for a batch of 16 prompts. One response of "
@@ -314,8 +272,6 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
             4,
             "num_searchers = 4: placement=split leaves 3 devices",
         ),
-        ({"mesh.fsdp": 4}, 2, "mesh needs 4 devices, and this process sees 2"),
-        ({"mesh.fsdp": 2, "placement": "split"}, 2, "needs a device for searchers"),
         (
             {"mesh.fsdp": 2, "placement": "split", "search.num_devices": 3},
             4,
@@ -356,15 +312,7 @@ def run_main(*arguments, cwd=ROOT):
     ("argument", "message"),
     [
         ("--config=configs/math.py:nope", "no preset 'nope'; it has arithmetic, gsm8k, math"),
-        ("--config=configs/none.py", "no config file 'configs/none.py'"),
-        ("--config=math:nope", "math has no preset 'nope'; it has arithmetic, gsm8k, math"),
-        ("--config=math:gsm8", "it has arithmetic, gsm8k, math, gsm8k_official, "),
         ("--config=math:gsm8", "; did you mean gsm8k?"),
-        (
-            "--config=maths",
-            "agent:qwen3_4b, custom:default, math:arithmetic, math:gsm8k, math:math, math:gs",
-        ),
-        ("--config=tdlr:toy", "tldr:pythia2.8b_slow; did you mean tldr:toy?"),
     ],
 )
 def test_a_preset_that_does_not_exist_is_one_line(argument, message, monkeypatch):
@@ -378,9 +326,7 @@ def test_a_preset_that_does_not_exist_is_one_line(argument, message, monkeypatch
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--config.num_steps=1e3", "--config.num_steps=1e3"),
         ("--config.objective.group_size=20", "a group needs objective"),
-        ("stray", "unexpected argument 'stray'"),
     ],
 )
 def test_command_line_mistakes_are_one_line_and_write_nothing(argument, message, tmp_path):
@@ -391,6 +337,7 @@ def test_command_line_mistakes_are_one_line_and_write_nothing(argument, message,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_data_is_read_before_the_model_and_a_failed_start_can_be_corrected_in_place(tmp_path):
     arguments = (
         "--config=configs/math.py:gsm8k",
@@ -429,6 +376,7 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_settings_where_the_model_is_missing(tmp_path):
     done = run_main("--config=redteam:llama", "--config.model.path=/no/such", "--dry_run")
     assert done.returncode == 2 and "'/no/such' is not a folder" in done.stderr
@@ -442,12 +390,6 @@ def test_dry_run_prints_the_settings_where_the_model_is_missing(tmp_path):
             {"batch.micro_batch_rows": 1},
             "rows = 1: cannot .*fsdp x mesh.expert = 2.*rows=2 or a multiple",
         ),
-        (
-            {"batch.micro_batch_rows": 3, "batch.packed_length": 80},
-            "rows = 3: .*expert = 2.*rows=2",
-        ),
-        ({"batch.micro_batch_rows": 16}, None),
-        ({"batch.micro_batch_rows": 32}, None),
         ({"batch.micro_batch_rows": 2}, None),
         ({"batch.micro_batch_rows": 6, "batch.packed_length": 80}, None),
     ],
@@ -469,7 +411,6 @@ def test_micro_batches_divide_over_the_trainer(changes, message):
             "num_prompts = 1: a batch has at most 8 rows, .* = 9 devices .*num_prompts=2 or more",
         ),
         ({"mesh.fsdp": 2, "model.remat": "none"}, "model.remat=layers"),
-        ({"search.top_p": 0.0}, r"top_p = 0.0: must lie in \(0, 1\]"),
         ({"search.min_new_tokens": 49}, "must not exceed search.max_new_tokens = 48"),
     ],
 )
