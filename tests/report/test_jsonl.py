@@ -168,18 +168,6 @@ def test_a_keep_that_is_refused_changes_nothing(tmp_path):
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.jsonl"]
 
 
-def test_a_long_torn_line_is_cut_off(tmp_path):
-    path = tmp_path / "m.jsonl"
-    log_of(path, 2).close()
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"step": 2, "text": "' + b"x" * 200_000)
-    jsonl.JsonlWriter(path).close()
-    assert path.read_bytes() == whole
-    path.write_bytes(b"x" * 200_000)
-    jsonl.JsonlWriter(path).close()
-    assert path.read_bytes() == b""
-
-
 def test_line_ends(tmp_path):
     writer = log_of(tmp_path / "m.jsonl", 2)
     size = writer.num_bytes()

@@ -163,15 +163,6 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert not title_hacked or "hacked" in HOSTILE[0]
 
 
-def test_a_long_log_is_thinned_by_whole_steps(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    assert read_samples(path, 100) == []
-    records = [line(step, number) for step in range(100) for number in (0, 1)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = read_samples(path, path.stat().st_size // 4 + 1)
-    assert [r["step"] for r in found[:4]] == [0, 0, 4, 4] and len(found) == 50
-
-
 @pytest.mark.parametrize(
     "facts", [{"of": "x"}, {"tokens": [1]}, {"reward": "1"}, {"parts": {"a": "b"}}, {"version": ""}]
 )

@@ -15,29 +15,6 @@ from rich.console import Console
 from tba_jax.report import writers as metrics
 
 
-class FakeWriter:
-    def __init__(self, error=None):
-        self.written, self.closed, self.error = [], 0, error
-
-    def write(self, step, values):
-        self.written.append((step, dict(values)))
-
-    def close(self):
-        self.closed += 1
-        if self.error:
-            raise self.error
-
-
-def test_multi_writer_closes_all_even_if_one_raises():
-    first, second = FakeWriter(OSError("full")), FakeWriter(OSError("gone"))
-    writer = metrics.MultiWriter([first, second])
-    writer.write(1, {"a": 2})
-    with pytest.raises(OSError):
-        writer.close()
-    assert first.written == second.written == [(1, {"a": 2})]
-    assert first.closed == second.closed == 1
-
-
 def test_missing_tracker_packages_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -189,16 +166,6 @@ def test_a_line_says_what_keeps_a_run_from_learning():
         f"{reward}  length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in first
     )
     assert f"{reward}  length 9.0 tokens  KL 0.0123" in second
-
-
-def test_another_headline_is_labelled_and_formatted():
-    clock = FakeClock()
-    display, stream = plain_display(clock, metric="win_rate")
-    display.write(0, {"eval/win_rate": 0.5, "eval/pass_at_1": 0.1})
-    display, other = plain_display(clock, metric="reward_mean")
-    display.write(0, {"eval/reward_mean": -1.25})
-    assert stream.getvalue() == "[0:00] step   0/100  held-out win rate 50.0%\n"
-    assert other.getvalue() == "[0:00] step   0/100  held-out reward mean -1.250\n"
 
 
 def test_resumed_display_remembers_where_it_started():
