@@ -24,7 +24,6 @@ SMALL = {
     "batch": {"num_prompts": 4},
     "search": {"prompts_per_round": 4},
     "task": {"num_eval_prompts": 16},
-    "eval": {"num_slots": 16},
 }
 
 

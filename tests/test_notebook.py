@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 LONG = 'load_config("math", num_steps=150)'
 SHORT = (
     'load_config("math", num_steps=3, batch={"num_prompts": 4}, search={"prompts_per_round": 4}, '
-    'task={"num_eval_prompts": 16}, eval={"num_slots": 16, "period": 1})'
+    'task={"num_eval_prompts": 16}, eval={"period": 1})'
 )
 RUN = """
 import json, sys

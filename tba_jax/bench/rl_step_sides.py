@@ -145,8 +145,6 @@ def run_config(job: Mapping[str, Any]) -> Config:
             # There are two evaluations, before and after all steps, each of one response with one
             # token.
             "eval.period": 0,
-            "eval.max_new_tokens": 1,
-            "eval.num_slots": 1,
             **job["overrides"],
         }
     )

@@ -13,8 +13,6 @@ class EvalSettings(Section):
     period: int = field(
         50, "steps between evaluations; 0: only before and after training", at_least=0
     )
-    max_new_tokens: int = field(48, "maximum tokens of a response", at_least=1)
-    num_slots: int = field(128, "number of responses decoded at a time", at_least=1)
     num_samples: int = field(1, "responses per prompt; with more than 1, also pass@k", at_least=1)
     temperature: float = field(0.0, "sampling temperature, with top-p 1; 0: greedy", at_least=0.0)
     gold_model: str = field(

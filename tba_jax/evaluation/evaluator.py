@@ -17,7 +17,6 @@ import numpy as np
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episodes import Episodes, open_session
-from tba_jax.evaluation.config import EvalSettings
 from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
@@ -137,8 +136,10 @@ class Evaluator:
         prompts: the evaluation prompts, the same for every call.
         num_skipped: number of prompts that were left out because they are too long; only reported.
         shard_evaluators: one for each set of devices.
+        sampling: settings of the responses.
+        num_samples: responses per prompt.
+        num_slots: responses decoded at a time.
         metric: headline metric: `reward_mean`, `pass_at_1`, or a metric that `metrics` return.
-        min_new_tokens: minimum length of a response.
         metrics: further metric functions, called in this order.
 
     Attributes:
@@ -151,25 +152,21 @@ class Evaluator:
         prompts: Sequence[Prompt],
         num_skipped: int,
         shard_evaluators: Sequence[ShardEvaluator],
-        settings: EvalSettings,
+        sampling: SamplingSettings,
+        num_samples: int,
+        num_slots: int,
         metric: str,
-        min_new_tokens: int = 0,
         metrics: Sequence[MetricFunction] = (),
     ) -> None:
         self.prompts = list(prompts)
         self.num_skipped = num_skipped
         self._shard_evaluators = list(shard_evaluators)
-        self._sampling = SamplingSettings(
-            settings.max_new_tokens,
-            temperature=settings.temperature,
-            min_new_tokens=min_new_tokens,
-        )
-        self._num_slots = settings.num_slots
+        self._sampling = sampling
+        self._num_slots = num_slots
         self._metric = metric
-        self._num_samples = settings.num_samples
+        self._num_samples = num_samples
         self._metrics = tuple(metrics)
-        size = max(1, settings.num_slots // settings.num_samples)
-        self.shard_size = min(size, len(self.prompts))
+        self.shard_size = min(max(1, num_slots // num_samples), len(self.prompts))
 
     @property
     def num_shards(self) -> int:

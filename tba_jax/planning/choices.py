@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 LENGTHS = (
     "task.max_prompt_tokens",
     "search.max_new_tokens",
-    "eval.max_new_tokens",
     "task.num_eval_prompts",
 )
 _PLACEMENT = (

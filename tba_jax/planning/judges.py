@@ -98,7 +98,7 @@ def plan_judges(
         longest = config.task.max_prompt_tokens + config.search.max_new_tokens
         found.append(_scores("reward model", "score_reward", config, models, mesh, longest, rows))
     if "gold reward model" in models:
-        longest = config.task.max_prompt_tokens + config.eval.max_new_tokens
+        longest = config.task.max_prompt_tokens + config.search.max_new_tokens
         found.append(_scores("gold reward model", "score_gold", config, models, mesh, longest, 0))
     if "victim" in models:
         found += _victim(config, models["victim"], device, rows)
@@ -289,7 +289,7 @@ def _distance(config: Config, model_config: TransformerConfig, placement: Placem
         else abstract_weights(config, model_config, placement)
     )
     buckets = config.batch.num_length_buckets
-    t = length_buckets(config.eval.max_new_tokens, buckets)[-1]
+    t = length_buckets(config.search.max_new_tokens, buckets)[-1]
     responses = (config.task.num_eval_prompts or 2**31) * config.eval.num_samples
     rows = distance_rows(responses, t, model_config.vocab_size)
     return Planned(

@@ -46,7 +46,6 @@ def with_lengths(config: Config) -> tuple[Config, str]:
     fields = {
         "task.max_prompt_tokens": prompt,
         "search.max_new_tokens": response,
-        "eval.max_new_tokens": min(config.eval.max_new_tokens, context - prompt),
     }
     sets = [path for path, _ in data_sets(task_settings.data_path) if path]
     if not sets or not all(has_split(path, "test") for path in sets):

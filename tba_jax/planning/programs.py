@@ -170,9 +170,7 @@ def residents(
         )
     decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
     sizes = sizes_of(config)
-    columns = decoder.cache_length
-    slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
-    cache = decoder.cache_bytes(slots, columns)
+    cache = decoder.cache_bytes(sizes.num_slots)
     waiting = decoder.cache_bytes(*largest_prefill(config, decoder))
     kept = {}
     if config.task.environment:

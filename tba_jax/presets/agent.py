@@ -41,7 +41,7 @@ PRESETS = {
             "max_turns": 4,
         },
         "checkpoint": {"period": 50},
-        "eval": {"period": 20, "max_new_tokens": 24, "num_slots": 64},
+        "eval": {"period": 20},
     },
 }
 
@@ -66,7 +66,6 @@ for _name, _task, _tool in (("qwen3_1_7b", "gsm8k", "calculator"), ("qwen3_4b", 
             "max_turns": 6,
             "num_slots": 32,
         },
-        "eval": {**_of_model["eval"], "max_new_tokens": 3072, "num_slots": 32},
     }
 
 

@@ -41,7 +41,7 @@ PRESETS = {
             "initial_fill": 128,
         },
         "replay": {"recency_prob": 0.5, "pace": "trainer", "max_staleness": 8},
-        "eval": {"period": 50, "max_new_tokens": 256, "num_slots": 32},
+        "eval": {"period": 50},
         "checkpoint": {"period": 50},
     },
 }

@@ -67,7 +67,6 @@ PRESETS = {
             # Responses have about seven tokens. More slots would not raise the throughput, but each
             # response would take longer and be two steps staler.
             "num_slots": 64,
-            "chunk_steps": 4,
         },
         # Searcher and trainer share two cores: if one runs ahead, it takes time from the other.
         "replay": {
@@ -77,7 +76,7 @@ PRESETS = {
             "max_bytes": 256 * 2**20,
         },
         "checkpoint": {"period": 100},
-        "eval": {"period": 25, "max_new_tokens": 16, "num_slots": 512},
+        "eval": {"period": 25},
     },
     "gsm8k": {
         "num_steps": 700,
@@ -117,7 +116,7 @@ PRESETS = {
             "initial_fill": 500,
         },
         "replay": {"recency_prob": 0.95, "recycle_fresh": True},
-        "eval": {"period": 100, "max_new_tokens": 512, "num_slots": 64},
+        "eval": {"period": 100},
     },
     "math": {
         "num_steps": 400,
@@ -151,7 +150,7 @@ PRESETS = {
         },
         # No replay, and data at most two steps old; TBA' with async_level = 2 has exactly two.
         "replay": {"recency_prob": 1.0, "pace": "trainer", "max_staleness": 2},
-        "eval": {"period": 5, "max_new_tokens": 2048, "num_slots": 64},
+        "eval": {"period": 5},
     },
 }
 

@@ -76,9 +76,7 @@ _PAPER = {
     "replay": {"recency_prob": 0.5, "recycle_fresh": True, "priority_temperature": 1.0},
     "eval": {
         "period": 500,
-        "max_new_tokens": 20,
         "num_samples": 1024,
-        "num_slots": 512,
         "temperature": 1.0,
         "embedding_path": "sentence-transformers/all-MiniLM-L6-v2",
     },
@@ -132,9 +130,7 @@ PRESETS = {
         "checkpoint": {"period": 0},
         "eval": {
             "period": 50,
-            "max_new_tokens": 12,
             "num_samples": 1024,
-            "num_slots": 512,
             "temperature": 1.0,
         },
     },

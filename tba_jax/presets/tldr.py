@@ -64,8 +64,6 @@ def _pythia(size: str) -> dict:
         },
         "eval": {
             "period": 128,
-            "max_new_tokens": 128,
-            "num_slots": 64,
             "temperature": 0.01,
             "gold_model": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
             "reference_metrics": True,
@@ -104,8 +102,6 @@ PRESETS = {
         "checkpoint": {"period": 0},
         "eval": {
             "period": 20,
-            "max_new_tokens": 12,
-            "num_slots": 512,
             "temperature": 1.0,
             "gold_reward": "tba_jax.rewards.digests:gold_reward",
             "reference_metrics": True,

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tba_jax.config.resolved import allows_forks, remat_of, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
+from tba_jax.decoding.compiled import CHUNK_STEPS
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices import xla
@@ -224,16 +225,13 @@ def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
     Raises:
         ValueError: the model has fewer positions.
     """
-    longest = config.task.max_prompt_tokens + max(
-        config.search.max_new_tokens, config.eval.max_new_tokens
-    )
+    longest = config.task.max_prompt_tokens + config.search.max_new_tokens
     if longest > model_config.max_positions:
         half = model_config.max_positions // 2
         raise ValueError(
             f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
             f"was made for {model_config.max_positions}; lower both, for example "
-            f"--config.task.max_prompt_tokens={half} --config.search.max_new_tokens={half} "
-            f"--config.eval.max_new_tokens={half}"
+            f"--config.task.max_prompt_tokens={half} --config.search.max_new_tokens={half}"
         )
     return longest
 
@@ -273,7 +271,8 @@ def make_decoder(
             *_conversation_lengths(config, longest),
         ),
         max_length=longest,
-        chunk_steps=config.search.chunk_steps,
+        # A finished slot idles for half a chunk on average, which matters for short responses.
+        chunk_steps=min(CHUNK_STEPS, max(1, config.search.max_new_tokens // 4)),
         experts=recorded_experts(config, model_config),
         site=site,
     )

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from tba_jax.config.resolved import ownership_of, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site, Sites
 from tba_jax.environments.episode import Sessions
@@ -470,7 +471,7 @@ def make_judging(
                 model_config,
                 functools.partial(reference_params, site),
                 scoring=make_rollout_scoring(config, tokenizer.eos_ids),
-                padding=make_padding(config, tokenizer.pad_id, config.eval.max_new_tokens),
+                padding=make_padding(config, tokenizer.pad_id),
                 site=site,
             )
             own.append(distance.measure)
@@ -507,9 +508,14 @@ def make_evaluator(
         prompts=prompts,
         num_skipped=num_skipped,
         shard_evaluators=shard_evaluators,
-        settings=config.eval,
+        sampling=SamplingSettings(
+            config.search.max_new_tokens,
+            temperature=config.eval.temperature,
+            min_new_tokens=config.search.min_new_tokens,
+        ),
+        num_samples=config.eval.num_samples,
+        num_slots=config.search.slots,
         metric=task.metric,
-        min_new_tokens=config.search.min_new_tokens,
         metrics=(*(TASK_METRICS[name](config.eval) for name in own), *metrics),
     )
 

@@ -169,7 +169,7 @@ def make_environments(
         tokenizer,
         make_chat_format(tokenizer, renderer),
         end_ids(config, tokenizer.eos_ids),
-        1 + max(search.max_new_tokens, config.eval.max_new_tokens),
+        1 + search.max_new_tokens,
         sampling_settings(search),
     )
     return AgentPool(

@@ -52,12 +52,6 @@ class SearchSettings(Section):
         "responses decoded at a time; 0: all of a round, or as many as fit the devices",
         at_least=0,
     )
-    chunk_steps: int = field(
-        8,
-        "decode steps between two checks by the host; a finished slot idles for half of them on "
-        "average, and each check costs a round trip to the device",
-        at_least=1,
-    )
     quantization: Literal["none", "int8", "fp8"] = field(
         "none",
         "format of the searchers' layer matrices: int8 or fp8 (e4m3) values with a scale per "

@@ -76,8 +76,8 @@ def test_a_cache_of_other_weights_is_not_used():
         if turn == 1:
             session.swap(other, 7)
 
-    plain, _ = talked(decoder, params, 0, change=swap)
-    found, session = talked(decoder, params, 3, change=swap)
+    plain, _ = talked(decoder, params, False, change=swap)
+    found, session = talked(decoder, params, True, change=swap)
     assert_alike(found, plain)
     assert session.statistics.kept_tokens > 0  # of the last turn
     assert [y.version_min for y in found] == [0] * 3 + [7] * 6
@@ -103,8 +103,8 @@ def test_a_state_after_the_end_of_a_stop_string_is_not_kept():
     for family in ("qwen3_5_text", "llama"):
         config = tiny_config(family=family)
         params, decoder = random_params(config), make_decoder(config)
-        plain, _ = talked(decoder, params, 0, settings=settings)
-        found, session = talked(decoder, params, 3, settings=settings)
+        plain, _ = talked(decoder, params, False, settings=settings)
+        found, session = talked(decoder, params, True, settings=settings)
         assert any(y.has_eos and len(y.tokens) % 4 for y in found[:6])
         assert_alike(found, plain)
         assert session.statistics.kept_tokens > 0 or family == "qwen3_5_text"

@@ -114,7 +114,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(chunk_steps
 
 
 def make(fields):
-    small = {"task.max_prompt_tokens": 12, "search.max_new_tokens": 16, "eval.max_new_tokens": 16}
+    small = {"task.max_prompt_tokens": 12, "search.max_new_tokens": 16}
     return make_config({**small, **fields})
 
 

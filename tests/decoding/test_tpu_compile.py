@@ -109,7 +109,7 @@ def test_a_chunk_of_a_large_model_copies_neither_weights_nor_cache():
     )
     where = SingleDeviceSharding(devices("v5e:2x2")[0])
     weights = lowering.abstract_weights(config, jnp.bfloat16, where)
-    sizes = {"num_slots": 128, "cache_length": 1024, "prompt_length": 256}
+    sizes = {"num_slots": 128, "prompt_length": 256}
     programs = dict(lowering.lower_all(decoder, weights, **sizes))
     figures = programs["chunk_sampled"]().compile().memory_analysis()
     assert figures.alias_size_in_bytes == decoder.cache_bytes(128) == 3_758_096_384

@@ -93,7 +93,6 @@ def model():
             "task.max_prompt_tokens": 12,
             "task.environment": "unused:Unused",
             "search.max_new_tokens": LIMIT,
-            "eval.max_new_tokens": LIMIT,
             "search.stop_strings": (",", ":"),
             "search.num_slots": 4,
         }

@@ -45,7 +45,7 @@ def model():
 
 
 def evaluator(model, task=None, metrics=(), measures=(), **changes):
-    sizes = {"task.num_eval_prompts": 6, "eval.max_new_tokens": 12, "search.max_new_tokens": 12}
+    sizes = {"task.num_eval_prompts": 6, "search.max_new_tokens": 12}
     config = make_config({**sizes, **changes})
     task = task or Arithmetic()
     decoder = make_decoder(config, model[0], model[2])
@@ -133,7 +133,7 @@ def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
     wanted = whole.run(model[1])
     assert wanted == whole.merge([whole.shard(model[1], 0)])
     parted = evaluator(
-        model, None, [sums], (length_of_first,), **common, **{"eval.num_slots": 3 * n}
+        model, None, [sums], (length_of_first,), **common, **{"search.num_slots": 3 * n}
     )
     assert parted.num_shards == 3
     parts = [parted.shard(model[1], number) for number in (2, 0, 1)]
@@ -151,7 +151,7 @@ def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
 @pytest.mark.parametrize("num_searchers", [1, 2])
 @pytest.mark.parametrize("num_leased", [0, 1, 2])
 def test_searchers_that_share_an_evaluation_give_its_figures(model, num_searchers, num_leased):
-    parted = evaluator(model, **{"eval.num_slots": 2})
+    parted = evaluator(model, **{"search.num_slots": 2})
     service = EvaluationService(parted, lambda: 0.0)
     service.request(4, [model[1]] * num_searchers)
     leases = [service.lease() for _ in range(num_leased)]

@@ -15,7 +15,6 @@ SMALL = (
     "batch.num_prompts=4",
     "search.prompts_per_round=4",
     "task.num_eval_prompts=16",
-    "eval.num_slots=16",
     "eval.period=4",
     "checkpoint.period=4",
 )
@@ -27,7 +26,6 @@ IN_AN_ENVIRONMENT = (
     "task.environment=tba_jax.tasks.calculator:Calculator",
     "search.stop_strings=:",
     "search.max_new_tokens=24",
-    "eval.max_new_tokens=24",
     "search.max_turns=4",
 )
 """Changes of a small run whose episodes have a calculator."""
@@ -35,7 +33,6 @@ IN_AN_ENVIRONMENT = (
 WITH_AN_AGENT = (
     f"task.environment={ROOT / 'tests/serving/agents_for_tests.py'}:arithmetic",
     "search.max_new_tokens=40",
-    "eval.max_new_tokens=40",
 )
 """Changes of a small run whose episodes are written by an agent over HTTP."""
 

@@ -48,7 +48,6 @@ OVERRIDES = (
     "search.samples_per_prompt=4",
     "search.initial_fill=0",
     "search.max_new_tokens=48",
-    "eval.max_new_tokens=48",
     "eval.period=0",
 )
 

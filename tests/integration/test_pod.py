@@ -43,7 +43,6 @@ SAME = (
     "search.samples_per_prompt=2",
     "search.sampling_temperature=2.0",
     "task.reward=my_rewards:length",
-    "eval.num_slots=4",
 )
 
 
@@ -203,7 +202,6 @@ def test_a_slow_evaluation_on_one_host_delays_no_process(cache, folder):
         "num_searchers=2",
         "num_steps=100000",
         "eval.period=4",
-        "eval.num_slots=8",
         "checkpoint.period=0",
         "task.reward=my_rewards:held_up",
         "reward.timeout_s=600",

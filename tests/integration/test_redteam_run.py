@@ -16,7 +16,6 @@ TOY = (
     "search.prompts_per_round=8",
     "task.num_eval_prompts=1",
     "eval.num_samples=32",
-    "eval.num_slots=32",
     "eval.period=0",
 )
 
@@ -35,9 +34,7 @@ SHRUNKEN = (
     "search.initial_fill=16",
     *(f"model.{name}_dtype=float32" for name in ("param", "compute", "rollout")),
     "reward.dtype=float32",
-    "eval.max_new_tokens=10",
     "eval.num_samples=16",
-    "eval.num_slots=16",
     "eval.period=0",
 )
 

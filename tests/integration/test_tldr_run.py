@@ -83,7 +83,6 @@ def test_a_pythia_preset_trains_on_shrunken_models(preset, devices, cache, tmp_p
         "search.prompts_per_round=2",
         "search.initial_fill=16",
         "search.max_new_tokens=8",
-        "eval.max_new_tokens=8",
         "eval.period=0",
         "optimizer.learning_rate=1e-2",  # so that four steps are seen
         *devices,

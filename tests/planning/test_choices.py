@@ -213,7 +213,6 @@ def test_a_resumed_run_takes_what_it_chose(monkeypatch):
     chosen = {
         "task.max_prompt_tokens": 64,
         "batch.micro_batch_rows": 32,
-        "eval.max_new_tokens": 7,
         "model.remat": "dots",
         "model.rollout_dtype": "bfloat16",
         "search.num_slots": 8,

@@ -29,7 +29,6 @@ FIELDS = {
     "search.max_new_tokens": 16,
     "replay.recency_prob": 1.0,
     "eval.period": 0,
-    "eval.max_new_tokens": 16,
     "checkpoint.period": 1,
     "reward.timeout_s": 300.0,  # on a busy machine a reward that is late would be another reward
 }

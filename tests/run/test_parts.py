@@ -26,7 +26,6 @@ def test_searchers_draw_as_the_config_says_and_report_the_truncated_distribution
             "search.top_p": 0.6,
             "search.min_new_tokens": 3,
             "search.sampling_temperature": 0.8,
-            "eval.max_new_tokens": 6,
         }
     )
     # Half of the vocabulary ends a response: without the least length most would have one token.

@@ -85,9 +85,7 @@ def test_an_end_of_sequence_token_in_a_response_is_refused(tmp_path, tokenizer):
 def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
     model, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     params = unstack_layers(params, model)
-    config = make_config(
-        {"task.max_prompt_tokens": 12, "search.max_new_tokens": 12, "eval.max_new_tokens": 12}
-    )
+    config = make_config({"task.max_prompt_tokens": 12, "search.max_new_tokens": 12})
     prompts = []
     for i in range(3):
         text, columns = Arithmetic().train_problem(i)

@@ -67,7 +67,7 @@ def model(tmp_path_factory):
     config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     tokenizer = Tokenizer.load(folder)
     changes = {"task.max_prompt_tokens": 12, "task.environment": f"{FILE}:talk"}
-    changes |= {"search.max_new_tokens": LIMIT, "eval.max_new_tokens": LIMIT}
+    changes |= {"search.max_new_tokens": LIMIT}
     settings = make_config({**changes, "reward.timeout_s": 2.0, "search.num_slots": 4})
     return Model(config, params, tokenizer, settings, make_decoder(settings, config, tokenizer))
 
