@@ -131,7 +131,6 @@ def run_config(job: Mapping[str, Any]) -> Config:
             "task.num_eval_prompts": 1,
             "model.path": str(folder / "model"),
             "batch.num_prompts": job["prompts"],
-            "batch.num_length_buckets": 1,
             "batch.micro_batch_rows": job["micro_batch_rows"],
             "objective.group_size": job["group"],
             "objective.beta": job["beta"],

@@ -5,6 +5,7 @@ from typing import Literal
 
 from tba_jax.config.schema import Config, get_field
 from tba_jax.devices.placement import MODES
+from tba_jax.flow.padding import SHORT
 from tba_jax.tasks.registry import entry_of
 
 
@@ -23,6 +24,15 @@ def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
 def allows_forks(config: Config) -> bool:
     """Return whether an episode may fork into several paths: with an environment, minibatches=1."""
     return bool(config.task.environment) and config.objective.built.minibatches == 1
+
+
+def shares_prompts(config: Config) -> bool:
+    """Return whether a row has a prompt once before several responses to it.
+
+    Short prompts, and the one-token prompts of episodes with a renderer, are repeated for each
+    response, which saves the compilation of a program.
+    """
+    return config.task.max_prompt_tokens > SHORT and not config.task.renderer
 
 
 def remat_of(config: Config) -> Literal["none", "dots", "layers"]:

@@ -26,6 +26,15 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
     )
 
 
+SHORT = 32
+"""Number of tokens up to which a sequence is short: padding costs less than another program."""
+
+
+def padded_lengths(max_length: int) -> tuple[int, ...]:
+    """Return the lengths that training and decoding compile for, ascending."""
+    return length_buckets(max_length, 1 if max_length <= SHORT else 3)
+
+
 def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
     """Return `max_length`, its half, its quarter, ..., ascending; all but the last multiples of 8.
 
@@ -76,6 +85,11 @@ class Padding:
     prompt_buckets: tuple[int, ...]
     response_buckets: tuple[int, ...]
     pad_id: int
+
+    @property
+    def num_shapes(self) -> int:
+        """Number of pairs of padded lengths."""
+        return len(self.prompt_buckets) * len(self.response_buckets)
 
     @property
     def largest(self) -> "Padding":

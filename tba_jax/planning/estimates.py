@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from tba_jax.config.resolved import remat_of
+from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.devices.placement import MeshShape
@@ -52,7 +52,7 @@ def trainer_share(config: Config, model_config: TransformerConfig) -> float:
         num_rows=trained,
         prompt_tokens=x,
         response_tokens=padded,
-        responses_per_prompt=k if config.batch.share_prompts or config.batch.packed_length else 1,
+        responses_per_prompt=k if shares_prompts(config) or config.batch.packed_length else 1,
     )
     forward = training / 3
     if remat_of(config) == "layers":
@@ -109,7 +109,7 @@ def step_bytes(
         platform: platform of the trainer's devices, which selects the attention kernel.
     """
     x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
-    c = min(responses, config.objective.group_size) if config.batch.share_prompts else 1
+    c = min(responses, config.objective.group_size) if shares_prompts(config) else 1
     tokens = responses // c * (x + c * t)
     pairs = responses // c * (x * x + c * t * (x + t)) if c > 1 else responses * (x + t) ** 2
     if row := config.batch.packed_length:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tba_jax.config.resolved import allows_forks, remat_of
+from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.platform import Platform, platform_of
@@ -190,7 +190,7 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
     updates = config.objective.built.minibatches
     multiple, is_all = num_parts * updates, rows >= p * k
     of_row, length = 1, config.batch.packed_length or x + t
-    if config.batch.share_prompts and not config.batch.packed_length:
+    if shares_prompts(config) and not config.batch.packed_length:
         of_row = k if is_all else min(k, -(-rows // multiple))
         length = x + of_row * t
     pieces, is_whole = -(-k // of_row), rows >= k and not allows_forks(config)
@@ -240,7 +240,7 @@ def micro_batch_rows(
     if not wanted:
         return 0
     larger, room = list[int](), free_bytes
-    shares = config.batch.share_prompts
+    shares = shares_prompts(config)
     if not config.batch.packed_length and (shares or wanted % k == 0):
         larger = sorted((n for n in options if n % (k * num_parts) == 0), key=distance)[:1]
         if shares:
@@ -377,7 +377,7 @@ def _with(config: Config, section: str, **fields: Any) -> Config:
 
 def _rows(config: Config) -> int:
     """Return the number of rows of a batch of distinct responses; a packed row counts as one."""
-    shares = config.batch.share_prompts and not config.batch.packed_length
+    shares = shares_prompts(config) and not config.batch.packed_length
     return config.batch.num_prompts * (1 if shares else config.objective.group_size)
 
 

@@ -25,7 +25,6 @@ from tba_jax.devices.sharding import Placement, placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.attacks import make_embed_program
 from tba_jax.evaluation.metrics import distance_rows, make_distance_program
-from tba_jax.flow.padding import length_buckets
 from tba_jax.models import encoder
 from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import on_mesh, param_shardings
@@ -288,8 +287,7 @@ def _distance(config: Config, model_config: TransformerConfig, placement: Placem
         if config.reference.placement == "searcher"
         else abstract_weights(config, model_config, placement)
     )
-    buckets = config.batch.num_length_buckets
-    t = length_buckets(config.search.max_new_tokens, buckets)[-1]
+    t = config.search.max_new_tokens
     responses = (config.task.num_eval_prompts or 2**31) * config.eval.num_samples
     rows = distance_rows(responses, t, model_config.vocab_size)
     return Planned(
@@ -303,5 +301,5 @@ def _distance(config: Config, model_config: TransformerConfig, placement: Placem
             "parameters": shard_bytes(weights),
             "reference parameters": shard_bytes(reference),
         },
-        variants=buckets**2,
+        variants=model_parts.make_padding(config, 0, t).num_shapes,
     )

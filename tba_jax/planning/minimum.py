@@ -11,6 +11,7 @@ Invariant: no compiled program does less work.
 import math
 from typing import NamedTuple
 
+from tba_jax.config.resolved import shares_prompts
 from tba_jax.config.schema import Config
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
@@ -150,7 +151,7 @@ def _of_searcher(
     }
     if config.reference.placement == "searcher":
         reference = programs.abstract_reference(config, model_config, placement)
-        shared = (1, sizes.samples) if config.batch.share_prompts else (sizes.samples, 1)
+        shared = (1, sizes.samples) if shares_prompts(config) else (sizes.samples, 1)
         flops = of.after_prompt(shared[0], sizes.prompt, shared[1], sizes.response)
         flops += sizes.samples * sizes.response * of.head
         found["score_reference"] = Minimum(flops / mesh.size, _read_bytes(reference, model_config))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tba_jax.config.resolved import writes_versions
+from tba_jax.config.resolved import shares_prompts, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
@@ -24,7 +24,7 @@ from tba_jax.decoding.session import ADDED_TOKENS, PREFILL_TOKENS
 from tba_jax.devices.sharding import Placement, placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.padding import length_buckets
+from tba_jax.flow.padding import padded_lengths
 from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import TransformerConfig, abstract_params
@@ -99,8 +99,8 @@ class Sizes(NamedTuple):
 
 def sizes_of(config: Config) -> Sizes:
     """Return the largest shapes that the programs of a run have."""
-    prompt = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)[-1]
-    response = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)[-1]
+    prompt = config.task.max_prompt_tokens
+    response = config.search.max_new_tokens
     return Sizes(
         prompts=config.batch.num_prompts,
         group=config.objective.group_size,
@@ -209,7 +209,7 @@ def _trainer_programs(
         words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[1]} tokens"
         if batch.slots.shape[1] > 1:
             words += f" of a prompt with {batch.slots.shape[1]} of them"
-        lengths = config.batch.num_length_buckets**2
+        lengths = model_parts.make_padding(config, 0).num_shapes
     shapes = model_parts.make_packing(config, 0, mesh).shapes
     at_once = shapes[0].at_once
     return [
@@ -253,7 +253,7 @@ def _searcher_programs(
     held = {"parameters": shard_bytes(weights)}
     cache = {"KV cache": float(decoder.cache_bytes(sizes.num_slots, columns))}
     waiting = {"prefilled prompts": float(decoder.cache_bytes(prompts, length))}
-    buckets = config.batch.num_length_buckets
+    buckets = len(padded_lengths(config.task.max_prompt_tokens))
     found = [
         Planned(
             name="prefill",
@@ -361,7 +361,8 @@ def _scoring(
     program = make_reference_program(model_config, scoring, site)
     params = abstract_reference(config, model_config, placement)
     # One row has a whole group if prompts are shared, otherwise one response.
-    c = sizes.samples if config.batch.share_prompts else 1
+    shares = shares_prompts(config)
+    c = sizes.samples if shares else 1
     b = sizes.samples // c
     of_rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b,), (b, c))]
     tokens = jax.ShapeDtypeStruct((b, sizes.prompt + c * sizes.response), jnp.int32)
@@ -371,7 +372,7 @@ def _scoring(
         sizes=f"{sizes.samples} responses, {tokens.shape[1]} tokens",
         lower=lambda: program.lower(params, tokens, *of_rows, response_bucket=sizes.response),
         resident={"reference parameters": shard_bytes(params)},
-        variants=config.batch.num_length_buckets**2 * (2 if config.batch.share_prompts else 1),
+        variants=model_parts.make_padding(config, 0).num_shapes * (2 if shares else 1),
         # Upper bound: repeated responses of a group are scored once.
         calls_per_round=sizes.round_prompts,
     )
@@ -414,7 +415,7 @@ def abstract_batch(
             slots=array(rows),
             positions=array(rows),
             behavior_token_logprobs=array(rows, jnp.float32),
-            contexts=array(rows) if config.batch.share_prompts else None,
+            contexts=array(rows) if packing.shares_prompts else None,
             token_advantages=array(rows, jnp.float32) if packing.has_advantages else None,
             experts=experts(*rows),
             **of_responses,

@@ -301,9 +301,6 @@ def _savings(
     """Return advice on other settings that free memory, with the bytes that each frees."""
     config, frees = facts["config"], {}
     members = ("trainer", "searcher") if group == "both" else (group,)
-    code = sum((p.variants - 1) * p.hbm.get("code", 0.0) for p in programs if p.group in members)
-    if config["batch"]["num_length_buckets"] > 1:
-        frees["--config.batch.num_length_buckets=1 up to {} GiB of code (for more padding)"] = code
     held = facts["groups"]["trainer"]["residents"] if "trainer" in members else {}
     if "searcher" in members and config["search"]["quantization"] == "none":
         # Weights read from files keep their dtype; tables and norms too.

@@ -56,8 +56,7 @@ for _name, _task, _tool in (("qwen3_1_7b", "gsm8k", "calculator"), ("qwen3_4b", 
             "environment": f"tba_jax.environments.tools:{_tool}",
             "renderer": "qwen3",
         },
-        # The prompt of a row is its first token, because the schemas of the tools follow it.
-        "batch": {"num_prompts": 32, "share_prompts": False},
+        "batch": {"num_prompts": 32},
         # Limits of an episode, with schemas, question and results. The caches of slots and of
         # waiting conversations share one device with the trainer.
         "search": {

@@ -49,14 +49,8 @@ PRESETS = {
         # take turns on it (60 steps in 47 s instead of 25 s).
         "num_cpu_devices": 2,
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
-        # A batch has 40 to 60 distinct responses, to prompts of twelve tokens. One compiled program
-        # of 64 rows is enough, and shared prompts would save little.
-        "batch": {
-            "num_prompts": 16,
-            "num_length_buckets": 1,
-            "micro_batch_rows": 64,
-            "share_prompts": False,
-        },
+        # A batch has 40 to 60 distinct responses: one compiled program of 64 rows is enough.
+        "batch": {"num_prompts": 16, "micro_batch_rows": 64},
         # Five in six responses are repeats, nearly all of the kind "hasty".
         "objective": {"group_size": 16, "beta": 0.05, "weights": "equal"},
         "optimizer": {"learning_rate": "linear(2e-4, 0, warmup=5)"},

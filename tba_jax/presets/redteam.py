@@ -47,7 +47,7 @@ _PAPER = {
     "placement": "split",
     "task": {"name": "redteam", "max_prompt_tokens": 8, "num_eval_prompts": 1},
     "lora": {"rank": 32, "alpha": 16.0},
-    "batch": {"num_prompts": 8, "num_length_buckets": 1, "share_prompts": False},
+    "batch": {"num_prompts": 8},
     "objective": {
         "group_size": 16,
         "beta": 0.05,
@@ -101,7 +101,7 @@ PRESETS = {
         "num_cpu_devices": 2,
         "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
         "model": {"path": "embedded:attacker_model"},
-        "batch": {"num_prompts": 4, "num_length_buckets": 1, "share_prompts": False},
+        "batch": {"num_prompts": 4},
         # With beta = 0.5, groups without a success pull the policy to the reference as strongly as
         # rare successes move it away.
         "objective": {"group_size": 16, "beta": 0.2},

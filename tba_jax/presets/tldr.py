@@ -81,7 +81,7 @@ PRESETS = {
         "num_cpu_devices": 2,
         "task": {"name": "tldr_toy", "max_prompt_tokens": 26, "num_eval_prompts": 512},
         "model": {"path": "embedded:tldr_toy_policy"},
-        "batch": {"num_prompts": 8, "num_length_buckets": 1, "share_prompts": False},
+        "batch": {"num_prompts": 8},
         "objective": {
             "group_size": 16,
             "beta": "linear(1, 0.1, 60, jump=15)",

@@ -154,12 +154,12 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompile
     """
     config = shared.config
     is_alone = shared.cluster.num_processes == 1
-    has_one_length = config.batch.num_length_buckets == 1 or config.batch.packed_length
+    mesh = shared.sites.trainer.mesh
+    packing = make_packing(config, shared.tokenizer.pad_id, mesh, shared.policy)
+    has_one_length = packing.padding.num_shapes == 1 or packing.row_length
     if config.driver != "async" or not is_alone or not has_one_length:
         return Precompiler({}).start()
     load_grain()
-    mesh = shared.sites.trainer.mesh
-    packing = make_packing(config, shared.tokenizer.pad_id, mesh, shared.policy)
     batch = first_batch(config, packing)
     jobs: dict[Hashable, Any] = {
         PUBLICATION: functools.partial(_lower_publication, shared, publish),

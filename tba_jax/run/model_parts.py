@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.config.resolved import allows_forks, remat_of, transport_of
+from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import CHUNK_STEPS
@@ -23,7 +23,7 @@ from tba_jax.devices import xla
 from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.packing import Packing
-from tba_jax.flow.padding import Padding, length_buckets
+from tba_jax.flow.padding import Padding, length_buckets, padded_lengths
 from tba_jax.flow.trajectory import ExpertsShape
 from tba_jax.models import lora
 from tba_jax.models import model as models
@@ -85,7 +85,6 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
         eos_ids=end_ids(config, eos_ids),
         min_new_tokens=config.search.min_new_tokens,
         mask_eos=config.objective.mask_eos,
-        chunk_tokens=config.batch.logprob_chunk_tokens,
         compute_dtype=config.model.compute_dtype,
     )
 
@@ -98,10 +97,9 @@ def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
 
 def make_padding(config: Config, pad_id: int, max_new_tokens: int = 0) -> Padding:
     """Return the padded lengths of prompts and responses."""
-    num = config.batch.num_length_buckets
     return Padding(
-        length_buckets(config.task.max_prompt_tokens, num),
-        length_buckets(max_new_tokens or config.search.max_new_tokens, num),
+        padded_lengths(config.task.max_prompt_tokens),
+        padded_lengths(max_new_tokens or config.search.max_new_tokens),
         pad_id,
     )
 
@@ -265,7 +263,7 @@ def make_decoder(
         eos_ids=ids,
         pad_id=tokenizer.pad_id,
         prompt_buckets=(
-            *length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets),
+            *padded_lengths(config.task.max_prompt_tokens),
             # VinePPO prefills a prompt with the beginning of a response.
             *((longest,) if config.objective.built.vine_tokens else ()),
             *_conversation_lengths(config, longest),
@@ -316,7 +314,7 @@ def _conversation_lengths(config: Config, longest: int) -> tuple[int, ...]:
     if not config.task.environment:
         return ()
     least = config.task.max_prompt_tokens
-    lengths = length_buckets(longest, max(2, config.batch.num_length_buckets))
+    lengths = length_buckets(longest, max(2, len(padded_lengths(least))))
     return tuple(n for n in lengths if n > least)
 
 
@@ -405,7 +403,7 @@ def make_packing(
         padding=make_padding(config, pad_id),
         policy_temperature=config.search.sampling_temperature,
         row_length=config.batch.packed_length,
-        shares_prompts=config.batch.share_prompts,
+        shares_prompts=shares_prompts(config),
         row_multiple=_row_parts(config, mesh) * objective.minibatches,
         micro_batch_rows=micro_batch_rows(config),
         is_whole=groups_stay_whole(config),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax.config.resolved import ownership_of, transport_of
+from tba_jax.config.resolved import ownership_of, shares_prompts, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
@@ -406,7 +406,7 @@ def build_searchers(
                 padding=make_padding(config, shared.tokenizer.pad_id),
                 outbox=outboxes[i],
                 clock=shared.clock,
-                shares_prompts=config.batch.share_prompts,
+                shares_prompts=shares_prompts(config),
             ),
             given if first + i == 0 else None,
         )

@@ -19,28 +19,14 @@ class BatchSettings(Section):
     """Settings of the batches of a train step."""
 
     num_prompts: int = field(16, "p: prompts per optimiser step", at_least=1)
-    num_length_buckets: int = field(
-        3, "padded lengths that training and decoding compile for", at_least=1
-    )
     micro_batch_rows: int = field(
         0,
         "responses (or packed rows) per micro-batch, whose gradients are summed; 0: the fastest "
         "number that fits the devices, by an estimate",
         at_least=0,
     )
-    share_prompts: bool = field(
-        True,
-        "compute each prompt once for all of its responses in a micro-batch, in training and for "
-        "the reference; False saves the compilation of a program if prompts have few tokens",
-    )
     packed_length: int = field(
         0, "tokens per row that holds several responses; 0: one response per row", at_least=0
-    )
-    logprob_chunk_tokens: int = field(
-        8192,
-        "tokens, over all devices, per block of logits [tokens, vocabulary]; lower values need "
-        "less memory",
-        at_least=1,
     )
 
 

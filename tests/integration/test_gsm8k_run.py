@@ -43,7 +43,6 @@ OVERRIDES = (
     "num_searchers=1",
     "num_steps=4",
     "batch.num_prompts=2",
-    "batch.num_length_buckets=1",
     "objective.group_size=4",
     "search.samples_per_prompt=4",
     "search.initial_fill=0",

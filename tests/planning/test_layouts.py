@@ -99,7 +99,7 @@ def test_scores_count_where_gpus_cannot_divide_key_value_heads():
     """Four GPUs, two key/value heads: the einsum of one response, whose scores stay in memory."""
     config = replace(
         freeze(PRESETS["get_config"]("gsm8k")),
-        {"model.compute_dtype": "bfloat16", "batch.share_prompts": False, "batch.packed_length": 0},
+        {"model.compute_dtype": "bfloat16", "task.renderer": "qwen3", "batch.packed_length": 0},
     )
     shape = config_json.transformer_config(PUBLISHED[RHO])
     tokens = config.task.max_prompt_tokens + config.search.max_new_tokens
@@ -117,7 +117,7 @@ def test_scores_count_where_rows_over_several_devices_have_no_splash_attention()
     """Shared prompts, or rows that are no multiple of 256 tokens a device."""
     shape = config_json.transformer_config(PUBLISHED[RHO])
     config = freeze(PRESETS["get_config"]("math"))
-    own = {"batch.share_prompts": False, "task.max_prompt_tokens": 1024}
+    own = {"task.renderer": "qwen3", "task.max_prompt_tokens": 1024}
 
     def scores(changes):
         ways = (replace(config, changes | {"model.attention": x}) for x in ("auto", "xla"))
@@ -125,7 +125,7 @@ def test_scores_count_where_rows_over_several_devices_have_no_splash_attention()
         by_splash, by_einsum = (estimates.step_bytes(16, x, shape, mesh, "tpu") for x in ways)
         return by_einsum - by_splash
 
-    assert scores({"batch.share_prompts": True}) == 0
+    assert scores({}) == 0
     assert scores(own | {"search.max_new_tokens": 2072}) == 0
     assert scores(own | {"search.max_new_tokens": 2048}) > 0
 
@@ -148,7 +148,6 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
     everything = topology.chip.hbm_bytes
     for attention in ("auto", "xla"):
         assert rows(everything, attention, packed_length=0) == (8 * 20, 0)
-        assert rows(everything, attention, packed_length=0, share_prompts=False) == (8, 0)
     # The einsum materialises scores.
     assert rows(12e9, packed_length=0) == (8 * 20, 36)
     assert rows(12e9, "xla", packed_length=0) == (8 * 10, 36)
@@ -429,7 +428,7 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
 
     # Seven prompts with twenty responses each, packed and padded; or a row for each of the prompts.
     assert mesh(4) == mesh(4, packed_length=0) == (4, 1) and mesh(8) == (8, 1)
-    shared = {"packed_length": 0, "share_prompts": True}
+    shared = {"packed_length": 0}
     assert mesh(8, **shared) == (8, 1)  # one of eight
     assert mesh(8, **shared, num_prompts=5) == (2, 4)  # one of six, not three of eight
     # The axis of experts is the config's. It saves no memory: each device has the tokens of all.
@@ -450,7 +449,7 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
 @pytest.mark.parametrize("packed", [0, 1024])
 def test_each_update_has_its_part_of_every_micro_batch(packed):
     """Also of one that holds all of a batch, whose 140 rows divide over no 8."""
-    fields = {"batch.packed_length": packed, "batch.share_prompts": False}
+    fields = {"batch.packed_length": packed, "task.renderer": "qwen3"}
     ppo = {"objective.name": "ppo", "objective.scale": None, "objective.minibatches": 4}
     config = replace(freeze(PRESETS["get_config"]("gsm8k")), fields | ppo)
     options = fitting.micro_batch_options(config, 2)

@@ -22,7 +22,6 @@ SIZES = {
 CONFIG = {
     "driver": "async",
     "num_searchers": 2,
-    "batch": {"num_length_buckets": 3},
     "optimizer": {"name": "adamw"},
     "model": {"param_dtype": "float32", "rollout_dtype": "bfloat16"},
     "search": {"quantization": "none"},
@@ -120,10 +119,7 @@ def test_advice_counts_the_code_and_never_names_the_size_there_is():
     # (16 - 6 - 2) * 0.95 GiB are free.
     assert "9.0 GiB and 7.6 GiB are free" in advice(facts(), [step], found, None)[0]
     assert "micro_batch_rows=32 " in advice(facts(), [step], found, None)[0]
-    # One of two variants of the program.
-    assert "num_length_buckets=1 up to 1.0 GiB of code" in advice(facts(), [step], found, None)[1]
     small = CONFIG | {
-        "batch": {"num_length_buckets": 1},
         "optimizer": {"name": "adafactor"},
         "model": {"param_dtype": "bfloat16"},
     }

@@ -22,7 +22,6 @@ FIELDS = {
     "task.num_eval_prompts": 8,
     "task.max_prompt_tokens": 12,
     "batch.num_prompts": 4,
-    "batch.num_length_buckets": 1,
     "objective.group_size": 4,
     "search.samples_per_prompt": 4,
     "search.prompts_per_round": 4,

@@ -58,7 +58,6 @@ def make_searcher(model, given_texts):
         {
             "task.max_prompt_tokens": 12,
             "search.max_new_tokens": 8,
-            "batch.num_length_buckets": 1,
             "search.prompts_per_round": 2,
             "search.samples_per_prompt": 3,
         }
