@@ -9,17 +9,15 @@ The server listens on the loopback interface. With --host it listens on another 
 """
 
 import argparse
-import functools
 import ipaddress
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 # Flag -> smallest allowed value.
-_LEAST = {"num_slots": 1, "max_requests": 1, "max_length": 0, "max_adapters": 0}
+_LEAST = {"num_slots": 1, "max_requests": 1, "max_length": 0}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,13 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=256,
         help="maximum number of concurrent requests; further requests are refused",
     )
-    parser.add_argument(
-        "--max_adapters",
-        type=int,
-        default=0,
-        help="LoRA adapters that clients may load from this machine's folders; each has a copy of "
-        "the weights; 0: none",
-    )
     args = parser.parse_args(argv)
     try:
         return _serve(args)
@@ -91,18 +82,14 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from tba_jax.decoding.engine import Decoder
-    from tba_jax.decoding.session import Session
     from tba_jax.devices.platform import platform_of
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.devices.site import any_device
     from tba_jax.devices.worker import StopFlag, Worker
     from tba_jax.environments.chat import make_chat_format
     from tba_jax.flow.padding import length_buckets
-    from tba_jax.models import lora
-    from tba_jax.models.hf import adapter_files
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.remote.http_server import HttpServer
-    from tba_jax.serving.adapters import AdapterScope
     from tba_jax.serving.protocol import MAX_STOP_IDS, Served
     from tba_jax.serving.queue import RequestQueue
     from tba_jax.serving.server import Application, PlainScope
@@ -125,35 +112,28 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     served = Served(
         name, tokenizer, make_chat_format(tokenizer, args.renderer), tokenizer.eos_ids, longest
     )
-    open_slots = functools.partial(
-        decoder.session,
+    session = decoder.session(
+        params,
         num_slots=args.num_slots,
         prefill_prompts=args.num_slots,
         num_stop_ids=MAX_STOP_IDS,
         version=version,
     )
-    session = open_slots(params)
     queue = RequestQueue()
-
-    def open_session(path: Path) -> Session:
-        adapted, adapters = adapter_files.read(path, config)
-        return open_slots(lora.merge(params, adapters, config=adapted))
-
-    scope = AdapterScope(PlainScope(served, queue), session, open_session, args.max_adapters)
+    scope = PlainScope(served, queue)
     application = Application(
         lambda path: (scope, path),
         served,
-        queue=scope,
+        queue=queue,
         token=args.token,
         max_requests=args.max_requests,
         info=lambda: {"model": name, "weight_version": version, "num_slots": args.num_slots},
-        adapters=scope if args.max_adapters else None,
     )
     server = HttpServer(application, "http-server", bound)
     stop = StopFlag()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    decoding = Worker("decoder", scope.step, stop, idle_s=0.002).start()
+    decoding = Worker("decoder", lambda: queue.step(session), stop, idle_s=0.002).start()
     server.start()
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"serving {name} at http://{host}:{server.port}/v1", flush=True)

@@ -36,10 +36,7 @@ _CHECK_TIMEOUT_S = 60.0
 _MOST_PAUSE_S = 30.0
 _MOST_TEXT = 300  # characters of a response in a message
 _FEW = 5  # attempts where a server responds, but not usefully
-_START = (
-    "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or with "
-    "python -m tba_jax.serve --model=MODEL --max_adapters=4"
-)
+_START = "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
 
 class ServerError(RuntimeError):

@@ -48,7 +48,6 @@ class Generation:
         settings: sampling settings.
         is_streamed: whether updates before the end are wanted.
         notify: receives updates, or the error of a refused prompt; called on the session's thread.
-        model: name of the model.
     """
 
     prompt: np.ndarray
@@ -56,7 +55,6 @@ class Generation:
     settings: SamplingSettings
     is_streamed: bool
     notify: Callable[[Update | Exception], None]
-    model: str = ""
 
 
 class RequestQueue:
@@ -96,12 +94,6 @@ class RequestQueue:
     def is_paused(self) -> bool:
         """Whether decoding is paused."""
         return self._is_paused
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every submitted generation has ended."""
-        with self._lock:
-            return not (self._new or self._live)
 
     def step(self, session: Session) -> bool:
         """Take in requests and decode one chunk; return False if there is nothing to decode."""

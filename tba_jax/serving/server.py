@@ -5,7 +5,6 @@
     POST /v1/completions          text or token IDs
     POST /v1/chat/completions     messages, tools
     GET  /v1/models, /health, /server_info;  POST /pause, /resume
-    POST /v1/load_lora_adapter, /v1/unload_lora_adapter
 
 Invariant: a request without a valid token, or beyond the limit of concurrent requests, is refused
 before its body is read. A client that disconnects frees its slots.
@@ -15,7 +14,7 @@ import asyncio
 import hmac
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import tba_jax
@@ -31,7 +30,6 @@ _ROUTES: dict[str, Kind] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
 }
-_ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class Scope(Protocol):
@@ -70,36 +68,6 @@ class PlainScope(NamedTuple):
         self.queue.cancel(generation)
 
 
-class Pausable(Protocol):
-    """Interface of decoding that /pause and /resume control."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether decoding is paused."""
-        ...
-
-    def pause(self, is_paused: bool) -> None:
-        """Stop decoding, or resume it."""
-        ...
-
-
-class Adapters(Protocol):
-    """Interface of the adapters of a server."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Return the names of the loaded adapters."""
-        ...
-
-    def load(self, name: str, path: str) -> None:
-        """Load the adapter of a folder under a new name."""
-        ...
-
-    def unload(self, name: str) -> None:
-        """Accept no further requests for an adapter."""
-        ...
-
-
 class Disconnected(Exception):
     """The client has disconnected."""
 
@@ -114,7 +82,6 @@ class Application:
         token: bearer token that every request must have; "": no token is needed.
         max_requests: maximum number of concurrent requests; others are refused with status 429.
         info: fields of /server_info.
-        adapters: adapters that requests load and unload; None: these routes do not exist.
     """
 
     def __init__(
@@ -122,16 +89,15 @@ class Application:
         scopes: Callable[[str], tuple[Scope, str]],
         served: Served,
         *,
-        queue: Pausable | None = None,
+        queue: RequestQueue | None = None,
         token: str = "",
         max_requests: int = 256,
         info: Callable[[], Mapping[str, Any]] = dict,
-        adapters: Adapters | None = None,
     ) -> None:
         self._scopes, self._served, self._queue = scopes, served, queue
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._max_requests, self._num_requests = max_requests, 0
-        self._info, self._adapters = info, adapters
+        self._info = info
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request."""
@@ -185,43 +151,20 @@ class Application:
         if path == "/server_info":
             return {"version": tba_jax.__version__, **self._info()}
         _, rest = self._scopes(path)
-        base = self._served.model
-        names = [base, *(() if self._adapters is None else self._adapters.names)]
-        cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "tba_jax",
-                "max_model_len": self._served.max_length,
-                "parent": None if name == base else base,
-            }
-            for name in names
-        ]
+        card = {
+            "id": self._served.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tba_jax",
+            "max_model_len": self._served.max_length,
+        }
         if rest == "/v1/models":
-            return {"object": "list", "data": cards}
-        for name, card in zip(names, cards, strict=True):
-            if rest == f"/v1/models/{name}":
-                return card
+            return {"object": "list", "data": [card]}
+        if rest == f"/v1/models/{self._served.model}":
+            return card
         raise _no_route("GET", path)
 
-    async def _change_adapters(self, path: str, body: Mapping[str, Any], send: Any) -> None:
-        """Load or unload an adapter; other requests continue while its files are read."""
-        assert self._adapters is not None
-        is_load = path == _ADAPTER_ROUTES[0]
-        for name in ("lora_name", "lora_path")[: 1 + is_load]:
-            if not isinstance(body.get(name), str) or not body[name]:
-                raise ApiError(f"{name}: wanted a text", param=name)
-        if is_load:
-            await asyncio.to_thread(self._adapters.load, body["lora_name"], body["lora_path"])
-        else:
-            self._adapters.unload(body["lora_name"])
-        await _send(send, 200, {"status": "ok"})
-
     async def _post(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
-        if self._adapters is not None and path in _ADAPTER_ROUTES:
-            await self._change_adapters(path, body, send)
-            return
         scope, rest = self._scopes(path)
         kind = _ROUTES.get(rest)
         if kind is None:
@@ -252,8 +195,7 @@ class Application:
             loop.call_soon_threadsafe(updates.put_nowait, (i, update))
 
         settings, keys = call.settings[i], call.keys(i)
-        model = call.served.model
-        return Generation(call.prompts[i], keys, settings, call.is_streamed, notify, model)
+        return Generation(call.prompts[i], keys, settings, call.is_streamed, notify)
 
 
 def _no_route(method: str, path: str) -> ApiError:

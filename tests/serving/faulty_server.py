@@ -4,38 +4,37 @@
 import asyncio
 import json
 
-from tests.serving.served_model import ServedModel
+from tests.serving.served_model import ServedAdapters, reply
 
 
-class FaultyServer(ServedModel):
+class FaultyServer(ServedAdapters):
     """Takes the first of `faults` for each completion, and `always` for every one."""
 
     def __init__(self, folder, **options):
         self.faults, self.always = [], ""
-        super().__init__(folder, max_adapters=4, **options)
-        self._plain, self.server._server.config.app = self.application, self._spoiled
+        super().__init__(folder, **options)
+        self.server._server.config.app = self._spoiled
 
     async def _spoiled(self, scope, receive, send):
         fault = self.always
         if scope["path"] == "/v1/completions" and self.faults:
             fault = self.faults.pop(0)
         if scope["path"] != "/v1/completions" or not fault:
-            await self._plain(scope, receive, send)
+            await self.respond(scope, receive, send)
         elif isinstance(fault, int):
             await reply(send, fault, {"error": {"message": "spoiled"}})
         elif fault == "late":
             await asyncio.sleep(2.0)
-            await self._plain(scope, receive, send)
+            await self.respond(scope, receive, send)
         else:
             if fault == "forgotten":
-                for name in self.adapters.names:
-                    self.adapters.unload(name)
+                self.loaded.clear()
             found = []
 
             async def keep(message):
                 found.append(message)
 
-            await self._plain(scope, receive, keep)
+            await self.respond(scope, receive, keep)
             status = found[0]["status"]
             body = json.loads(b"".join(x.get("body", b"") for x in found))
             if status == 200:
@@ -67,10 +66,3 @@ def spoil(fault, body):
         case "shifted":
             choice["logprobs"]["token_logprobs"] = [x + 0.05 for x in values]
     return body
-
-
-async def reply(send, status, body):
-    data = json.dumps(body).replace("Infinity", "1e999").encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})

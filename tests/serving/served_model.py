@@ -6,6 +6,7 @@ import json
 import shutil
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -19,7 +20,6 @@ from tba_jax.models.hf import adapter_files
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.serving.adapters import AdapterScope
 from tba_jax.serving.protocol import MAX_STOP_IDS, Served
 from tba_jax.serving.queue import RequestQueue
 from tba_jax.serving.server import Application, PlainScope
@@ -34,7 +34,7 @@ TEMPLATE = (
 class ServedModel:
     """Decoder, session, queue and server."""
 
-    def __init__(self, folder, *, token="", max_requests=64, renderer="", max_adapters=0, port=0):
+    def __init__(self, folder, *, token="", max_requests=64, renderer="", port=0):
         config, params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
         self.config, self.params = config, params
         self.tokenizer = Tokenizer.load(folder)
@@ -46,27 +46,22 @@ class ServedModel:
             prompt_buckets=length_buckets(MAX_LENGTH, 4),
             max_length=MAX_LENGTH,
         )
-        self.session = self._session(params)
+        self.session = self.open_session(params)
         chat = make_chat_format(self.tokenizer, renderer)
         self.served = Served("start", self.tokenizer, chat, self.tokenizer.eos_ids, MAX_LENGTH)
         self.queue = RequestQueue()
         self.scope = scope = PlainScope(self.served, self.queue)
-        self.adapters = None
-        if max_adapters:
-            self.adapters = AdapterScope(scope, self.session, self._with_adapters, max_adapters)
-        application = Application(
-            lambda path: (self.adapters or scope, path),
+        self.application = Application(
+            lambda path: (scope, path),
             self.served,
             queue=self.queue,
             token=token,
             max_requests=max_requests,
-            adapters=self.adapters,
         )
-        self.application = application
-        self.server = HttpServer(application, "http-server", bind("127.0.0.1", port))
+        self.server = HttpServer(self.application, "http-server", bind("127.0.0.1", port))
         self.stop = StopFlag()
 
-    def _session(self, params):
+    def open_session(self, params):
         return self.decoder.session(
             params,
             num_slots=NUM_SLOTS,
@@ -74,18 +69,12 @@ class ServedModel:
             num_stop_ids=MAX_STOP_IDS,
         )
 
-    def _with_adapters(self, path):
-        config, adapters = adapter_files.read(path, self.config)
-        return self._session(lora.merge(self.params, adapters, config=config))
+    def step(self):
+        return self.queue.step(self.session)
 
     @contextlib.contextmanager
     def running(self):
-        def step():
-            if self.adapters is not None:
-                return self.adapters.step()
-            return self.queue.step(self.session)
-
-        worker = Worker("decoder", step, self.stop, idle_s=0.002).start()
+        worker = Worker("decoder", self.step, self.stop, idle_s=0.002).start()
         self.server.start()
         try:
             yield self
@@ -116,6 +105,70 @@ class ServedModel:
             with error:
                 status, text = error.code, error.read().decode()
         return status, text if text.startswith("data:") else json.loads(text)
+
+
+class ServedAdapters(ServedModel):
+    """The routes for adapters that vLLM has; a request names its adapter in `model`."""
+
+    def __init__(self, folder, **options):
+        super().__init__(folder, **options)
+        self.loaded = {}  # name -> (application, queue, session); an unloaded one ends its requests
+        self.entries = [(self.queue, self.session)]
+        self.server._server.config.app = self.respond
+
+    @property
+    def names(self):
+        return list(self.loaded)
+
+    def load(self, name, path):
+        config, adapters = adapter_files.read(Path(path), self.config)
+        session = self.open_session(lora.merge(self.params, adapters, config=config))
+        queue = RequestQueue()
+        scope = PlainScope(self.served._replace(model=name), queue)
+        self.loaded[name] = Application(lambda path: (scope, path), scope.served, queue=queue)
+        self.entries.append((queue, session))
+
+    def unload(self, name):
+        del self.loaded[name]
+
+    def pause(self, is_paused):
+        for queue, _ in self.entries:
+            queue.pause(is_paused)
+
+    def step(self):
+        return any([queue.step(session) for queue, session in self.entries])
+
+    async def respond(self, scope, receive, send):
+        if scope["method"] != "POST":
+            await self.application(scope, receive, send)
+            return
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message.get("body", b""), message.get("more_body")
+        body, path = json.loads(raw), scope["path"]
+        if path == "/v1/load_lora_adapter":
+            self.load(body["lora_name"], body["lora_path"])
+            await reply(send, 200, {})
+        elif path == "/v1/unload_lora_adapter":
+            status = 200 if body["lora_name"] in self.loaded else 404
+            self.loaded.pop(body["lora_name"], None)
+            await reply(send, status, {})
+        else:
+            application = self.loaded.get(body.get("model"), self.application)
+            messages = [{"type": "http.request", "body": raw, "more_body": False}]
+
+            async def again():
+                return messages.pop() if messages else await receive()
+
+            await application(scope, again, send)
+
+
+async def reply(send, status, body):
+    data = json.dumps(body).replace("Infinity", "1e999").encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
 
 
 def folder_with_template(folder, template=TEMPLATE):

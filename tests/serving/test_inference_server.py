@@ -2,14 +2,13 @@
 """Responses that a server samples: tokens, log-probs, versions, and each failure of a server."""
 
 import concurrent.futures
-import json
 import time
 
 import jax
 import numpy as np
 import pytest
 from faulty_server import FaultyServer
-from served_model import NUM_SLOTS, ServedModel
+from served_model import NUM_SLOTS, ServedAdapters, ServedModel
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
@@ -19,7 +18,6 @@ from tba_jax.environments.pool import Answer
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import lora
-from tba_jax.models.hf import adapter_files
 from tba_jax.models.scoring import Scoring
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.search.reference import Reference, make_reference_program
@@ -52,7 +50,7 @@ def client(model, tmp_path):
     model.faults, model.always = [], ""
     for server in made:
         server.close()
-    assert not list((tmp_path / "adapters").glob("*")) and model.adapters.names == []
+    assert not list((tmp_path / "adapters").glob("*")) and model.names == []
 
 
 def adapters_of(model, version):
@@ -108,7 +106,7 @@ def test_tokens_and_log_probs_are_those_of_the_engine_with_the_weights_of_each_v
     assert len(found) == 5 and session.statistics.tokens == sum(len(y.tokens) for y in found)
     session.swap(adapters_of(model, 4), 4)
     # The adapter without users is gone from server and disk.
-    assert [name.rsplit("-")[-1] for name in model.adapters.names] == ["4"]
+    assert [name.rsplit("-")[-1] for name in model.names] == ["4"]
     session.submit(PROMPT, after, SETTINGS)
     assert_equal(session.run(), 4, wanted(model, 4, after))
     assert server.failures.take() == {}
@@ -117,14 +115,14 @@ def test_tokens_and_log_probs_are_those_of_the_engine_with_the_weights_of_each_v
 def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, client):
     server, settings = client(), SamplingSettings(60, stop_ids=())
     session = session_of(model, server)
-    model.adapters.pause(True)
+    model.pause(True)
     keys = keys_of(2, 4)
     session.submit(PROMPT, keys, settings)
-    while sum(len(x.scope.queue._live) for x in model.adapters._entries.values()) < 4:
+    while sum(len(queue._live) for queue, _ in model.entries) < 4:
         time.sleep(0.01)
     session.swap(adapters_of(model, 4), 4)
-    assert len(model.adapters.names) == 2
-    model.adapters.pause(False)
+    assert len(model.names) == 2
+    model.pause(False)
     expected = wanted(model, 3, keys, SamplingSettings(60, stop_ids=()))
     assert_equal(session.run(), 3, expected)
 
@@ -274,7 +272,7 @@ def test_a_server_that_is_restarted_loses_no_request(model, tmp_path, capfd):
         while "server_down" not in capfd.readouterr().err:
             assert not opened.done()
             time.sleep(0.05)
-        with ServedModel(START_MODEL, max_adapters=2, port=port).running():
+        with ServedAdapters(START_MODEL, port=port).running():
             session = opened.result()
             session.submit(PROMPT, keys, SETTINGS)
             assert_equal(session.run(), 3, wanted(model, 3, keys))
@@ -285,7 +283,7 @@ def test_a_server_that_is_restarted_loses_no_request(model, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("fault", "options", "message"),
     [
-        ("", {"url": "http://127.0.0.1:9/v1"}, "not reachable .*server_down.*--max_adapters=4"),
+        ("", {"url": "http://127.0.0.1:9/v1"}, "not reachable .*server_down.*--enable-lora"),
         ("", {"longest": 257}, "max_model_len = 256, and prompt and response may have 257"),
         ("no token ids", {}, "server_no_token_ids"),
         ("no log-probs", {}, "server_no_logprobs"),
@@ -304,10 +302,10 @@ def test_a_server_that_cannot_be_used_is_refused_before_training(
 def test_adapters_that_a_killed_process_left_are_unloaded(model, client, tmp_path):
     killed, server = client(), client()
     killed.acquire(3, adapters_of(model, 3))
-    assert len(model.adapters.names) == 1
+    assert len(model.names) == 1
     (tmp_path / "adapters" / "tba-0-9").mkdir()  # loaded before the server was restarted
     server.unload_earlier()
-    assert model.adapters.names == [] and not list((tmp_path / "adapters").glob("*"))
+    assert model.names == [] and not list((tmp_path / "adapters").glob("*"))
     assert server.failures.take() == {}
 
 
@@ -318,45 +316,3 @@ def test_a_server_without_routes_for_adapters_names_the_remedy(model, client):
         server.check()
         with pytest.raises(ServerError, match="no route POST /v1/load_.*VLLM_ALLOW_RUNTIME_LORA"):
             session_of(model, server)
-
-
-def test_adapters_are_loaded_listed_requested_and_unloaded_by_name(model, tmp_path):
-    adapter_files.write(tmp_path / "a", model.policy, adapters_of(model, 7), "start")
-    load = {"lora_name": "mine", "lora_path": str(tmp_path / "a")}
-    assert model.post("/v1/load_lora_adapter", load)[0] == 200
-    assert model.post("/v1/load_lora_adapter", load)[0] == 400
-    cards = model.get("/v1/models")[1]["data"]
-    assert [(x["id"], x["parent"]) for x in cards] == [("start", None), ("mine", "start")]
-    ask = {"prompt": PROMPT.tolist(), "max_tokens": 9, "seed": 1, "return_token_ids": True}
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        names = ["start", "mine"] * 4
-        found = list(
-            pool.map(lambda x: model.post("/v1/completions", {**ask, "model": x})[1], names)
-        )
-    assert [x["model"] for x in found] == names
-    texts = {json.dumps([x["model"], x["choices"][0]["token_ids"]]) for x in found}
-    assert len(texts) == 2 and len({json.loads(x)[1][0] for x in texts}) >= 1
-    assert model.post("/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 200
-    for path, body, status in (
-        ("/v1/unload_lora_adapter", {"lora_name": "mine"}, 404),
-        ("/v1/unload_lora_adapter", {"lora_name": "start"}, 404),
-        ("/v1/load_lora_adapter", {"lora_name": "b", "lora_path": str(tmp_path)}, 400),
-        ("/v1/load_lora_adapter", {"lora_name": "b"}, 400),
-        ("/v1/completions", {**ask, "model": "mine"}, 404),
-    ):
-        found, answer = model.post(path, body)
-        assert found == status and answer["error"]["message"]
-
-
-def test_more_adapters_than_allowed_are_refused_until_one_is_unloaded(model, tmp_path):
-    adapter_files.write(tmp_path / "a", model.policy, adapters_of(model, 7), "start")
-    path = str(tmp_path / "a")
-    for i in range(4):
-        model.adapters.load(f"a{i}", path)
-    load = {"lora_name": "one more", "lora_path": path}
-    assert model.post("/v1/load_lora_adapter", load)[0] == 429
-    model.adapters.unload("a0")
-    while model.post("/v1/load_lora_adapter", load)[0] == 429:
-        time.sleep(0.01)
-    for name in model.adapters.names:
-        model.adapters.unload(name)
