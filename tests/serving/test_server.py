@@ -62,7 +62,8 @@ def test_tokens_and_log_probs_are_those_of_the_engine(model, seed):
         n = wanted.lengths[0, i]
         assert choice["token_ids"] == wanted.tokens[0, i, :n].tolist()
         values = np.array(choice["logprobs"]["token_logprobs"], np.float32)
-        np.testing.assert_array_equal(values, wanted.token_logprobs[0, i, :n])
+        # Another number of slots rounds differently.
+        np.testing.assert_allclose(values, wanted.token_logprobs[0, i, :n], atol=1e-5)
         assert choice["finish_reason"] == ("stop" if wanted.has_eos[0, i] else "length")
         assert choice["text"] == model.tokenizer.decode(choice["token_ids"])
     assert found["usage"]["completion_tokens"] == wanted.lengths.sum()
