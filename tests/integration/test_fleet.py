@@ -4,18 +4,23 @@
 import os
 import random
 import signal
-import subprocess
 import time
 
 import pytest
-from commands import losses
-from fleets import ROOT, Fleet, below, check, command
+from fleets import Fleet, below, check
 
 pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 # Beside other work, a fleet of this machine takes minutes to compile.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
+pytestmark = pytest.mark.timeout(1600)
 
 
+def test_a_fleet_trains_on_responses_of_its_searchers(tmp_path):
+    fleet = Fleet(tmp_path / "run", num_steps=3, **{"fleet.max_searchers": 1})
+    assert fleet.end() == 0, fleet.told()
+    assert check(fleet.workdir, 3)["fleet"]["searchers"] == 1
+
+
+@pytest.mark.slow
 def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
     fleet = Fleet(tmp_path / "run")
     fleet.until_step(3)
@@ -30,6 +35,7 @@ def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
     assert not [words for _, words in below(os.getpid()) if "ray" in words]
 
 
+@pytest.mark.slow
 def test_an_interrupted_fleet_is_resumed_by_the_same_command(tmp_path):
     fleet = Fleet(tmp_path / "run", num_steps=8)
     fleet.until_step(2)
@@ -42,6 +48,7 @@ def test_an_interrupted_fleet_is_resumed_by_the_same_command(tmp_path):
     check(again.workdir, 8)
 
 
+@pytest.mark.slow
 def test_random_kills_leave_every_response_under_one_heading(tmp_path):
     """Five kills of random processes; `FLEET_SEED` repeats a run."""
     seed = int(os.environ.get("FLEET_SEED", random.randrange(10**6)))
@@ -60,17 +67,18 @@ def test_random_kills_leave_every_response_under_one_heading(tmp_path):
 GROUP = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}
 
 
-@pytest.mark.parametrize("trainer", [{}, GROUP], ids=["one", "group"])
-def test_a_fleet_that_waits_for_its_bound_keeps_it(trainer, tmp_path):
+@pytest.mark.slow
+def test_a_fleet_that_waits_for_its_bound_keeps_it(tmp_path):
     """Weights take steps to arrive here, and nothing is trained more than two steps late."""
     bound = {"replay.late": "wait", "replay.max_staleness": 2, "replay.recency_prob": 1.0}
-    fleet = Fleet(tmp_path / "run", num_steps=30, **trainer, **bound)
+    fleet = Fleet(tmp_path / "run", num_steps=30, **bound)
     assert fleet.end() == 0, fleet.told()
     report = check(fleet.workdir, 30)
     assert 0 < report["staleness"]["max"] <= 2
     assert report["idle_s"]["trainer"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_trainer_group_loses_a_member_and_begins_again_as_a_whole(member, tmp_path):
     fleet = Fleet(tmp_path / "run", **GROUP, **{"eval.period": 4})
@@ -86,25 +94,3 @@ def test_a_trainer_group_loses_a_member_and_begins_again_as_a_whole(member, tmp_
     report = check(fleet.workdir, 12)
     assert report["fleet"]["searchers"] == 1 and report["eval"]["before"]["step"] == 0
     assert not [words for _, words in below(os.getpid()) if "ray" in words]
-
-
-def test_a_trainer_group_computes_what_one_process_does(tmp_path):
-    """One process with the group's devices repeats the schedule and finds the group's losses."""
-    # What a fleet chooses, and one process does not.
-    chosen = {"objective.importance": "token_clip", "objective.weights": "drawn"}
-    fields = {**GROUP, **chosen, "num_steps": 6, "checkpoint.period": 0}
-    fleet = Fleet(tmp_path / "group", **fields)
-    assert fleet.end() == 0, fleet.told()
-    fields |= {"placement": "split", "num_cpu_devices": 3, "num_searchers": 1}
-    schedule = tmp_path / "group" / "schedule.jsonl"
-    again = subprocess.run(
-        command(tmp_path / "one", f"--replay_schedule={schedule}", **fields),
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert again.returncode == 0, again.stderr
-    expected = losses(tmp_path / "one")
-    assert len(expected) == 6
-    # Both programs sum over two devices; only the transport of the sum differs.
-    assert losses(tmp_path / "group") == pytest.approx(expected, rel=1e-6)
-    gaps = [gap for gap in fleet.metrics("train/sampler_gap") if gap is not None]
-    assert gaps and max(gaps) < 1e-4

@@ -9,7 +9,7 @@ import pytest
 from commands import SMALL, lines
 from launch_cloud import ROOT, Cloud
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 # The workers find one another by JAX_COORDINATOR_ADDRESS and the like, which the fake machines have
 # instead of a TPU's metadata, and train together in one work directory on the share.
@@ -17,7 +17,6 @@ JOB = (
     "python -m tba_jax.main --config=configs/math.py --config.placement=pod "
     "--config.num_cpu_devices=2 --workdir=$BUCKET/run"
 )
-WORKDIRS = ("run",)
 
 
 @pytest.fixture
@@ -44,67 +43,55 @@ def job(*overrides):
     return " ".join([JOB, *(f"--config.{override}" for override in (*SMALL, *overrides))])
 
 
-def steps(cloud, workdir):
-    """The training steps of a run, in the order of its log."""
-    log = lines(cloud.bucket / workdir / "metrics.jsonl")
+def steps(cloud):
+    """The training steps of the run, in the order of its log."""
+    log = lines(cloud.bucket / "run" / "metrics.jsonl")
     return [record["step"] for record in log if "train/loss" in record]
 
 
-def forget_runs(cloud):
-    for workdir in WORKDIRS:
-        shutil.rmtree(cloud.bucket / workdir)
-
-
-def test_two_workers_train_from_create_to_delete_twice_in_a_row(cloud):
+def test_two_workers_train_from_create_to_delete(cloud):
     cloud.settings(JOB=job("num_steps=24"), POLL_S="1", STOP_TIMEOUT_S="60")
-    for _ in range(2):
-        cloud.tpu("create")
-        out = cloud.tpu("setup", timeout=300).stdout
-        assert "[w-0] Python 3" in out and "[w-1] Python 3" in out
-        cloud.tpu("run", "--detach")
-        cloud.wait_for(lambda: all(len(steps(cloud, w)) >= 6 for w in WORKDIRS), timeout=300)
-        # Stopping saves: the same command goes on from there.
-        cloud.tpu("stop")
-        logged = cloud.tpu("logs", "--lines=100").stdout
-        assert "[w-0] Stopped by preemption (SIGTERM to one of the processes)" in logged
-        assert "[w-1] Stopped by" not in logged
-        out = cloud.tpu("run", timeout=300).stdout
-        assert "the job is done on every worker" in out
-        for workdir in WORKDIRS:
-            assert steps(cloud, workdir) == list(range(1, 25))
-            report = json.loads((cloud.bucket / workdir / "report.json").read_text())
-            assert report["steps"] == 24 and report["eval"]["after"]["step"] == 24
-        logged = cloud.tpu("logs", "--lines=100").stdout
-        assert "[w-0] Report: " in logged and "[w-1] Report: " not in logged
-        # Once more is harmless.
-        cloud.tpu("run", timeout=300)
-        assert "This run is finished" in cloud.tpu("logs", "--lines=3").stdout
-        cloud.tpu("stop")
-        cloud.tpu("delete")
-        assert cloud.homes() == []
-        forget_runs(cloud)
-    assert len(cloud.calls("queued-resources", "create")) == 2
+    cloud.tpu("create")
+    out = cloud.tpu("setup", timeout=300).stdout
+    assert "[w-0] Python 3" in out and "[w-1] Python 3" in out
+    cloud.tpu("run", "--detach")
+    cloud.wait_for(lambda: len(steps(cloud)) >= 6, timeout=300)
+    # Stopping saves: the same command goes on from there.
+    cloud.tpu("stop")
+    logged = cloud.tpu("logs", "--lines=100").stdout
+    assert "[w-0] Stopped by preemption (SIGTERM to one of the processes)" in logged
+    assert "[w-1] Stopped by" not in logged
+    out = cloud.tpu("run", timeout=300).stdout
+    assert "the job is done on every worker" in out
+    assert steps(cloud) == list(range(1, 25))
+    report = json.loads((cloud.bucket / "run" / "report.json").read_text())
+    assert report["steps"] == 24 and report["eval"]["after"]["step"] == 24
+    logged = cloud.tpu("logs", "--lines=100").stdout
+    assert "[w-0] Report: " in logged and "[w-1] Report: " not in logged
+    # Once more is harmless.
+    cloud.tpu("run", timeout=300)
+    assert "This run is finished" in cloud.tpu("logs", "--lines=3").stdout
+    cloud.tpu("delete")
+    assert cloud.homes() == []
 
 
+@pytest.mark.slow
 def test_training_resumes_after_a_preemption_in_the_middle(cloud):
     cloud.settings(JOB=job("num_steps=40", "checkpoint.period=5"), POLL_S="1")
     running = cloud.start("run", "--restart-on-preemption")
-    cloud.wait_for(
-        lambda: all(len(steps(cloud, w)) >= 13 for w in WORKDIRS), process=running, timeout=300
-    )
+    cloud.wait_for(lambda: len(steps(cloud)) >= 13, process=running, timeout=300)
     cloud.preempt()
     assert cloud.homes() == []
-    cut = [steps(cloud, w)[-1] for w in WORKDIRS]
-    assert max(cut) < 40, "preempted too late to show anything"
+    cut = steps(cloud)[-1]
+    assert cut < 40, "preempted too late to show anything"
     assert running.wait(300) == 0, cloud.output(running)
     out = cloud.output(running)
     assert "deleting what is left of it" in out and "the job is done on every worker" in out
     logged = cloud.tpu("logs", "--lines=100").stdout
-    for last, workdir in zip(cut, WORKDIRS, strict=True):
-        # Killed without a warning: it goes on from a checkpoint, and no step is missing.
-        [step] = re.findall(r"^\[w-0\] .*resumed .* at step (\d+) of 40", logged, re.M)
-        assert 10 <= int(step) <= last
-        assert steps(cloud, workdir) == list(range(1, 41))
-        assert (cloud.bucket / workdir / "report.html").exists()
+    # Killed without a warning: it goes on from a checkpoint, and no step is missing.
+    [step] = re.findall(r"^\[w-0\] .*resumed .* at step (\d+) of 40", logged, re.M)
+    assert 10 <= int(step) <= cut
+    assert steps(cloud) == list(range(1, 41))
+    assert (cloud.bucket / "run" / "report.html").exists()
     assert len(cloud.calls("queued-resources", "create")) == 2
     cloud.tpu("delete")

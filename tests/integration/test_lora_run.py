@@ -13,7 +13,6 @@ from fake_models import load_folder
 
 from tba_jax.commands import evaluate, export
 from tba_jax.commands import saved as saved_run
-from tba_jax.models.hf import hf_weights
 from tba_jax.run.model_parts import START_MODEL
 
 pytestmark = pytest.mark.slow
@@ -140,18 +139,3 @@ def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cach
     gaps = [r["train/sampler_gap"] for r in records if r["train/sampler_gap"] is not None]
     assert gaps and max(gaps) < 1e-4
     assert evaluate.main([f"--workdir={tmp_path / 'run'}"]) == 0
-
-
-# Last: it spoils the model that the other tests read.
-def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, cache, capsys):
-    _, params, hf_config = load_folder(str(model))
-    config, _, _ = load_folder(str(model))
-    changed = {**params, "layers": {**params["layers"], "up": params["layers"]["up"] * 1.01}}
-    hf_weights.save(model, config, changed, hf_config)
-    assert evaluate.main([f"--workdir={reference}"]) == 1
-    error = capsys.readouterr().err
-    assert "has weights with the fingerprint" in error and str(model) in error
-    (reference / "report.json").unlink()  # as if it had been stopped before its end
-    done = run(reference, *SYNC, *LORA, f"model.path={model}", cache=cache)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "has weights with the fingerprint" in done.stderr

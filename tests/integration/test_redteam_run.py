@@ -3,7 +3,6 @@
 
 import json
 import math
-import shutil
 
 import pytest
 from commands import SYNC, lines, losses, run
@@ -70,25 +69,6 @@ def test_the_toy_trains_and_accounts_for_every_attack(cache, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("log_z", ["vargrad", "learned"])
-def test_a_killed_toy_run_ends_as_the_unkilled_one(cache, tmp_path, log_z):
-    options = {"cache": cache, "config": "configs/redteam.py"}
-    arguments = (*SYNC, *TOY, f"objective.log_z={log_z}", "checkpoint.period=2")
-    whole = run(tmp_path / "a", *arguments, **options)
-    assert whole.returncode == 0, whole.stderr
-    half = run(tmp_path / "b", *arguments, **options)
-    assert half.returncode == 0, half.stderr
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    # Back to the checkpoint of step 2, as a run that was killed after it.
-    shutil.rmtree(tmp_path / "b" / "checkpoints" / "4")
-    (tmp_path / "b" / "report.json").unlink()
-    again = run(tmp_path / "b", *arguments, **options)
-    assert again.returncode == 0, again.stderr
-    assert "resumed" in again.stdout
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-
-
-@pytest.mark.slow
 def test_gpt2_preset_on_shrunken_models(cache, tmp_path):
     done = run(
         tmp_path / "run",
@@ -131,6 +111,7 @@ def test_llama_preset_on_shrunken_models(cache, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_missing_victim_is_one_line(cache, tmp_path):
     done = run(
         tmp_path / "run",

@@ -137,46 +137,18 @@ def test_a_finished_run_is_not_run_again(reference, cache):
 
 
 @pytest.mark.slow
-def test_searchers_of_two_devices_draw_what_those_of_one_draw(cache, tmp_path):
-    stored = []
-    for num in (1, 2):
-        workdir = tmp_path / f"on-{num}"
-        overrides = (
-            "num_steps=1",
-            "search.sampling_temperature=2.0",  # hardly any response comes twice
-            "num_cpu_devices=8",
-            "placement=split",
-            f"search.num_devices={num}",
-        )
-        done = run(workdir, *SYNC, *overrides, cache=cache)
-        assert done.returncode == 0, done.stderr
-        _, state = load_host_state(str(workdir))
-        stored.append(state.parts["buffer"].arrays)
-    one, two = stored
-    # The first round: 4 prompts x 16 responses, less those that were drawn twice.
-    assert one["store_sizes"].sum() > 32
-    for name in ("prompt_ids", "store_sizes", "tokens", "row_reward"):
-        np.testing.assert_array_equal(two[name], one[name], err_msg=name)
-    # Two devices add the two halves of every product: float32 rounding (6e-8) through the layers.
-    one, two = (arrays["extras"].view(np.float32) for arrays in stored)
-    assert (one <= 0).all() and one.min() < -1  # log-probs
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
-
-
-def given_run(workdir, *overrides, cache, flags=()):
-    """A run that 160 responses to two problems are given to: three rounds of 4 x 16."""
-    path = workdir.parent / "start.jsonl"
+def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path):
+    """160 responses to two problems are three rounds of 4 x 16."""
+    workdir, path = tmp_path / "run", tmp_path / "start.jsonl"
     rows = [{"prompt_id": 3 + 5 * (i % 2), "response": f"{i:03d}"} for i in range(160)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run(
-        workdir, f"task.start_path={path}", "eval.period=0", *overrides, cache=cache, flags=flags
-    )
+    options = (f"task.start_path={path}", "num_steps=2", "search.initial_fill=100", "eval.period=0")
+    done = run(workdir, *SYNC, *options, cache=cache)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def check_given(workdir):
-    """Every given response was merged before the first step, scored, and is in the buffer."""
+    assert "160 given responses come first, in 3 rounds" in done.stdout
+    ledger = json.loads((workdir / "report.json").read_text())["ledger"]
+    # Two rounds for the fill, of which the first step takes one's worth, and one for the second.
+    assert ledger["generated"] == 160 + 3 * 4 * 16
     events = [e for e in lines(workdir / "schedule.jsonl") if e["event"] in ("round", "step")]
     begin = events[: [e["event"] for e in events].index("step")]
     given = [e for e in begin if e["searcher"] == 0 and e["round"] < 3]
@@ -194,29 +166,3 @@ def check_given(workdir):
     assert {f"{i:03d}" for i in range(160)} <= stored
     assert np.isfinite(arrays["row_reward"]).all()
     assert np.isfinite(arrays["row_reference_logprob"]).all()
-
-
-@pytest.mark.slow
-def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path):
-    options = (*SYNC, "num_steps=2", "search.initial_fill=100")
-    out = given_run(tmp_path / "run", *options, cache=cache)
-    assert "replay.pace=trainer has no effect: with driver=sync" in out
-    assert "160 given responses come first, in 3 rounds" in out
-    check_given(tmp_path / "run")
-    ledger = json.loads((tmp_path / "run" / "report.json").read_text())["ledger"]
-    # Two rounds for the fill, of which the first step takes one's worth, and one for the second.
-    assert ledger["generated"] == 160 + 3 * 4 * 16
-
-
-@pytest.mark.slow
-def test_an_async_run_begins_with_given_responses_and_is_replayed(cache, tmp_path):
-    options = ("num_searchers=2", "num_cpu_devices=3", "num_steps=6", "search.initial_fill=64")
-    given_run(tmp_path / "live", *options, cache=cache)
-    check_given(tmp_path / "live")
-    schedule = tmp_path / "live" / "schedule.jsonl"
-    events = lines(schedule)
-    before = events[: [e["event"] for e in events].index("step")]
-    # As many drawn ones as initial_fill says, beside the given.
-    assert sum(e["generated"] for e in before if e["event"] == "round") >= 160 + 64
-    given_run(tmp_path / "again", *options, cache=cache, flags=(f"--replay_schedule={schedule}",))
-    assert losses(tmp_path / "again") == losses(tmp_path / "live")

@@ -57,10 +57,8 @@ def write_data(folder, size):
 @pytest.mark.parametrize(
     ("preset", "devices"),
     [
-        ("pythia410m", ()),
         # Policy, reward model and judge each divided over two devices, where all take turns.
         ("pythia410m", ("num_cpu_devices=2", "mesh.fsdp=2", "search.num_devices=2")),
-        ("pythia1b", ()),
         ("pythia2.8b", ()),
     ],
 )
