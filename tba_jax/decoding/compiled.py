@@ -18,7 +18,6 @@ from tba_jax.decoding import programs
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.flow.trajectory import ExpertsShape
 from tba_jax.models import attention, kv_cache, transformer
 from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -40,7 +39,6 @@ class Compiled:
         max_length: maximum number of tokens of a prompt and its response.
         chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
             average; each chunk costs one round trip to the device.
-        experts: shape of the expert IDs to record for each token; None: IDs are not recorded.
         site: devices over which weights and caches are sharded; default: the device of the weights.
 
     Attributes:
@@ -59,7 +57,6 @@ class Compiled:
         prompt_buckets: Sequence[int],
         max_length: int,
         chunk_steps: int = CHUNK_STEPS,
-        experts: ExpertsShape | None = None,
         site: Site = ANY_DEVICE,
     ):
         if max_length > config.max_positions:
@@ -75,7 +72,6 @@ class Compiled:
         self.prompt_buckets = tuple(prompt_buckets)
         self.max_length = max_length
         self.chunk_steps = chunk_steps
-        self.experts = experts
         self.cache_length = -(-(max_length + chunk_steps) // 8) * 8
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         self._locked = site.locked
@@ -100,7 +96,6 @@ class Compiled:
             **static,
             num_steps=chunk_steps,
             pad_id=pad_id,
-            experts=experts,
         )
         self._new_cache: dict[jax.sharding.Sharding, Any] = {}
         self._unstack = site.locked(
@@ -131,7 +126,7 @@ class Compiled:
             if self.cache_sharding is None:
                 return out
             return jax.tree.map(
-                lambda x: (  # tokens, log-probs and experts have two axes, caches more
+                lambda x: (  # tokens and log-probs have two axes, caches more
                     x if x.ndim < 3 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
                 ),
                 out,

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
-from tba_jax.flow.trajectory import ExpertsShape
 from tba_jax.models import attention, delta, kv_cache, transformer
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.kv_cache import KVCache, LayerCache
@@ -70,7 +69,6 @@ class _Carry(NamedTuple):
     tokens: Int[Array, "m n"]
     logprobs: Float32[Array, "m n"]
     recent: tuple[LayerCache, ...]
-    experts: Int[Array, "m w"] | None
 
 
 def prefill(
@@ -122,7 +120,7 @@ def prefill(
     caches = []
     for layer, kind in zip(weights["layers"], config.layer_kinds, strict=True):
         of_kind = mix if kind == "delta" else functools.partial(attend, kind=kind)
-        x, cache, _ = transformer.run_layer(
+        x, cache = transformer.run_layer(
             layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
         )
         caches.append(cache)
@@ -189,7 +187,7 @@ def extend(
         is_delta = isinstance(whole, kv_cache.State)
         of_kind: Callable[..., Any] = mix if is_delta else functools.partial(attend, kind=kind)
         of_kind = functools.partial(of_kind, old=old)
-        x, cache, _ = transformer.run_layer(
+        x, cache = transformer.run_layer(
             layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
         )
         caches.append(cache)
@@ -265,14 +263,10 @@ def run_chunk(
     is_truncated: bool,
     has_minimum: bool,
     cache_sharding: jax.sharding.NamedSharding | None = None,
-    experts: ExpertsShape | None = None,
-) -> tuple[
-    Int[Array, "m n"], Float32[Array, "m n"], tuple[LayerCache, ...], Int[Array, "m w"] | None
-]:
-    """Return (tokens, log-probs, history, experts) of up to `num_steps` tokens per slot.
+) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[LayerCache, ...]]:
+    """Return (tokens, log-probs, history) of up to `num_steps` tokens per slot.
 
-    The history is donated. Row i of the experts has the expert IDs of the n tokens that step i
-    reads, flattened from [n l e]. The experts are None if they are not recorded.
+    The history is donated.
 
     The chunk stops early when no slot is live. A slot whose response has ended gets `pad_id` and
     log-prob 0 until the end of the chunk. Every live slot needs `num_steps` free columns.
@@ -287,7 +281,6 @@ def run_chunk(
         is_truncated: at least one slot uses top-p or top-k.
         has_minimum: at least one slot has a minimum number of tokens.
         cache_sharding: sharding of the KV cache on a mesh.
-        experts: shape of the expert IDs to record for each token; None: IDs are not recorded.
     """
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)
@@ -304,7 +297,7 @@ def run_chunk(
         )
         attend = functools.partial(attention.attend_cached, index=step, history_length=slots.length)
         caches = history, carry.recent
-        x, recent, chosen = _run_layers(weights, x, step_ropes, caches, attend, config, mesh)
+        x, recent = _run_layers(weights, x, step_ropes, caches, attend, config, mesh)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         if has_minimum:
@@ -313,22 +306,21 @@ def run_chunk(
             logits, bits[step], slots.settings, is_truncated=is_truncated, mode=mode
         )
         carry = carry._replace(recent=_of_live(carry.recent, recent, carry.is_live))
-        return _next_carry(carry, tokens, logprobs, chosen, slots, pad_id)
+        return _next_carry(carry, tokens, logprobs, slots, pad_id)
 
     carry = jax.lax.while_loop(
         lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live),
         body,
-        _first_carry(slots, num_steps, pad_id, unwritten, experts),
+        _first_carry(slots, num_steps, pad_id, unwritten),
     )
 
-    return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots), carry.experts
+    return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots)
 
 
 def _next_carry(
     carry: _Carry,
     tokens: Int[Array, " n"],
     logprobs: Float32[Array, " n"],
-    chosen: list[Int[Array, "n e"]],
     slots: Slots,
     pad_id: int,
 ) -> _Carry:
@@ -337,9 +329,6 @@ def _next_carry(
     tokens = jnp.where(carry.is_live, tokens, pad_id)
     count = carry.count + carry.is_live
     is_stop = jnp.any(tokens[:, None] == jnp.asarray(slots.stop_ids), axis=1)
-    ids = carry.experts
-    if ids is not None:
-        ids = ids.at[step].set(jnp.stack(chosen, axis=1).astype(ids.dtype).reshape(-1))
     return carry._replace(
         step=step + 1,
         last=tokens,
@@ -347,7 +336,6 @@ def _next_carry(
         is_live=carry.is_live & ~is_stop & (count < slots.max_new_tokens),
         tokens=carry.tokens.at[step].set(tokens),
         logprobs=carry.logprobs.at[step].set(jnp.where(carry.is_live, logprobs, 0.0)),
-        experts=ids,
     )
 
 
@@ -370,11 +358,8 @@ def _first_carry(
     num_steps: int,
     pad_id: int,
     recent: tuple[LayerCache, ...],
-    experts: ExpertsShape | None,
 ) -> _Carry:
-    n, ids = slots.last.shape[0], None
-    if experts is not None:
-        ids = jnp.zeros((num_steps, n * experts.layers * experts.per_token), experts.dtype)
+    n = slots.last.shape[0]
     return _Carry(
         step=jnp.int32(0),
         last=jnp.asarray(slots.last),
@@ -383,7 +368,6 @@ def _first_carry(
         tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
         logprobs=jnp.zeros((num_steps, n), jnp.float32),
         recent=recent,
-        experts=ids,
     )
 
 
@@ -395,8 +379,8 @@ def _run_layers(
     attend: Callable[..., Any],
     config: TransformerConfig,
     mesh: jax.sharding.Mesh | None,
-) -> tuple[Float[Array, "n d"], tuple[LayerCache, ...], list[Int[Array, "n e"]]]:
-    """Return hidden states of one token per slot, the updated caches, and the chosen experts."""
+) -> tuple[Float[Array, "n d"], tuple[LayerCache, ...]]:
+    """Return hidden states of one token per slot, and the updated caches."""
     is_new = attention.causal(jnp.ones((x.shape[0], 1), bool), is_right_padded=True)
 
     def mix(x: delta.Inputs, layer: int) -> tuple[Array, LayerCache]:
@@ -413,9 +397,8 @@ def _run_layers(
         return attend(q, k, v, history=history[layer], recent=recent[layer], scores=scores)
 
     (history, recent), written, kinds = caches, [], config.layer_kinds
-    chosen = []
     for i, layer in enumerate(weights["layers"]):
-        x, cache, own = transformer.run_layer(
+        x, cache = transformer.run_layer(
             layer,
             x,
             ropes[kinds[i]],
@@ -424,8 +407,7 @@ def _run_layers(
             mesh=mesh,
         )
         written.append(cache)
-        chosen.append(own)
-    return x, tuple(written), chosen
+    return x, tuple(written)
 
 
 def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mesh | None:

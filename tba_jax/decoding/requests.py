@@ -60,7 +60,6 @@ class Response(NamedTuple):
             token.
         temperature: sampling temperature.
         token_versions: int32 [t], weight version that drew each token.
-        experts: as in `Trajectory`; None unless the decoder records them.
     """
 
     request: int
@@ -72,7 +71,6 @@ class Response(NamedTuple):
     version_max: int
     temperature: float = 1.0
     token_versions: np.ndarray | None = None
-    experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass

@@ -67,7 +67,6 @@ class _Occupant(NamedTuple):
     logprobs: list[np.ndarray]
     versions: list[int]  # weight version of each part of `tokens`
     version_min: int
-    experts: list[np.ndarray]  # of the token that each step read
 
 
 class Session:
@@ -248,7 +247,7 @@ class Session:
         before = self._slots
         settings = before.settings
         is_greedy = settings.temperature[live] == 0
-        tokens, logprobs, self._history, experts = self.decoder.run_chunk(
+        tokens, logprobs, self._history = self.decoder.run_chunk(
             self._weights,
             self._history,
             before,
@@ -256,10 +255,7 @@ class Session:
             is_truncated=bool(((settings.top_p < 1) | (settings.top_k > 0))[live].any()),
             has_minimum=bool((before.count < before.min_new_tokens)[live].any()),
         )
-        if (shape := self.decoder.experts) is not None:
-            size = (len(tokens), -1, shape.layers, shape.per_token)
-            experts = np.asarray(experts).reshape(size)
-        finished = self._collect(np.asarray(tokens), np.asarray(logprobs), experts)
+        finished = self._collect(np.asarray(tokens), np.asarray(logprobs))
         end = time.perf_counter()
         self.statistics.chunk_s += end - start
         if not self.statistics.first_token_s and self._started is not None:
@@ -399,11 +395,9 @@ class Session:
         stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
         slots.stop_ids[slot] = -1
         slots.stop_ids[slot, : len(stop_ids)] = stop_ids
-        self._occupants[slot] = _Occupant(request, sample, [], [], [], version, [])
+        self._occupants[slot] = _Occupant(request, sample, [], [], [], version)
 
-    def _collect(
-        self, tokens: np.ndarray, logprobs: np.ndarray, experts: np.ndarray | None
-    ) -> list[Response]:
+    def _collect(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Response]:
         """Append the chunk's tokens to their responses and free the slots of finished ones."""
         slots = self._slots
         is_stop = (tokens[:, :, None] == slots.stop_ids).any(axis=2)
@@ -428,8 +422,6 @@ class Session:
             occupant.tokens.append(drawn[:num])
             occupant.logprobs.append(logprobs[:num, slot])
             occupant.versions.append(self.version)
-            if experts is not None:
-                occupant.experts.append(experts[:num, slot])
             slots.count[slot] += num
             slots.length[slot] += num
             slots.last[slot] = drawn[num - 1]
@@ -455,20 +447,12 @@ class Session:
                         token_versions=np.repeat(
                             np.array(occupant.versions, np.int32), list(map(len, occupant.tokens))
                         ),
-                        experts=self._experts(occupant),
                     )
                 )
         self.statistics.steps += longest
         self.statistics.slot_steps += longest * self.num_slots
         self._keep(kept)
         return finished
-
-    def _experts(self, occupant: _Occupant) -> np.ndarray | None:
-        """Return the experts of each token of a response; the last token was not read."""
-        if (shape := self.decoder.experts) is None:
-            return None
-        # The first step reads the last token of the prompt.
-        return np.concatenate([*occupant.experts, shape.unknown(1)])[1:]
 
 
 def _power_of_4(num: int) -> int:

@@ -38,7 +38,6 @@ class Episode(NamedTuple):
         num_failed_calls: number of tool calls that could not be parsed or executed, or that failed.
         token_versions: int32 [t], weight version that drew each token; an observation has the
             version of the previous turn. None: `version_max` drew every token.
-        experts: as in `Trajectory`.
     """
 
     request: int
@@ -55,7 +54,6 @@ class Episode(NamedTuple):
     path_lengths: tuple[int, ...] = ()
     num_failed_calls: int = 0
     token_versions: np.ndarray | None = None
-    experts: np.ndarray | None = None
 
     @property
     def has_eos(self) -> bool:
@@ -219,5 +217,4 @@ def _of_one_turn(y: Response) -> Episode:
         y.version_max,
         y.temperature,
         token_versions=y.token_versions,
-        experts=y.experts,
     )

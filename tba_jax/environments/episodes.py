@@ -26,7 +26,7 @@ from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.environments.chat import ChatFormat, Messages
 from tba_jax.environments.episode import Episode, Sessions, SingleTurnSession, TurnSession
 from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
-from tba_jax.flow.trajectory import ExpertsShape, FinishReason, Prompt
+from tba_jax.flow.trajectory import FinishReason, Prompt
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.source import Verdict
 
@@ -100,7 +100,6 @@ class _Segment(NamedTuple):
     logprobs: np.ndarray
     is_sampled: bool
     versions: np.ndarray | None = None  # version of each token; None: that of the previous token
-    experts: np.ndarray | None = None  # as in `Trajectory`
 
 
 @dataclasses.dataclass(eq=False)
@@ -460,7 +459,6 @@ class EpisodeSession(SingleTurnSession):
                 response.token_logprobs,
                 True,
                 response.token_versions,
-                response.experts,
             )
         )
         is_full = attempt.num_tokens >= attempt.settings.max_new_tokens
@@ -534,21 +532,8 @@ class EpisodeSession(SingleTurnSession):
                 lengths if len(paths) > 1 else (),
                 attempt.num_failed_calls,
                 np.concatenate(of_tokens),
-                _experts(segments),
             )
         )
-
-
-def _experts(segments: Sequence[_Segment]) -> np.ndarray | None:
-    """Return the experts of all tokens, unknown at observations; None if none are recorded."""
-    known = next((s.experts for s in segments if s.experts is not None), None)
-    if known is None:
-        return None
-    _, layers, per_token = known.shape
-    shape = ExpertsShape(layers, per_token, known.dtype.name)
-    return np.concatenate(
-        [shape.unknown(len(s.tokens)) if s.experts is None else s.experts for s in segments]
-    )
 
 
 def open_session(

@@ -53,7 +53,6 @@ class Batch(NamedTuple):
             share one batch slot. None: no episode forks, and `response_lengths` has these numbers.
         places: int32 [n c t], index of each token within its episode; 0 at padding. None: no
             episode forks.
-        experts: unsigned [n c t l e], as in `Trajectory`; None: not recorded.
     """
 
     tokens: HostOrDeviceArray
@@ -70,7 +69,6 @@ class Batch(NamedTuple):
     token_advantages: HostOrDeviceArray | None = None
     path_lengths: HostOrDeviceArray | None = None
     places: HostOrDeviceArray | None = None
-    experts: HostOrDeviceArray | None = None
 
 
 class PackedBatch(NamedTuple):
@@ -95,7 +93,6 @@ class PackedBatch(NamedTuple):
         prompts: as in `Batch`.
         contexts: int32 [n s], for positions of a prompt and of the responses to it, the number of
             that prompt in the row, from 1; 0 at padding. None: every response has its own prompt.
-        experts: unsigned [n s l e], not known at prompts and padding; None as in `Batch`.
     """
 
     tokens: HostOrDeviceArray
@@ -114,4 +111,3 @@ class PackedBatch(NamedTuple):
     contexts: HostOrDeviceArray | None = None
     paths: HostOrDeviceArray | None = None
     places: HostOrDeviceArray | None = None
-    experts: HostOrDeviceArray | None = None

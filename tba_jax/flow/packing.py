@@ -15,7 +15,7 @@ import numpy as np
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.bin_packing import Placements, most_rows, place, rows_at_once
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
-from tba_jax.flow.trajectory import Draw, ExpertsShape, Trajectory
+from tba_jax.flow.trajectory import Draw, Trajectory
 
 # Numbers of rows to compile for padded rows, which have three lengths of prompts and responses.
 _PADDED_BUCKETS = 4
@@ -65,7 +65,6 @@ class Packing:
         has_advantages: whether the batch has advantages of tokens.
         has_equal_weights: whether distinct responses of a draw have equal weights with sum K.
             Otherwise the weight of a response is its number of draws.
-        experts: shape of the recorded expert IDs of a token; None: IDs are not recorded.
     """
 
     num_prompts: int
@@ -80,7 +79,6 @@ class Packing:
     has_prompts: bool = False
     has_advantages: bool = False
     has_equal_weights: bool = False
-    experts: ExpertsShape | None = None
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -143,7 +141,6 @@ class Packing:
             (num_rows, length),
             self.padding.pad_id,
             has_advantages=self.has_advantages,
-            experts=self.experts,
         )
         rows = rows.interleaved(max(1, num_rows // (shape.at_once or num_rows)))
         slots = rows.slots
@@ -167,7 +164,6 @@ class Packing:
                 contexts=rows.contexts if self.shares_prompts else None,
                 paths=rows.paths,
                 places=rows.places,
-                experts=rows.experts,
                 **of_slots,
             )
 
@@ -184,7 +180,6 @@ class Packing:
             of_responses(rows.behavior),
             is_sampled=None if rows.is_sampled is None else of_responses(rows.is_sampled),
             token_advantages=None if rows.advantages is None else of_responses(rows.advantages),
-            experts=None if rows.experts is None else of_responses(rows.experts),
             **({} if rows.places is None else of_forks(rows.places)),
             **of_slots,
         )
@@ -335,7 +330,6 @@ class _Rows:
     advantages: np.ndarray | None
     paths: np.ndarray | None
     places: np.ndarray | None
-    experts: np.ndarray | None
 
     @classmethod
     def filled(
@@ -345,7 +339,6 @@ class _Rows:
         pad_id: int,
         *,
         has_advantages: bool,
-        experts: ExpertsShape | None,
     ) -> "_Rows":
         """Return rows that contain all sequences at their places.
 
@@ -364,7 +357,6 @@ class _Rows:
             np.zeros(shape, np.float32) if has_advantages else None,
             np.zeros(shape, np.int32) if has_forks else None,
             np.zeros(shape, np.int32) if has_forks else None,
-            None if experts is None else experts.unknown(*shape),
         )
         for slot, x, y, path, row, position, end, first in sequences:
             of_path = y.paths[path]
@@ -389,8 +381,6 @@ class _Rows:
             if rows.is_sampled is not None:
                 is_sampled = True if y.is_sampled is None else y.is_sampled[of_path]
                 rows.is_sampled[row, of_response] = is_sampled
-            if rows.experts is not None and y.experts is not None:
-                rows.experts[row, of_response] = y.experts[of_path]
         return rows
 
     @property

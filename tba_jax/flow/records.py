@@ -7,7 +7,6 @@ several times the memory of their tokens. Invariant: unpacking returns exactly t
 """
 
 import itertools
-import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,19 +41,12 @@ class Settings(NamedTuple):
     has_advantages: bool = False
     num_paths: int = 1
     num_spans: int = 0
-    experts: tuple[int, int, str] | None = None  # `ExpertsShape`
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Settings":
         """Return the settings of one row that `SettingsTable.to_json` returned."""
         searcher, temperature, finish, names, *further = row
-        if len(further) > _EXPERTS and further[_EXPERTS] is not None:
-            further[_EXPERTS] = tuple(further[_EXPERTS])  # a list in JSON
         return cls(searcher, temperature, finish, tuple(names), *further)
-
-
-_EXPERTS = Settings._fields.index("experts") - 4
-"""Place of `experts` among the fields with a default."""
 
 
 class SettingsTable:
@@ -91,7 +83,6 @@ def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
         y.token_advantages is not None,
         len(y.paths),
         len(y.version_spans),
-        None if y.experts is None else (*y.experts.shape[1:], y.experts.dtype.name),
     )
     return (
         y.prompt_id,
@@ -114,7 +105,7 @@ def pack_extras(y: Trajectory) -> bytes:
 
     Advantages are float32, or absent. Path lengths are int32, absent for a single path.
     `is_sampled` has a bit per token, in words of 4 bytes; it is absent if the policy sampled every
-    token. Then come version spans, as pairs of int32, and experts in whole words, if recorded.
+    token. Then come version spans, as pairs of int32.
     """
     parts = y.reward_parts.values()
     logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
@@ -126,9 +117,6 @@ def pack_extras(y: Trajectory) -> bytes:
         bits = np.packbits(y.is_sampled).tobytes()
         packed += bits + bytes(-len(bits) % 4)
     packed += np.array(y.version_spans, "<i4").tobytes()
-    if y.experts is not None:
-        ids = y.experts.astype(y.experts.dtype.newbyteorder("<"), copy=False).tobytes()
-        packed += ids + bytes(-len(ids) % 4)
     return packed
 
 
@@ -170,16 +158,8 @@ def unpack(
         if shared.num_paths > 1:
             path_lengths = struct.unpack_from(f"<{shared.num_paths}i", extra_bytes, end)
             end += 4 * shared.num_paths
-        ids, experts_at = None, len(extra_bytes)
-        if shared.experts is not None:
-            *shape, name = shared.experts
-            dtype = np.dtype(name).newbyteorder("<")
-            size = count * math.prod(shape)
-            experts_at -= -(-size * dtype.itemsize // 4) * 4
-            found = np.frombuffer(extra_bytes, dtype, size, experts_at)
-            ids = found.astype(name, copy=False).reshape(count, *shape)
-        spans_at = experts_at - 8 * shared.num_spans
-        spans = struct.iter_unpack("<2i", extra_bytes[spans_at:experts_at])
+        spans_at = len(extra_bytes) - 8 * shared.num_spans
+        spans = struct.iter_unpack("<2i", extra_bytes[spans_at:])
         is_sampled = None
         if spans_at > end:
             bits = np.frombuffer(extra_bytes, np.uint8, offset=end)
@@ -202,7 +182,6 @@ def unpack(
                 token_advantages=advantages,
                 path_lengths=path_lengths,
                 version_spans=tuple(spans),
-                experts=ids,
             )
         )
         start += count

@@ -216,11 +216,6 @@ def check_commit(commit: RoundCommit) -> None:
                     f"{where}, prompt {y.prompt_id}: {len(y.token_advantages)} advantages of "
                     f"{len(y.response_tokens)} response tokens, wanted a finite number for each"
                 )
-            if y.experts is not None and len(y.experts) != len(y.response_tokens):
-                raise ValueError(
-                    f"{where}, prompt {y.prompt_id}: experts of {len(y.experts)} tokens for "
-                    f"{len(y.response_tokens)} response tokens, wanted those of each token"
-                )
             if y.is_sampled is not None and (
                 len(y.is_sampled) != len(y.response_tokens) or not y.is_sampled.any()
             ):

@@ -15,22 +15,6 @@ FinishReason = Literal["eos", "length", "turns", "done"]
 """Why a response ended: by itself, by the limit of tokens or of turns, or by its environment."""
 
 
-class ExpertsShape(NamedTuple):
-    """Shape and unsigned dtype of the recorded expert IDs of one token: [layers, per_token].
-
-    The largest value of the dtype marks a token whose experts are not known.
-    """
-
-    layers: int
-    per_token: int
-    dtype: str
-
-    def unknown(self, *shape: int) -> np.ndarray:
-        """Return [*shape layers per_token] without known experts."""
-        dtype = np.dtype(self.dtype)
-        return np.full((*shape, self.layers, self.per_token), np.iinfo(dtype).max, dtype)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One prompt x of a task.
@@ -78,9 +62,6 @@ class Trajectory:
         path_lengths: number of tokens of each path of an episode that forks; (): one path.
         version_spans: (policy version, number of tokens) of consecutive tokens of one version;
             (): version_max drew every token.
-        experts: uint8 or uint16 [t l e], IDs of the experts that the sampler chose for each token
-            in each layer; the largest ID where they are not known, as at the last token, which the
-            sampler does not read. None: not recorded.
     """
 
     prompt_id: int
@@ -99,7 +80,6 @@ class Trajectory:
     token_advantages: np.ndarray | None = None
     path_lengths: tuple[int, ...] = ()
     version_spans: tuple[tuple[int, int], ...] = ()
-    experts: np.ndarray | None = None
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -119,7 +99,7 @@ class Trajectory:
     @property
     def num_bytes(self) -> int:
         """Number of bytes in the arrays of the trajectory."""
-        own = (self.is_sampled, self.token_advantages, self.experts)
+        own = (self.is_sampled, self.token_advantages)
         more = sum(x.nbytes for x in own if x is not None)
         return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + more
 

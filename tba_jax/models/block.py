@@ -136,9 +136,8 @@ class Block(nnx.Module):
         angles: Rope,
         attend: Attend,
         mesh: Any = None,
-        recorded: experts.Recorded | None = None,
-    ) -> tuple[Float[Array, "*b d"], Any, Array | None]:
-        """Return (x after this layer, second result of `attend`, choice of the router)."""
+    ) -> tuple[Float[Array, "*b d"], Any]:
+        """Return (x after this layer, second result of `attend`)."""
         y = self._norm("attn_norm", x)
         if self.kind == "delta":
             out, extra = self._delta(y, attend)
@@ -147,11 +146,10 @@ class Block(nnx.Module):
         out = self._norm("attn_out_norm", out)
         if self.config.parallel_residual:
             total = x + out  # before the MLP: another order of the sums changes the last bits
-            of_mlp, own = self._mlp(self._norm("mlp_norm", x), mesh, recorded)
-            return total + of_mlp, extra, own
+            return total + self._mlp(self._norm("mlp_norm", x), mesh), extra
         x = x + out
-        out, own = self._mlp(self._norm("mlp_norm", x), mesh, recorded)
-        return x + self._norm("mlp_out_norm", out), extra, own
+        out = self._mlp(self._norm("mlp_norm", x), mesh)
+        return x + self._norm("mlp_out_norm", out), extra
 
     def _attention(
         self, y: Float[Array, "*b d"], angles: Rope, attend: Attend
@@ -208,19 +206,17 @@ class Block(nnx.Module):
         out = (out * jax.nn.silu(gate)).astype(y.dtype).reshape(*y.shape[:-1], -1)
         return self._linear("delta_o", out, False, y.shape[-1:]), extra
 
-    def _mlp(
-        self, y: Float[Array, "*b d"], mesh: Any, recorded: experts.Recorded | None
-    ) -> tuple[Float[Array, "*b d"], Array | None]:
+    def _mlp(self, y: Float[Array, "*b d"], mesh: Any) -> Float[Array, "*b d"]:
         config = self.config
         if config.num_experts:
             names = (name for name in experts.LEAVES if hasattr(self, name))
             leaves = {name: getattr(self, name)[...] for name in names}
-            out, own = experts.feed_forward(y, leaves, config=config, mesh=mesh, recorded=recorded)
+            out = experts.feed_forward(y, leaves, config=config, mesh=mesh)
             if not config.shared_size:
-                return out, own
+                return out
             shared = jax.nn.sigmoid(y @ self.shared_router[...].astype(y.dtype))
-            return out + shared[..., None] * self._dense_mlp(y, config.shared_size), own
-        return self._dense_mlp(y, config.mlp_size), None
+            return out + shared[..., None] * self._dense_mlp(y, config.shared_size)
+        return self._dense_mlp(y, config.mlp_size)
 
     def _dense_mlp(self, y: Float[Array, "*b d"], f: int) -> Float[Array, "*b d"]:
         config, d = self.config, self.config.hidden_size

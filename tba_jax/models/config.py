@@ -41,13 +41,6 @@ class ModelSettings(Section):
         "store and publish the output matrix, and compute logits, in float32; for bfloat16 models, "
         "slower",
     )
-    router_replay: int = field(
-        -1,
-        "mixtures of experts: -1: off; 0: searchers record the experts of each token, and steps "
-        "log the share for which the trainer's router chooses others; N: the trainer also uses "
-        "the recorded experts for responses less than N steps old",
-        at_least=-1,
-    )
     rollout_dtype: Literal["float32", "bfloat16", "auto"] = field(
         "float32",
         "dtype of the searchers' weights and computation; auto: float32 on CPUs, else bfloat16",

@@ -4,7 +4,6 @@
 Tokens are sorted by expert, so that each matrix product is one grouped product
 (`jax.lax.ragged_dot`). On a mesh, `expert` divides the experts and the rows of a batch: devices of
 one group gather their tokens, compute their own experts, and add up the results.
-The experts of a token may be given: those that the sampler chose, with weights of the live router.
 Invariant: a token's output does not depend on the other tokens, nor on the mesh, up to rounding.
 """
 
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.activations import gated
@@ -30,92 +29,25 @@ LEAVES = (
 """Possible leaves of a layer's experts."""
 
 
-class Recorded(NamedTuple):
-    """The experts that the sampler chose for tokens.
-
-    Attributes:
-        ids: unsigned integers [*b k] of one layer, or [*b l k] of all; the largest value: unknown.
-        is_used: bool [*b]. True: the token uses the recorded experts if they are known. False: the
-            token uses the experts that the router chooses.
-    """
-
-    ids: Array
-    is_used: Array
-
-
-def differ(own: Int32[Array, "*b k"], ids: Int[Array, "*b k"]) -> Bool[Array, "*b"]:
-    """Return for each token whether its experts are known and differ from the router's choice."""
-    is_own = jnp.any(own[..., :, None] == ids[..., None, :].astype(jnp.int32), axis=-2)
-    return is_known(ids) & ~jnp.all(is_own, axis=-1)
-
-
-def is_known(ids: Int[Array, "*b k"]) -> Bool[Array, "*b"]:
-    """Return for each token whether its experts are known."""
-    return ids[..., 0] != jnp.iinfo(ids.dtype).max
-
-
-def at_end(recorded: Recorded | None, shape: tuple[int, ...]) -> Recorded | None:
-    """Return the experts of rows [b s] that end with these tokens; unknown at tokens before."""
-    if recorded is None:
-        return None
-
-    def whole(x: Array, value: int, rest: tuple[int, ...]) -> Array:
-        x = x.reshape(shape[0], -1, *rest)
-        more = ((0, 0), (shape[1] - x.shape[1], 0), *[(0, 0)] * len(rest))
-        return jnp.pad(x, more, constant_values=value)
-
-    ids, is_used = recorded
-    unknown = jnp.iinfo(ids.dtype).max
-    return Recorded(whole(ids, unknown, ids.shape[-2:]), whole(is_used, False, ()))
-
-
-def by_layer(recorded: Recorded | None) -> Array | None:
-    """Return the IDs [l *b k], as `run_layers` takes them."""
-    return None if recorded is None else jnp.moveaxis(recorded.ids, -2, 0)
-
-
-def of_layer(recorded: Recorded | None, ids: Array | None) -> Recorded | None:
-    """Return the experts of one layer, from its entry of `by_layer`."""
-    return None if recorded is None else recorded._replace(ids=ids)
-
-
-def add_differing(differing: Array | None, own: Array | None, ids: Array | None) -> Array | None:
-    """Return, for each token, `differing` plus 1 if the experts of one more layer differ.
-
-    Differ: the recorded experts `ids` are known and are not the router's choice `own`. None without
-    recorded experts.
-    """
-    if differing is None or own is None or ids is None:
-        return None
-    return differing + differ(own, ids)
-
-
 def feed_forward(
     y: Float[Array, "*b d"],
     leaves: Mapping[str, Array],
     *,
     config: TransformerConfig,
     mesh: Mesh | None = None,
-    recorded: Recorded | None = None,
-) -> tuple[Float[Array, "*b d"], Int32[Array, "*b k"]]:
-    """Return the weighted sum of the outputs of each token's experts, and the router's choice.
+) -> Float[Array, "*b d"]:
+    """Return the weighted sum of the outputs of each token's experts.
 
     Args:
         y: normalised residual stream.
         leaves: the layer's parameters, by names of LEAVES; matrices may be 8-bit, with scales.
         config: the architecture, with experts.
         mesh: the devices; None: one device.
-        recorded: experts of the sampler; None: the router chooses all.
     """
     rows = y.reshape(-1, y.shape[-1])
-    given = jax.tree.map(lambda x: x.reshape(len(rows), *x.shape[y.ndim - 1 :]), recorded)
-
-    def shaped(out: Array, own: Array) -> tuple[Array, Array]:
-        return out[: len(rows)].reshape(y.shape), own[: len(rows)].reshape(*y.shape[:-1], -1)
-
     if mesh is None or mesh.size == 1:
-        chosen = route(rows, leaves, config, given)
-        return shaped(_of_rows(rows, leaves, chosen, jnp.int32(0), config=config), chosen.own)
+        chosen = route(rows, leaves, config)
+        return _of_rows(rows, leaves, chosen, jnp.int32(0), config=config).reshape(y.shape)
     row_axes = batch_axes(mesh)
     expert = "expert" if "expert" in mesh.shape else None
     # A decoder's mesh may divide the axis `model` into two (`decoding.compiled.cache_sharding`).
@@ -134,11 +66,8 @@ def feed_forward(
         for name in leaves
     }
 
-    def on_device(
-        rows: Array, leaves: Mapping[str, Array], given: Recorded | None
-    ) -> tuple[Array, Array]:
-        first, chosen = jnp.int32(0), route(rows, leaves, config, given)
-        own = chosen.own
+    def on_device(rows: Array, leaves: Mapping[str, Array]) -> Array:
+        first, chosen = jnp.int32(0), route(rows, leaves, config)
         if expert is not None:
             first = jax.lax.axis_index(expert) * leaves["expert_down"].shape[0]
             rows, chosen = jax.lax.all_gather((rows, chosen), expert, tiled=True)
@@ -149,22 +78,19 @@ def feed_forward(
         out = _of_rows(rows, leaves, chosen, first, config=config)
         if expert is not None:
             out = jax.lax.psum_scatter(out, expert, tiled=True)
-        return jax.lax.psum(out, model) if model else out, own
+        return jax.lax.psum(out, model) if model else out
 
     parts = math.prod(mesh.shape[axis] for axis in row_axes)
     divided = PartitionSpec(row_axes or None)
     run = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(divided, specs, divided),
-        out_specs=(divided, divided),
+        in_specs=(divided, specs),
+        out_specs=divided,
         check_vma=False,
     )
-
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, -len(rows) % parts), *[(0, 0)] * (x.ndim - 1)))
-
-    return shaped(*run(padded(rows), dict(leaves), jax.tree.map(padded, given)))
+    padded = jnp.pad(rows, ((0, -len(rows) % parts), (0, 0)))
+    return run(padded, dict(leaves))[: len(rows)].reshape(y.shape)
 
 
 class Chosen(NamedTuple):
@@ -173,36 +99,26 @@ class Chosen(NamedTuple):
     Attributes:
         weights: float32 [n k], of each token's experts; as in transformers.
         numbers: int32 [n k], the experts.
-        own: int32 [n k], the experts that the router chooses.
     """
 
     weights: Float32[Array, "n k"]
     numbers: Int32[Array, "n k"]
-    own: Int32[Array, "n k"]
 
 
 def route(
-    rows: Float[Array, "n d"],
-    leaves: Mapping[str, Array],
-    config: TransformerConfig,
-    recorded: Recorded | None = None,
+    rows: Float[Array, "n d"], leaves: Mapping[str, Array], config: TransformerConfig
 ) -> Chosen:
-    """Return the experts of each token; those of the sampler have weights of this router."""
+    """Return the experts of each token."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     router = leaves["router"].astype(rows.dtype)
     logits = jnp.matmul(rows, router, preferred_element_type=wide)
     if config.router_bias:
         logits = logits + jnp.broadcast_to(leaves["router_bias"].astype(wide), logits.shape)
     scores = jax.nn.softmax(logits, axis=-1)
-    weights, own = jax.lax.top_k(scores, config.experts_per_token)
-    numbers = own
-    if recorded is not None:
-        is_used = (is_known(recorded.ids) & recorded.is_used)[:, None]
-        numbers = jnp.where(is_used, recorded.ids.astype(jnp.int32), own)
-        weights = jnp.take_along_axis(scores, numbers, axis=-1)
+    weights, numbers = jax.lax.top_k(scores, config.experts_per_token)
     if config.normalised_experts:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return Chosen(weights, numbers, own)
+    return Chosen(weights, numbers)
 
 
 def _of_rows(

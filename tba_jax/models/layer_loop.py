@@ -30,7 +30,7 @@ _REMAT: dict[str, Callable[..., Any]] = {
 }
 
 _Streams = TypeVar("_Streams")
-_Layer = Callable[[_Streams, Mapping[str, Any], Any], _Streams]
+_Layer = Callable[[_Streams, Mapping[str, Any]], _Streams]
 
 
 def run_layers(
@@ -42,16 +42,14 @@ def run_layers(
     compute_dtype: Any,
     remat: Remat,
     sharding: Any,
-    further: Any = None,
 ) -> _Streams:
     """Return `x` after all layers.
 
     Args:
-        layers: (x, parameters of a layer, its entry in `further`) -> x after it, for each kind of
-            the pattern in turn; the loop scans over repeats of the pattern.
+        layers: (x, parameters of a layer) -> x after it, for each kind of the pattern in turn; the
+            loop scans over repeats of the pattern.
         x: residual streams, a tree of arrays [b ...].
         params, config, compute_dtype, remat, sharding: as in `transformer.apply`.
-        further: array [l ...] with an entry for each layer; None: none.
 
     Raises:
         ValueError: `remat` is not the name of a policy.
@@ -60,11 +58,10 @@ def run_layers(
         raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
 
     def step_of(layer: _Layer[_Streams]) -> Callable[..., Any]:
-        def step(x: _Streams, of_layer: tuple[Mapping[str, Any], Any]) -> tuple[_Streams, None]:
-            layer_params, entry = of_layer
+        def step(x: _Streams, layer_params: Mapping[str, Any]) -> tuple[_Streams, None]:
             if sharding is None:
-                return layer(x, layer_params, entry), None
-            x = layer(x, sharding.layer(layer_params, compute_dtype), entry)
+                return layer(x, layer_params), None
+            x = layer(x, sharding.layer(layer_params, compute_dtype))
             return jax.tree.map(sharding.rows, x), None
 
         return _REMAT[remat](step)
@@ -74,17 +71,16 @@ def run_layers(
     steps, stacked = [step_of(layer) for layer in layers], params["layers"]
     if isinstance(stacked, tuple):  # the decoder's layout
         for i, layer_params in enumerate(stacked):
-            x, _ = steps[i % len(steps)](x, (layer_params, None if further is None else further[i]))
+            x, _ = steps[i % len(steps)](x, layer_params)
         return x
     if len(steps) == 1:
-        return jax.lax.scan(steps[0], x, (stacked, further))[0]
+        return jax.lax.scan(steps[0], x, stacked)[0]
 
     def run(
-        x: _Streams, several: tuple[Mapping[str, Any], Any], kinds: tuple[LayerKind, ...]
+        x: _Streams, of_layers: Mapping[str, Any], kinds: tuple[LayerKind, ...]
     ) -> tuple[_Streams, None]:
-        of_layers, entries = several
         for i, layer_params in enumerate(_unstacked(of_layers, kinds)):
-            x, _ = steps[i](x, (layer_params, None if entries is None else entries[i]))
+            x, _ = steps[i](x, layer_params)
         return x, None
 
     num, pattern = config.num_layers, config.pattern
@@ -94,14 +90,10 @@ def run_layers(
         name: leaf[: ends[name]].reshape(whole // len(pattern), -1, *leaf.shape[1:])
         for name, leaf in stacked.items()
     }
-    entries = rest_entries = None
-    if further is not None:
-        entries = further[:whole].reshape(-1, len(pattern), *further.shape[1:])
-        rest_entries = further[whole:]
-    x, _ = jax.lax.scan(functools.partial(run, kinds=pattern), x, (repeats, entries))
+    x, _ = jax.lax.scan(functools.partial(run, kinds=pattern), x, repeats)
     if whole < num:  # layers after the last whole repeat
         rest = {name: leaf[ends[name] :] for name, leaf in stacked.items()}
-        x, _ = run(x, (rest, rest_entries), pattern[: num - whole])
+        x, _ = run(x, rest, pattern[: num - whole])
     return x
 
 

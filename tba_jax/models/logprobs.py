@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models import attention, experts, shared_prompts
+from tba_jax.models import attention, shared_prompts
 from tba_jax.models.fused_logprobs import fused_logprobs, vocab_block_on
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
-from tba_jax.models.transformer import Remat, TransformerConfig, apply_recorded
+from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 Readout = Callable[[Float[Array, "n t d"]], Float[Array, "n t"]]
 """Returns a number per state. Functions with a readout return, on a last axis, log-probs and the
-readout of the state that predicts each token. With recorded experts the last of this axis is the
-number of layers in which the router chooses other experts for the token."""
+readout of the state that predicts each token."""
 
 
 def response_mask(
@@ -60,7 +59,6 @@ def token_logprobs(
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
-    recorded: experts.Recorded | None = None,
 ) -> Float[Array, "p k t *both"]:
     """Return log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -75,7 +73,6 @@ def token_logprobs(
         remat: what the backward pass recomputes.
         sharding: use of parameters that are divided over a mesh; None: one device.
         readout: function of the hidden states, evaluated besides the log-probs; None: no function.
-        recorded: experts of the sampler at the responses, IDs [p k t l e]; None: not known.
 
     Raises:
         ValueError: the model is a classifier, or `fused_logprobs` refuses a size.
@@ -95,47 +92,31 @@ def token_logprobs(
     positions = jnp.maximum(index - first, 0)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
-    hidden, differing = apply_recorded(
+    hidden = apply(
         params,
         rows,
         positions,
-        attention.causal(mask),
-        experts.at_end(recorded, rows.shape),
+        mask,
         config=config,
         compute_dtype=compute_dtype,
         remat=remat,
         sharding=sharding,
     )
-    if differing is not None:
-        differing = differing[:, s - t :].reshape(p, k, t)
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
     logprobs = _response_logprobs(params, hidden, rows[:, s - t :], config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return _with_extras(logprobs.reshape(p, k, t), hidden, in_response, readout, differing)
+    return _with_readout(logprobs.reshape(p, k, t), hidden, in_response, readout)
 
 
-def _with_extras(
-    logprobs: Float[Array, "*n"],
-    states: Array,
-    is_scored: Array,
-    readout: Readout | None,
-    differing: Int[Array, "*n"] | None,
+def _with_readout(
+    logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
 ) -> Array:
-    """Stack log-probs with the extra values of each token; 0 at unscored tokens.
-
-    Extra values: the readout, and the number of layers whose recorded experts differ from the
-    router's choice.
-
-    Returns:
-        [*n x], x = 1 + number of extra values; [*n] without extra values.
-    """
-    further = [] if readout is None else [readout(states).reshape(logprobs.shape)]
-    if differing is not None:
-        further.append(differing.astype(logprobs.dtype))
-    if not further:
+    """Return log-probs, stacked with the readout on a last axis; 0 at unscored tokens."""
+    if readout is None:
         return jnp.where(is_scored, logprobs, 0.0)
-    return jnp.where(is_scored[..., None], jnp.stack([logprobs, *further], axis=-1), 0.0)
+    both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
+    return jnp.where(is_scored[..., None], both, 0.0)
 
 
 def row_token_logprobs(
@@ -150,7 +131,6 @@ def row_token_logprobs(
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
-    recorded: experts.Recorded | None = None,
 ) -> Float[Array, "b c t *both"]:
     """Return `token_logprobs` of c responses per prompt; for c > 1 a prompt is computed once.
 
@@ -161,8 +141,7 @@ def row_token_logprobs(
         prompt_lengths: prompt tokens without padding.
         response_lengths: response tokens, EOS included; 0 for no response.
         response_bucket: t, static.
-        config, scoring, remat, sharding, readout, recorded: as in `token_logprobs`; IDs
-            [b c t l e].
+        config, scoring, remat, sharding, readout: as in `token_logprobs`.
 
     Raises:
         ValueError: as `token_logprobs`.
@@ -180,14 +159,13 @@ def row_token_logprobs(
             remat=remat,
             sharding=sharding,
             readout=readout,
-            recorded=recorded,
         )
     _refuse_classifier(config)
     compute_dtype = jnp.dtype(scoring.compute_dtype)
     responses = tokens[:, tokens.shape[1] - c * t :].reshape(b, c, t)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
-    prompt_end, hidden, differing = shared_prompts.apply(
+    prompt_end, hidden = shared_prompts.apply(
         params,
         tokens[:, : tokens.shape[1] - c * t],
         responses,
@@ -197,7 +175,6 @@ def row_token_logprobs(
         compute_dtype=compute_dtype,
         remat=remat,
         sharding=sharding,
-        recorded=recorded,
     )
     # The last state of the prompt predicts the first token of every response.
     first = jnp.broadcast_to(prompt_end[:, None, None], (b, c, 1, hidden.shape[-1]))
@@ -205,7 +182,7 @@ def row_token_logprobs(
     targets = responses.reshape(b * c, t)
     logprobs = _response_logprobs(params, hidden, targets, config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return _with_extras(logprobs.reshape(b, c, t), hidden, in_response, readout, differing)
+    return _with_readout(logprobs.reshape(b, c, t), hidden, in_response, readout)
 
 
 def _of_tokens(
@@ -272,7 +249,6 @@ def packed_token_logprobs(
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
-    recorded: experts.Recorded | None = None,
 ) -> Float[Array, "n s *both"]:
     """Return log pi of every token given the tokens before it in its own sequence, float32.
 
@@ -286,8 +262,8 @@ def packed_token_logprobs(
         positions: position in the sequence.
         shared: empty; or, if responses follow one copy of their prompt, `PackedBatch.contexts` and
             which positions are prompts; [n s] each.
-        config, scoring, remat, sharding, readout, recorded: as `token_logprobs`, with IDs
-            [n s l e]; a minimum length is not supported.
+        config, scoring, remat, sharding, readout: as `token_logprobs`; a minimum length is not
+            supported.
 
     Raises:
         ValueError: as `token_logprobs`.
@@ -297,12 +273,12 @@ def packed_token_logprobs(
     compute_dtype = jnp.dtype(scoring.compute_dtype)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
-    hidden, differing = apply_recorded(
+    hidden = apply(
         params,
         tokens,
         positions,
-        attention.packed(segments, contexts, is_prompt),
-        recorded,
+        segments > 0,
+        visible=attention.packed(segments, contexts, is_prompt),
         config=config,
         compute_dtype=compute_dtype,
         remat=remat,
@@ -317,7 +293,7 @@ def packed_token_logprobs(
     # No state predicts the first token of a row.
     first = ((0, 0), (1, 0))
     states = jnp.pad(states, (*first, (0, 0))) if readout is not None else states
-    return _with_extras(jnp.pad(logprobs, first), states, positions > 0, readout, differing)
+    return _with_readout(jnp.pad(logprobs, first), states, positions > 0, readout)
 
 
 def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from tba_jax.models import attention, delta, experts
+from tba_jax.models import attention, delta
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.block import Rope
 from tba_jax.models.kv_cache import State
@@ -57,12 +57,10 @@ def apply(
     compute_dtype: Any,
     remat: Remat = "none",
     sharding: Any = None,
-    recorded: experts.Recorded | None = None,
-) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"], Int[Array, "b c t"] | None]:
+) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"]]:
     """Return (state at each prompt's last token, states of its responses), after the final norm.
 
-    Third, as of `transformer.apply_recorded`. The output at a padded position is finite but has no
-    meaning.
+    The output at a padded position is finite but has no meaning.
 
     Args:
         params: parameters from `init_params` or `model.load`, also in the decoder's layout.
@@ -70,7 +68,6 @@ def apply(
         responses: token IDs of c responses per prompt, right-padded.
         prompt_lengths: number of tokens of each prompt, at least one.
         config, compute_dtype, remat, sharding: as in `transformer.apply`.
-        recorded: experts of the sampler at the responses, as in `transformer.apply_recorded`.
 
     Raises:
         ValueError: as `transformer.apply`.
@@ -91,26 +88,16 @@ def apply(
     block: Any = {"config": config, "mesh": None if sharding is None else sharding.mesh}
 
     angles = rotary(of_prompts, config), rotary(of_responses, config)
-    layers = [_layer_of(kind, visible, angles, recorded, kernels, block) for kind in config.pattern]
+    layers = [_layer_of(kind, visible, angles, kernels, block) for kind in config.pattern]
     kwargs: Any = {"config": config, "compute_dtype": compute_dtype}
     streams = (
         embed(params, prompts, of_prompts, **kwargs),
         embed(params, responses, of_responses, **kwargs),
-        None if recorded is None else jnp.zeros(responses.shape, jnp.int32),
     )
-    prompt, response, differing = run_layers(
-        layers,
-        streams,
-        params,
-        remat=remat,
-        sharding=sharding,
-        further=experts.by_layer(recorded),
-        **kwargs,
-    )
+    prompt, response = run_layers(layers, streams, params, remat=remat, sharding=sharding, **kwargs)
     return (
         final_norm(params, prompt[:, -1], config=config),
         final_norm(params, response, config=config),
-        differing,
     )
 
 
@@ -118,7 +105,6 @@ def _layer_of(
     kind: LayerKind,
     visible: attention.Visible,
     angles: tuple[dict[LayerKind, Rope], dict[LayerKind, Rope]],
-    recorded: experts.Recorded | None,
     kernels: dict[str, Any],
     block: dict[str, Any],
 ) -> Any:
@@ -127,7 +113,6 @@ def _layer_of(
     Args:
         visible: of the prompts.
         angles: rotary angles of prompts and responses.
-        recorded: as in `apply`.
         kernels, block: keyword arguments of attention and of `run_layer`.
     """
 
@@ -136,27 +121,18 @@ def _layer_of(
         out = attention.attend_causal(q, k, v, visible, scores=scores, **kernels)
         return out, Seen(k, v, visible.mask)
 
-    def layer(
-        streams: tuple[Array, Array, Array | None], layer_params: Params, ids: Array | None
-    ) -> tuple[Array, Array, Array | None]:
-        prompt, response, differing = streams
+    def layer(streams: tuple[Array, Array], layer_params: Params) -> tuple[Array, Array]:
+        prompt, response = streams
         first = functools.partial(delta.mix, visible=visible) if kind == "delta" else keep
-        prompt, seen, _ = run_layer(layer_params, prompt, angles[0][kind], first, **block)
+        prompt, seen = run_layer(layer_params, prompt, angles[0][kind], first, **block)
 
         def look(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
             scores = scores_of(kind, block["config"], sinks)
             return attend_after(q, k, v, seen, scores=scores, **kernels), None
 
         then = functools.partial(_mix_after, state=seen) if kind == "delta" else look
-        response, _, own = run_layer(
-            layer_params,
-            response,
-            angles[1][kind],
-            then,
-            **block,
-            recorded=experts.of_layer(recorded, ids),
-        )
-        return prompt, response, experts.add_differing(differing, own, ids)
+        response, _ = run_layer(layer_params, response, angles[1][kind], then, **block)
+        return prompt, response
 
     return layer
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, delta, experts, rope
+from tba_jax.models import attention, delta, rope
 from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
@@ -146,40 +146,8 @@ def apply(
     Raises:
         ValueError: `remat` is not the name of a policy.
     """
-    return apply_recorded(
-        params,
-        tokens,
-        positions,
-        attention.causal(mask) if visible is None else visible,
-        None,
-        config=config,
-        compute_dtype=compute_dtype,
-        remat=remat,
-        sharding=sharding,
-    )[0]
-
-
-def apply_recorded(
-    params: Params,
-    tokens: Int[Array, "b s"],
-    positions: Int[Array, "b s"],
-    visible: attention.Visible,
-    recorded: experts.Recorded | None,
-    *,
-    config: TransformerConfig,
-    compute_dtype: Any,
-    remat: Remat = "none",
-    sharding: Any = None,
-) -> tuple[Float[Array, "b s d"], Int[Array, "b s"] | None]:
-    """Return the result of `apply`, and the number of layers where `experts.differ` is true.
-
-    Args:
-        recorded: experts of the sampler in all layers; None: none, and the second result is None.
-        params, tokens, positions, visible, config, compute_dtype, remat, sharding: as in `apply`.
-
-    Raises:
-        ValueError: as `apply`.
-    """
+    if visible is None:
+        visible = attention.causal(mask)
     if visible.prompts is not None:
         visible = visible._replace(positions=positions)
     implementation = choose_attention(config, compute_dtype, sharding)
@@ -204,31 +172,23 @@ def apply_recorded(
 
         through: Attend = mix if kind == "delta" else attend
 
-        def layer(
-            streams: tuple[Array, Array | None], layer_params: Params, ids: Array | None
-        ) -> tuple[Array, Array | None]:
-            x, differing = streams
-            given = experts.of_layer(recorded, ids)
-            x, _, own = run_layer(
-                layer_params, x, angles[kind], through, config=config, mesh=mesh, recorded=given
-            )
-            return x, experts.add_differing(differing, own, ids)
+        def layer(x: Array, layer_params: Params) -> Array:
+            return run_layer(layer_params, x, angles[kind], through, config=config, mesh=mesh)[0]
 
         return layer
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
     layers = [layer_of(kind) for kind in config.pattern]
-    x, differing = run_layers(
+    x = run_layers(
         layers,
-        (x, None if recorded is None else jnp.zeros(tokens.shape, jnp.int32)),
+        x,
         params,
         config=config,
         compute_dtype=compute_dtype,
         remat=remat,
         sharding=sharding,
-        further=experts.by_layer(recorded),
     )
-    return final_norm(params, x, config=config), differing
+    return final_norm(params, x, config=config)
 
 
 def scores_of(
@@ -289,9 +249,8 @@ def run_layer(
     *,
     config: TransformerConfig,
     mesh: Mesh | None = None,
-    recorded: experts.Recorded | None = None,
-) -> tuple[Float[Array, "*b d"], Any, Int[Array, "*b k"] | None]:
-    """Return (x after one layer, second result of `attend`, choice of the router if it has one).
+) -> tuple[Float[Array, "*b d"], Any]:
+    """Return (x after one layer, second result of `attend`).
 
     Args:
         layer_params: parameters of one layer, without the layer axis; possibly `quantized`.
@@ -299,10 +258,9 @@ def run_layer(
         angles: return value of `rotary` for the layer's kind.
         attend: function that attends to the keys that queries see.
         mesh: devices of the program, for experts; None: one device.
-        recorded: experts of the sampler in this layer; None: the router chooses.
     """
     block = nnx.merge(_block_graph(config, layer_params), layer_params)
-    return block(x, angles, attend, mesh, recorded)
+    return block(x, angles, attend, mesh)
 
 
 def final_norm(

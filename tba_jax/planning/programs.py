@@ -384,7 +384,7 @@ def abstract_batch(
     """Return the largest batch as ShapeDtypeStructs; arguments as of `make_packing`."""
     sizes = sizes_of(config)
     p, k = sizes.prompts, sizes.group
-    packing = model_parts.make_packing(config, 0, placement.trainer_mesh, model_config)
+    packing = model_parts.make_packing(config, 0, placement.trainer_mesh)
     shape = packing.shapes[0]
     n, c = shape.buckets[-1], shape.responses
 
@@ -403,11 +403,6 @@ def abstract_batch(
         else None,
     }
 
-    def experts(*shape: int) -> Any:
-        if (own := packing.experts) is None:
-            return None
-        return array((*shape, own.layers, own.per_token), own.dtype)
-
     if config.batch.packed_length:
         rows = (n, config.batch.packed_length)
         return PackedBatch(
@@ -417,7 +412,6 @@ def abstract_batch(
             behavior_token_logprobs=array(rows, jnp.float32),
             contexts=array(rows) if packing.shares_prompts else None,
             token_advantages=array(rows, jnp.float32) if packing.has_advantages else None,
-            experts=experts(*rows),
             **of_responses,
         )
     return Batch(
@@ -427,7 +421,6 @@ def abstract_batch(
         token_advantages=(
             array((n, c, sizes.response), jnp.float32) if packing.has_advantages else None
         ),
-        experts=experts(n, c, sizes.response),
         **of_responses,
     )
 

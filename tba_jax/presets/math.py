@@ -27,8 +27,8 @@ tba_prime_2, tba_prime_10
     at most 10. Searchers sample for later steps while the trainer trains. Not run by us.
 qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
     `math` with models of 2025 and their chat templates. qwen3_4b, gpt_oss_20b and qwen3_30b_a3b
-    train adapters; the last two train with the experts that the searchers chose. The command
-    `python -m tba_jax.plan` prints placement and mesh for your devices. Not run by us.
+    train adapters. The command `python -m tba_jax.plan` prints placement and mesh for your
+    devices. Not run by us.
 
 All other presets of `math` use plain-text prompts. For an SFT model, the prompts have the format
 that the model was tuned on. With an instruction-tuned model
@@ -173,14 +173,12 @@ _ADAPTERS = {"lora": {"rank": 32}}
 _FROZEN = {"param_dtype": "bfloat16"}  # as published; adapters are float32
 # A micro-batch gathers the matrices of all experts once (docs/lab/experts.md).
 _MANY_ROWS = {"batch": {**_MATH["batch"], "micro_batch_rows": 128}}
-# Data is at most two steps old.
-_REPLAY = {"router_replay": _MATH["replay"]["max_staleness"] + 1}
 for _name, _path, _of_model, _changes in (
     ("qwen3_1_7b", "Qwen/Qwen3-1.7B", {}, _ONE_DEVICE),
     ("qwen3_4b", "Qwen/Qwen3-4B", _FROZEN, _ONE_DEVICE | _ADAPTERS),
     ("gemma_3_12b", "google/gemma-3-12b-it", {}, {}),
-    ("gpt_oss_20b", "openai/gpt-oss-20b", _FROZEN | _REPLAY, _ADAPTERS),
-    ("qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B", _FROZEN | _REPLAY, _ADAPTERS | _MANY_ROWS),
+    ("gpt_oss_20b", "openai/gpt-oss-20b", _FROZEN, _ADAPTERS),
+    ("qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B", _FROZEN, _ADAPTERS | _MANY_ROWS),
 ):
     PRESETS[_name] = {
         **_MATH,

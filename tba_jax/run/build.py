@@ -155,7 +155,7 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompile
     config = shared.config
     is_alone = shared.cluster.num_processes == 1
     mesh = shared.sites.trainer.mesh
-    packing = make_packing(config, shared.tokenizer.pad_id, mesh, shared.policy)
+    packing = make_packing(config, shared.tokenizer.pad_id, mesh)
     has_one_length = packing.padding.num_shapes == 1 or packing.row_length
     if config.driver != "async" or not is_alone or not has_one_length:
         return Precompiler({}).start()
@@ -402,7 +402,7 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
     config = shared.config
     return OwnBatches(
         buffer,
-        make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh, shared.policy),
+        make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh),
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,

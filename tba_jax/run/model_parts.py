@@ -24,7 +24,6 @@ from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding, length_buckets, padded_lengths
-from tba_jax.flow.trajectory import ExpertsShape
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.quantized import Quantization
@@ -68,7 +67,6 @@ def policy_config(config: Config, model_config: TransformerConfig) -> Transforme
     Raises:
         ValueError: lora.modules names a matrix that this model lacks.
     """
-    recorded_experts(config, model_config)  # refuses a model without experts
     rank, alpha, modules = config.lora.rank, config.lora.alpha, tuple(config.lora.modules)
     return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
 
@@ -271,7 +269,6 @@ def make_decoder(
         max_length=longest,
         # A finished slot idles for half a chunk on average, which matters for short responses.
         chunk_steps=min(CHUNK_STEPS, max(1, config.search.max_new_tokens // 4)),
-        experts=recorded_experts(config, model_config),
         site=site,
     )
     stop_strings = config.search.stop_strings
@@ -280,33 +277,6 @@ def make_decoder(
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(stop_strings, text_of)
     return decoder
-
-
-def recorded_experts(config: Config, model_config: TransformerConfig) -> ExpertsShape | None:
-    """Return the shape of the expert IDs that searchers record for a token; None: no recording.
-
-    Raises:
-        ConfigError: the model has no experts, or the searchers cannot record them.
-    """
-    if config.model.router_replay < 0:
-        return None
-    num = model_config.num_experts
-    need(
-        num > 0,
-        "model.router_replay",
-        config.model.router_replay,
-        f"the model at {model_path(config)} ({model_config.family}) has no experts",
-        "Set --config.model.router_replay=-1.",
-    )
-    need(
-        config.search.engine != "openai",
-        "model.router_replay",
-        config.model.router_replay,
-        "the server of search.engine=openai does not return the experts of tokens",
-        "Set --config.model.router_replay=-1.",
-    )
-    dtype = "uint8" if num <= np.iinfo(np.uint8).max else "uint16"
-    return ExpertsShape(model_config.num_layers, model_config.experts_per_token, dtype)
 
 
 def _conversation_lengths(config: Config, longest: int) -> tuple[int, ...]:
@@ -354,7 +324,6 @@ def make_step_settings(
         epochs=objective.epochs,
         minibatches=objective.minibatches,
         shows_tokens=True,
-        router_replay=config.model.router_replay,
         rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
     )
 
@@ -388,13 +357,11 @@ def make_packing(
     config: Config,
     pad_id: int,
     mesh: Mesh | None = None,
-    model_config: TransformerConfig | None = None,
 ) -> Packing:
     """Return how draws become the rows of a batch.
 
     Args:
         mesh: mesh of the trainer; None: the mesh of `config.mesh`.
-        model_config: the architecture; None: a model without experts.
     """
     objective = config.objective.built
     return Packing(
@@ -410,7 +377,6 @@ def make_packing(
         has_prompts="log_z" in objective.heads,
         has_advantages=objective.needs_advantages,
         has_equal_weights=config.objective.weights == "equal" and not objective.needs_behavior,
-        experts=None if model_config is None else recorded_experts(config, model_config),
     )
 
 

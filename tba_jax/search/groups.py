@@ -275,7 +275,6 @@ def _assemble(
                 if y.token_versions is None
                 else spans_of(y.token_versions, y.version_max),
                 token_advantages=None if advantages is None else advantages[j],
-                experts=y.experts,
             )
         )
     return Group(group.prompt, tuple(trajectories), rejected)

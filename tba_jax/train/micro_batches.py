@@ -138,6 +138,5 @@ def score_all(rows: Rows, params: Any, cut: Cut, score: Score) -> Array:
 
 def _zeros(rows: Rows, score: Score) -> Array:
     """Return zeros in the shape of the scores of all rows."""
-    num = 1 + (score is not rows.score) + (rows.inputs.recorded is not None)
-    last = () if num == 1 else (num,)
+    last = () if score is rows.score else (2,)
     return jnp.zeros((*rows.tokens.behavior.shape, *last), rows.tokens.behavior.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.models import experts, lora
+from tba_jax.models import lora
 from tba_jax.models.logprobs import (
     Readout,
     packed_token_logprobs,
@@ -74,16 +74,8 @@ class Responses(NamedTuple):
     staleness: Array
 
 
-class Inputs(NamedTuple):
-    """Input of `Rows.score`, n rows each.
-
-    Attributes:
-        arrays: tokens, lengths and masks, by layout.
-        recorded: experts that the sampler chose, where they are recorded.
-    """
-
-    arrays: tuple[Array, ...]
-    recorded: experts.Recorded | None = None
+Inputs = tuple[Array, ...]
+"""Input of `Rows.score`: tokens, lengths and masks of n rows, by layout."""
 
 
 class Rows(NamedTuple):
@@ -93,9 +85,7 @@ class Rows(NamedTuple):
         inputs: the input of `score`.
         score: (params, inputs of m rows) -> log-prob of every response token, as in `tokens`.
         score_values: ((params, head), inputs of m rows) -> log-prob and, second on the last axis,
-            the head's value of the state before each token. With recorded experts, the last entry
-            on the last axis of `score` and of `score_values` is the number of layers in which the
-            router's choice differs from the recorded experts.
+            the head's value of the state before each token.
         tokens: data of all tokens.
         is_current: bool, broadcastable to [n *r t], whether the trained version drew the response.
         responses: data of all responses.
@@ -213,7 +203,6 @@ def make_rows(
     remat: Remat,
     sharding: ComputeSharding | None,
     base: Any,
-    router_replay: int = 0,
 ) -> Rows:
     """Return a batch as rows.
 
@@ -222,23 +211,12 @@ def make_rows(
         step: version that is trained.
         config, scoring, remat, sharding: as in `token_logprobs`.
         base: frozen parameters that the adapters extend; None: `score` takes all parameters.
-        router_replay: responses that are less than this many steps old pass the experts that the
-            sampler chose for them.
     """
     options: Any = {"config": config, "scoring": scoring, "remat": remat, "sharding": sharding}
     if isinstance(batch, PackedBatch):
         rows, score = _packed_rows(batch, step, scoring, options)
     else:
         rows, score = _padded_rows(batch, step, scoring, options)
-    if batch.experts is not None:
-        versions = _of_rows(batch.versions, batch.slots)
-        is_used = (versions >= 0) & (step - versions < router_replay)
-        is_used = jnp.broadcast_to(
-            is_used if isinstance(batch, PackedBatch) else is_used[..., None],
-            batch.experts.shape[:-2],
-        )
-        recorded = experts.Recorded(batch.experts, is_used)
-        rows = rows._replace(inputs=rows.inputs._replace(recorded=recorded))
 
     def score_values(trained: tuple[Any, LogZHead], x: Any) -> Array:
         params, head = trained
@@ -291,18 +269,15 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> t
     options = options | {"response_bucket": t}
 
     def score(params: Any, inputs: Inputs, readout: Readout | None) -> Array:
-        x, recorded = inputs
-        found = row_token_logprobs(params, *x[:3], **options, readout=readout, recorded=recorded)
-        return found if is_sampled is None else _only(x[3], found)
+        found = row_token_logprobs(params, *inputs[:3], **options, readout=readout)
+        return found if is_sampled is None else _only(inputs[3], found)
 
     rows = Rows(
-        inputs=Inputs(
-            (
-                batch.tokens,
-                _of_rows(batch.prompt_lengths, slots[:, 0]),
-                response_lengths,
-                *(() if is_sampled is None else (is_sampled,)),
-            )
+        inputs=(
+            batch.tokens,
+            _of_rows(batch.prompt_lengths, slots[:, 0]),
+            response_lengths,
+            *(() if is_sampled is None else (is_sampled,)),
         ),
         score=_unscored,
         score_values=_unscored,
@@ -345,12 +320,12 @@ def _packed_rows(
         shared = batch.contexts, (batch.slots > 0) & ~is_response
 
     def score(params: Any, inputs: Inputs, readout: Readout | None) -> Array:
-        (*rows, is_scored), recorded = inputs
-        found = packed_token_logprobs(params, *rows, **options, readout=readout, recorded=recorded)
+        *rows, is_scored = inputs
+        found = packed_token_logprobs(params, *rows, **options, readout=readout)
         return _only(is_scored, found)
 
     rows = Rows(
-        inputs=Inputs((batch.tokens, sequences, batch.positions, *shared, is_scored)),
+        inputs=(batch.tokens, sequences, batch.positions, *shared, is_scored),
         score=_unscored,
         score_values=_unscored,
         tokens=Tokens(

@@ -39,7 +39,6 @@ from tba_jax.train.step_metrics import (
     batch_metrics,
     measured,
     padding_share,
-    routing_disagreement,
     stratified,
 )
 from tba_jax.train.step_settings import StepSettings, tempered_target, value_at
@@ -123,7 +122,6 @@ def make_train_step(
             **temperatures,
             **batch_metrics(batch, rows, done.policy, raw.responses.reference_logprob),
             "padding_share": padding_share(batch, cut),
-            **done.routing,
             **{name: getattr(new_state, name) for name in _SKIPPED},
         }
         shown = _shown(raw, done.policy) if settings.shows_tokens else {}
@@ -143,7 +141,7 @@ def _cut(
 ) -> tuple[Rows, Cut]:
     """Return a batch as rows, and their division into micro-batches."""
     scoring, remat = settings.scoring, settings.remat
-    rows = make_rows(batch, step, config, scoring, remat, compute, base, settings.router_replay)
+    rows = make_rows(batch, step, config, scoring, remat, compute, base)
     c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
     size = rows_at_once(settings.micro_batch_rows, c, settings.row_multiple)
     return rows, cut_rows(rows, size, is_whole=settings.is_whole)
@@ -194,8 +192,7 @@ def _one_update(
     done = how.update(*stored, loss, grads, 0)
     made = done.is_finite.astype(jnp.int32)
     policy, _ = how.apart(scored)
-    routing = routing_disagreement(rows, scored)
-    return UpdateResult(policy, loss, done.trained, done.opt_state, made, done.grad_norm, routing)
+    return UpdateResult(policy, loss, done.trained, done.opt_state, made, done.grad_norm)
 
 
 def _several_updates(
@@ -217,9 +214,7 @@ def _several_updates(
     )
     of_groups = how.loss_of(scored, rows.tokens).metrics
     loss = Loss(done.loss, {**of_groups, **done.metrics})
-    routing = routing_disagreement(rows, scored)
-    updated = done.trained, done.opt_state, done.made, done.grad_norm
-    return UpdateResult(policy, loss, *updated, routing)
+    return UpdateResult(policy, loss, done.trained, done.opt_state, done.made, done.grad_norm)
 
 
 def _score_functions(
@@ -229,8 +224,6 @@ def _score_functions(
     if "value" in objective.heads:
         trained = (state.params, state.log_z_head)
         return trained, rows.score_values, lambda scored: (scored[..., 0], scored[..., 1])
-    if rows.inputs.recorded is not None:
-        return state.params, rows.score, lambda scored: (scored[..., 0], None)
     return state.params, rows.score, lambda scored: (scored, None)
 
 
@@ -254,9 +247,7 @@ def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
     """Return rows with log pi_ref(y|x); computed if the state has a reference, else as stored."""
     if state.reference_params is None:
         return rows
-    # The reference is a fixed density: its router chooses.
-    routed = rows._replace(inputs=rows.inputs._replace(recorded=None))
-    scored = score_all(routed, state.reference_params, cut, rows.score)
+    scored = score_all(rows, state.reference_params, cut, rows.score)
     return rows._replace(
         tokens=rows.tokens._replace(reference=scored),
         responses=rows.responses._replace(

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.models.experts import is_known
 from tba_jax.train.micro_batches import Cut
 from tba_jax.train.rows import Rows, num_valid_tokens
 
@@ -260,19 +259,6 @@ def measured(rows: Rows, policy: Float[Array, "n *r t"], beta: Float[Array, ""])
         responses.staleness,
         weight,
     )
-
-
-def routing_disagreement(rows: Rows, scored: Array) -> dict[str, Array]:
-    """Return the share of (token, layer) for which the router and the sampler chose other experts.
-
-    The response tokens with known experts count, each once. The result is {} if experts are not
-    recorded. With router replay, the input of a layer comes from the sampler's experts.
-    """
-    recorded = rows.inputs.recorded
-    if recorded is None:
-        return {}
-    known = jnp.sum(is_known(recorded.ids).astype(jnp.float32))
-    return {"routing_disagreement": jnp.sum(scored[..., -1]) / known}
 
 
 def padding_share(batch: Batch | PackedBatch, cut: Cut) -> Float[Array, ""]:

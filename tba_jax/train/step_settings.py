@@ -112,7 +112,6 @@ class StepSettings:
         minibatches: optimiser updates per pass.
         rounding_seed: seed of the stochastic rounding of arrays stored in bfloat16; None: round
             to nearest.
-        router_replay: as in `make_rows`.
         shows_tokens: whether a step also returns token log-probs of one prompt's responses.
     """
 
@@ -128,7 +127,6 @@ class StepSettings:
     epochs: int = 1
     minibatches: int = 1
     rounding_seed: int | None = None
-    router_replay: int = 0
     shows_tokens: bool = False
 
     @property

@@ -156,7 +156,6 @@ class UpdateResult(NamedTuple):
         trained, opt_state: parameters and optimizer state after the updates.
         made: int32, number of finite updates.
         grad_norm: norm of the gradient; with several updates, the mean of the norms.
-        routing: metrics of the experts, where those of the sampler are recorded.
     """
 
     policy: Array
@@ -165,7 +164,6 @@ class UpdateResult(NamedTuple):
     opt_state: Any
     made: Array
     grad_norm: Array
-    routing: dict[str, Array]
 
     def metrics(self, settings: StepSettings) -> dict[str, Array]:
         """Return the metrics of the updates."""

@@ -6,8 +6,7 @@ random models are made, and ties between greedy tokens kept out, is in tests/gol
 """
 
 import copy
-import functools
-import itertools
+import dataclasses
 import json
 from pathlib import Path
 
@@ -36,7 +35,7 @@ import torch
 import transformers
 from golden import make_golden
 
-from tba_jax.models import attention, classifier, experts, lora, rope, transformer
+from tba_jax.models import classifier, experts, lora, rope, transformer
 from tba_jax.models.hf import adapter_files, config_json, hf_weights
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
@@ -176,27 +175,31 @@ def _bfloat16_is_as_near_as_that_of_transformers(model, config, params, found):
 def logits_with_experts_of_float32(config, params, tokens):
     """Logits in bfloat16 of tokens that pass the experts that float32 chooses."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    layers, real, chosen = transformer.unstack_layers(params, config), experts.route, []
 
-    @functools.partial(jax.jit, static_argnames=("dtype", "is_used"))
-    def run(ids, dtype, is_used):
-        recorded = experts.Recorded(ids, jnp.full(tokens.shape, is_used))
-        kwargs = {"config": config, "compute_dtype": dtype}
-        visible = attention.causal(tokens >= 0)
-        hidden, differing = transformer.apply_recorded(
-            params, tokens, positions, visible, recorded, **kwargs
-        )
-        return transformer.unembed(params, hidden, **kwargs), differing
+    def record(*args):
+        found = real(*args)
+        chosen.append(found.numbers)
+        return found
 
-    k, unknown = config.experts_per_token, np.iinfo(np.uint8).max
-    ids = np.full((*tokens.shape, config.num_layers, k), unknown, np.uint8)
-    for layer in range(config.num_layers):
-        for chosen in itertools.combinations(range(config.num_experts), k):
-            tried = np.full_like(ids, unknown)
-            tried[..., layer, :] = chosen
-            is_right = np.asarray(run(tried, jnp.float32, False)[1]) == 0
-            ids[is_right, layer] = chosen
-    assert (ids != unknown).all()
-    return np.asarray(run(ids, jnp.bfloat16, True)[0])
+    def given(rows, leaves, config):
+        numbers = chosen.pop(0)
+        every = {"experts_per_token": config.num_experts, "normalised_experts": False}
+        found = real(rows, leaves, dataclasses.replace(config, **every))
+        of_experts = jnp.take_along_axis(found.weights, jnp.argsort(found.numbers), axis=-1)
+        weights = jnp.take_along_axis(of_experts, numbers, axis=-1)
+        if config.normalised_experts:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return experts.Chosen(weights, numbers)
+
+    for route, dtype in ((record, jnp.float32), (given, jnp.bfloat16)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts, "route", route)
+            kwargs = {"config": config, "compute_dtype": dtype}
+            hidden = transformer.apply(layers, tokens, positions, tokens >= 0, **kwargs)
+            logits = transformer.unembed(layers, hidden, **kwargs)
+    assert not chosen
+    return np.asarray(logits)
 
 
 REWARD_MODELS = {

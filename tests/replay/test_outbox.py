@@ -134,9 +134,8 @@ def _varied_commits():
     z = make_trajectory(4, [150_000], searcher=2)
     marks = np.arange(37) % 3 > 0
     w = make_trajectory(4, range(37), searcher=2, parts=parts)
-    ids = np.arange(37 * 6).reshape(37, 3, 2)
-    w = dataclasses.replace(w, is_sampled=marks, experts=ids.astype(np.uint8))
-    z = dataclasses.replace(z, version_spans=((1, 1),), experts=ids[:1].astype(np.uint16))
+    w = dataclasses.replace(w, is_sampled=marks)
+    z = dataclasses.replace(z, version_spans=((1, 1),))
     prompt = dataclasses.replace(first.groups[0].prompt, prompt_id=4, columns={"x": [1, None]})
     second = dataclasses.replace(
         first, round=1, groups=(Group(prompt, (w, y, z), {}),), generated=3
