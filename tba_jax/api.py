@@ -215,9 +215,9 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
     Raises:
         ValueError: the folder has no run.
     """
-    from tba_jax.run.lock import run_folder
+    from tba_jax.run.bucket import run_folder
 
-    return SavedRun(files.load_run(run_folder(workdir, "workdir", print)))
+    return SavedRun(files.load_run(run_folder(workdir, "workdir")))
 
 
 @dataclasses.dataclass(frozen=True)

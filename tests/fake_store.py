@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An object store on this machine, as fsspec shows one: for gs:// and s3://, with the real code.
+"""An object store on this machine, as fsspec shows one: for gs://, with the real code.
 
 Objects are files below FAKE_STORE with their names in hexadecimal, so that several processes see
 one store. As in the real ones there are no folders, nothing is renamed or appended to, an object
@@ -18,7 +18,7 @@ import fsspec
 class ObjectStore(fsspec.AbstractFileSystem):
     """The store; `protocol` is that of the real one in whose place it is."""
 
-    protocol = ("gs", "s3")
+    protocol = ("gs", "gcs")
     cachable = False
 
     def __init__(self, **options):

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from tba_jax.storage import sealed
+from tba_jax.storage.whole_files import write_json
 
 
 def fake_workdir(
@@ -93,7 +93,7 @@ def fake_workdir(
     config |= {"task.name": "arithmetic", "objective.beta": 0.05, "replay.recency_prob": 0.5}
     config |= dict(changes)
     versions = {"python": "3.12.1", "jax": "0.12.0"}
-    sealed.write(path / "config.json", {"config": config, "versions": versions, "run_id": "a"})
+    write_json(path / "config.json", {"config": config, "versions": versions, "run_id": "a"})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     if not report:
         return
@@ -179,4 +179,4 @@ def fake_workdir(
         "versions": {"python": "3.12.1", "jax": "0.12.0"},
         "config_changes": ["num_steps: 100 -> 120", "objective.beta: 0.1 -> 0.05"],
     }
-    sealed.write(path / "report.json", facts)
+    write_json(path / "report.json", facts)

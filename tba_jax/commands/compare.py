@@ -9,8 +9,8 @@ from pathlib import Path
 from tba_jax.report.comparison import render_comparison, summary
 from tba_jax.report.files import load_run
 from tba_jax.report.groups import common_folder, group_runs
+from tba_jax.run.bucket import run_folder
 from tba_jax.run.errors import UserError
-from tba_jax.run.lock import run_folder
 from tba_jax.storage.whole_files import write_whole
 
 
@@ -33,10 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     fields = [field for field in arguments.group.split(",") if field]
     try:
-        folders = [
-            run_folder(folder, "WORKDIR", lambda line: print(line, flush=True))
-            for folder in dict.fromkeys(arguments.workdir)
-        ]
+        folders = [run_folder(folder, "WORKDIR") for folder in dict.fromkeys(arguments.workdir)]
         runs = [load_run(folder) for folder in folders]
         grouped = group_runs(runs, fields)
         page = arguments.out or common_folder(runs) / "compare.html"

@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.commands.saved import load_policy, load_run_config
     from tba_jax.devices.program_cache import open_cache
+    from tba_jax.run.bucket import run_folder
     from tba_jax.run.errors import CheckpointError, UserError
-    from tba_jax.run.lock import run_folder
     from tba_jax.weights.versions import PublicationError
 
     try:
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--workdir"
             )
         if args.workdir:
-            workdir = str(run_folder(args.workdir, "--workdir", _note))
+            workdir = str(run_folder(args.workdir, "--workdir"))
             config = override(load_run_config(workdir), overrides)
             validate(config)
             open_cache(config.compilation_cache)

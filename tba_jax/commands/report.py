@@ -10,8 +10,8 @@ from tba_jax.commands.entry_point import end_with_parent
 from tba_jax.report.build import write_report
 from tba_jax.report.files import Run, load_run
 from tba_jax.report.page import headline
+from tba_jax.run.bucket import run_folder
 from tba_jax.run.errors import UserError
-from tba_jax.run.lock import run_folder
 from tba_jax.run.workdir import check_for_report
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_parent()
         os.nice(19)  # the lowest priority, so that a run on this machine is not slowed
     try:
-        folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
+        folder = run_folder(arguments.workdir, "WORKDIR")
         check_for_report(folder)
         run = load_run(folder)
         _check_metrics(run)

@@ -86,8 +86,6 @@ def load_policy(
             )
         params = state.params
     if policy.adapters is not None:
-        _, host_state = checkpoints.restore_host_state()
-        lora.check_base(source.folder, host_state.facts.fingerprints["model"])
         base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=param_shardings(model_config, mesh),

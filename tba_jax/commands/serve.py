@@ -169,9 +169,9 @@ def _load(args: argparse.Namespace, dtype: Any) -> tuple[str, Any, Any, str, int
         import jax
 
         from tba_jax.commands.saved import load_policy
-        from tba_jax.run.lock import run_folder
+        from tba_jax.run.bucket import run_folder
 
-        workdir = str(run_folder(args.workdir, "--workdir", lambda line: print(line)))
+        workdir = str(run_folder(args.workdir, "--workdir"))
         step, config, params, _, folder = load_policy(workdir)
         device = jax.local_devices()[0]
         params = jax.tree.map(lambda x: jax.device_put(x, device).astype(dtype), params)

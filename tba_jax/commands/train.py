@@ -34,7 +34,7 @@ from tba_jax.run.peers import start_cluster
 from tba_jax.run.session import run_job, train
 from tba_jax.run.workdir import Outcome, begun_config, default_workdir
 from tba_jax.settings import ConfigError, listed
-from tba_jax.storage.bucket import is_address
+from tba_jax.storage.mirror import is_address
 
 # This runs before JAX is imported, so that times count from the start of the command.
 _PROCESS_START = time.perf_counter()
@@ -64,12 +64,6 @@ _NUM_PROCESSES = flags.DEFINE_integer(
 )
 _PROCESS_ID = flags.DEFINE_integer(
     "process_id", None, "placement=pod: index of this process, from 0 (or JAX_PROCESS_ID)."
-)
-_ACCEPT_CHANGED = flags.DEFINE_multi_enum(
-    "accept_changed",
-    [],
-    ["data", "model", "objective", "reward", "tokenizer"],
-    "Input that may differ from the checkpoint's when resuming; repeat the flag for several.",
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print the config and all its problems on this machine; train nothing."
@@ -147,7 +141,6 @@ def _run(config: Config, workdir: Path, address: str) -> int:
         config,
         address or workdir,
         interrupted=interrupted,
-        accept_changed=_ACCEPT_CHANGED.value,
         schedule=schedule,
         start_s=_PROCESS_START,
     )
@@ -199,7 +192,6 @@ def _run_pod(config: Config, workdir: Path) -> int:
             workdir,
             everyone,
             interrupted,
-            accept_changed=_ACCEPT_CHANGED.value,
             start_s=_PROCESS_START,
             held=held,
         )

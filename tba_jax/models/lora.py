@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,6 @@ from jaxtyping import Array
 
 from tba_jax.models.architecture import Adapters, lora_names
 from tba_jax.models.config import MATRICES
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.quantized import Quantization, quantize, scale_name
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 
@@ -251,22 +249,3 @@ def _merge(
     leaves, treedef = jax.tree.flatten(merged)
     placed = map(jax.lax.with_sharding_constraint, leaves, shardings)
     return jax.tree.unflatten(treedef, list(placed))
-
-
-def check_base(folder: Path, expected: str) -> None:
-    """Refuse a base other than the one on which the adapters were trained.
-
-    Args:
-        folder: folder of the model.
-        expected: `hf_weights.fingerprint` of the folder in training.
-
-    Raises:
-        ValueError: the folder has other weights.
-    """
-    found = hf_weights.fingerprint(folder)
-    if found != expected:
-        raise ValueError(
-            f"{folder} has weights with the fingerprint {found}, but the adapters of this run were "
-            f"trained on {expected}. Restore the weights with which the run began there "
-            "(model.path in the run's config.json)"
-        )

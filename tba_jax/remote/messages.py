@@ -24,7 +24,7 @@ class JoinRequest(NamedTuple):
     Attributes:
         searchers: IDs of the searchers that the process runs.
         host: name of the machine, for log lines.
-        identity: digests of code, model and data, and the run ID, in that process.
+        identity: digest of the code, and the run ID, in that process.
         given: for each searcher, (number of given responses, number of rounds with them). These
             are the first rounds of the searcher. Empty without given responses.
     """

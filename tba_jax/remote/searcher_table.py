@@ -52,7 +52,7 @@ class ServerSettings(NamedTuple):
 
     Attributes:
         epoch: name of this server, different from the names of all earlier servers.
-        identity: digests of code, model and data, and the run ID, that searchers must have.
+        identity: digest of the code, and the run ID, that searchers must have.
         responses_per_ticket: number of responses of a ticket.
         heartbeat_timeout_s: seconds without a message after which a searcher counts as lost.
         max_tickets: maximum number of tickets in one response.

@@ -13,7 +13,7 @@ from typing import Any
 from tba_jax.report.jsonl import stream_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.series import Metrics
-from tba_jax.storage import sealed
+from tba_jax.storage.whole_files import read_json
 
 Facts = Mapping[str, Any]
 
@@ -159,7 +159,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        return sealed.read(path)
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged ({error}). Remove the file to build the report without it"

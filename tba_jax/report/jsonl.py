@@ -20,8 +20,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from tba_jax.storage.whole_files import open_no_follow
-
 _BLOCK = 2**16
 _LINES = 2**22  # number of bytes read at once
 
@@ -132,24 +130,16 @@ class JsonlWriter:
     """Thread-safe writer of a JSON-lines log; every object is flushed.
 
     Opening a file removes an incomplete last line.
-
-    Args:
-        confirm: raises an error if this process may no longer change the log; called before the log
-            is opened and before `keep` replaces it.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], confirm: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._confirm = confirm
         self._lock = threading.Lock()
-        confirm()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab+", opener=open_no_follow) as file:
+            with open(self._path, "ab+") as file:
                 file.truncate(_end_of_lines(file))
-            self._file = open(self._path, "a", encoding="utf-8", opener=open_no_follow)
+            self._file = open(self._path, "a", encoding="utf-8")
         except OSError as error:
             raise LogError(
                 f"{self._path} cannot be written ({error.strerror}). Move it to another folder "
@@ -194,8 +184,7 @@ class JsonlWriter:
         """Drop the records for which `wanted(record)` is false.
 
         Copies the remaining lines to a new file and renames it, so that a kill leaves either the
-        old or the new log. Another process that still has the old log open writes to a file without
-        a name.
+        old or the new log.
 
         Args:
             wanted: called for each record from `start` on.
@@ -208,12 +197,9 @@ class JsonlWriter:
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".new")
             try:
-                # Another process that took over the log may have a file of this name open.
-                unfinished.unlink(missing_ok=True)
                 kept = self._copy(unfinished, wanted, start)
                 with contextlib.ExitStack() as on_failure:
                     on_failure.callback(kept.close)
-                    self._confirm()
                     os.replace(unfinished, self._path)
                     on_failure.pop_all()
             except OSError as error:
@@ -228,13 +214,13 @@ class JsonlWriter:
     def _copy(self, target: Path, wanted: Callable[[dict[str, Any]], bool], start: int) -> IO[str]:
         """Write the remaining lines to a new file; return it open for appending."""
         try:
-            with open(target, "xb") as out, open(self._path, "rb") as file:
+            with open(target, "wb") as out, open(self._path, "rb") as file:
                 while start > file.tell() and (
                     block := file.read(min(start - file.tell(), _LINES))
                 ):
                     out.write(block)
                 out.writelines(self._wanted_lines(wanted, start))
-            return open(target, "a", encoding="utf-8", opener=open_no_follow)
+            return open(target, "a", encoding="utf-8")
         except BaseException:
             with contextlib.suppress(OSError):
                 target.unlink(missing_ok=True)
@@ -255,12 +241,6 @@ class JsonlWriter:
                 raise LogError(f"{where}: {why}; got {record!r:.80}. Remove that line") from error
             if is_kept:
                 yield line
-
-    def is_replaced(self) -> bool:
-        """Return whether another file now has the path of the log."""
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        return False
 
     def close(self) -> None:
         # Every line was flushed when it was written, and `append` reported failures.

@@ -9,7 +9,6 @@ first batch is not used.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -36,7 +35,6 @@ from tba_jax.remote.step_server import StepClient
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.report.relay import Display
-from tba_jax.run.errors import CheckpointError
 from tba_jax.run.host_state import HostState, RunClock, check_facts, with_searchers
 from tba_jax.run.model_parts import (
     abstract_state,
@@ -62,7 +60,6 @@ from tba_jax.run.shared import Shared, all_problems, functions, open_shared, try
 from tba_jax.search import prompt_survey
 from tba_jax.search.prompts import load_grain
 from tba_jax.search.reference import Reference
-from tba_jax.storage import sealed
 from tba_jax.tasks.registry import entry_of
 from tba_jax.train.state import StepShardings, TrainState, make_init_state
 from tba_jax.train.step import make_train_step
@@ -78,12 +75,9 @@ _TAIL_BYTES = 2**16
 
 
 def check_prompts(
-    shared: Shared,
-    fingerprints: Mapping[str, str],
-    phase: Callable[[str], None],
-    note: Callable[[str], None],
+    shared: Shared, phase: Callable[[str], None], note: Callable[[str], None]
 ) -> None:
-    """Survey the training prompts once, and report prompts that are too long.
+    """Survey the training prompts of a new run, and report prompts that are too long.
 
     Args:
         shared: parts of the run; only the first process reads the prompts.
@@ -94,21 +88,9 @@ def check_prompts(
     task = shared.config.task
     if entry_of(task.name).makes_problems or not shared.cluster.is_primary:
         return
-    about = [task.name, task.chat, task.max_prompt_tokens, task.num_eval_prompts]
-    about += [fingerprints["data"], fingerprints["tokenizer"]]
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    path = shared.workdir / "prompts.json"
-    found: prompt_survey.Survey | None = None
-    # Survey again if the file is missing or describes other data.
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        facts = sealed.read(path)
-        found = prompt_survey.Survey.of(facts["survey"]) if facts.get("of") == name else None
-    if found is None:
-        phase(f"checking {shared.task.train_size():,} prompts")
-        found = prompt_survey.survey(shared.task, shared.tokenizer, task.max_prompt_tokens)
-        sealed.write(path, {"of": name, "survey": dataclasses.asdict(found)})
-    lines = prompt_survey.judge(found, task.name, task.max_prompt_tokens, task.long_prompts)
-    for line in lines:
+    phase(f"checking {shared.task.train_size():,} prompts")
+    found = prompt_survey.survey(shared.task, shared.tokenizer, task.max_prompt_tokens)
+    for line in prompt_survey.judge(found, task.name, task.max_prompt_tokens, task.long_prompts):
         note(line)
 
 
@@ -248,28 +230,24 @@ def open_start(
     shared: Shared,
     phase: Callable[[str], None],
     note: Callable[[str], None],
-    accepted: Collection[str] = (),
 ) -> Start:
     """Load the model, and restore the newest checkpoint of the work directory if there is one.
 
     Args:
         shared: parts of the run; all processes of the run call this function.
-        note: function that displays one line for each loss of data and each accepted change.
-        accepted: inputs, named in `host_state.KINDS`, that may have changed since the checkpoint.
+        note: function that displays one line for each loss of data.
 
     Raises:
         ValueError: weights or prompts are not usable.
-        UserError: another input of the run changed.
-        CheckpointError: no checkpoint is intact, or the newest intact checkpoint cannot be read or
-            belongs to another run.
+        CheckpointError: the newest checkpoint is damaged, or belongs to another run.
     """
     config, sites, model = shared.config, shared.sites, shared.model
     policy, mesh = shared.policy, sites.trainer.mesh
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model.config, mesh)
-    facts = shared.facts  # Read here, because files may change before the first checkpoint.
-    check_prompts(shared, facts.fingerprints, phase, note)
-    newest = _newest_intact(shared, note)
+    newest = _newest_intact(shared)
+    if newest is None:
+        check_prompts(shared, phase, note)
     if newest is None and shared.cluster.is_primary and (made := steps_made(shared.workdir)):
         note(f"there is no checkpoint: training starts again at step 0 ({made:,} steps are lost)")
     references: dict[Site, Reference] = {}
@@ -293,8 +271,7 @@ def open_start(
     phase("restoring the newest checkpoint")
     target = abstract_state(config, model.config, mesh)
     _, state, host_state = shared.checkpoints.restore(target, newest)
-    for line in check_facts(newest, host_state.facts, facts, accepted):
-        note(line)
+    check_facts(newest, host_state.facts, shared.facts)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     return Start(state, base, references, newest, host_state)
 
@@ -316,39 +293,24 @@ def steps_made(workdir: Path) -> int:
     return 0
 
 
-def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
-    """Return the step of the newest intact checkpoint; None without checkpoints.
+def _newest_intact(shared: Shared) -> int | None:
+    """Return the step of the newest checkpoint, whose files are intact; None without checkpoints.
 
-    Moves damaged checkpoints to another folder. All processes call this function, and each process
-    checks a share of the files.
+    All processes call this function, and each process checks a share of the files.
 
     Raises:
-        CheckpointError: all checkpoints are damaged; raised in all processes.
+        CheckpointError: the checkpoint is damaged; raised in all processes.
     """
     checkpoints, cluster = shared.checkpoints, shared.cluster
-    while True:
-        # Only one process lists the folder, because another host might see a newer checkpoint.
-        step = cluster.broadcast_json(checkpoints.latest_step())
-        if step is None:
-            return None
-        share = (cluster.process_id, cluster.num_processes)
-        found = sum(cluster.gather_json(checkpoints.damage(step, share=share)), [])
-        if not found:
-            return step
-        answer: dict[str, str] = {}
-        if cluster.is_primary:
-            try:
-                answer = {"kept": str(checkpoints.put_aside(step, found))}
-            except CheckpointError as error:
-                answer = {"lost": str(error)}
-        answer = cluster.broadcast_json(answer)
-        if "lost" in answer:
-            raise CheckpointError(answer["lost"])
-        note(
-            f"checkpoint {step} is damaged ({found[0]}) and was moved to {answer['kept']}; "
-            "the run continues from the previous checkpoint"
-        )
-        checkpoints.look_again()
+    # Only one process lists the folder, because another host might see a newer checkpoint.
+    step = cluster.broadcast_json(checkpoints.latest_step())
+    if step is None:
+        return None
+    share = (cluster.process_id, cluster.num_processes)
+    found = sum(cluster.gather_json(checkpoints.damage(step, share=share)), [])
+    if found:
+        raise checkpoints.damaged(step, found)
+    return step
 
 
 def build_trainer(
@@ -429,24 +391,19 @@ def build(
     clock: RunClock,
     progress: Display,
     extra_writers: Sequence[Any] = (),
-    accept_changed: Collection[str] = (),
     link: Peer | None = None,
-    confirm: Callable[[], None] = lambda: None,
 ) -> Run:
     """Build every part of a run and restore the newest checkpoint of its work directory.
 
     Args:
         cluster: the processes of the run; all of them call this function.
-        accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: the model folder, the data or a reward function is not usable.
     """
     with all_problems(config):
-        shared = open_shared(
-            config, workdir, cluster=cluster, clock=clock, note=progress.note, confirm=confirm
-        )
+        shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
     step = make_step_program(shared)
     publish = make_publication_program(config, shared.model.config, shared.sites.publication.mesh)
     ahead = compile_ahead(shared, step, publish)
@@ -454,14 +411,13 @@ def build(
         undo.callback(ahead.close, COMPILED_S)
         with all_problems(config):  # runs before weights are read, while programs are compiled
             check_rewards(shared)
-        start = open_start(shared, progress.phase, progress.note, accept_changed)
-        logs = open_logs(shared.workdir, cluster, progress, list(extra_writers), confirm)
+        start = open_start(shared, progress.phase, progress.note)
+        logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
         search = _build_search(
             shared,
             start,
             ahead.after(PUBLICATION, publish),
             lambda: evaluations.wanted,
-            confirm,
             progress.note,
         )
         graders = [searcher.parts.grader for searcher in search.local]
@@ -498,7 +454,6 @@ def _build_search(
     start: Start,
     publish: Callable[[Any], Any],
     kept: Callable[[], Collection[int]],
-    confirm: Callable[[], None],
     note: Callable[[str], None],
 ) -> Search:
     """Build the searchers of this process, and the counters for searchers of other processes."""
@@ -516,7 +471,6 @@ def _build_search(
             shared.workdir,
             start.base,
             publish,
-            confirm=confirm,
         ),
         references=start.references,
         # Start data are used only before the first step.

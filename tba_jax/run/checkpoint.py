@@ -7,7 +7,7 @@ of the same Orbax save. Processes synchronise only through the coordination serv
 `jax.distributed`, because the devices may be in use by searchers.
 
 Invariants: a checkpoint is either complete or invisible; no file contains pickled objects; the
-restored state is equal to the saved state.
+restored state is equal to the saved state; only checkpoints of this run are deleted.
 """
 
 import asyncio
@@ -25,13 +25,16 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future as ocp_future
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tba_jax.devices.sharding import storable
 from tba_jax.run.errors import CheckpointError
-from tba_jax.run.host_state import CHECKPOINT_ENTRIES, HostState, pack, unpack
+from tba_jax.run.host_state import HostState, pack, read_facts, unpack
 from tba_jax.storage import digests, saves
 from tba_jax.weights.versions import brief
 
+KEEP = 2
+"""Number of newest checkpoints that stay on disk."""
 # Errors that Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 _READ_ERRORS = (
     OSError,
@@ -43,17 +46,6 @@ _READ_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
 )
-
-
-_ITEMS = ("train_state", "host_state")
-
-
-def _is_own_remainder(folder: epath.Path) -> bool:
-    """Return whether an unfinished folder holds only files that a save writes."""
-    return not os.path.islink(folder) and all(
-        (saves.finished_name(path.name) or path.name) in CHECKPOINT_ENTRIES
-        for path in folder.iterdir()
-    )
 
 
 def _host_file(directory: epath.Path) -> epath.Path:
@@ -98,21 +90,9 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
 
         asyncio.run(run())
 
-    def restore(self, directory: epath.Path, args: Any = None) -> Any:
-        """Read the host state of the run.
-
-        Raises:
-            FileNotFoundError: the checkpoint has no host state.
-            CheckpointError: the checkpoint has several host states, as earlier versions wrote.
-        """
+    def restore(self, directory: epath.Path, args: Any = None) -> HostState:
+        """Read the host state of the run."""
         del args
-        saved = list(directory.glob("process_*.npz"))
-        if len(saved) > 1:
-            raise CheckpointError(
-                f"{directory} holds the replay buffers of {len(saved)} processes, which an earlier "
-                "version of tba_jax saved; this version has one buffer. Continue the run with the "
-                "version that config.json names, or begin again in another --workdir"
-            )
         return unpack(_host_file(directory).read_bytes())
 
 
@@ -144,37 +124,52 @@ class _Manager(ocp.CheckpointManager):
         return False
 
 
+@dataclasses.dataclass
+class _KeepNewest(PreservationPolicy):
+    """Orbax policy: keep the newest checkpoints, and all folders that the run did not write."""
+
+    folder: epath.Path
+    run_id: str
+    num: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        del context
+        old = len(checkpoints) - self.num
+        return [i >= old or not self._is_own(each.step) for i, each in enumerate(checkpoints)]
+
+    def _is_own(self, step: int) -> bool:
+        try:
+            facts = read_facts(_host_file(self.folder / str(step) / "host_state"))
+        except _READ_ERRORS:
+            return False
+        return facts.run_id == self.run_id
+
+
 class Checkpoints:
     """The checkpoints of one run, in `folder`.
 
     Args:
         folder: for example WORKDIR/checkpoints; created if it is missing, unless `read_only`.
+        run_id: ID of the run; only its checkpoints are deleted.
         keep: number of newest checkpoints to keep.
         timeout_s: seconds after which an incomplete save counts as failed.
         read_only: True for commands that only read a run.
         processes: processes that save together; None: this process alone.
-        confirm: function that raises an error if this process may no longer write to the folder.
-            Called before unfinished folders are removed, a save starts, a save is committed, and a
-            damaged checkpoint is moved.
     """
 
     def __init__(
         self,
-        folder: str | epath.Path,
+        folder: str | os.PathLike[str],
         *,
-        keep: int = 1,
-        timeout_s: int = 600,
+        run_id: str = "",
+        keep: int = KEEP,
+        timeout_s: int = saves.TIMEOUT_S,
         read_only: bool = False,
         processes: Saving | None = None,
-        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         saving = Saving((jax.process_index(),)) if processes is None else processes
-        # Orbax refuses relative paths.
-        self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
-        self._confirm = confirm
-        self._writer = saves.Writer(self._folder, confirm)
+        self._folder = epath.Path(os.path.abspath(folder))  # Orbax refuses relative paths
         self._saving: int | None = None
-        self._is_saving = self._has_failed = False
         self._since = time.monotonic()  # Start of the current save.
         self._timeout_s = timeout_s
         named = None if jax.process_count() == 1 else set(saving.members)
@@ -182,26 +177,26 @@ class Checkpoints:
             # Orbax does not create the folder if the processes are named.
             self._folder.mkdir(parents=True, exist_ok=True)
         if not read_only and jax.process_index() == saving.members[0]:
-            confirm()
             self._sweep()
         multiprocessing = ocp.options.MultiprocessingOptions(
             primary_host=saving.members[0], active_processes=named
         )
         self._manager = _Manager(
             self._folder,
-            item_names=_ITEMS,
+            item_names=("train_state", "host_state"),
             item_handlers={
-                "train_state": saves.tree_handler(multiprocessing),
+                "train_state": ocp.StandardCheckpointHandler(
+                    multiprocessing_options=multiprocessing
+                ),
                 "host_state": HostStateHandler(saving),
             },
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=None if read_only else keep,
+                preservation_policy=_KeepNewest(self._folder, run_id, keep),
                 save_interval_steps=0 if read_only else 1,
                 create=not read_only and named is None,
                 read_only=read_only,
                 enable_async_checkpointing=True,
                 async_options=saves.in_background(timeout_s, self._list_files),
-                temporary_path_class=self._writer.temporary_path_class,
                 multiprocessing_options=multiprocessing,
             ),
         )
@@ -211,20 +206,15 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def _sweep(self) -> None:
-        """Remove unfinished folders of interrupted saves of this run."""
+        """Remove unfinished folders of interrupted saves."""
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
-            if saves.finished_name(folder.name) and _is_own_remainder(folder):
-                saves.remove(folder)
+            final = saves.finished_name(folder.name)
+            if final and final.isdigit() and not os.path.islink(folder):
+                folder.rmtree()
 
     def _list_files(self) -> None:
         """Write the digests of all files; process 0 calls this before the commit of the save."""
-        final = self._folder / str(self._saving)
-        # In an object store, Orbax writes to the final name from the beginning.
-        for folder in (self._writer.unfinished(final), final):
-            if folder.is_dir():
-                digests.write(folder)
-                return
-        raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
+        digests.write(saves.unfinished(self._folder / str(self._saving)))
 
     def damage(self, step: int, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
         """Return a description of each file of a checkpoint that is missing or changed.
@@ -236,46 +226,18 @@ class Checkpoints:
         return digests.damage(self._folder / str(step), below=below, share=share)
 
     def damaged(self, step: int, found: Sequence[str]) -> CheckpointError:
-        """Return the error for a damaged checkpoint; its message says what the user can do."""
-        older = [s for s in self._manager.all_steps() if s < step]
-        way_out = (
-            "There is no older checkpoint. Restore an intact copy of that folder, or start again "
-            "in another work directory"
-        )
-        if older:
-            way_out = (
-                "The main command moves it to damaged_checkpoints and continues from checkpoint "
-                f"{max(older)}"
-            )
+        """Return the error for a damaged checkpoint."""
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return CheckpointError(
-            f"checkpoint {self._folder / str(step)} is damaged: {found[0]}{more}. {way_out}"
+            f"checkpoint {self._folder / str(step)} is damaged: {found[0]}{more}. "
+            f"{self._way_out(step)}"
         )
 
-    def put_aside(self, step: int, found: Sequence[str]) -> epath.Path:
-        """Move a damaged checkpoint to `damaged_checkpoints`; only process 0 calls this method.
-
-        Returns:
-            The new path of the damaged checkpoint.
-
-        Raises:
-            CheckpointError: no older checkpoint exists; the damaged checkpoint stays in place.
-        """
-        if not any(s < step for s in self._manager.all_steps()):
-            raise self.damaged(step, found)
-        self._confirm()
-        kept = self._folder.parent / "damaged_checkpoints"
-        kept.mkdir(exist_ok=True)
-        taken = {path.name for path in kept.iterdir()}
-        name = next(
-            n for n in (f"{step}", *(f"{step}.{i}" for i in range(1, 1000))) if n not in taken
-        )
-        (self._folder / str(step)).rename(kept / name)
-        return kept / name
-
-    def look_again(self) -> None:
-        """List the folder again; every process calls this method after `put_aside`."""
-        self._manager.reload()
+    def _way_out(self, step: int) -> str:
+        older = [s for s in self._manager.all_steps() if s < step]
+        if older:
+            return f"Move that folder away to continue from checkpoint {max(older)}"
+        return "There is no older checkpoint; start again in another work directory"
 
     def save(self, step: int, train_state: Any, host_state: HostState) -> None:
         """Copy arrays and host state, then write them in the background.
@@ -288,7 +250,6 @@ class Checkpoints:
         """
         self.wait()  # Here the error of the previous save still names its own step.
         self._saving, self._since = step, time.monotonic()
-        self._is_saving = True
         self._guard(
             lambda: self._manager.save(
                 step,
@@ -311,8 +272,6 @@ class Checkpoints:
             CheckpointError: the save failed, or takes longer than `timeout_s`.
         """
         self._guard(self._wait)
-        if self._is_saving and not self._has_failed:
-            self._is_saving = False
 
     def _wait(self) -> None:
         # Orbax limits the time of its barriers, but not of a write to storage that hangs.
@@ -336,15 +295,12 @@ class Checkpoints:
         """Wait at most `timeout_s` for the current save, after the run failed.
 
         An error of the save is not raised, because the failure of the run is reported. An
-        incomplete save stays invisible.
+        incomplete save stays invisible, and the next start removes it.
         """
 
         def finish() -> None:
             with contextlib.suppress(CheckpointError):
                 self.wait()
-            if self._is_saving:
-                with contextlib.suppress(OSError):  # the folder was removed, or its storage failed
-                    self._writer.remove_unfinished()
 
         thread = threading.Thread(target=finish, name="last-save", daemon=True)
         thread.start()
@@ -355,20 +311,13 @@ class Checkpoints:
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
-            self._has_failed = True
-            complete = list(self._manager.all_steps())
             # Orbax lists the step of a save as soon as the save begins.
-            complete = [step for step in complete if step != self._saving]
+            complete = [step for step in self._manager.all_steps() if step != self._saving]
             where = self._folder / str(self._saving) if self._saving is not None else self._folder
             why = f"{type(error).__name__}: {brief(error)}"
-            # Orbax's message about a timeout does not name the setting.
             if isinstance(error, TimeoutError):
-                waited = time.monotonic() - self._since
-                reason = f"; {brief(error)}" if str(error) else ""
-                why = (
-                    f"not complete after {waited:.0f} s (config.checkpoint.timeout_s = "
-                    f"{self._timeout_s}{reason})"
-                )
+                reason = f" ({brief(error)})" if str(error) else ""
+                why = f"not complete after {time.monotonic() - self._since:.0f} s{reason}"
             raise CheckpointError(
                 f"writing checkpoint {where} failed: {why}. "
                 f"Complete checkpoints: {complete or 'none'}. Free space or repair the storage, "
@@ -396,7 +345,6 @@ class Checkpoints:
                 host_state=HostStateRestore(),
             ),
         )
-        self._check_step(step, restored["host_state"])
         return step, restored["train_state"], restored["host_state"]
 
     def restore_host_state(self) -> tuple[int, HostState]:
@@ -405,35 +353,28 @@ class Checkpoints:
         if found := self.damage(step, below="host_state/"):
             raise self.damaged(step, found)
         restored = self._read(step, ocp.args.Composite(host_state=HostStateRestore()))
-        self._check_step(step, restored["host_state"])
         return step, restored["host_state"]
-
-    def _check_step(self, step: int, state: HostState) -> None:
-        """Refuse a checkpoint whose folder was renamed.
-
-        Raises:
-            CheckpointError: the folder has the number of another step.
-        """
-        inside = state.facts.step
-        if inside >= 0 and inside != step:
-            folder = self._folder / str(step)
-            raise CheckpointError(
-                f"{folder} holds step {inside}: the folder was renamed. Name it "
-                f"{self._folder / str(inside)} again"
-            )
 
     def _read(self, step: int, args: ocp.args.Composite) -> Any:
         try:
-            return self._manager.restore(step, args=args)
-        except CheckpointError:
-            raise  # the message of this error is already for the user
+            restored = self._manager.restore(step, args=args)
         except Exception as error:
             # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
             is_array = type(error) is Exception
             if not is_array and not isinstance(error, _READ_ERRORS):
                 raise
             cause = (error.__cause__ if is_array else None) or error
-            raise self._unreadable(step, cause) from error
+            raise CheckpointError(
+                f"checkpoint {self._folder / str(step)} cannot be read: {type(cause).__name__}: "
+                f"{brief(cause)}. {self._way_out(step)}"
+            ) from error
+        inside = restored["host_state"].facts.step
+        if inside not in (-1, step):
+            raise CheckpointError(
+                f"{self._folder / str(step)} holds step {inside}: the folder was renamed. Name it "
+                f"{self._folder / str(inside)} again"
+            )
+        return restored
 
     def _resolve(self, step: int | None) -> int:
         step = self.latest_step() if step is None else step
@@ -442,18 +383,6 @@ class Checkpoints:
                 f"no complete checkpoint in {self._folder}; the run has not saved one yet"
             )
         return step
-
-    def _unreadable(self, step: int, error: BaseException) -> CheckpointError:
-        older = [s for s in self._manager.all_steps() if s < step]
-        way_out = (
-            f"Move that folder away to continue from checkpoint {max(older)}"
-            if older
-            else "There is no older checkpoint; start again in another work directory"
-        )
-        return CheckpointError(
-            f"checkpoint {self._folder / str(step)} cannot be read: {type(error).__name__}: "
-            f"{brief(error)}. {way_out}"
-        )
 
     def close(self) -> None:
         """Wait for the current save, then stop the threads of Orbax."""

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run in a claimed work directory, from the build to the report.
-
-Also writes report.json, and an emergency checkpoint if the work directory is removed.
-"""
+"""One run in a claimed work directory, from the build to the report."""
 
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +26,16 @@ from tba_jax.report.relay import Display
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run.build import build
 from tba_jax.run.callbacks import Callbacks
-from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.drivers import drive_async, drive_sync, follow
-from tba_jax.run.errors import (
-    CheckpointError,
-    OutOfMemory,
-    UserError,
-    WorkdirLost,
-    out_of_memory,
-)
+from tba_jax.run.errors import OutOfMemory, out_of_memory
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.peers import Peer
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.shared import make_task
-from tba_jax.run.workdir import Outcome, begin_run, run_id_of
-from tba_jax.storage import sealed
+from tba_jax.run.workdir import Outcome, run_id_of
+from tba_jax.storage.whole_files import write_json
 
 Drive = Callable[[Run, Callable[[], bool]], None]
 """Driver of a run: trains until the last step, or until the given function returns True."""
@@ -58,7 +48,6 @@ def conduct(
     interrupted: Callable[[], bool],
     *,
     hold: Hold | None,
-    accept_changed: Collection[str] = (),
     start_s: float,
     display: Display | None = None,
     drive: Drive | None = None,
@@ -70,8 +59,7 @@ def conduct(
     Args:
         cluster: the processes of the run; all of them call this function.
         interrupted: function that returns True if the run must stop; called between steps.
-        hold: lease of the work directory in process 0; None in the other processes.
-        accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
+        hold: lock of the work directory in process 0; None in the other processes.
         display: display of the progress; None: standard output.
         drive: driver instead of the configured driver, for example `replaying(schedule)`.
         callbacks: functions of (step, values), called after each step.
@@ -79,13 +67,11 @@ def conduct(
     Raises:
         OutOfMemory: device memory ran out before the first update.
         UserError: the reward function cannot be used.
-        WorkdirLost: the work directory was removed, or another process has taken it over.
+        WorkdirLost: the work directory was removed, or its storage fails.
     """
     if display is None:
         display = make_display(config, start_s, is_shown=cluster.is_primary)
-    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, link, callbacks)
-    if hold is not None:
-        hold.begin()
+    run = _open(config, workdir, cluster, start_s, hold, display, link, callbacks)
     try:
         _drive(run, interrupted, drive)
         # Save before the final evaluation, which may take long or fail. A run that is killed
@@ -96,22 +82,16 @@ def conduct(
             _evaluate_at_the_end(run)
         run.logs.progress.phase("saving")
         run.shared.checkpoints.wait()
-        run.confirm_hold()
     except BaseException as error:
         run.abort()
-        lost = error if isinstance(error, WorkdirLost) else _taken_over(hold, workdir)
-        if lost is None:
-            if run.trainer.step_index == 0 and (reason := out_of_memory(error)):
-                raise OutOfMemory(reason) from error
-            raise
-        raise WorkdirLost(f"{lost}. {rescue(run)}") from error
+        if run.trainer.step_index == 0 and (reason := out_of_memory(error)):
+            raise OutOfMemory(reason) from error
+        raise
     run.close()
-    run.confirm_hold()  # closing may have taken long
     report = write_report_json(run) if cluster.is_primary else {}
     if is_finished and cluster.is_primary:
         from tba_jax.report.build import build_report  # Loads the plotting library.
 
-        run.confirm_hold()
         build_report(workdir)
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
@@ -136,7 +116,6 @@ def _open(
     cluster: Cluster,
     start_s: float,
     hold: Hold | None,
-    accept_changed: Collection[str],
     progress: Display,
     link: Peer | None,
     callbacks: Sequence[Callable[..., Any]],
@@ -144,8 +123,7 @@ def _open(
     """Build the run; close the display if the build fails."""
     try:
         named = Callbacks(callbacks, progress.note)
-        taken = hold.taken_over if hold is not None else ""
-        for line in (*notes(config), taken, open_cache(config.compilation_cache)):
+        for line in (*notes(config), open_cache(config.compilation_cache)):
             if line:
                 progress.note(line)
         run = build(
@@ -155,40 +133,14 @@ def _open(
             clock=RunClock(time.perf_counter, start_s),
             progress=progress,
             extra_writers=_writers(config, workdir) if cluster.is_primary else (),
-            accept_changed=accept_changed,
             link=link,
-            # No other process uses a local folder that mirrors an object store.
-            confirm=hold.confirm if hold is not None and hold.mirroring is None else _nothing,
         )
         run.hold = hold
         run.callbacks = named
         return run
-    except BaseException as error:
+    except BaseException:
         progress.close()
-        lost = _taken_over(hold, workdir)
-        if lost is None:
-            raise
-        raise WorkdirLost(f"{lost}. This process ends before its first step") from error
-
-
-def _nothing() -> None:
-    """Do nothing: no other process can take over this work directory."""
-
-
-def _taken_over(hold: Hold | None, workdir: Path) -> WorkdirLost | None:
-    """Return WorkdirLost if another process has taken over the work directory, else None.
-
-    The new process removes and replaces files, so the old process may fail with any error.
-    """
-    if hold is None or not workdir.exists():
-        return None
-    try:
-        hold.confirm()
-    except WorkdirLost as lost:
-        return lost
-    except Exception:  # the caller already handles a failure, and reports that failure
-        return None
-    return None
+        raise
 
 
 def replaying(schedule: Schedule) -> Drive:
@@ -304,7 +256,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
     report = jsonable(report)
     path = run.shared.workdir / "report.json"
     try:
-        sealed.write(path, report)
+        write_json(path, report)
     except OSError as error:
         raise LogError(
             f"writing {path} failed: {error}. Free space or repair the storage, then run the same "
@@ -374,45 +326,3 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
         "p95": int(values[np.searchsorted(reached, 0.95)]),
         "max": int(values[-1]),
     }
-
-
-def rescue(run: Run) -> str:
-    """Write config.json and an emergency checkpoint at the path of the lost work directory.
-
-    Args:
-        run: aborted run, between two steps.
-
-    Returns:
-        One or two sentences for the user about the saved state and the last log lines.
-    """
-    shared, step = run.shared, run.trainer.step_index
-    if shared.workdir.exists():
-        names = " and ".join(run.logs.replaced())
-        lines = "it drops the log lines of the repeated steps"
-        if names:
-            lines = (
-                f"it has replaced {names} by copies, so the logs lack the last lines of this "
-                "process"
-            )
-        return (
-            f"This process ends at step {step}. The other process continues from the newest "
-            f"checkpoint and repeats the steps after it; {lines}"
-        )
-    if shared.cluster.num_processes > 1:
-        return "Run the same command in another work directory to begin again"
-    config = shared.config
-    try:
-        begin_run(shared.workdir, config, shared.facts.run_id)
-        checkpoints = Checkpoints(
-            str(shared.workdir / "checkpoints"),
-            keep=config.checkpoint.keep,
-            timeout_s=config.checkpoint.timeout_s,
-        )
-        checkpoints.save(step, run.trainer.state, run.host_state())
-        checkpoints.close()
-    except (UserError, CheckpointError) as error:
-        return f"Writing an emergency checkpoint there failed: {error}"
-    return (
-        f"An emergency checkpoint of step {step} was written there. Run the same command again to "
-        "continue from it; the logs of earlier steps are lost"
-    )

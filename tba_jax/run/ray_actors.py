@@ -43,13 +43,11 @@ class TrainerProcess:
         self,
         fields: dict[str, Any],
         workdir: str,
-        accept_changed: list[str],
         token: str,
         num_restarts: int = 0,
     ) -> None:
         self._config = config = freeze(fields)
         self._workdir = Path(workdir)
-        self._accept_changed = accept_changed
         self._relay = Relay()
         self._interrupted = threading.Event()
         self._owner: Owner | None = None
@@ -93,7 +91,6 @@ class TrainerProcess:
                 cluster,
                 self._interrupted.is_set,
                 hold=None,
-                accept_changed=self._accept_changed,
                 start_s=start_s,
                 display=self._relay,
                 link=link,

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ def train_fleet(
     hold: Hold,
     *,
     interrupted: Callable[[], bool],
-    accept_changed: Collection[str] = (),
     display: Display,
 ) -> Outcome:
     """Begin a run with placement=fleet, or continue the run in the work directory.
@@ -67,7 +66,7 @@ def train_fleet(
     """
     workdir = workdir.absolute()
     with _ray(config, display) as ray:
-        fleet = _Fleet(ray, config, workdir, hold, accept_changed, display)
+        fleet = _Fleet(ray, config, workdir, hold, display)
         try:
             return fleet.run(interrupted)
         finally:
@@ -195,7 +194,6 @@ class _Fleet:
         config: Config,
         workdir: Path,
         hold: Hold,
-        accept_changed: Collection[str],
         display: Display,
     ) -> None:
         from tba_jax.run.ray_actors import actor_classes, trainer_name
@@ -210,7 +208,6 @@ class _Fleet:
         self._namespace = f"tba_jax-{run_id_of(workdir)}-{uuid.uuid4().hex[:8]}"
         self._fields = plain(config)
         self._token = secrets.token_hex(16)
-        self._accept_changed = list(accept_changed)
         self._deaths = 0
         self._step = self._newest_step()
         self._is_interrupted = False
@@ -281,7 +278,6 @@ class _Fleet:
             ).remote(
                 self._fields,
                 str(self._workdir),
-                self._accept_changed,
                 self._token if member == 0 else "",
                 self._num_trainers,
             )

@@ -114,10 +114,6 @@ class Logs:
             return None
         return _Lost(file.path, then, file.num_bytes())
 
-    def replaced(self) -> list[str]:
-        """Return the names of logs that another process has replaced."""
-        return [file.path.name for file in self._files() if file.is_replaced()]
-
     def _files(self) -> list[JsonlWriter]:
         return [file for file in (self.schedule, self._own, self.samples) if file is not None]
 
@@ -143,18 +139,16 @@ def open_logs(
     cluster: Cluster,
     progress: Display,
     extra: list[Any],
-    confirm: Callable[[], None] = lambda: None,
 ) -> Logs:
     """Open the logs of a process for appending.
 
     Args:
         cluster: processes of the run; only process 0 writes metrics.jsonl and samples.jsonl.
-        confirm: raises an error if this process no longer holds the work directory.
     """
-    own = JsonlWriter(workdir / "metrics.jsonl", confirm) if cluster.is_primary else None
-    samples = JsonlWriter(workdir / "samples.jsonl", confirm) if cluster.is_primary else None
+    own = JsonlWriter(workdir / "metrics.jsonl") if cluster.is_primary else None
+    samples = JsonlWriter(workdir / "samples.jsonl") if cluster.is_primary else None
     sinks = [*([own] if own else []), progress, *extra]
-    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id), confirm)
+    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id))
     return Logs(MultiWriter(sinks), progress, schedule, own, samples)
 
 
@@ -299,7 +293,7 @@ class Run:
         search: searchers, prompt streams, outboxes and the weight transport of this process.
         ahead: background compiler.
         last_saved_step: step of the newest checkpoint; -1 before the first.
-        hold: lease of the work directory; None if another process holds it.
+        hold: lock of the work directory; None if another process holds it.
         sections: further sections of the report, by key.
         callbacks: functions of the user, called with (step, values), that return additional values.
         link: connection to the other processes of the run; None: there is no other process.
@@ -379,20 +373,10 @@ class Run:
         step = self.trainer.step_index
         if step == self.last_saved_step:
             return
-        self.confirm_hold()
         # The save copies the state before it returns; the next step donates it.
         self.shared.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
         return_free_memory()
-
-    def confirm_hold(self) -> None:
-        """Check that this process still holds the work directory.
-
-        Raises:
-            WorkdirLost: the directory is gone, or another process has taken it over.
-        """
-        if self.hold is not None:
-            self.hold.confirm()
 
     def evaluate(self, version: int, params: Any) -> None:
         """Evaluate on this thread, and record the result."""

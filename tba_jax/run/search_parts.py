@@ -190,39 +190,32 @@ def make_transport(
     workdir: Path,
     base: Any,
     publish: Callable[[Any], Any] | None,
-    confirm: Callable[[], None] = lambda: None,
 ) -> Transport:
     """Make the weight transport; with adapters, only the adapters are published.
 
     Args:
         base: frozen parameters under adapters; None without adapters.
         publish: program of a publication; None in a process that only reads.
-        confirm: raises an error if this process no longer holds the work directory.
     """
     arrival = make_arrival(config, policy, sites, base)
     wanted, merges = arrival.shardings, arrival.merges
     transport: Transport
-    timeout_s = config.checkpoint.timeout_s
     way = transport_of(config)
     if publish is None:
         files = published_files(config, policy, sites.publication.mesh)
         # Restricted to this process, because Orbax's barriers would wait for the others.
         number = jax.process_index()
         versions = Versions(workdir, readers=Members(number, (number,)).options)
-        transport = VersionReader(
-            versions, files, wanted, timeout_s=timeout_s, layout=arrival.layout
-        )
+        transport = VersionReader(versions, files, wanted, layout=arrival.layout)
     elif way == "memory":
         program = sites.trainer.locked(publish)
-        transport = MemoryTransport(program, wanted, timeout_s=timeout_s)
+        transport = MemoryTransport(program, wanted)
     else:
         transport = CheckpointTransport(
             str(workdir),
             sites.trainer.locked(publish),
             wanted,
-            timeout_s=timeout_s,
             layout=arrival.layout,
-            confirm=confirm,
         )
     return MergingTransport(transport, merges) if merges else transport
 
@@ -235,13 +228,12 @@ def make_version_writer(
     Args:
         kept: returns versions that stay on disk in addition to the newest ones.
     """
-    config, cluster = shared.config, shared.cluster
+    cluster = shared.cluster
     return VersionWriter(
         str(shared.workdir),
         publish,
         session=cluster.broadcast_json(uuid.uuid4().hex[:16]),
         members=Members(cluster.number, cluster.members),
-        timeout_s=config.checkpoint.timeout_s,
         kept=kept,
     )
 

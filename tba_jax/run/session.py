@@ -10,7 +10,7 @@ collective.
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,20 +27,19 @@ from tba_jax.run.errors import UserError
 from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
-    begin_or_continue,
+    begin_run,
     claim,
     claim_together,
     finished_before,
     holds_run,
     is_finished,
 )
-from tba_jax.storage.bucket import Bucket, StorageError, is_address
+from tba_jax.storage.mirror import is_address
 
 if TYPE_CHECKING:
     from tba_jax.run.lock import Hold
     from tba_jax.run.schedule_replay import Schedule
 
-_ACCESS = "Check the address, the credentials and the network, then run the same command again"
 _POLL_S = 1.0  # seconds between two requests of an idle process whether the run has ended
 
 
@@ -49,7 +48,6 @@ def train(
     workdir: Path | str,
     *,
     interrupted: Callable[[], bool] = lambda: False,
-    accept_changed: Collection[str] = (),
     schedule: "Schedule | None" = None,
     start_s: float | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
@@ -58,18 +56,17 @@ def train(
 
     Args:
         config: validated config of the run; its placement is not pod.
-        workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER or
-            s3://BUCKET/FOLDER, for a run in one process without a schedule.
+        workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER, for
+            a run in one process without a schedule.
         interrupted: returns True if the run must stop; an interrupted run can be continued.
-        accept_changed: inputs, named in `host_state.KINDS`, that may have changed since the save.
         schedule: schedule to replay; the directory must not hold a run.
         start_s: value of `time.perf_counter` at which the run's clock starts; None: now.
         callbacks: functions of (step, values), called after each step; placement is not fleet.
 
     Raises:
         OutOfMemory: device memory ran out before the first update.
-        UserError: the directory holds another run, or another process holds it; model, data or
-            another kind of KINDS changed; or the reward function cannot be used.
+        UserError: the directory holds another run, or another process holds it; or the reward
+            function cannot be used.
         StorageError: the store cannot be used, or fails for too long.
     """
     start_s = time.perf_counter() if start_s is None else start_s
@@ -85,7 +82,7 @@ def train(
         if hold is None:
             return finished_before(config, folder)
         if is_fleet:
-            return _train_fleet(config, folder, hold, interrupted, accept_changed)
+            return _train_fleet(config, folder, hold, interrupted)
         from tba_jax.run.conduct import conduct, replaying
 
         return conduct(
@@ -94,7 +91,6 @@ def train(
             start_cluster(config),
             interrupted,
             hold=hold,
-            accept_changed=accept_changed,
             start_s=start_s,
             drive=None if schedule is None else replaying(schedule),
             callbacks=callbacks,
@@ -109,7 +105,7 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
         workdir: folder, or address in an object store.
 
     Yields:
-        The local folder of the run, and the lease; None instead of a lease if the run is finished.
+        The local folder of the run, and its lock; None instead of the lock if the run is finished.
 
     Raises:
         StorageError: the store cannot be used, or fails for too long.
@@ -119,35 +115,17 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
         with hold or contextlib.nullcontext():
             yield Path(workdir), hold
         return
-    from tba_jax.run.lock import Hold, Mirroring, folder_of
-    from tba_jax.run.workdir import check_bucket
-    from tba_jax.storage.mirror import Mirror
+    from tba_jax.run.bucket import fetched, uploading
 
-    bucket, folder = Bucket(str(workdir)), folder_of(str(workdir))
-    try:
-        bucket.require_create()
-    except OSError as error:
-        raise StorageError(f"{bucket} cannot be used: {error}. {_ACCESS}") from error
-    try:
-        check_bucket(bucket, bucket.names(), bucket.read("config.json"))
-    except OSError as error:
-        raise StorageError(f"{bucket} cannot be read: {error}. {_ACCESS}") from error
-    with Hold(bucket) as hold:
-        mirror = Mirror(bucket, folder, hold.number)
-        try:
-            mirror.fetch(lambda line: print(line, flush=True))
-        except OSError as error:
-            raise StorageError(f"{bucket} cannot be read: {error}. {_ACCESS}") from error
-        if begin_or_continue(folder, config) and is_finished(folder, config.num_steps):
+    with fetched(str(workdir)) as (mirror, hold):
+        folder = mirror.folder
+        if not holds_run(folder, config):
+            begin_run(folder, config)
+        elif is_finished(folder, config.num_steps):
             yield folder, None
             return
-        hold.mirroring = Mirroring(mirror, hold, patience_s=config.checkpoint.timeout_s)
-        try:
+        with uploading(mirror, hold):
             yield folder, hold
-        except BaseException:
-            hold.mirroring.abandon()
-            raise
-        hold.mirroring.finish()
 
 
 def _train_fleet(
@@ -155,7 +133,6 @@ def _train_fleet(
     workdir: Path,
     hold: "Hold",
     interrupted: Callable[[], bool],
-    accept_changed: Collection[str],
 ) -> Outcome:
     """Train with placement=fleet, in processes that Ray starts."""
     from tba_jax.run.conduct import make_display
@@ -168,7 +145,6 @@ def _train_fleet(
             workdir,
             hold,
             interrupted=interrupted,
-            accept_changed=accept_changed,
             display=display,
         )
     finally:
@@ -213,7 +189,6 @@ def run_job(
     cluster: Cluster,
     interrupted: Callable[[], bool],
     *,
-    accept_changed: Collection[str],
     start_s: float,
     held: contextlib.ExitStack,
 ) -> tuple[Cluster, Outcome | None]:
@@ -257,7 +232,6 @@ def run_job(
             trainers,
             interrupted,
             hold=hold,
-            accept_changed=accept_changed,
             start_s=start_s,
             link=link,
         )

@@ -22,7 +22,7 @@ from tba_jax.config.command_line import usable_part
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.resolved import allows_forks, transport_of, writes_versions
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, flatten, replace
+from tba_jax.config.schema import Config, replace
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MODES
@@ -41,7 +41,7 @@ from tba_jax.rewards.reward_models import RewardModel, gold_dtype
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.errors import UserError
-from tba_jax.run.host_state import Facts, RunClock, code_name, fingerprints
+from tba_jax.run.host_state import Facts, RunClock, code_name
 from tba_jax.run.model_parts import (
     describe_model,
     end_ids,
@@ -352,24 +352,21 @@ class Shared:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """Return the facts for checkpoints of this run; reads files of model and data."""
+        """Return the facts for checkpoints of this run."""
         return Facts(
             self.config.seed,
             self.sites.num_searchers,
             run_id_of(self.workdir),
-            fingerprints(self.config, self.task, self.model.folder),
-            config=flatten(self.config),
         )
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return digests of code, run, model, tokenizer, data and reward.
+        """Return the digest of the code and the ID of the run, equal in all processes of a run.
 
-        All processes of a run must have equal digests; otherwise the trainer would train on
-        responses of another policy or task without an error. Versions of Python and JAX and the
-        kind of device may differ, because every response has the log-probs of its sampler.
+        Versions of Python and JAX and the kind of device may differ, because every response has
+        the log-probs of its sampler.
         """
-        return {"code": code_name(), "run": self.facts.run_id, **self.facts.fingerprints}
+        return {"code": code_name(), "run": self.facts.run_id}
 
 
 def open_shared(
@@ -380,14 +377,12 @@ def open_shared(
     clock: RunClock,
     note: Callable[[str], None],
     sites: Sites | None = None,
-    confirm: Callable[[], None] = lambda: None,
 ) -> Shared:
     """Place the run on its devices and open the shared parts.
 
     Args:
         cluster: the processes of the run; all of them call this function.
         sites: sites of a searcher process of a fleet; None: the sites of the config's placement.
-        confirm: raises an error if this process no longer holds the work directory.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
@@ -420,11 +415,9 @@ def open_shared(
         rewards=rewards,
         checkpoints=Checkpoints(
             str(folder / "checkpoints"),
-            keep=config.checkpoint.keep,
-            timeout_s=config.checkpoint.timeout_s,
+            run_id=run_id_of(folder),
             read_only=not sites.trains,
             processes=Saving(cluster.members, keeps_state=cluster.is_primary),
-            confirm=confirm,
         ),
     )
 

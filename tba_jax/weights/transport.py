@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from tba_jax.devices.sharding import hand_over
 from tba_jax.models.quantized import Quantization, quantize
 from tba_jax.models.trees import check_same_tree
+from tba_jax.storage.saves import TIMEOUT_S
 from tba_jax.weights.versions import PublicationError
 
 DELIVERY_S = 0.1
@@ -185,10 +186,8 @@ class Undelivered:
             if now - self._since > self._timeout_s:
                 raise PublicationError(
                     f"publishing weights failed: no publication has reached the searchers for "
-                    f"{now - self._since:.0f} s (limit: "
-                    f"config.checkpoint.timeout_s = {self._timeout_s:.0f} s): devices or storage "
-                    "hang. Repair them or raise --config.checkpoint.timeout_s, then run the same "
-                    "command again"
+                    f"{now - self._since:.0f} s: devices or storage hang. Repair them, then run "
+                    "the same command again"
                 )
             self._waiting = Delivery(version, params, now)
             self._changed.notify_all()
@@ -266,7 +265,11 @@ class DeliveringTransport(abc.ABC):
     is_publishing = False
 
     def __init__(
-        self, program: Callable[[Any], Any], shardings: Sequence[Any], *, timeout_s: float
+        self,
+        program: Callable[[Any], Any],
+        shardings: Sequence[Any],
+        *,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.delivery_s = 0.0
         self._program = program

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.devices.platform import return_free_memory
+from tba_jax.storage import saves
 from tba_jax.weights.transport import Delivered, Layout, Published
 from tba_jax.weights.versions import PublicationError, Versions
 
@@ -39,7 +40,7 @@ class VersionReader:
         abstract: Any,
         shardings: Sequence[Any],
         *,
-        timeout_s: float,
+        timeout_s: float = saves.TIMEOUT_S,
         layout: Layout | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,7 +97,7 @@ class VersionReader:
             if start - self._failing_since > self._timeout_s:
                 raise PublicationError(
                     f"version {version} of the weights has not been readable for "
-                    f"{start - self._failing_since:.0f} s (checkpoint.timeout_s): {error}. "
+                    f"{start - self._failing_since:.0f} s: {error}. "
                     "Check that this machine can read the work directory, then run the same "
                     "command again"
                 ) from error

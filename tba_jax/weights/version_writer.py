@@ -8,7 +8,6 @@ wrote it. Invariants: a version is listed only when all its files are written, a
 while its evaluation is requested.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -63,8 +62,6 @@ class VersionWriter:
             of earlier starts stay.
         timeout_s: longest time for writing a version, in seconds.
         kept: returns further versions that must stay on disk.
-        confirm: raises an error if this process may no longer write to the work directory; called
-            before a version is written, before it becomes visible and before it is listed.
 
     Attributes:
         versions: published versions of the run.
@@ -77,26 +74,23 @@ class VersionWriter:
         *,
         session: str = "",
         members: Members = _ALONE,
-        timeout_s: int,
+        timeout_s: int = saves.TIMEOUT_S,
         kept: Callable[[], Collection[int]] = tuple,
-        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self.delivery_s = 0.0
         self.versions = Versions(workdir, session=session)
         self._program = program
-        self._kept, self._confirm = kept, confirm
+        self._kept = kept
         self._is_primary = members.number == members.numbers[0]
         self._writing: tuple[int, float] | None = None
         self._newest = -1
         self._changing = threading.Lock()
         if self._is_primary and session:
             self.versions.clear()
-        self._files = saves.Writer(self.versions.folder, confirm)
         self._writer = ocp.AsyncCheckpointer(
-            saves.tree_handler(members.options),
+            ocp.StandardCheckpointHandler(multiprocessing_options=members.options),
             async_options=saves.in_background(timeout_s),
             multiprocessing_options=members.options,
-            temporary_path_class=self._files.temporary_path_class,
         )
 
     @property
@@ -112,7 +106,6 @@ class VersionWriter:
             copied = storable(jax.block_until_ready(self._program(params)))
             if jax.process_count() == 1:
                 copied = jax.device_get(copied)  # as in `Versions.read`
-            self._confirm()
             if self._is_primary:
                 self._try(version, lambda: self.versions.begin(version))
             self._try(
@@ -133,7 +126,6 @@ class VersionWriter:
             version, start = self._writing
             self._try(version, self._writer.wait_until_finished)
             if self._is_primary:
-                self._confirm()
                 self._try(version, lambda: self.versions.add(version, self._kept()))
             self._newest = version
             self._writing = None
@@ -144,8 +136,6 @@ class VersionWriter:
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
-            with contextlib.suppress(OSError):  # the folder does not exist, or the storage failed
-                self._files.remove_unfinished()
             raise not_published(self.versions.path(version), error) from error
 
     def latest(self, reader: int) -> Published | None:
@@ -181,15 +171,12 @@ class CheckpointTransport(DeliveringTransport):
         program: Callable[[Any], Any],
         shardings: Sequence[Any],
         *,
-        timeout_s: int,
+        timeout_s: int = saves.TIMEOUT_S,
         layout: Layout | None = None,
-        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(program, shardings, timeout_s=timeout_s)
         self._layout: Layout = (lambda params: params) if layout is None else layout
-        self._writer = VersionWriter(
-            workdir, lambda params: params, timeout_s=timeout_s, confirm=confirm
-        )
+        self._writer = VersionWriter(workdir, lambda params: params, timeout_s=timeout_s)
         self._abstract: Any = None
 
     def _carry(self, delivery: Delivery) -> None:

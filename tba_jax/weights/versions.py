@@ -16,7 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tba_jax.storage import digests, saves, sealed
+from tba_jax.storage import digests, saves
+from tba_jax.storage.whole_files import read_json, write_json
 
 NUM_KEPT = 2
 """Number of newest versions that stay on disk."""
@@ -59,8 +60,7 @@ class Versions:
     def begin(self, version: int) -> None:
         """Record that this run creates the folder of a version; called before the first write.
 
-        Only recorded folders are ever deleted. An unfinished folder of another writer, which this
-        process may have replaced, is no error.
+        Only recorded folders are ever deleted.
 
         Raises:
             PublicationError: a folder of another program has that name.
@@ -69,8 +69,7 @@ class Versions:
         self.folder.mkdir(parents=True, exist_ok=True)
         made = self._made()
         for path in self.folder.iterdir() if version not in made else ():
-            final = path.name if saves.has_writer(path.name) else _final(path.name)
-            if final == str(version):
+            if _final(path.name) == str(version):
                 raise PublicationError(
                     f"{path} exists and was not written by this run, which needs the name for "
                     f"version {version}. Move it away, then run the same command again"
@@ -119,7 +118,7 @@ class Versions:
             "made": sorted(made),
             "time": time.time(),
         }
-        sealed.write(self._marker, content)
+        write_json(self._marker, content)
 
     def _made(self) -> set[int]:
         """Return the versions that this run wrote, from `versions.json`.
@@ -127,7 +126,7 @@ class Versions:
         If that file is missing or damaged: all versions with digests.json.
         """
         try:
-            content = sealed.read(self._marker)
+            content = read_json(self._marker)
             return {int(version) for version in content.get("made", content["versions"])}
         except (OSError, ValueError, KeyError, TypeError):
             return set(self._with_digests())
@@ -144,7 +143,7 @@ class Versions:
     def named(self) -> list[int]:
         """Return the listed versions; without a valid `versions.json`, those with digests.json."""
         try:
-            content = sealed.read(self._marker)
+            content = read_json(self._marker)
             if self._session and content["session"] != self._session:
                 return []
             return sorted(int(version) for version in content["versions"])

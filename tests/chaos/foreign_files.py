@@ -3,10 +3,10 @@
 
     python -m tests.chaos.foreign_files [--number=200] [--seed=0] [--real=10]
 
-Each directory gets a random mixture of foreign files, symbolic links, parts of other runs and
-checkpoints of other programs. Then it is given to every command that writes: train, resume, export,
-report and fleet. In most of the directories that a run accepts, the files of a run are written by
-the run's own writers; `--real` of them are given to the main command in a process of its own.
+Each directory gets a random mixture of foreign files and folders. Then it is given to every command
+that writes: train, resume, export, report and fleet. In the directories that a run accepts, the
+files of a run are written by the run's own writers; `--real` of them are given to the main command
+in a process of its own.
 """
 
 import argparse
@@ -21,21 +21,34 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from tba_jax.commands import export, report
 from tba_jax.config.schema import make_config
 from tba_jax.report.jsonl import JsonlWriter
+from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import begin_run, claim
-from tba_jax.weights.versions import PublicationError, Versions
+from tba_jax.run.host_state import Facts, HostState
+from tba_jax.run.workdir import begin_run, claim, run_id_of
+from tba_jax.weights.versions import Versions
 
 FIELDS = {"task.name": "arithmetic", "num_steps": 3}
 CONFIG = make_config(FIELDS)
 FLEET = make_config({**FIELDS, "placement": "fleet"})
 NAMES = [
-    "config.json", "metrics.jsonl", "schedule.jsonl", "schedule.1.jsonl", "report.html",
-    "report.json", "versions.json", "plots", "weights", "checkpoints", "lock", "run.log",
-    "lost+found", "notes", "metrics.jsonl.kept", "config.json.unfinished", "damaged_checkpoints",
+    "config.json", "metrics.jsonl", "report.html", "report.json", "versions.json", "plots",
+    "weights", "checkpoints", "lock", "run.log", "lost+found", "notes",
 ]  # fmt: skip
+# Names that a run does not make, in the directory of a run.
+BESIDE = [
+    "run.log",
+    "lost+found",
+    "notes",
+    "checkpoints/5",
+    "weights/11",
+    "weights/notes",
+    "a.html",
+]
 
 
 def digest(folder: Path) -> dict[str, object]:
@@ -53,47 +66,34 @@ def digest(folder: Path) -> dict[str, object]:
     return found
 
 
-def litter(workdir: Path, outside: Path, draws: random.Random) -> None:
-    """Put a few foreign things into a directory."""
-    for name in draws.sample(NAMES, draws.randrange(0, 4)):
+def litter(workdir: Path, names: list[str], draws: random.Random) -> None:
+    """Put a few foreign files and folders into a directory."""
+    for name in draws.sample(names, draws.randrange(0, 4)):
         path = workdir / name
-        if path.exists() or path.is_symlink():
+        if path.exists():
             continue
-        kind = draws.choice(["file", "empty", "folder", "link", "broken link", "steps"])
-        if kind == "file":
+        path.parent.mkdir(exist_ok=True)
+        if draws.random() < 0.5 and "/" not in name:
             path.write_text(f"theirs {draws.random()}\n")
-        elif kind == "empty":
-            path.touch()
-        elif kind == "link":
-            target = outside / f"{name}-{draws.randrange(10**9)}"
-            if draws.random() < 0.5:
-                target.write_text("theirs\n")
-            else:
-                target.mkdir()
-                (target / "model.bin").write_text("theirs")
-            path.symlink_to(target)
-        elif kind == "broken link":
-            path.symlink_to(outside / "nothing")
         else:
             path.mkdir()
-            for step in draws.sample(range(12), 3) if kind == "steps" else ["a.txt"]:
-                inner = path / str(step)
-                if kind == "steps":
-                    inner.mkdir()
-                    inner = inner / "model.bin"
-                inner.write_text(f"theirs {draws.random()}")
+            (path / "model.bin").write_text(f"theirs {draws.random()}")
 
 
 def write_as_a_run_does(workdir: Path) -> None:
     """Use the writers of a run."""
-    for name in ("metrics.jsonl", "schedule.jsonl"):
-        log = JsonlWriter(workdir / name)
-        log.append({"event": "step", "step": 1})
-        log.keep(lambda record: record["step"] > 1)
-        log.close()
+    log = JsonlWriter(workdir / "metrics.jsonl")
+    log.append({"step": 1})
+    log.keep(lambda record: record["step"] > 1)
+    log.close()
+    checkpoints = Checkpoints(workdir / "checkpoints", run_id=run_id_of(workdir))
+    for step in (6, 7, 8):
+        state = HostState(Facts(0, 1, run_id_of(workdir), step=step), {})
+        checkpoints.save(step, {"w": np.zeros(2)}, state)
+    checkpoints.close()
     versions = Versions(workdir)
     versions.clear()
-    for version in (1, 2, 3):
+    for version in (6, 7, 8):
         versions.begin(version)
         versions.path(version).mkdir()
         (versions.path(version) / "array").write_text("ours")
@@ -112,7 +112,7 @@ def train(workdir: Path, config, real: bool) -> str:
     except UserError:
         return "refused"
     if hold is not None:
-        with hold, contextlib.suppress(PublicationError):
+        with hold:
             write_as_a_run_does(workdir)
     return "accepted"
 
@@ -123,26 +123,18 @@ def one(folder: Path, draws: random.Random, real: bool = False) -> Counter[str]:
     Raises:
         AssertionError: a foreign byte changed.
     """
-    workdir, outside, out = folder / "run", folder / "outside", folder / "out"
-    for path in (workdir, outside, out):
+    workdir, out = folder / "run", folder / "out"
+    for path in (workdir, out):
         path.mkdir(parents=True)
     is_run = draws.random() < 0.4 and not real
     if is_run:
         begin_run(workdir, CONFIG)
         write_as_a_run_does(workdir)
     ours = set(digest(folder))
-    litter(workdir, outside, draws)
+    litter(workdir, BESIDE if is_run else NAMES, draws)
     if draws.random() < 0.3:
         (out / "README.md").write_text("theirs")
-    if draws.random() < 0.2 and is_run:
-        (workdir / "config.json").unlink()
     foreign = {path: what for path, what in digest(folder).items() if path not in ours}
-    # Empty folders and empty files are nobody's: a run may use them.
-    foreign = {
-        path: what
-        for path, what in foreign.items()
-        if not (what == 0 or (what == "folder" and not any(Path(path).iterdir())))
-    }
     seen: Counter[str] = Counter()
     quiet = io.StringIO()
     for name in ("train", "resume", "export", "report", "fleet"):

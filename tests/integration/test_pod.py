@@ -28,7 +28,7 @@ from commands import (
 )
 
 from tba_jax.run.checkpoint import load_host_state
-from tba_jax.storage import sealed
+from tba_jax.storage.whole_files import read_json, write_json
 
 # A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses
 # of a prompt are in its group, and at this temperature hardly any comes twice.
@@ -193,9 +193,9 @@ def test_an_interleaved_pod_takes_turns_on_its_devices(cache, tmp_path):
 
 def edit_config(workdir, **fields):
     path = workdir / "config.json"
-    content = sealed.read(path)
+    content = read_json(path)
     content["config"].update(fields)
-    sealed.write(path, content)
+    write_json(path, content)
 
 
 @pytest.mark.slow

@@ -212,7 +212,6 @@ def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
     message = rf"of a dtype other than F64, F32, F16, BF16: model\.norm\.weight \({code}\)"
     with pytest.raises(ValueError, match=message):
         load_folder(tmp_path)
-    assert hf_weights.fingerprint(tmp_path)  # a run takes it before it loads the weights
 
 
 def test_parameters_of_other_dtypes_are_not_saved(tmp_path):

@@ -10,7 +10,7 @@ from fake_workdir import fake_workdir
 from tba_jax.commands.compare import main
 from tba_jax.report import groups
 from tba_jax.report.files import load_run
-from tba_jax.storage import sealed
+from tba_jax.storage.whole_files import read_json, write_json
 
 HOSTILE = ("<script>document.title='hacked'</script>", '"><img src=x onerror="document.title=1">')
 
@@ -27,15 +27,15 @@ def six(tmp_path_factory):
         fake_workdir(
             workdir, num_steps=20, made_steps=9 if in_progress else 20, report=not in_progress
         )
-        told = sealed.read(workdir / "config.json")
+        told = read_json(workdir / "config.json")
         told["config"] |= {"seed": seed, "objective": {"name": name, "beta": 0.1 * number // 3}}
         told["config"] |= {"task": {"data_path": HOSTILE[1]}} if name == "tb" else {}
-        sealed.write(workdir / "config.json", told)
+        write_json(workdir / "config.json", told)
         if not in_progress:
-            report = dict(sealed.read(workdir / "report.json"))
+            report = dict(read_json(workdir / "report.json"))
             report["eval"]["after"]["pass_at_1"] = 0.5 + 0.1 * seed
             report["samples"][0] |= {"prompt": HOSTILE[0], "after": f"{HOSTILE[1]} seed {seed}"}
-            sealed.write(workdir / "report.json", report)
+            write_json(workdir / "report.json", report)
     with open(workdir / "metrics.jsonl", "a") as log:
         log.write('{"step": 10, "time_s"')
     response = {"of": "eval", "prompt_id": 0, "prompt": HOSTILE[0], "reward": 0.5}

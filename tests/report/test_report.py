@@ -14,7 +14,7 @@ from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.document import escaped
 from tba_jax.report.series import Metrics
-from tba_jax.storage import sealed
+from tba_jax.storage.whole_files import read_json, write_json
 
 VOID = {"meta", "img", "source", "br", "hr"}
 NAMES = {"accuracy", "reward", "habits", "staleness", "optimisation", "by_staleness"}
@@ -66,7 +66,7 @@ def test_skipped_prompts_are_reported_and_worked_solutions_are_folded(tmp_path):
     assert "skipped as" not in Page(report.build_report(tmp_path).read_text()).text
     told["skipped_prompts"] = {"train": 3, "eval": 6}
     told["samples"][0]["answer"] = "3 + 6 = <<3+6=9>>9 eggs\n#### 9"
-    sealed.write(tmp_path / "report.json", told)
+    write_json(tmp_path / "report.json", told)
     page = report.build_report(tmp_path).read_text()
     assert "Prompts skipped as too long: train 3, eval 6." in Page(page).text
     assert (
@@ -134,9 +134,9 @@ def test_another_headline_and_the_decoding_are_named(tmp_path):
 
 def test_settings_that_the_run_chose_are_listed_with_their_reasons(tmp_path):
     fake_workdir(tmp_path, num_steps=4)
-    told = dict(sealed.read(tmp_path / "config.json"))
+    told = dict(read_json(tmp_path / "config.json"))
     told["chosen"] = {"task.name": "the only <task>"}
-    sealed.write(tmp_path / "config.json", told)
+    write_json(tmp_path / "config.json", told)
     text = report_page.render(report.load_run(tmp_path), {})
     assert "Chosen by the run" in text and "--config.task.name=arithmetic" in text
     row = '<th scope="row">task.name</th><td>arithmetic</td><td>the only &lt;task&gt;</td>'

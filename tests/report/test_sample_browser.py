@@ -13,7 +13,7 @@ from tba_jax.report.files import load_run
 from tba_jax.report.page import render
 from tba_jax.report.sample_browser import read_samples, wrong_sample
 from tba_jax.report.words import shown
-from tba_jax.storage import sealed
+from tba_jax.storage.whole_files import read_json, write_json
 
 
 def line(step, number, **facts):
@@ -138,9 +138,9 @@ def test_hostile_texts_stay_texts(tmp_path):
     ]
     page = page_of(tmp_path, records, path)
     config = tmp_path / path / "config.json"
-    told = sealed.read(config)
+    told = read_json(config)
     told["config"] |= {"name": HOSTILE[0], "task": {text: text for text in HOSTILE[:20]}}
-    sealed.write(config, told)
+    write_json(config, told)
     page.write_text(render(load_run(config.parent), {}), encoding="utf-8")
     text = page.read_text(encoding="utf-8")
     assert text.count("<script") == 1 and "<img src=x" not in text and escaped(path) in text

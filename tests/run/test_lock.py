@@ -11,21 +11,13 @@ import threading
 import pytest
 
 from tba_jax.run.errors import UserError, WorkdirLost
-from tba_jax.run.lock import Hold, LockFolder
-
-ELSEWHERE = {"host": "far", "machine": "another boot", "pid": 7, "began": "1", "beat": 3}
+from tba_jax.run.lock import Hold
 
 
-def entry(workdir, number):
-    return json.loads((workdir / "lock" / f"{number:08d}.json").read_text())
-
-
-def held_elsewhere(workdir, number=4, **changes):
-    (workdir / "lock").mkdir(parents=True, exist_ok=True)
-    file = workdir / "lock" / f"{number:08d}.json"
+def beat_elsewhere(workdir, beat):
     # Whole at once, as the lock itself writes: a heartbeat may look at any moment.
-    (workdir / "elsewhere").write_text(json.dumps(ELSEWHERE | {"released": False} | changes))
-    (workdir / "elsewhere").replace(file)
+    (workdir / "elsewhere").write_text(json.dumps({"host": "far", "pid": 7, "beat": beat}))
+    (workdir / "elsewhere").replace(workdir / "heartbeat.json")
 
 
 class Clock:
@@ -43,67 +35,52 @@ class Clock:
             self.events.pop(at)()
 
 
-def test_the_next_holder_comes_after_the_last_one_let_go(tmp_path):
-    with Hold(LockFolder(tmp_path / "run")) as hold:
-        assert hold.number == 1 and not hold.taken_over
+def test_one_process_holds_a_directory(tmp_path):
+    with Hold(tmp_path / "run"):
         with pytest.raises(
             UserError, match=rf"process {os.getpid()} on .* is working on .*run\. Wa"
         ):
-            Hold(LockFolder(tmp_path / "run"))
-        hold.confirm()
-    with Hold(LockFolder(tmp_path / "run")) as hold:
-        assert hold.number == 2 and not hold.taken_over
-        assert os.listdir(tmp_path / "run" / "lock") == ["00000002.json"]
+            Hold(tmp_path / "run")
+    with Hold(tmp_path / "run"):
+        pass
+    assert os.listdir(tmp_path / "run") == ["lock"]
 
 
 def test_a_killed_process_holds_nothing_on_its_machine(tmp_path):
-    code = (
-        "import sys, os; from pathlib import Path; from tba_jax.run.lock import Hold, LockFolder\n"
-    )
-    code += "hold = Hold(LockFolder(Path(sys.argv[1]))); os.kill(os.getpid(), 9)"
+    code = "import sys, os; from pathlib import Path; from tba_jax.run.lock import Hold\n"
+    code += "hold = Hold(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=60)
-    assert done.returncode == -9 and not entry(tmp_path, 1)["released"]
-    with Hold(LockFolder(tmp_path), sleep=None) as hold:  # at once
-        assert hold.number == 2
+    assert done.returncode == -9 and (tmp_path / "heartbeat.json").exists()
+    with Hold(tmp_path, sleep=None):  # at once
+        pass
 
 
-def test_a_holder_elsewhere_is_gone_when_nothing_was_heard_of_it_by_our_own_clock(tmp_path):
-    held_elsewhere(tmp_path)
+def test_a_holder_elsewhere_is_gone_when_it_sends_no_heartbeat_by_our_own_clock(tmp_path):
+    beat_elsewhere(tmp_path, 3)
     clock = Clock()
-    with Hold(LockFolder(tmp_path), clock=clock, sleep=clock.sleep, expire_s=30.0) as hold:
-        assert hold.number == 5 and clock.now_s == 30.0
-        assert (
-            "process 7 on far held " in hold.taken_over
-            and "sent no heartbeat for 30 s" in hold.taken_over
-        )
+    with Hold(tmp_path, clock=clock, sleep=clock.sleep, expire_s=30.0):
+        assert clock.now_s == 30.0
 
 
-def test_a_holder_elsewhere_with_a_beat_is_left_alone(tmp_path):
-    held_elsewhere(tmp_path)
-    clock = Clock(t20=lambda: held_elsewhere(tmp_path, beat=4))
+def test_a_holder_elsewhere_with_a_heartbeat_is_left_alone(tmp_path):
+    beat_elsewhere(tmp_path, 3)
+    clock = Clock(t20=lambda: beat_elsewhere(tmp_path, 4))
     with pytest.raises(UserError, match="process 7 on far is working on"):
-        Hold(LockFolder(tmp_path), clock=clock, sleep=clock.sleep)
-    assert clock.now_s == 20.0 and os.listdir(tmp_path / "lock") == ["00000004.json"]
+        Hold(tmp_path, clock=clock, sleep=clock.sleep)
+    assert clock.now_s == 20.0
+    (tmp_path / "heartbeat.json").unlink()  # it ends
+    with Hold(tmp_path, sleep=None):
+        pass
 
 
-def test_a_holder_elsewhere_that_lets_go_is_followed_at_once(tmp_path):
-    held_elsewhere(tmp_path)
-    clock = Clock(t5=lambda: held_elsewhere(tmp_path, released=True))
-    with Hold(LockFolder(tmp_path), clock=clock, sleep=clock.sleep) as hold:
-        assert hold.number == 5 and clock.now_s == 5.0 and not hold.taken_over
-
-
-def test_of_many_who_find_a_stale_lock_one_takes_it(tmp_path):
-    held_elsewhere(tmp_path)
+def test_of_many_threads_one_takes_a_directory(tmp_path):
     together, got, refused = threading.Barrier(12), [], []
 
     def race():
         together.wait(30.0)
         try:
-            # By the real clock: by one that jumps, a lock would be stale whose holder is between
-            # making the file and writing into it.
-            got.append(Hold(LockFolder(tmp_path), beat_s=0.2, expire_s=2.0))
+            got.append(Hold(tmp_path))
         except UserError as error:
             refused.append(str(error))
 
@@ -116,32 +93,21 @@ def test_of_many_who_find_a_stale_lock_one_takes_it(tmp_path):
     got[0].release()
 
 
-@pytest.mark.parametrize("lost", ["taken over", "deleted"])
-def test_the_heartbeat_reports_a_lost_directory(tmp_path, lost):
-    hold = Hold(LockFolder(tmp_path / "run"), beat_s=0.01)
+def test_the_heartbeat_reports_a_deleted_directory(tmp_path):
+    hold = Hold(tmp_path / "run", beat_s=0.01)
     hold.check()
-    if lost == "deleted":
-        shutil.rmtree(tmp_path / "run")
-        message = "run was deleted or moved"
-    else:
-        held_elsewhere(tmp_path / "run", number=2)
-        message = "process 7 on far has taken over .*run"
-    assert hold._stop.wait(30.0)
-    with pytest.raises(WorkdirLost, match=message):
+    shutil.rmtree(tmp_path / "run")
+    assert hold.stop.wait(30.0)
+    with pytest.raises(WorkdirLost, match="run was deleted or moved"):
         hold.check()
-    with pytest.raises(WorkdirLost, match=message):
-        hold.confirm()
     hold.release()
-    # It wrote nothing there any more.
-    assert (tmp_path / "run").exists() == (lost != "deleted")
-    if lost != "deleted":
-        assert entry(tmp_path / "run", 2)["host"] == "far"
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_beat_that_storage_refuses_may_pass_but_not_for_long(tmp_path):
+def test_storage_may_refuse_heartbeats_for_a_while(tmp_path):
     clock = Clock()
-    hold = Hold(LockFolder(tmp_path), beat_s=60.0, clock=clock)
-    (tmp_path / "lock" / "00000001.unfinished").mkdir()  # cannot be written to
+    hold = Hold(tmp_path, beat_s=60.0, clock=clock)
+    (tmp_path / "heartbeat.json.unfinished").mkdir()  # cannot be written to
     hold._beat()
     clock.now_s = 31.0
     with pytest.raises(WorkdirLost, match="no heartbeat could be written to .* for 30 s"):

@@ -6,7 +6,6 @@ that little memory is needed besides the parameters. No pickle is read, and no c
 runs. Invariant: weights that are read and saved again are unchanged, bit for bit.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -42,7 +41,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _UNFINISHED = ".unfinished"
 _SHOWN_NAMES = 20  # maximum number of listed tensors per kind of problem
-_SAMPLED_VALUES = 1024  # values of a tensor's start and middle in the fingerprint
 _MAX_FILE_BYTES = 5 * 10**9  # larger weights are split into several files, as the hub requires
 
 
@@ -158,30 +156,6 @@ def tensor_names(folder: Path) -> set[str]:
         ValueError: no weights, or a damaged file.
     """
     return set(_entries(folder)[0])
-
-
-def fingerprint(folder: str | os.PathLike[str]) -> str:
-    """Return an identifier of the weights in a folder, whatever files they are divided into.
-
-    The fingerprint is a hash of names, dtypes and shapes of all tensors, and of some values of
-    each. It changes if the weights are trained further, and is computed quickly for any model.
-
-    Raises:
-        ValueError: no weights, or a damaged file.
-    """
-    digest = hashlib.sha256()
-    entries, _ = _entries(Path(folder))
-    for name, entry in sorted(entries.items()):
-        mapped = safetensors_file.map_file(entry.path)
-        if entry.dtype in safetensors_file.DTYPES:
-            values = safetensors_file.view(mapped, entry).reshape(-1)
-        else:  # for example a mask, which `read` ignores or refuses
-            values = mapped[entry.start : entry.start + entry.num_bytes]
-        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
-        middle = values.size // 2
-        for part in (values[:_SAMPLED_VALUES], values[middle : middle + _SAMPLED_VALUES]):
-            digest.update(part.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _sources(
