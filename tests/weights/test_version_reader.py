@@ -57,7 +57,7 @@ def test_a_reader_follows_the_bell_a_restored_trainer_and_storage_that_fails(tmp
     assert not reader.poll()
     now[0] = 20.0
     with pytest.raises(
-        PublicationError, match="has not been readable for 19 s .*Repair the storage"
+        PublicationError, match="has not been readable for 19 s: .*Repair the storage"
     ):
         reader.poll()
     writer.close()
