@@ -32,8 +32,8 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig, init_params
 from tba_jax.planning import layouts, roofline
-from tba_jax.planning.model_shapes import published_config
 from tba_jax.planning.programs import Planned, plan_programs
+from tba_jax.planning.shapes import config_of
 from tba_jax.run.model_parts import model_path
 
 _SHAPE = TransformerConfig(
@@ -183,8 +183,7 @@ def memory(is_dry: bool) -> dict[str, Any]:
     devices = jax.local_devices()[:1]
     config = override(None, [f"--config={preset}", "--config.placement=shared"])
     config = dataclasses.replace(config, num_cpu_devices=1, num_searchers=1)
-    shape, _ = published_config(model_path(config))
-    model_config = config_json.transformer_config(shape)
+    model_config = config_json.transformer_config(config_of(model_path(config)))
     placement = layouts.place(config, devices).placement
     planned = {p.name: p for p in plan_programs(config, model_config, placement)}
     return {

@@ -17,9 +17,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tba_jax.planning.environment import NO_TPU
-
 _MODULE = "tba_jax.planning.compile_one"
+NO_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Variables with which libtpu neither looks for TPUs nor takes one, set before JAX is imported."""
 _REPORT_S = 20.0  # time between two progress lines of a child
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 _TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")

@@ -3,11 +3,8 @@
 
 Peak rates come from the vendors' pages, per JAX device. `hbm_bytes` of a TPU is the limit that the
 compiler names when a program needs more (libtpu 0.0.52), slightly less than the chip has.
-`link_bytes_per_s` of a TPU is half of the published bidirectional bandwidth: the rate at which a
-chip sends when all its links are busy. `hbm_bytes` of a GPU is its whole memory; `overheads` lists
+`hbm_bytes` of a GPU is its whole memory; `overheads` lists
 the memory that programs cannot use.
-
-Invariant: a rate that is not published is 0, and no time is computed from it.
 
 References:
     cloud.google.com/tpu/docs/v5e, /v5p, /v6e; GPUs: `gpus`.
@@ -23,7 +20,7 @@ import jax
 
 from tba_jax.devices.platform import GPU_MEMORY_SHARE
 from tba_jax.planning import gpus
-from tba_jax.planning.environment import NO_TPU
+from tba_jax.planning.children import NO_TPU
 
 _GIB = 2**30
 
@@ -36,10 +33,6 @@ class Chip:
         hbm_bytes: device memory.
         flops_per_s: peak rate of bfloat16 matrix products.
         bytes_per_s: peak rate of device memory.
-        link_bytes_per_s: bytes that a device sends over all its fast links together; 0: unknown.
-        network_bytes_per_s: bytes that each device sends over the network to other hosts while all
-            devices send; 0: unknown, or fast links connect all hosts.
-        cores: number of TensorCores of one JAX device.
         is_measured: the rates were measured on this machine, not taken from a data sheet.
         overheads: kind -> bytes that programs and their arguments cannot use.
     """
@@ -48,9 +41,6 @@ class Chip:
     hbm_bytes: float
     flops_per_s: float
     bytes_per_s: float
-    link_bytes_per_s: float
-    network_bytes_per_s: float = 0.0
-    cores: int = 1
     is_measured: bool = False
     overheads: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -61,9 +51,9 @@ class Chip:
 
 
 TPUS = {
-    "v5e": Chip("v5e", 15.75 * _GIB, 197e12, 819e9, 200e9),
-    "v5p": Chip("v5p", 95.73 * _GIB, 459e12, 2765e9, 600e9, cores=2),
-    "v6e": Chip("v6e", 31.24 * _GIB, 918e12, 1638e9, 400e9),
+    "v5e": Chip("v5e", 15.75 * _GIB, 197e12, 819e9),
+    "v5p": Chip("v5p", 95.73 * _GIB, 459e12, 2765e9),
+    "v6e": Chip("v6e", 31.24 * _GIB, 918e12, 1638e9),
 }
 # Share of the pool of the JAX allocator that fragmentation makes unusable, a cautious value: blocks
 # are multiples of 256 bytes, chosen by best fit. `memory_stats()` of a run has the real share.
@@ -80,8 +70,6 @@ def gpu_chip(gpu: gpus.Gpu) -> Chip:
         float(gpu.memory_bytes),
         gpu.flops_per_s,
         gpu.bytes_per_s,
-        gpu.nvlink_bytes_per_s,
-        gpu.network_bytes_per_s,
         overheads={_OUTSIDE: gpu.memory_bytes - pool, _ALLOCATOR: _SLACK * pool},
     )
 
@@ -231,7 +219,6 @@ def attached_chip(devices: Sequence[Any]) -> Chip:
         float(memory),
         rates.flops_per_s / len(devices),
         rates.bytes_per_s / len(devices),
-        0.0,
         is_measured=True,
     )
 

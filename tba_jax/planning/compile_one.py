@@ -16,26 +16,32 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
-from tba_jax.config.resolved import writes_versions
-from tba_jax.config.schema import Config, ConfigError, default_config, freeze, plain
-from tba_jax.devices.placement import MODES
+from tba_jax.config.resolved import remat_of
+from tba_jax.config.schema import (
+    Config,
+    ConfigError,
+    default_config,
+    freeze,
+    get_field,
+    plain,
+    replace,
+)
+from tba_jax.devices.placement import WHOLE_HOSTS
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.hf import config_json
-from tba_jax.models.transformer import num_params
-from tba_jax.planning import chips, choices, fitting, hlo_cost, layouts
-from tba_jax.planning.judges import judge_residents, plan_judges
-from tba_jax.planning.minimum import minima
+from tba_jax.models.transformer import TransformerConfig, num_params
+from tba_jax.planning import chips, choices, estimates, fitting, layouts
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
+from tba_jax.planning.shapes import judge_bytes
 from tba_jax.run import model_parts
-from tba_jax.run.model_parts import with_settings
+
+_ROWS, _SLOTS, _REMAT = "batch.micro_batch_rows", "search.num_slots", "model.remat"
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +51,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         request: `config`, nested fields; `topology`, "" for the attached devices; `model`, a
             config.json; `judges`, role -> config.json of another model; `cache`, compilation
             cache folder or ""; `program`, a name, or "" for a description of the run;
-            `chooses`, whether to choose the placement.
+            `chooses`, whether to choose the placement; `fixed`, settings that keep their values.
 
     Raises:
         ValueError: the request is invalid.
@@ -65,171 +71,158 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
         devices = chips.local_devices()
         chip = chips.attached_chip(devices) if not request["program"] else None
-    model_config = with_settings(config_json.transformer_config(request["model"]), config)
-    config, choice = _place(request, config, model_config, devices, chip)
+    model_config = config_json.transformer_config(request["model"])
+    model_config = model_parts.with_settings(model_config, config)
     if request["program"]:
-        planned = _programs(config, model_config, request["judges"], choice)
-        wanted = next(p for p in planned if p.name == request["program"])
-        mesh = choice.placement.trainer_mesh
-        hosts = len({d.process_index for d in mesh.devices.flat})
-        # The devices of a searcher belong to one host.
-        return _compile(wanted, mesh.size // hosts if wanted.group == "trainer" else 0)
+        config = choices.for_platform(config, model_config, platform_of(devices[0]))
+        placement = layouts.place(config, devices).placement
+        found = plan_programs(config, model_config, placement)
+        return _compile(next(p for p in found if p.name == request["program"]))
     assert chip is not None
-    least = minima(config, model_config, choice.placement)
+    return describe(request, config, model_config, devices, chip)
+
+
+def describe(
+    request: Mapping[str, Any],
+    config: Config,
+    model_config: TransformerConfig,
+    devices: Sequence[Any],
+    chip: chips.Chip,
+) -> dict[str, Any]:
+    """Return placement, resident memory and programs of a run."""
+    judges = functools.partial(_judge_bytes, config, request["judges"])
+    given = config = choices.for_platform(config, model_config, platform_of(devices[0]))
+    if request["chooses"] and config.placement != WHOLE_HOSTS.name:
+        config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes, judges)
+        if _ROWS in request["fixed"]:
+            config, choice = _with_rows(given.batch.micro_batch_rows, config, choice, devices)
+    else:
+        config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
+        fields = {name: get_field(config, name) for name, _ in config.chosen}
+        choice = layouts.place(config, devices)._replace(fields=fields)
+    placement = choice.placement
+    group = placement.searcher_meshes[0].devices.size
+    groups: dict[str, Any] = residents(config, model_config, placement)
+    for name, held in judge_bytes(config, request["judges"], group).items():
+        groups[name]["residents"] |= held
+    mesh = placement.trainer_mesh
+    groups["trainer"] |= {
+        "count": 1,
+        "devices": mesh.size,
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
+    }
+    groups["searcher"] |= {"count": choice.num_groups, "devices": group, "mesh": f"model {group}"}
     return {
         "config": plain(config),
         "chip": dataclasses.asdict(chip),
-        "platform": devices[0].platform,
         "num_devices": len(devices),
         "num_hosts": len({d.process_index for d in devices}),
         "layout": choice.name,
         "shares_devices": choice.shares_devices,
-        "has_remote_searchers": MODES[config.placement].has_remote_searchers,
         "changed_fields": choice.fields,
         "notes": choice.notes,
         "num_params": num_params(model_config),
-        "groups": _groups(config, model_config, request["judges"], choice),
-        "sizes": _sizes(config, model_config, choice, devices),
-        "trainer_options": layouts.usable_options(config, model_config, devices),
+        "groups": groups,
+        "sizes": _sizes(config),
+        "lower": lowered(config, _parts(mesh), list(mesh.devices.flat), request["fixed"]),
         "programs": [
             {
                 "name": p.name,
                 "group": p.group,
-                "sizes": p.sizes,
                 "variants": p.variants,
                 "with_cache": p.with_cache,
                 "calls_per_round": p.calls_per_round,
-                "minimum": least[p.name]._asdict() if p.name in least else None,
+                "flops": p.work.num_flops,
+                "num_bytes": p.work.num_bytes,
             }
-            for p in _programs(config, model_config, request["judges"], choice)
+            for p in plan_programs(config, model_config, placement)
         ],
     }
 
 
-def _place(
-    request: Mapping[str, Any],
-    config: Config,
-    model_config: Any,
-    devices: Sequence[Any],
-    chip: chips.Chip | None,
+def _with_rows(
+    rows: int, config: Config, choice: layouts.Choice, devices: Sequence[Any]
 ) -> tuple[Config, layouts.Choice]:
-    """Return the config and its placement, with the sizes that a run would choose."""
-    config = choices.for_platform(config, model_config, platform_of(devices[0]))
-    if request["program"]:
-        return config, layouts.place(config, devices)
-    assert chip is not None
-    if request["chooses"] or not config.num_searchers:
-        return layouts.choose(
-            config,
-            model_config,
-            devices,
-            chip.usable_bytes,
-            functools.partial(_judge_bytes, config, request["judges"], devices),
-            request.get("trainer_devices", 0.0),
-        )
-    config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
-    return config, layouts.place(config, devices)
+    """Return the config with the micro-batch that the user set, if the chosen mesh divides it."""
+    if config.batch.micro_batch_rows == rows:
+        return config, choice
+    if rows not in fitting.micro_batch_options(config, _parts(choice.placement.trainer_mesh)):
+        note = f"{_ROWS}={rows} is changed: the trainer's mesh does not divide it"
+        return config, choice._replace(notes=(*choice.notes, note))
+    config = replace(config, {_ROWS: rows})
+    fields = {name: value for name, value in choice.fields.items() if name != _ROWS}
+    return config, layouts.place(config, devices)._replace(fields=fields, notes=choice.notes)
 
 
-def _judge_bytes(
-    config: Config, judges: Mapping[str, Any], devices: Sequence[Any], group_size: int
-) -> float:
-    """Return the judges' memory on a group's first device; infinity if they do not fit."""
-    mesh = Mesh(np.array(devices[:group_size]), ("model",))
-    try:
-        return sum(judge_residents(config, judges, mesh)["searcher"].values())
-    # The group does not divide the judges. If no group does, `_groups` raises the reason.
-    except ValueError:
-        return math.inf
+def _judge_bytes(config: Config, models: Mapping[str, Any], group_size: int) -> float:
+    return sum(judge_bytes(config, models, group_size)["searcher"].values())
 
 
-def _programs(
-    config: Config, model_config: Any, judges: Mapping[str, Any], choice: layouts.Choice
-) -> list[Planned]:
-    return [
-        *plan_programs(config, model_config, choice.placement),
-        *plan_judges(config, model_config, judges, choice.placement),
-    ]
+def _parts(mesh: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
-def _groups(
-    config: Config, model_config: Any, judges: Mapping[str, Any], choice: layouts.Choice
-) -> dict[str, Any]:
-    mesh = choice.placement.trainer_mesh
-    found: dict[str, Any] = residents(config, model_config, choice.placement)
-    judged = judge_residents(config, judges, choice.placement.searcher_meshes[0])
-    for group, held in judged.items():
-        found[group]["residents"] |= held
-        found[group]["judges"] = list(held)
-    found["trainer"] |= {
-        "count": 1,
-        "devices": mesh.devices.size,
-        "mesh": " x ".join(f"{name} {size}" for name, size in mesh.shape.items()),
+def _sizes(config: Config) -> dict[str, float]:
+    sizes = sizes_of(config)
+    rows = sizes.prompts * sizes.group
+    return {
+        "num_slots": sizes.num_slots,
+        "batch_rows": rows,
+        "round_rows": sizes.round_prompts * sizes.samples,
+        "response_tokens": config.search.max_new_tokens / 2,
+        "wanted_ratio": config.replay.recency_prob * sizes.samples / sizes.group,
+        "micro_batch_rows": model_parts.micro_batch_rows(config) or rows,
     }
-    size = choice.placement.searcher_meshes[0].devices.size
-    found["searcher"] |= {
-        "count": choice.num_groups,
-        "devices": size,
-        "mesh": f"model {size}",
-    }
+
+
+def lowered(
+    config: Config, num_parts: int, trainer: Sequence[Any], fixed: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """Return group -> fields of the next smaller size that a run would choose; {}: there is none.
+
+    The trainer gets fewer micro-batch rows, or whole layers computed again once fewer rows with
+    kept products would be slower. A searcher gets half of its decode slots.
+
+    Args:
+        num_parts: parts into which the trainer's mesh divides rows.
+        trainer: devices of the trainer.
+        fixed: settings that keep their values.
+    """
+    found: dict[str, dict[str, Any]] = {"trainer": {}, "searcher": {}}
+    if _SLOTS not in fixed and (slots := estimates.num_slots(config)) > 1:
+        found["searcher"] = {_SLOTS: slots // 2}
+    if _ROWS in fixed:
+        return found
+    is_networked = fitting.crosses_network(trainer)
+    useful = fitting.useful_rows(config, num_parts, is_networked=is_networked)
+    now = config.batch.micro_batch_rows or config.batch.num_prompts * config.objective.group_size
+    smaller, remat = [n for n in useful if n < now], remat_of(config)
+    if remat == "dots" and _REMAT not in fixed:
+        least = fitting.least_rows(config, num_parts, is_networked=is_networked)
+        smaller = [n for n in smaller if n >= least]
+        if not smaller:
+            smaller, remat = useful, "layers"
+    if smaller:
+        found["trainer"] = {_ROWS: smaller[-1], _REMAT: remat}
     return found
 
 
-def _sizes(
-    config: Config, model_config: Any, choice: layouts.Choice, devices: Sequence[Any]
-) -> dict[str, Any]:
-    sizes = sizes_of(config)
-    rows, k = sizes.prompts * sizes.group, sizes.group
-    group = choice.placement.searcher_meshes[0].devices.size
-    hosts = len({d.process_index for d in devices})
-    per_host = len(devices) // hosts
-    apart = choice.shares_devices or writes_versions(config)
-    of_trainer = 0 if apart else choice.placement.trainer_mesh.size // hosts
-    groups = fitting.group_sizes(model_config, per_host - of_trainer, per_host, devices)
-    mesh = choice.placement.trainer_mesh
-    parts = math.prod(mesh.shape[x] for x in batch_axes(mesh))
-    is_networked = fitting.crosses_network(list(mesh.devices.flat))
-    return sizes._asdict() | {
-        "batch_rows": rows,
-        "round_rows": sizes.round_prompts * sizes.samples,
-        "prompts_per_round": sizes.round_prompts,
-        "response_tokens": config.search.max_new_tokens / 2,
-        "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
-        "micro_batch_rows": model_parts.micro_batch_rows(config) or rows,
-        "micro_batch_options": fitting.micro_batch_options(config, parts),
-        "useful_rows": fitting.useful_rows(config, parts, is_networked=is_networked),
-        "least_rows": fitting.least_rows(config, parts, is_networked=is_networked),
-        "next_group": min((g for g in groups if g > group), default=0),
-    }
-
-
-def _compile(planned: Planned, devices_per_host: int) -> dict[str, Any]:
+def _compile(planned: Planned) -> dict[str, Any]:
+    """Compile a program; return its memory on each device by kind, and the compiler's time."""
     lowered = planned.lower()
     start = time.perf_counter()
-    compiled = lowered.compile()
+    memory = (compiled := lowered.compile()).memory_analysis()
     seconds = time.perf_counter() - start
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    if memory is None or text is None:
+    if memory is None:
         raise ValueError("this backend does not report the memory of compiled programs")
-    cost = hlo_cost.program_cost(
-        text, unknown_trips=planned.unknown_trips, devices_per_host=devices_per_host
-    )
+    del compiled
     hbm = dict(planned.resident)
     # Padding of resident arrays by the device's layout counts as input.
     hbm["inputs"] = max(0.0, memory.argument_size_in_bytes - sum(planned.resident.values()))
     hbm[planned.result] = max(0.0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     hbm["temporaries"] = float(memory.temp_size_in_bytes)
     hbm["code"] = float(memory.generated_code_size_in_bytes)
-    return {
-        "hbm": hbm,
-        "flops": cost.flops,
-        "num_bytes": cost.num_bytes,
-        "collective_bytes": cost.collective_bytes,
-        "network_bytes": cost.network_bytes,
-        "launches": cost.launches,
-        "uncounted": list(cost.uncounted),
-        "compile_s": seconds,
-    }
+    return {"hbm": hbm, "compile_s": seconds}
 
 
 def main() -> int:

@@ -8,8 +8,7 @@ that JAX's wheels accept, so that a run can execute whatever a plan compiles.
 References:
     Targets: github.com/openxla/xla, xla/backends/gpu/target_config/specs: a100_sxm_80, h100_sxm,
     h200, b200. Rates: NVIDIA's data sheets of A100 (SXM4, 80 GB), H100 (SXM5), H200 and HGX B200,
-    dense bfloat16, NVLink in one direction; memory as in the targets. Network: DGX A100 has a
-    200 Gb/s adapter for each GPU; DGX H100, H200 and B200 have 400 Gb/s.
+    dense bfloat16; memory as in the targets.
 """
 
 from typing import NamedTuple
@@ -35,8 +34,6 @@ class Gpu(NamedTuple):
         memory_bytes: device memory.
         bytes_per_s: rate of device memory.
         flops_per_s: rate of bfloat16 products.
-        nvlink_bytes_per_s: bytes sent to other GPUs of the host.
-        network_bytes_per_s: bytes that each GPU sends to other hosts while all send.
     """
 
     kind: str
@@ -49,8 +46,6 @@ class Gpu(NamedTuple):
     memory_bytes: int
     bytes_per_s: float
     flops_per_s: float
-    nvlink_bytes_per_s: float
-    network_bytes_per_s: float
 
     def target(self) -> str:
         """Return XLA's GpuTargetConfigProto as text."""
@@ -93,8 +88,6 @@ GPUS: dict[str, Gpu] = {
         memory_bytes=85100068864,
         bytes_per_s=2.03904e12,
         flops_per_s=312e12,
-        nvlink_bytes_per_s=300e9,
-        network_bytes_per_s=25e9,
     ),
     "h100": Gpu(
         kind="NVIDIA H100 80GB HBM3",
@@ -107,8 +100,6 @@ GPUS: dict[str, Gpu] = {
         memory_bytes=84942979072,
         bytes_per_s=3.35232e12,
         flops_per_s=989e12,
-        nvlink_bytes_per_s=450e9,
-        network_bytes_per_s=50e9,
     ),
     "h200": Gpu(
         kind="NVIDIA H200 141GB HBM3e",
@@ -121,8 +112,6 @@ GPUS: dict[str, Gpu] = {
         memory_bytes=151397597184,
         bytes_per_s=4.8e12,
         flops_per_s=989e12,
-        nvlink_bytes_per_s=450e9,
-        network_bytes_per_s=50e9,
     ),
     "b200": Gpu(
         kind="NVIDIA B200",
@@ -135,8 +124,6 @@ GPUS: dict[str, Gpu] = {
         memory_bytes=191514411008,
         bytes_per_s=7.67232e12,
         flops_per_s=2250e12,
-        nvlink_bytes_per_s=900e9,
-        network_bytes_per_s=50e9,
     ),
 }
 """Name in --topology -> GPU model."""

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.placement import (
     MODES,
     POD_LAYOUTS,
-    WHOLE_HOSTS,
     MeshShape,
     PlacementError,
     arrange,
@@ -26,9 +24,8 @@ from tba_jax.devices.placement import (
 )
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
-from tba_jax.devices.slices import left_to_search, on_whole_hosts
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.planning import estimates, fitting, fleets
+from tba_jax.planning import estimates, fitting
 from tba_jax.run.shared import place_run
 
 
@@ -52,32 +49,12 @@ class Choice(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> list[int]:
-    """Return the possible numbers of trainer devices, with devices left for searchers.
-
-    Args:
-        whole_hosts: whether the trainer has all devices of some hosts; otherwise it has the same
-            number of devices on every host.
-    """
+def trainer_options(devices: Sequence[Any]) -> list[int]:
+    """Return the possible numbers of trainer devices, equal on every host, that leave searchers."""
     if len(hosts_of(devices)) == 1:
         return list(range(1, len(devices)))
-    layouts = [WHOLE_HOSTS] if whole_hosts else [x for x in POD_LAYOUTS if not x.shares_devices]
+    layouts = [x for x in POD_LAYOUTS if not x.shares_devices]
     return [n for n in range(1, len(devices)) if any(x.accepts(devices, n) for x in layouts)]
-
-
-def usable_options(
-    config: Config, model_config: TransformerConfig, devices: Sequence[Any]
-) -> list[int]:
-    """Return the `trainer_options` for which a mesh divides batch and model.
-
-    The list is empty if searchers run on other devices.
-    """
-    if MODES[config.placement].has_remote_searchers:
-        return []
-    apart = writes_versions(config)
-    hosts = 0 if apart else len(hosts_of(devices))
-    options = trainer_options(devices, whole_hosts=apart)
-    return [n for n in options if fitting.mesh_exists(n, config, model_config, hosts)]
 
 
 def place(config: Config, devices: Sequence[Any]) -> Choice:
@@ -87,9 +64,6 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
         PlacementError: the placement does not fit the devices.
     """
     hosts, mode = hosts_of(devices), MODES[config.placement]
-    if mode.has_remote_searchers:
-        placement = fleets.place_fleet(config, devices)
-        return Choice(mode.name, placement, asked(config).num_searchers, False, {})
     if len(hosts) > 1 and not mode.spans_hosts:
         raise PlacementError(
             f"config.placement = {config.placement!r} is for the devices of one host, and this "
@@ -116,55 +90,25 @@ def choose(
     devices: Sequence[Any],
     hbm_bytes: float,
     judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
-    trainer_devices: float = 0.0,
 ) -> tuple[Config, Choice]:
     """Return the config with a placement for these devices, and that placement.
 
-    The placements `fleet` (see `fleets`) and `whole_hosts` stay. Otherwise one host gets `shared`
-    if it has one device, and else `split`, balanced by `estimates.trainer_share`. On several hosts
-    the trainer gets that share of each host if the chips allow it (v4 and v5p). If no division has
-    memory for trainer and searchers, both share all devices.
+    One host gets `shared` if it has one device, and else `split`, balanced by
+    `estimates.trainer_share`. On several hosts the trainer gets that share of each host if the
+    chips allow it (v4 and v5p). If no division has memory for trainer and searchers, both share all
+    devices.
 
     The fsdp axis of the trainer's mesh has as many devices as the rows of a batch permit; the other
     axis is tensor-parallel. Searcher groups are as small as weights and cache allow. In a pod, a
     batch whose prompts no mesh divides gets more prompts, with a note in `notes`.
 
     Args:
-        judge_bytes: group size -> memory of reward models on the first device of a searcher group;
-            infinity if the group does not divide them.
-        trainer_devices: approximate number of trainer devices for a placement in which some hosts
-            train and the others search. 0: every host does both, or, if the config asks for whole
-            hosts, half of them train.
+        judge_bytes: group size -> memory of reward models on the first device of a searcher group.
 
     Raises:
         PlacementError: no mesh divides batch and model.
         ConfigError: a run on these devices would refuse the config.
     """
-    if MODES[config.placement].has_remote_searchers:
-        given = config
-        config, notes = fleets.choose_fleet(config, model_config, devices, hbm_bytes, judge_bytes)
-        mesh = asked(config).mesh
-        config = replace(
-            config, open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, False)
-        )
-        return config, _placed(given, config, devices, notes)
-    if config.placement == WHOLE_HOSTS.name and len(hosts_of(devices)) > 1:
-        trainer_devices = trainer_devices or len(devices) / 2
-    if trainer_devices:
-        return _choose_whole_hosts(
-            config, model_config, devices, hbm_bytes, judge_bytes, trainer_devices
-        )
-    return _choose_every_host(config, model_config, devices, hbm_bytes, judge_bytes)
-
-
-def _choose_every_host(
-    config: Config,
-    model_config: TransformerConfig,
-    devices: Sequence[Any],
-    hbm_bytes: float,
-    judge_bytes: Callable[[int], float],
-) -> tuple[Config, Choice]:
-    """Choose a placement in which every host trains and searches."""
     hosts = len(hosts_of(devices))
     per_host = len(devices) // hosts
     share, platform = 0.5, platform_of(devices[0])  # CPU devices share their cores
@@ -237,49 +181,6 @@ def open_sizes(
         of_searcher,
         shares_devices=shares_devices,
     )
-
-
-def _choose_whole_hosts(
-    config: Config,
-    model_config: TransformerConfig,
-    devices: Sequence[Any],
-    hbm_bytes: float,
-    judge_bytes: Callable[[int], float],
-    wanted: float,
-) -> tuple[Config, Choice]:
-    """Choose a placement in which some whole hosts, with about `wanted` devices, train."""
-    per_host = len(devices) // len(hosts_of(devices))
-    sizes = trainer_options(devices, whole_hosts=True)
-    given = config
-    config, notes = fitting.with_divisible_prompts(config, model_config, sizes, 0)
-    platform = platform_of(devices[0])
-    holding = [
-        n for n in sizes if fitting.holds_trainer(n, config, model_config, hbm_bytes, 0, platform)
-    ]
-    existing = [n for n in sizes if fitting.mesh_exists(n, config, model_config, 0)]
-    # If no size holds the trainer, take the largest; the verdict reports the missing memory.
-    size = min(holding, key=lambda n: abs(n - wanted)) if holding else max(existing)
-    mesh = fitting.mesh_shape(size, config, model_config, 0)
-    of_searcher = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
-    group = fitting.group_size(model_config, per_host, per_host, hbm_bytes, devices, of_searcher)
-    searching = len(left_to_search(devices, on_whole_hosts(devices, size)))
-    fields = {
-        "placement": "whole_hosts",
-        **fitting.mesh_fields(mesh),
-        "num_searchers": per_host // group * searching,
-        "search.num_devices": group,
-    }
-    config = replace(config, fields)
-    config = replace(
-        config, open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, False)
-    )
-    idle = len(devices) - size - searching * per_host
-    if idle:
-        notes.append(
-            f"{idle} chips of the first host are idle: above 16 chips of v5e, neither a trainer "
-            "nor a searcher of several chips may use them"
-        )
-    return config, _placed(given, config, devices, notes)
 
 
 def _placed(given: Config, config: Config, devices: Sequence[Any], notes: Sequence[str]) -> Choice:

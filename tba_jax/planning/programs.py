@@ -9,26 +9,33 @@ Invariant: a program lowered here is a program of the run, at sizes that the run
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tba_jax.config.resolved import shares_prompts, writes_versions
+from tba_jax.config.resolved import remat_of, shares_prompts, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.session import ADDED_TOKENS, PREFILL_TOKENS
+from tba_jax.decoding.session import ADDED_TOKENS, EXTEND_TOKENS, PREFILL_TOKENS
 from tba_jax.devices.sharding import Placement, placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.padding import padded_lengths
 from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
-from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.planning.estimates import num_slots, shard_bytes, state_bytes_by_kind
+from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
+from tba_jax.planning import roofline
+from tba_jax.planning.estimates import (
+    REPEATED_SHARE,
+    num_slots,
+    shard_bytes,
+    state_bytes_by_kind,
+)
+from tba_jax.planning.roofline import Work
 from tba_jax.run import model_parts
 from tba_jax.search.reference import make_reference_program
 from tba_jax.train.step import make_train_step
@@ -56,25 +63,23 @@ class Planned:
     Attributes:
         name: name in the printed table.
         group: trainer or searcher.
-        sizes: description of the shapes.
         lower: function that lowers the program.
+        work: bytes and FLOPs of one execution on each device, by arithmetic (`roofline`).
         resident: kind -> bytes per device of the arguments that stay in memory.
         result: memory kind of the results that stay in memory; "outputs" if none stay.
         variants: number of programs of this kind that a run may load, one per shape.
         with_cache: whether the KV cache is in memory while the program runs.
-        unknown_trips: trip count of a loop whose end depends on data.
         calls_per_round: number of executions in one round of a searcher.
     """
 
     name: str
     group: str
-    sizes: str
     lower: Callable[[], jax.stages.Lowered]
+    work: Work
     resident: dict[str, float]
     result: str = "outputs"
     variants: int = 1
     with_cache: bool = False
-    unknown_trips: int = 1
     calls_per_round: float = 0.0
 
 
@@ -187,7 +192,7 @@ def residents(
 def _trainer_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
-    sizes, mesh = sizes_of(config), placement.trainer_mesh
+    mesh = placement.trainer_mesh
     state = model_parts.abstract_state(config, model_config, mesh)
     optimizer, schedule = model_parts.make_optimizer_from(config)
     shardings = model_parts.make_step_shardings(config, model_config, mesh)
@@ -202,35 +207,61 @@ def _trainer_programs(
     batch = placed_shapes(batch, shardings.of_batch(batch))
     publish, params = _publication(config, model_config, placement)
     frozen = _frozen(config, model_config, placement)
-    if isinstance(batch, PackedBatch):
-        words = f"{sizes.prompts * sizes.group} responses in {batch.tokens.shape} packed tokens"
-        lengths = 1
-    else:
-        words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[1]} tokens"
-        if batch.slots.shape[1] > 1:
-            words += f" of a prompt with {batch.slots.shape[1]} of them"
-        lengths = model_parts.make_padding(config, 0).num_shapes
+    held = state_bytes_by_kind(state) | _frozen_bytes(frozen)
+    is_packed = isinstance(batch, PackedBatch)
     shapes = model_parts.make_packing(config, 0, mesh).shapes
-    at_once = shapes[0].at_once
     return [
         Planned(
             name="train_step",
             group="trainer",
-            sizes=words,
             lower=lambda: train_step.lower(state, batch, *frozen),
-            resident=state_bytes_by_kind(state) | _frozen_bytes(frozen),
-            variants=lengths * sum(len(shape.buckets) for shape in shapes),
-            # Trips of the loop over micro-batches if all responses are distinct.
-            unknown_trips=batch.tokens.shape[0] // at_once if at_once else 1,
+            work=_train_work(config, model_config, batch, shapes[0].at_once, mesh, held),
+            resident=held,
+            variants=(1 if is_packed else model_parts.make_padding(config, 0).num_shapes)
+            * sum(len(shape.buckets) for shape in shapes),
         ),
         Planned(
             name="publish",
             group="trainer",
-            sizes="adapters" if frozen else "all parameters",
             lower=lambda: publish.lower(params),
+            work=Work(2 * shard_bytes(params), 0.0),
             resident={"parameters": shard_bytes(params)},
         ),
     ]
+
+
+def _train_work(
+    config: Config,
+    model_config: TransformerConfig,
+    batch: Batch | PackedBatch,
+    at_once: int,
+    mesh: Mesh,
+    held: Mapping[str, float],
+) -> Work:
+    """Return the work of a train step on each device.
+
+    A step reads and writes its state once, and reads the weights for each pass over a micro-batch.
+
+    Args:
+        at_once: rows of a micro-batch; 0: all rows.
+        held: kind -> bytes of the state on each device.
+    """
+    sizes = sizes_of(config)
+    rows, length = batch.tokens.shape
+    c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
+    forward = roofline.train_flops(
+        model_config,
+        num_rows=rows * c,
+        prompt_tokens=sizes.prompt,
+        response_tokens=(length - sizes.prompt) // c,
+        responses_per_prompt=c,
+    )
+    forward /= 3
+    passes = 3 + REPEATED_SHARE * (remat_of(config) == "layers")
+    passes += config.reference.placement == "trainer"
+    weights = num_params(model_config) * jnp.dtype(config.model.compute_dtype).itemsize
+    reads = passes * (rows / at_once if at_once else 1) * weights / mesh.shape["model"]
+    return Work(2 * sum(held.values()) + reads, passes * forward / mesh.size)
 
 
 def _searcher_programs(
@@ -253,13 +284,15 @@ def _searcher_programs(
     held = {"parameters": shard_bytes(weights)}
     cache = {"KV cache": float(decoder.cache_bytes(sizes.num_slots, columns))}
     waiting = {"prefilled prompts": float(decoder.cache_bytes(prompts, length))}
+    prefill = (prompts, length)
+    work = _decoder_work(model_config, decoder, sizes.num_slots, prefill, held | cache, mesh)
     buckets = len(padded_lengths(config.task.max_prompt_tokens))
     found = [
         Planned(
             name="prefill",
             group="searcher",
-            sizes=f"{prompts} prompts of {length} tokens",
             lower=lowered["prefill"],
+            work=work["prefill"],
             resident=held,
             result="prefilled prompts",
             variants=buckets,
@@ -269,22 +302,19 @@ def _searcher_programs(
         Planned(
             name="admit",
             group="searcher",
-            sizes=f"{sizes.num_slots} slots of {columns} columns",
             lower=lowered["admit"],
+            work=work["admit"],
             resident=cache | waiting,
             variants=buckets,
             with_cache=True,
-            # On TPU, the slots of each prompt.
-            unknown_trips=-(-sizes.num_slots // prompts),
         ),
         Planned(
             name="decode_chunk",
             group="searcher",
-            sizes=f"{sizes.num_slots} slots of {columns} columns, {decoder.chunk_steps} steps",
             lower=lowered[_chunk(config)],
+            work=work["decode_chunk"],
             resident=held | cache,
             with_cache=True,
-            unknown_trips=decoder.chunk_steps,
             # Responses are assumed to have half of the maximum length.
             calls_per_round=sizes.round_prompts
             * sizes.samples
@@ -297,8 +327,8 @@ def _searcher_programs(
             Planned(
                 name="extend",
                 group="searcher",
-                sizes=f"a kept conversation and its next turn, {columns} columns",
                 lower=lowered["extend"],
+                work=work["extend"],
                 # The caches are lowered as those of the slots.
                 resident=held | {_KEPT: cache["KV cache"]},
                 variants=len(ADDED_TOKENS) + 1,
@@ -311,6 +341,43 @@ def _searcher_programs(
     if policy.adapters is not None:
         found.append(_merge(config, policy, _base(config, model_config, placement, policy), mesh))
     return found
+
+
+def _decoder_work(
+    model_config: TransformerConfig,
+    decoder: Decoder,
+    num_slots: int,
+    prefill: tuple[int, int],
+    held: Mapping[str, float],
+    mesh: Mesh,
+) -> dict[str, Work]:
+    """Return the work of each program of a decoder on each device.
+
+    A decode step reads all weights and the whole cache of all slots.
+
+    Args:
+        prefill: number and padded length of the prompts of a prefill.
+        held: bytes of weights and cache on each device.
+    """
+    written, both = float(decoder.cache_bytes(*prefill)), sum(held.values())
+    prompts, length = prefill
+    forward = roofline.train_flops(
+        model_config, num_rows=prompts, prompt_tokens=length, response_tokens=0
+    )
+    step = roofline.decode_work(
+        model_config,
+        itemsize=1,
+        num_steps=1,
+        prompt_tokens=decoder.cache_length,
+        response_lengths=[1] * num_slots,
+    )
+    of_token, steps = 2.0 * roofline.matrix_entries(model_config), decoder.chunk_steps
+    return {
+        "prefill": Work(held["parameters"] + written, forward / 3 / mesh.size),
+        "extend": Work(both, of_token * EXTEND_TOKENS / mesh.size),
+        "admit": Work(written + decoder.cache_bytes(num_slots, length), 0.0),
+        "decode_chunk": Work(steps * both, steps * step.num_flops / mesh.size),
+    }
 
 
 def _base(
@@ -336,7 +403,6 @@ def _merge(config: Config, policy: TransformerConfig, base: lora.Base, mesh: Mes
     return Planned(
         name="merge",
         group="searcher",
-        sizes=f"adapters of rank {policy.adapters.rank}",
         lower=lambda: lora.lower_merge(
             base.kernels, adapters, config=policy, quantization=config.search.quantization
         ),
@@ -345,6 +411,7 @@ def _merge(config: Config, policy: TransformerConfig, base: lora.Base, mesh: Mes
             "adapters": shard_bytes(adapters),
         },
         result="next weights",
+        work=Work(2 * shard_bytes(base.kernels) + shard_bytes(adapters), 0.0),
     )
 
 
@@ -366,11 +433,18 @@ def _scoring(
     b = sizes.samples // c
     of_rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b,), (b, c))]
     tokens = jax.ShapeDtypeStruct((b, sizes.prompt + c * sizes.response), jnp.int32)
+    forward = roofline.train_flops(
+        model_config,
+        num_rows=sizes.samples,
+        prompt_tokens=sizes.prompt,
+        response_tokens=sizes.response,
+        responses_per_prompt=c,
+    )
     return Planned(
         name="score_reference",
         group="searcher",
-        sizes=f"{sizes.samples} responses, {tokens.shape[1]} tokens",
         lower=lambda: program.lower(params, tokens, *of_rows, response_bucket=sizes.response),
+        work=Work(shard_bytes(params), forward / 3 / site.mesh.size),
         resident={"reference parameters": shard_bytes(params)},
         variants=model_parts.make_padding(config, 0).num_shapes * (2 if shares else 1),
         # Upper bound: repeated responses of a group are scored once.

@@ -14,7 +14,7 @@ from tba_jax.config.schema import flatten, freeze, get_field, make_config, repla
 from tba_jax.devices.placement import MeshShape
 from tba_jax.models.hf import config_json
 from tba_jax.planning import choices, estimates, fitting
-from tba_jax.planning.model_shapes import PUBLISHED
+from tba_jax.planning.shapes import config_of
 from tba_jax.run.model_parts import describe_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -83,7 +83,7 @@ def test_products_are_kept_where_whole_groups_then_fit():
 def preset(name):
     """The config of a preset of configs/math.py, and the shape of its model."""
     config = freeze(runpy.run_path(str(CONFIGS / "math.py"))["get_config"](name))
-    return config, config_json.transformer_config(PUBLISHED[config.model.path])
+    return config, config_json.transformer_config(config_of(config.model.path))
 
 
 def sizes(config, shape, memory_bytes, mesh=ONE, devices=(GPU,)):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU boxes that are not there: what an argument means, what is counted, what compilers do."""
+"""GPU hosts that are not there: arguments, memory of programs, compilation."""
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -21,14 +20,13 @@ from tba_jax.config import presets
 from tba_jax.config.schema import freeze
 from tba_jax.devices.placement import PER_HOST
 from tba_jax.devices.site import Site, any_device
-from tba_jax.models import attention, shared_prompts, transformer
+from tba_jax.models import attention, transformer
 from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import chips, layouts
 from tba_jax.planning.gpus import GPUS
-from tba_jax.planning.hlo_cost import program_cost
-from tba_jax.planning.model_shapes import PUBLISHED
+from tba_jax.planning.shapes import config_of
 
 ROOT = Path(__file__).parents[2]
 PRESETS = runpy.run_path(str(ROOT / "configs" / "math.py"))
@@ -81,69 +79,6 @@ def test_without_the_plugin_its_install_line_is_the_error():
         chips.parse_topology("h100:8").devices()
 
 
-CALL = """HloModule m
-ENTRY %main (q: bf16[2,64,4,32], k: bf16[2,64,4,32]) -> bf16[2,4,64,32] {{
-  %q = bf16[2,64,4,32]{{3,2,1,0}} parameter(0)
-  %k = bf16[2,64,4,32]{{3,2,1,0}} parameter(1)
-  ROOT %a = bf16[2,4,64,32]{{3,2,1,0}} custom-call(%q, %k, %k), custom_call_target="{target}", \
-backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": \
-"BF16", "dimensions": ["2", "4", "64", "64"]}}, "mask_type": "{mask}", \
-"bmm1_dot_dimension_numbers": {{"lhs_contracting_dimensions": ["3"]}}}}}}
-}}"""
-
-
-@pytest.mark.parametrize(
-    ("target", "mask", "products"),
-    [
-        ("__cudnn$fmhaSoftmax", "NO_MASK", 2),
-        ("__cudnn$fmhaSoftmax", "CAUSAL", 1),
-        ("__cudnn$fmhaSoftmax", "PADDING_CAUSAL", 1),
-        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 2.5),
-    ],
-)
-def test_attention_by_cudnn_counts_its_products(target, mask, products):
-    found = program_cost(CALL.format(target=target, mask=mask))
-    assert found.flops == products * 2 * (2 * 4 * 64 * 64) * 32
-    assert found.uncounted == () and found.launches == 1
-
-
-GATHER = """HloModule m
-ENTRY %main (x: f32[8,64]) -> f32[128,64] {{
-  %x = f32[8,64]{{1,0}} parameter(0)
-  ROOT %g = f32[128,64]{{1,0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}
-}}"""
-
-
-@pytest.mark.parametrize(
-    ("groups", "members", "per_host"),
-    [
-        ("[1,16]<=[16]", 16, 8),
-        ("[2,8]<=[16]", 8, None),  # within a host
-        ("[8,2]<=[2,8]T(1,0)", 2, 1),  # one of each host
-        ("{{0,1,8,9},{2,3,10,11}}", 4, 2),
-        ("mesh['data'=2,'fsdp'=8] {'data'}", 2, 1),
-    ],
-)
-def test_what_leaves_a_host_is_shared_by_its_members(groups, members, per_host):
-    found = program_cost(GATHER.format(groups=groups), devices_per_host=8)
-    assert found.collective_bytes == 8 * 64 * 4 * (members - 1)
-    assert found.network_bytes == (found.collective_bytes / per_host if per_host else 0)
-    assert program_cost(GATHER.format(groups=groups)).network_bytes == 0
-
-
-def test_a_scatter_in_place_costs_what_it_writes():
-    @functools.partial(jax.jit, donate_argnums=0)
-    def write(cache, rows, at):
-        return cache.at[at].set(rows, unique_indices=True, mode="promise_in_bounds")
-
-    def shape(*size, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(size, dtype)
-
-    args = shape(4096, 256), shape(4, 256), shape(4, dtype=jnp.int32)
-    text = write.lower(*args).compile().as_text()
-    assert program_cost(text).num_bytes < 8 * 4 * 256 * 4
-
-
 def attention_of(platform, device):
     """The program of a small model's hidden states, compiled for a device."""
     where = SingleDeviceSharding(device)
@@ -170,46 +105,6 @@ def test_a_program_for_a_gpu_is_that_of_a_gpu_in_a_process_without_one():
         platform = Site(Mesh(np.array([device]), ("model",))).platform
         assert platform == ("cuda" if has_cudnn else "cpu")
         assert ("__cudnn$fmha" in attention_of(platform, device)) == has_cudnn
-
-
-@needs_plugin
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_responses_to_a_shared_prompt_have_flash_attention_with_its_gradient(has_sinks):
-    """cuDNN's for the prompts and for the responses, forward and back; no scores in memory."""
-    further = {"pattern": ("window", "full"), "window": 128, "sinks": True} if has_sinks else {}
-    config = dataclasses.replace(SMALL, **further)
-    device = chips.parse_topology("h100:1").devices()[0]
-    where = SingleDeviceSharding(device)
-    b, c, x, t = 2, 4, 192, 383
-    params = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where),
-        transformer.abstract_params(config, jnp.bfloat16),
-    )
-    tokens = [
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
-        for shape in ((b, x), (b, c, t), (b,))
-    ]
-
-    def loss(params, *tokens):
-        ends, states, _ = shared_prompts.apply(
-            params,
-            *tokens,
-            config=config,
-            compute_dtype=jnp.bfloat16,
-            sharding=ComputeSharding(config, any_device("cuda")),
-        )
-        return jnp.sum(ends.astype(jnp.float32)) + jnp.sum(states.astype(jnp.float32))
-
-    text = jax.jit(jax.grad(loss)).lower(params, *tokens).compile().as_text()
-    calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w*)"', text)
-    kinds = ("ScaleBias", "") if has_sinks else ("",)  # a window with sinks needs a mask
-    wanted = [f"__cudnn$fmha{kind}Softmax" for kind in kinds]
-    assert sorted(calls) == sorted(2 * (wanted + [f"{name}Backward" for name in wanted]))
-    if not has_sinks:
-        assert not re.search(rf"\[[\d,]*{t},({t}|{x + t})\]|{x + t},{x + t}\]", text)
-    # Sinks and even lengths add up to two positions.
-    of_heads = r"\[\d+,(2|1,2),(19[2-4]|38[3-6]|57[5-8]),(19[2-4]|38[3-6]|57[5-8])\]"
-    assert not re.search(of_heads, text)
 
 
 @needs_plugin
@@ -250,8 +145,7 @@ def test_every_target_is_one_that_xla_compiles_for(name):
     device = chips.parse_topology(f"{name}:1").devices()[0]
     assert (device.device_kind, device.platform) == (GPUS[name].kind, "gpu")
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=SingleDeviceSharding(device))
-    text = jax.jit(jnp.matmul).lower(x, x).compile().as_text()
-    assert program_cost(text).flops == 2 * 256**3
+    assert jax.jit(jnp.matmul).lower(x, x).compile().memory_analysis() is not None
 
 
 @needs_plugin
@@ -281,6 +175,6 @@ def test_every_preset_compiles_for_eight_gpus(preset):
 def test_hosts_of_gpus_are_split_freely(text, preset, model, layout, trainer):
     topology = chips.parse_topology(text)
     config = freeze(PRESETS["get_config"](preset))
-    shape = config_json.transformer_config(PUBLISHED[model])
+    shape = config_json.transformer_config(config_of(model))
     _, found = layouts.choose(config, shape, topology.devices(), topology.chip.usable_bytes)
     assert (found.name, found.placement.trainer_mesh.size) == (layout, trainer)

@@ -13,8 +13,8 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.models.hf import config_json
-from tba_jax.planning import chips, estimates, fitting, layouts, programs
-from tba_jax.planning.model_shapes import PUBLISHED
+from tba_jax.planning import chips, estimates, fitting, layouts
+from tba_jax.planning.shapes import config_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = runpy.run_path(str(CONFIGS / "math.py"))
@@ -46,7 +46,7 @@ def test_hosts_have_four_chips_by_default():
 def choose(preset, model, text, **changes):
     topology = chips.parse_topology(text)
     config = replace(freeze(PRESETS["get_config"](preset)), changes)
-    shape = config_json.transformer_config(PUBLISHED[model])
+    shape = config_json.transformer_config(config_of(model))
     return layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
 
 
@@ -88,7 +88,7 @@ def test_every_slice_gets_a_placement_that_it_accepts(
 def test_a_trainer_has_room_for_its_smallest_step_besides_its_state():
     """Four of eight H100s hold the state of Gemma 3 12B, six also hold its gradients."""
     config = freeze(PRESETS["get_config"]("gemma_3_12b"))
-    shape = config_json.transformer_config(PUBLISHED["google/gemma-3-12b-it"])
+    shape = config_json.transformer_config(config_of("google/gemma-3-12b-it"))
     room = 71.3 * 2**30
     assert estimates.held_bytes(config, shape) / 4 < 0.85 * room
     assert not fitting.holds_trainer(4, config, shape, room, 1, "cuda")
@@ -101,7 +101,7 @@ def test_scores_count_where_gpus_cannot_divide_key_value_heads():
         freeze(PRESETS["get_config"]("gsm8k")),
         {"model.compute_dtype": "bfloat16", "task.renderer": "qwen3", "batch.packed_length": 0},
     )
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
     tokens = config.task.max_prompt_tokens + config.search.max_new_tokens
 
     def size(heads, **mesh):
@@ -110,24 +110,6 @@ def test_scores_count_where_gpus_cannot_divide_key_value_heads():
 
     scores = 2 * 4 * shape.num_heads / 4 * tokens**2
     assert size(2, model=4) - size(4, model=4) > 0.9 * scores
-    assert size(2, context=4) < size(4, context=4)
-
-
-def test_scores_count_where_rows_over_several_devices_have_no_splash_attention():
-    """Shared prompts, or rows that are no multiple of 256 tokens a device."""
-    shape = config_json.transformer_config(PUBLISHED[RHO])
-    config = freeze(PRESETS["get_config"]("math"))
-    own = {"task.renderer": "qwen3", "task.max_prompt_tokens": 1024}
-
-    def scores(changes):
-        ways = (replace(config, changes | {"model.attention": x}) for x in ("auto", "xla"))
-        mesh = MeshShape(context=4)
-        by_splash, by_einsum = (estimates.step_bytes(16, x, shape, mesh, "tpu") for x in ways)
-        return by_einsum - by_splash
-
-    assert scores({}) == 0
-    assert scores(own | {"search.max_new_tokens": 2072}) == 0
-    assert scores(own | {"search.max_new_tokens": 2048}) > 0
 
 
 def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
@@ -137,7 +119,7 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
     """
     pytest.importorskip("libtpu")
     topology, config = chips.parse_topology("v5e:2x4"), freeze(PRESETS["get_config"]("gsm8k"))
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
 
     def rows(hbm_bytes, attention="auto", **changes):
         fields = {f"batch.{name}": value for name, value in changes.items()}
@@ -167,13 +149,13 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
 def test_the_trainer_gets_the_share_of_the_work_that_it_has(changes, nearest):
     """Fewer slots read the weights more often; less fresh data needs fewer searchers."""
     config = replace(freeze(PRESETS["get_config"]("gsm8k")), changes)
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
     assert 8 * estimates.trainer_share(config, shape) == pytest.approx(nearest, abs=0.1)
 
 
 def test_flash_attention_needs_masks_for_windows_with_sinks_but_no_scores():
     config = freeze(PRESETS["get_config"]("gpt_oss_20b"))
-    shape = config_json.transformer_config(PUBLISHED[config.model.path])
+    shape = config_json.transformer_config(config_of(config.model.path))
     x, t, c = config.task.max_prompt_tokens, config.search.max_new_tokens, 20
     config = replace(config, {"objective.group_size": c, "model.remat": "layers"})
 
@@ -185,19 +167,9 @@ def test_flash_attention_needs_masks_for_windows_with_sinks_but_no_scores():
     assert needed("xla") - needed("auto") == pytest.approx(scores - masks)
 
 
-def test_searchers_that_fit_no_group_share_the_trainers_devices():
-    """v5e accepts groups of one chip or all; four searchers of one chip would not hold 2.8B."""
-    pytest.importorskip("libtpu")
-    topology = chips.parse_topology("v5e:2x4@8")
-    config = freeze(runpy.run_path(str(CONFIGS / "tldr.py"))["get_config"]("pythia2.8b"))
-    shape = config_json.transformer_config(PUBLISHED[config.model.path])
-    _, choice = layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
-    assert (choice.name, choice.num_groups) == ("shared", 1)
-
-
 def test_fewer_rows_than_trainer_devices_are_estimated_as_one_row_for_each():
     """8 rows at a time on 16 devices that also search, with open slots, divided by zero."""
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
     config = freeze(PRESETS["get_config"]("gsm8k"))
     assert (config.batch.micro_batch_rows, config.search.num_slots) == (8, 0)
     found = fitting.sizes(
@@ -207,7 +179,7 @@ def test_fewer_rows_than_trainer_devices_are_estimated_as_one_row_for_each():
 
 
 def test_each_part_of_the_axis_data_holds_the_whole_state():
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
     config = freeze(PRESETS["get_config"]("gsm8k"))
     config = replace(config, {"search.num_slots": 8, "batch.micro_batch_rows": 0})
     hbm_bytes = estimates.held_bytes(config, shape) + 12e9
@@ -223,7 +195,7 @@ def test_each_part_of_the_axis_data_holds_the_whole_state():
 
 def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
     """All of a batch, some groups, or what was asked for; flash attention leaves more room."""
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
     config, mesh = freeze(PRESETS["get_config"]("gsm8k")), MeshShape(1, 1, 2)
 
     def rows(free_bytes, platform="cuda", **changes):
@@ -280,19 +252,15 @@ def test_a_reference_of_the_trainer_makes_kept_products_save_less():
     assert config.reference.placement == "trainer"
     elsewhere = replace(config, {"reference.placement": "searcher"})
     assert fitting.least_rows(config, 12) == 72 and fitting.least_rows(elsewhere, 12) == 48
-
-
-def test_small_micro_batches_of_adapters_add_no_gradients_of_the_weights():
-    config = freeze(PRESETS["get_config"]("qwen3_4b"))
-    without = replace(config, {"lora.rank": 0})
-    assert config.lora.rank and fitting.least_rows(config, 12) == 48
-    assert fitting.least_rows(without, 12) == 72
+    # Small micro-batches of adapters add no gradients of the weights.
+    adapters = freeze(PRESETS["get_config"]("qwen3_4b"))
+    assert adapters.lora.rank and fitting.least_rows(adapters, 12) == 48
 
 
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():
     pytest.importorskip("libtpu")
     topology = chips.parse_topology("v5e:2x4")
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
     for held, group in ((lambda n: 2e9, 1), (lambda n: 14e9 / n, 4)):
         config = freeze(PRESETS["get_config"]("gsm8k"))
         devices, hbm = topology.devices(), topology.chip.hbm_bytes
@@ -327,98 +295,8 @@ def test_the_configs_own_placement_is_kept_on_several_hosts():
         layouts.place(config, chips.parse_topology("v5e:2x4").devices())
 
 
-@pytest.mark.parametrize(
-    ("text", "model", "mesh", "groups"),
-    [
-        ("v6e:4x4", QWEN, (1, 8, 1), 2),
-        ("v5e:8x8", QWEN, (1, 32, 1), 7),  # the first host is idle
-        ("v5p:4x4x4", "meta-llama/Llama-3.1-70B-Instruct", (1, 32, 1), 8),
-    ],
-)
-def test_whole_hosts_that_are_asked_for_are_half_of_the_slice(text, model, mesh, groups):
-    pytest.importorskip("libtpu")
-    topology, shape = chips.parse_topology(text), config_json.transformer_config(PUBLISHED[model])
-    devices = topology.devices()
-    config = replace(freeze(PRESETS["get_config"]("math")), {"placement": "whole_hosts"})
-    config, choice = layouts.choose(config, shape, devices, topology.chip.hbm_bytes)
-    assert choice.name == config.placement == "whole_hosts" and not choice.shares_devices
-    assert tuple(choice.placement.trainer_mesh.shape.values()) == mesh
-    assert choice.num_groups == groups and config.search.num_devices == 4
-    assert any("are idle" in note for note in choice.notes) == (text == "v5e:8x8")
-    few, _ = layouts.choose(config, shape, devices, topology.chip.hbm_bytes, trainer_devices=1.0)
-    assert few.mesh.fsdp <= mesh[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "mesh", "group", "searchers"),
-    [
-        ("v5e:2x4", (1, 8, 1), 1, 4),  # a trainer group of two hosts
-        ("v5p:2x2x4", (1, 16, 1), 1, 4),  # of four
-        ("v5e:2x2", (1, 4, 1), 1, 4),  # one process
-    ],
-)
-def test_the_slice_of_a_fleet_is_its_trainers(text, mesh, group, searchers):
-    pytest.importorskip("libtpu")
-    topology, shape = chips.parse_topology(text), config_json.transformer_config(PUBLISHED[RHO])
-    config = replace(
-        freeze(PRESETS["get_config"]("gsm8k")), {"placement": "fleet", "batch.num_prompts": 16}
-    )
-    devices = topology.devices()
-    hosts, hbm = len({d.process_index for d in devices}), topology.chip.hbm_bytes
-    config, choice = layouts.choose(config, shape, devices, hbm)
-    # One process draws whole batches, so rows stay packed.
-    assert config.placement == choice.name == "fleet" and config.batch.packed_length
-    assert config.fleet.trainer_hosts == hosts
-    placed = choice.placement
-    assert tuple(placed.trainer_mesh.shape.values()) == mesh
-    assert placed.trainer_mesh.size == len(devices)
-    assert placed.searcher_meshes[0].size == group == config.search.num_devices
-    assert not choice.shares_devices
-    # Slots for processes of a whole host each.
-    assert config.fleet.trainer == config.fleet.searcher == "TPU=4"
-    assert config.num_searchers == 4 and choice.num_groups == searchers
-    assert not layouts.usable_options(config, shape, devices)
-    batch = programs.abstract_batch(config, placed)
-    assert batch.rewards.shape == (16, 20)
-    held = programs.residents(config, shape, placed)
-    published = held["searcher"]["residents"]
-    assert "weights being read" in published
-    assert programs.publication_mesh(config, placed) == placed.trainer_mesh
-    # The fields say it, and another number of hosts is refused.
-    assert layouts.place(config, devices).placement == placed
-    wrong = replace(config, {"fleet.trainer_hosts": hosts + 1})
-    with pytest.raises(PlacementError, match=f"this slice has {hosts}; set --config.fleet."):
-        layouts.place(wrong, devices)
-
-
-def test_a_trainer_group_keeps_the_mesh_and_the_searchers_that_it_asks_for():
-    pytest.importorskip("libtpu")
-    config = freeze(PRESETS["get_config"]("gsm8k"))
-    config = replace(
-        config,
-        {
-            "placement": "fleet",
-            "fleet.trainer_hosts": 2,
-            "fleet.searcher": "TPU=1",
-            "mesh.model": 8,
-        },
-    )
-    devices = chips.parse_topology("v5e:2x4").devices()
-    choice = layouts.place(config, devices)
-    assert choice.placement.trainer_mesh.shape["model"] == 8 and choice.num_groups == 4
-    shape = config_json.transformer_config(PUBLISHED[RHO])
-    chosen, _ = layouts.choose(config, shape, devices, chips.TPUS["v5e"].hbm_bytes)
-    assert (chosen.fleet.searcher, chosen.num_searchers) == ("TPU=1", 1)
-    # Seven prompts divide over no eight devices; their rows do, but for a few empty ones.
-    assert chosen.batch.num_prompts == 7 and chosen.mesh.fsdp == 8
-    with pytest.raises(ValueError, match="mesh = '1 x 4 x 1': the 2 processes of the trainer"):
-        layouts.place(replace(config, {"mesh.fsdp": 4, "mesh.model": 1}), devices)
-    with pytest.raises(PlacementError, match="search.num_devices = 8: the plan assumes"):
-        layouts.place(replace(config, {"search.num_devices": 8}), devices)
-
-
 def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
 
     def mesh(size, hosts=1, **changes):
         given = {f"batch.{name}": value for name, value in changes.items()}
@@ -432,7 +310,7 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     assert mesh(8, **shared) == (8, 1)  # one of eight
     assert mesh(8, **shared, num_prompts=5) == (2, 4)  # one of six, not three of eight
     # The axis of experts is the config's. It saves no memory: each device has the tokens of all.
-    moe = config_json.transformer_config(PUBLISHED["Qwen/Qwen3-30B-A3B"])
+    moe = config_json.transformer_config(config_of("Qwen/Qwen3-30B-A3B"))
     config = freeze(PRESETS["get_config"]("qwen3_30b_a3b"))
     assert fitting.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=16)
     config = replace(config, {"mesh.expert": 4})
@@ -457,13 +335,6 @@ def test_each_update_has_its_part_of_every_micro_batch(packed):
     assert not packed or max(options) == 144
 
 
-def test_a_slice_of_several_hosts_wants_a_pod():
-    pytest.importorskip("libtpu")
-    config = freeze(PRESETS["get_config"]("gsm8k"))
-    with pytest.raises(PlacementError, match="--config.placement=pod"):
-        layouts.place(config, chips.parse_topology("v5e:2x4").devices())
-
-
 def test_a_batch_that_no_mesh_of_a_pod_divides_gets_more_prompts_and_says_so():
     pytest.importorskip("libtpu")
     few = {"batch.num_prompts": 3, "batch.packed_length": 0}
@@ -478,7 +349,7 @@ def test_a_batch_that_no_mesh_of_a_pod_divides_gets_more_prompts_and_says_so():
 def test_a_model_that_no_mesh_divides_is_named():
     pytest.importorskip("libtpu")
     config = freeze(PRESETS["get_config"]("gsm8k"))
-    shape = config_json.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(config_of(RHO))
     shape = dataclasses.replace(shape, num_heads=3, num_kv_heads=3, hidden_size=195)
     topology = chips.parse_topology("v5e:2x4")
     with pytest.raises(PlacementError, match="divides a model of hidden size 195 with 3 heads"):

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from tba_jax.planning.judges import judge_paths
 
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.planning.judges import judge_paths
 from tba_jax.rewards import kinds
 from tba_jax.rewards.kinds import RewardKind
 from tba_jax.rewards.source import ScoreResult, Verdict
