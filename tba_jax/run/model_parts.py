@@ -93,11 +93,11 @@ def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
     return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
 
 
-def make_padding(config: Config, pad_id: int, max_new_tokens: int = 0) -> Padding:
+def make_padding(config: Config, pad_id: int) -> Padding:
     """Return the padded lengths of prompts and responses."""
     return Padding(
         padded_lengths(config.task.max_prompt_tokens),
-        padded_lengths(max_new_tokens or config.search.max_new_tokens),
+        padded_lengths(config.search.max_new_tokens),
         pad_id,
     )
 
