@@ -13,9 +13,10 @@ from typing import Any
 
 from tba_jax.settings import ConfigError
 from tba_jax.train.config import ObjectiveSettings
-from tba_jax.train.objectives.registry import own_names, own_settings
+from tba_jax.train.objectives.registry import is_objective, own_names, own_settings
 
 FLAG = "--config.objective.preset="
+_NAME = "--config.objective.name="
 
 # Own settings of objectives that belong to the run, not to a method: presets do not change them.
 _KEPT = ("scale", "log_z_rate", "importance_floor")
@@ -89,21 +90,35 @@ def fields_of(name: str) -> dict[str, Any]:
 
 
 def written_out(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with a preset expanded to its settings.
+    """Return the arguments with a preset of the objective expanded to its settings.
 
-    The settings of the preset come before all other settings, which override them.
+    The settings of the preset come before all other settings, which override them. An objective
+    that is given by name drops the settings of the config that only other objectives have.
 
     Raises:
         ConfigError: no such preset, or more than one.
     """
     names = [text.removeprefix(FLAG) for text in argv if text.startswith(FLAG)]
     if not names:
-        return list(argv)
+        objectives = [x.removeprefix(_NAME) for x in argv if x.startswith(_NAME)]
+        dropped = _of_others(objectives[-1]) if objectives else {}
+        return _with_fields(argv, dropped)
     if len(names) > 1:
         raise ConfigError(
             f"objective.preset is given {len(names)} times: {', '.join(names)}. Give one of them"
         )
-    rest = [text for text in argv if not text.startswith(FLAG)]
-    first = next((i for i, text in enumerate(rest) if text.startswith("--config.")), len(rest))
-    given = [f"--config.{field}={value}" for field, value in fields_of(names[0]).items()]
-    return [*rest[:first], *given, *rest[first:]]
+    return _with_fields([x for x in argv if not x.startswith(FLAG)], fields_of(names[0]))
+
+
+def _of_others(objective: str) -> dict[str, None]:
+    """Return field -> None for the settings that only other objectives have; {} if unknown."""
+    if not is_objective(objective):
+        return {}
+    own = {setting.name for setting in own_settings(objective)}
+    return {f"objective.{x}": None for x in own_names() if f"objective.{x}" not in own}
+
+
+def _with_fields(argv: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
+    """Return the arguments with fields before all other settings, which override them."""
+    first = next((i for i, text in enumerate(argv) if text.startswith("--config.")), len(argv))
+    return [*argv[:first], *(f"--config.{n}={x}" for n, x in fields.items()), *argv[first:]]

@@ -72,11 +72,6 @@ def _schedule(name: str, schedule: Schedule, num_steps: int) -> Iterator[str]:
 
 
 def _objective(o: ObjectiveSettings) -> Iterator[str]:
-    if o.weights == "equal" and o.built.needs_behavior:
-        yield (
-            f"objective.weights=equal has no effect: objective {o.name} weights each response by "
-            "its number of draws"
-        )
     if not o.beta.is_always(0.0) and o.built.beta_is == "unused":
         yield f"objective.beta={o.beta} has no effect: objective {o.name} has no KL to a reference"
 

@@ -63,8 +63,6 @@ class Packing:
         is_whole: whether all rows of a draw are in one micro-batch.
         has_prompts: whether the batch has rows with prompts alone.
         has_advantages: whether the batch has advantages of tokens.
-        has_equal_weights: whether distinct responses of a draw have equal weights with sum K.
-            Otherwise the weight of a response is its number of draws.
     """
 
     num_prompts: int
@@ -78,7 +76,6 @@ class Packing:
     is_whole: bool = False
     has_prompts: bool = False
     has_advantages: bool = False
-    has_equal_weights: bool = False
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -145,10 +142,6 @@ class Packing:
         rows = rows.interleaved(max(1, num_rows // (shape.at_once or num_rows)))
         slots = rows.slots
         of_slots = _of_slots(draws, self.group_size, self.policy_temperature)
-        if self.has_equal_weights:
-            is_there = of_slots["weights"] > 0
-            equal = self.group_size / np.maximum(is_there.sum(axis=1, keepdims=True), 1)
-            of_slots["weights"] = np.where(is_there, equal, 0).astype(np.float32)
         if self.has_prompts:
             prompts = [d.prompt.tokens for d in draws]
             prompts += [prompts[0][:0]] * (-len(prompts) % self.row_multiple)

@@ -46,7 +46,7 @@ _DTYPES = ("model.compute_dtype", "model.rollout_dtype")
 _ROWS = "batch.micro_batch_rows"
 _OPTIONS = "xla.options"
 _WIDE = 512  # hidden size from which Eigen is faster on CPU (docs/lab/train_step.md)
-_RATIOS = ("objective.importance", "objective.weights")
+_IMPORTANCE = "objective.importance"
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "task.max_prompt_tokens": (0, LENGTHS),
@@ -191,8 +191,7 @@ def _stabilised(config: Config) -> Config:
     if not is_open or not writes_versions(config):
         return config
     about = "weights reach other processes several steps late"
-    # Bounded ratios need responses to count as often as they were drawn.
-    bounded = _chosen(config, dict(zip(_RATIOS, ("token_clip", "drawn"), strict=True)), about)
+    bounded = _chosen(config, {_IMPORTANCE: "token_clip"}, about)
     try:
         validate(bounded)
     except ConfigError:  # for example task.start_path: no sampler drew the start data
@@ -238,8 +237,8 @@ def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
     """
     has_open_placement = not config.num_searchers
     names = [name for name in open_settings(config) if name in saved]
-    if _leaves_ratios_open(config) and saved.get(_RATIOS[0], "none") != "none":
-        names += [name for name in _RATIOS if name in saved]
+    if _leaves_ratios_open(config) and saved.get(_IMPORTANCE, "none") != "none":
+        names.append(_IMPORTANCE)
     config = replace(config, {name: saved[name] for name in names})
     if not has_open_placement or MODES[config.placement].has_remote_searchers:
         return config

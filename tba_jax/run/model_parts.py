@@ -376,7 +376,6 @@ def make_packing(
         is_whole=groups_stay_whole(config),
         has_prompts="log_z" in objective.heads,
         has_advantages=objective.needs_advantages,
-        has_equal_weights=config.objective.weights == "equal" and not objective.needs_behavior,
     )
 
 

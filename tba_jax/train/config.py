@@ -52,12 +52,6 @@ class ObjectiveSettings(Section):
     reward_temperature: Schedule = field(
         Schedule(1.0), "divides the log of the whole target", above=0
     )
-    weights: Literal["drawn", "equal"] = field(
-        "drawn",
-        "weight of a response in its group: drawn: number of draws; equal: the same for "
-        "every distinct response, which learns from rare responses sooner (only for objectives "
-        "that accept any sampler, such as tb)",
-    )
     mask_eos: bool = field(False, "leave EOS out of log pi, as the official GSM8K code does")
     own: tuple[tuple[str, Any], ...] = ()
     """Settings of the chosen objective that differ from its defaults: (name, value), sorted."""

@@ -22,8 +22,7 @@ def test_every_preset_is_valid_on_the_main_job_and_is_no_setting(name):
     validate(config)
     assert not hasattr(config.objective, "preset")
     made = config.objective.built
-    plain = override(None, ["--config=math"])
-    assert (made == plain.objective.built) == (name in ("tba", "gflownet_sync"))
+    assert (made == TrajectoryBalance()) == (name in ("tba", "gflownet_sync"))
     batch = first_batch(config, make_packing(config, 0))
     assert (batch.token_advantages is not None) == (name == "vineppo")
 
@@ -47,6 +46,13 @@ def test_what_is_given_beside_a_preset_wins_and_what_was_there_before_does_not()
     assert (o.kl_clamp, o.kl_center, o.log_z) == (0.0, "behavior", "vargrad")
     config = tba_jax.load_config("math", objective={"preset": "topr"})
     assert config.objective.built.anchor == "none"
+
+
+def test_a_name_drops_what_only_other_objectives_have():
+    assert override(None, ["--config=math"]).objective.built.importance == "token_clip"
+    assert override(None, ["--config=math", "--config.objective.name=rloo"]).objective.own == ()
+    given = ["--config=math:gsm8k", "--config.objective.name=tb"]
+    assert override(None, given).objective.own == (("scale", "paper"),)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from tba_jax.config.notes import notes
 from tba_jax.config.presets import names
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, make_config
-from tba_jax.run.model_parts import make_packing
 
 # ml_collections loads config files through a deprecated function of importlib.
 
@@ -61,17 +60,6 @@ def test_miniatures_and_the_default_have_nothing_to_say():
 )
 def test_a_shortened_run_says_what_it_does_not_reach(name, num_steps, said):
     assert notes(override(None, [f"--config={name}", f"--config.num_steps={num_steps}"])) == said
-
-
-def test_equal_weights_are_for_objectives_that_assume_nothing_of_the_sampler():
-    fields = {"objective.weights": "equal", "num_steps": 200}
-    assert notes(make_config(fields)) == []
-    (note,) = notes(make_config({**fields, "objective.name": "rloo"}))
-    assert note.startswith("objective.weights=equal has no effect: objective rloo weights")
-    packing = [
-        make_packing(make_config({**fields, "objective.name": name}), 0) for name in ("tb", "rloo")
-    ]
-    assert [each.has_equal_weights for each in packing] == [True, False]
 
 
 def test_a_run_that_ends_before_its_schedule_changes_says_when_it_would():

@@ -165,20 +165,6 @@ def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
     assert parts.shapes == (Shape(1, 2, (6,)),)
 
 
-def test_distinct_responses_can_count_the_same():
-    """However often each was drawn; together they still count K."""
-    draws = weighted_draws()
-    drawn = Packing(2, 4, Padding((4,), (4,), 0), 1.0).batch(draws)
-    packing = Packing(2, 4, Padding((4,), (4,), 0), 1.0, has_equal_weights=True)
-    equal = packing.batch(draws)
-    np.testing.assert_array_equal(equal.tokens, drawn.tokens)
-    assert drawn.weights.tolist() != equal.weights.tolist()
-    for draw, weights in zip(draws, equal.weights, strict=True):
-        n = len(draw.trajectories)
-        np.testing.assert_allclose(weights[:n], 4 / n, rtol=1e-7)  # float32
-        assert not weights[n:].any()
-
-
 def test_buckets():
     assert length_buckets(96, 3) == (24, 48, 96)
     assert length_buckets(100, 2) == (56, 100)

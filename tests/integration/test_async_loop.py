@@ -83,6 +83,7 @@ def test_searchers_and_trainer_of_two_devices_each_share_them(cache, tmp_path):
         "search.num_devices=2",
         "num_searchers=2",
         "sync_period=2",
+        "objective.importance=none",
         "search.swap=in_flight",
         "log.watchdog_s=120",
     )

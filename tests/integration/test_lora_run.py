@@ -108,6 +108,7 @@ def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
         tmp_path / "run",
         *LORA[:2],
         "driver=async",
+        "objective.importance=none",
         "search.swap=in_flight",
         "num_searchers=2",
         "num_cpu_devices=4",

@@ -143,6 +143,7 @@ def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path
     rows = [{"prompt_id": 3 + 5 * (i % 2), "response": f"{i:03d}"} for i in range(160)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = (f"task.start_path={path}", "num_steps=2", "search.initial_fill=100", "eval.period=0")
+    options += ("objective.importance=none",)  # no policy drew the given responses
     done = run(workdir, *SYNC, *options, cache=cache)
     assert done.returncode == 0, done.stderr
     assert "160 given responses come first, in 3 rounds" in done.stdout
