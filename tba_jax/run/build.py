@@ -34,7 +34,7 @@ from tba_jax.models.transformer import abstract_params
 from tba_jax.remote.step_server import StepClient
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
-from tba_jax.report.relay import Display
+from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.host_state import HostState, RunClock, check_facts, with_searchers
 from tba_jax.run.model_parts import (
     abstract_state,
@@ -389,7 +389,7 @@ def build(
     *,
     cluster: Cluster,
     clock: RunClock,
-    progress: Display,
+    progress: ProgressDisplay,
     extra_writers: Sequence[Any] = (),
     link: Peer | None = None,
 ) -> Run:

@@ -22,7 +22,6 @@ from tba_jax.replay.ledger import Economy
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.process import ReportProcess
-from tba_jax.report.relay import Display
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run.build import build
 from tba_jax.run.callbacks import Callbacks
@@ -49,7 +48,7 @@ def conduct(
     *,
     hold: Hold | None,
     start_s: float,
-    display: Display | None = None,
+    display: ProgressDisplay | None = None,
     drive: Drive | None = None,
     link: Peer | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
@@ -70,7 +69,8 @@ def conduct(
         WorkdirLost: the work directory was removed, or its storage fails.
     """
     if display is None:
-        display = make_display(config, start_s, is_shown=cluster.is_primary)
+        console = None if cluster.is_primary else Console(quiet=True, force_terminal=False)
+        display = make_display(config, start_s, console)
     run = _open(config, workdir, cluster, start_s, hold, display, link, callbacks)
     try:
         _drive(run, interrupted, drive)
@@ -97,15 +97,15 @@ def conduct(
 
 
 def make_display(
-    config: Config, start_s: float | None = None, *, is_shown: bool = True
+    config: Config, start_s: float | None = None, console: Console | None = None
 ) -> ProgressDisplay:
-    """Return a display on standard output, or a display that shows nothing."""
+    """Return a display of a run; without a console, on standard output."""
     task = make_task(config)
     return ProgressDisplay(
         config.num_steps,
         kind=task.response_kinds[0] if task.response_kinds else "",
         metric=task.metric,
-        console=None if is_shown else Console(quiet=True, force_terminal=False),
+        console=console,
         start_s=start_s,
     )
 
@@ -116,7 +116,7 @@ def _open(
     cluster: Cluster,
     start_s: float,
     hold: Hold | None,
-    progress: Display,
+    progress: ProgressDisplay,
     link: Peer | None,
     callbacks: Sequence[Callable[..., Any]],
 ) -> Run:
@@ -167,7 +167,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
         (drive or own)(run, interrupted)
 
 
-def resume_display(progress: Display, workdir: Path) -> None:
+def resume_display(progress: ProgressDisplay, workdir: Path) -> None:
     """Show metrics that earlier processes of the run logged."""
     progress.resume(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics))
 

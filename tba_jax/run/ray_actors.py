@@ -6,6 +6,7 @@ server; searchers send their messages over that channel. Large modules are impor
 are used, only when an actor begins to work.
 """
 
+import io
 import socket
 import threading
 import time
@@ -23,7 +24,6 @@ from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.remote.channel import Channel, Endpoint, Unreachable
 from tba_jax.remote.messages import RUN_ENDED
 from tba_jax.remote.search_channel import RemoteSearchServer
-from tba_jax.report.relay import Relay
 from tba_jax.run.peers import Owner, connect, start_cluster
 
 _TRAINER = "trainer-"
@@ -48,7 +48,7 @@ class TrainerProcess:
     ) -> None:
         self._config = config = freeze(fields)
         self._workdir = Path(workdir)
-        self._relay = Relay()
+        self._output = io.StringIO()  # lines for the driver
         self._interrupted = threading.Event()
         self._owner: Owner | None = None
         if token:
@@ -80,7 +80,9 @@ class TrainerProcess:
             PeerError: another process of the group ended.
         """
         start_s = time.perf_counter()
-        from tba_jax.run.conduct import conduct
+        from rich.console import Console
+
+        from tba_jax.run.conduct import conduct, make_display
 
         cluster = start_cluster(self._config, addresses[0], len(addresses), number)
         with peer_errors(cluster):
@@ -92,7 +94,7 @@ class TrainerProcess:
                 self._interrupted.is_set,
                 hold=None,
                 start_s=start_s,
-                display=self._relay,
+                display=make_display(self._config, start_s, Console(file=self._output)),
                 link=link,
             )
         cluster.close()
@@ -105,9 +107,10 @@ class TrainerProcess:
         return self._owner.endpoint
 
     @ray.method(concurrency_group="driver")
-    def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
-        """Return the output for the display of the driver; see `Relay.since`."""
-        return self._relay.since(since)
+    def output(self, since: int) -> str:
+        """Return the whole lines of the output after this number of characters."""
+        text = self._output.getvalue()
+        return text[since : text.rfind("\n") + 1]
 
     @ray.method(concurrency_group="driver")
     def searchers_died(self, searchers: Sequence[int]) -> None:

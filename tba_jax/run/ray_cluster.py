@@ -29,7 +29,7 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.remote.searcher_table import BoundedClock
-from tba_jax.report.relay import Display, show
+from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.errors import FleetError, UserError
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import Outcome, run_id_of
@@ -52,7 +52,7 @@ def train_fleet(
     hold: Hold,
     *,
     interrupted: Callable[[], bool],
-    display: Display,
+    display: ProgressDisplay,
 ) -> Outcome:
     """Begin a run with placement=fleet, or continue the run in the work directory.
 
@@ -90,7 +90,7 @@ def set_variables(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _ray(config: Config, display: Display) -> Iterator[Any]:
+def _ray(config: Config, display: ProgressDisplay) -> Iterator[Any]:
     """Connect to Ray, and keep the signal handlers of this process."""
     address = config.fleet.address
     set_variables(address)
@@ -194,7 +194,7 @@ class _Fleet:
         config: Config,
         workdir: Path,
         hold: Hold,
-        display: Display,
+        display: ProgressDisplay,
     ) -> None:
         from tba_jax.run.ray_actors import actor_classes, trainer_name
 
@@ -309,7 +309,7 @@ class _Fleet:
     def _relay(self) -> None:
         """Show the trainer's progress, and kill a trainer that has stopped responding."""
         if self._asked is None:
-            self._asked = self._trainer.news.remote(self._shown)
+            self._asked = self._trainer.output.remote(self._shown)
         done, _ = self._ray.wait([self._asked], timeout=0)
         now = time.monotonic()
         number = len(self._placed)
@@ -333,9 +333,10 @@ class _Fleet:
             return
         asked, self._asked = self._asked, None
         with contextlib.suppress(self._ray.exceptions.RayActorError):  # reported by `_ended`
-            self._shown, items = self._ray.get(asked, timeout=_LOOK_S)
+            text = self._ray.get(asked, timeout=_LOOK_S)
             self._heard_at, self._is_up = now, True
-            show(items, self._display)
+            self._shown += len(text)
+            print(text, end="", flush=True)
 
     def _kill_trainer(self) -> None:
         """Kill all processes of the trainer, because a part of a trainer group cannot continue."""

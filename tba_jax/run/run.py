@@ -31,8 +31,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import JsonlWriter
-from tba_jax.report.relay import Display
-from tba_jax.report.writers import MultiWriter
+from tba_jax.report.writers import MultiWriter, ProgressDisplay
 from tba_jax.run.errors import FleetError
 from tba_jax.run.host_state import HostState, RunClock
 from tba_jax.run.lock import Hold
@@ -65,7 +64,7 @@ class Logs:
     def __init__(
         self,
         metrics: MultiWriter,
-        progress: Display,
+        progress: ProgressDisplay,
         schedule: JsonlWriter,
         own: JsonlWriter | None,
         samples: JsonlWriter | None,
@@ -137,7 +136,7 @@ class _Lost(NamedTuple):
 def open_logs(
     workdir: Path,
     cluster: Cluster,
-    progress: Display,
+    progress: ProgressDisplay,
     extra: list[Any],
 ) -> Logs:
     """Open the logs of a process for appending.

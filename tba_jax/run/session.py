@@ -135,10 +135,13 @@ def _train_fleet(
     interrupted: Callable[[], bool],
 ) -> Outcome:
     """Train with placement=fleet, in processes that Ray starts."""
+    from rich.console import Console
+
     from tba_jax.run.conduct import make_display
     from tba_jax.run.ray_cluster import train_fleet
 
-    display = make_display(config)
+    # Without a terminal's line: the trainer's output comes as text.
+    display = make_display(config, console=Console(highlight=False, force_terminal=False))
     try:
         return train_fleet(
             config,
