@@ -218,7 +218,7 @@ def test_columns_of_lines_with_other_names():
     )
     assert [column.tolist() for column in metrics.column("step", "train/a")] == [[1, 4], [2, 5]]
     assert [column.tolist() for column in metrics.column("step", "eval/b")] == [[2], [3]]
-    assert metrics.names == ["eval/b", "eval/metric", "step", "train/a"]
+    assert metrics.names == ["eval/b", "step", "train/a"]
     assert metrics.last_step == 4 and [r["step"] for r in metrics.evaluations] == [2]
 
 
