@@ -41,15 +41,6 @@ def test_figures_of_a_small_load(capsys):
     assert naive["loss"] == pytest.approx(result["loss"], rel=1e-4)
 
 
-def test_the_median_is_over_the_steps_of_all_repeats():
-    about = {"max_rss_bytes": 1, "num_threads": 2, "device": "cpu", "versions": {}, "loss": 1.0}
-    reports = [{"step_s": x, "cpu_s": x[0], **about} for x in ([1.0, 5.0], [2.0, 3.0, 2.5])]
-    figures = train_step._figures(reports, tokens=100, model_flops=50.0)
-    assert (figures["step_s"], figures["min_step_s"]) == (2.5, 1.0)
-    assert (figures["tokens_per_s"], figures["flops_per_s"]) == (40.0, 20.0)
-    assert figures["step_s_of_repeats"] == [3.0, 2.5]
-
-
 def test_a_side_that_computes_something_else_is_an_error():
     train_step._check_losses({"tba_jax": 3.0, "naive": 3.001}, "float32")
     with pytest.raises(ValueError, match="first step of naive has the loss 3.1, ours 3.0"):

@@ -57,19 +57,6 @@ def test_rows_of_a_micro_batch_fit_the_memory():
     assert f"batch.micro_batch_rows={rows} (estimated for devices of 1.0 GiB). To change" in line
 
 
-def test_cpus_take_the_rows_whose_logits_are_kept():
-    """Of 8,000 words and 256 tokens: 8 MB a row, so 32 of 256 rows; of 64,000: no whole group."""
-    cpu = jax.local_devices()[:1]
-
-    def rows(vocab_size, **fields):
-        shape = dataclasses.replace(SHAPE, vocab_size=vocab_size)
-        config = make_config(LENGTHS | fields)
-        return choices.on_devices(config, shape, cpu, 2**36).batch.micro_batch_rows
-
-    assert rows(8000) == 32 and rows(64_000) == 0
-    assert rows(8000, **{"batch.micro_batch_rows": 128}) == 128
-
-
 def test_products_are_kept_where_whole_groups_then_fit():
     """Not where memory is slower than products: on CPUs and in float32."""
     assert on_cpu(64 * 2**30, model__compute_dtype="bfloat16").model.remat == "auto"
@@ -103,52 +90,6 @@ def test_a_preset_has_fewer_rows_where_their_products_can_be_kept():
     assert sizes(without, shape, held + 40e9) == {"batch.micro_batch_rows": 140}
     assert sizes(config, shape, held + 20e9) == {"batch.micro_batch_rows": 20}
     assert sizes(config, shape, held) == {"batch.micro_batch_rows": 8}
-
-
-def test_given_rows_keep_products_only_if_their_step_then_fits():
-    """A run takes the 64 rows of the preset, whose products need 116 GiB on four devices."""
-    config, shape = preset("math")
-    assert sizes(config, shape, 96 * 2**30, MeshShape(fsdp=4)) == {"batch.micro_batch_rows": 64}
-    kept = {"batch.micro_batch_rows": 64, "model.remat": "dots"}
-    assert sizes(config, shape, 180 * 2**30, MeshShape(fsdp=4)) == kept
-
-
-def test_rows_of_several_updates_fit_the_memory():
-    """Ten prompts for four updates: all of the batch are twelve rows, of which two are empty."""
-    ppo = {"objective.name": "ppo", "objective.scale": None, "objective.minibatches": 4}
-    batch = {"num_prompts": 10, "packed_length": 0, "micro_batch_rows": 0}
-    fields = ppo | {f"batch.{name}": value for name, value in batch.items()}
-    lengths = {"task.max_prompt_tokens": 256, "search.max_new_tokens": 1024}
-    config, shape = preset("gsm8k")
-    config = replace(config, fields | lengths | {"objective.group_size": 8})
-    assert fitting.micro_batch_options(config, 1) == [4, 8, 16, 20, 40, 80]
-    # 20 responses have rows of five, so two rows for each group of eight have two empty places.
-    assert fitting.useful_rows(config, 1) == [4, 8, 16, 40, 80]
-    assert fitting.least_rows(config, 1) == 16  # four rows of four, one for each update
-    found = set()
-    for free in range(12, 100, 4):
-        chosen = sizes(config, shape, estimates.held_bytes(config, shape) + free * 1e9)
-        rows = chosen["batch.micro_batch_rows"] or 80
-        trial = replace(config, {"model.remat": chosen.get("model.remat", "layers")})
-        assert estimates.step_bytes(rows, trial, shape, ONE, "cuda") <= free * 1e9
-        found.add(rows)
-    assert len(found) > 2
-
-
-def test_episodes_that_fork_keep_products_only_of_the_whole_batch():
-    """Their groups need not stay in one micro-batch, so parts of a batch are scored once more."""
-    config = freeze(runpy.run_path(str(CONFIGS / "agent.py"))["get_config"]())
-    rows = config.batch.num_prompts * config.objective.group_size
-    assert fitting.least_rows(config, 1) == rows
-
-
-def test_experts_do_not_keep_products():
-    """Their own products are computed again in any case."""
-    shape = dataclasses.replace(SHAPE, num_experts=4, experts_per_token=2)
-    given = make_config(LENGTHS | {"model.compute_dtype": "bfloat16"})
-
-    assert sizes(given, SHAPE, 80e9)["model.remat"] == "dots"
-    assert "model.remat" not in sizes(given, shape, 80e9)
 
 
 def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
@@ -271,11 +212,3 @@ def test_a_fleet_bounds_the_ratios_of_exact_trajectory_balance():
 def test_a_config_that_says_otherwise_keeps_its_ratios(fields):
     given = make_config(FLEET | fields)
     assert choices.choose(given, {}) == given
-
-
-def test_a_resumed_fleet_takes_the_ratios_that_it_had():
-    """A run of a version that did not bound them goes on without a bound."""
-    for importance in ("token_clip", "none"):
-        saved = flatten(make_config(FLEET | {"objective.importance": importance}))
-        resumed = choices.choose(make_config(FLEET), saved)
-        assert flatten(resumed) == saved

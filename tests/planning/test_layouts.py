@@ -5,7 +5,6 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-import jax
 import pytest
 
 from tba_jax.config.command_line import override
@@ -34,13 +33,6 @@ RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
 def test_a_slice_that_does_not_exist_is_refused_by_name(text, message):
     with pytest.raises(ValueError, match=message):
         chips.parse_topology(text)
-
-
-def test_hosts_have_four_chips_by_default():
-    pytest.importorskip("libtpu")
-    for text, hosts in (("v5e:2x4", 2), ("v5e:2x4@8", 1), ("v5p:2x2x4", 4)):
-        devices = chips.parse_topology(text).devices()
-        assert len({d.process_index for d in devices}) == hosts, text
 
 
 def choose(preset, model, text, **changes):
@@ -85,16 +77,6 @@ def test_every_slice_gets_a_placement_that_it_accepts(
         assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
 
 
-def test_a_trainer_has_room_for_its_smallest_step_besides_its_state():
-    """Four of eight H100s hold the state of Gemma 3 12B, six also hold its gradients."""
-    config = freeze(PRESETS["get_config"]("gemma_3_12b"))
-    shape = config_json.transformer_config(config_of("google/gemma-3-12b-it"))
-    room = 71.3 * 2**30
-    assert estimates.held_bytes(config, shape) / 4 < 0.85 * room
-    assert not fitting.holds_trainer(4, config, shape, room, 1, "cuda")
-    assert fitting.holds_trainer(6, config, shape, room, 1, "cuda")
-
-
 def test_scores_count_where_gpus_cannot_divide_key_value_heads():
     """Four GPUs, two key/value heads: the einsum of one response, whose scores stay in memory."""
     config = replace(
@@ -112,31 +94,6 @@ def test_scores_count_where_gpus_cannot_divide_key_value_heads():
     assert size(2, model=4) - size(4, model=4) > 0.9 * scores
 
 
-def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
-    """Padded rows: 20 responses a chip, fewer where there is less room, or the rows of the config.
-
-    Packed rows are filled with whole groups, and fewer slots are chosen before they are halved.
-    """
-    pytest.importorskip("libtpu")
-    topology, config = chips.parse_topology("v5e:2x4"), freeze(PRESETS["get_config"]("gsm8k"))
-    shape = config_json.transformer_config(config_of(RHO))
-
-    def rows(hbm_bytes, attention="auto", **changes):
-        fields = {f"batch.{name}": value for name, value in changes.items()}
-        given = replace(config, fields | {"model.attention": attention})
-        chosen, _ = layouts.choose(given, shape, topology.devices(), hbm_bytes)
-        return chosen.batch.micro_batch_rows, chosen.search.num_slots
-
-    everything = topology.chip.hbm_bytes
-    for attention in ("auto", "xla"):
-        assert rows(everything, attention, packed_length=0) == (8 * 20, 0)
-    # The einsum materialises scores.
-    assert rows(12e9, packed_length=0) == (8 * 20, 36)
-    assert rows(12e9, "xla", packed_length=0) == (8 * 10, 36)
-    assert rows(everything) == (144, 0) and rows(12.6e9) == (4 * 20, 36)
-    assert rows(everything, "xla") == (4 * 20, 0) and rows(12.6e9, "xla") == (2 * 20, 36)
-
-
 @pytest.mark.parametrize(
     ("changes", "nearest"),
     [
@@ -151,46 +108,6 @@ def test_the_trainer_gets_the_share_of_the_work_that_it_has(changes, nearest):
     config = replace(freeze(PRESETS["get_config"]("gsm8k")), changes)
     shape = config_json.transformer_config(config_of(RHO))
     assert 8 * estimates.trainer_share(config, shape) == pytest.approx(nearest, abs=0.1)
-
-
-def test_flash_attention_needs_masks_for_windows_with_sinks_but_no_scores():
-    config = freeze(PRESETS["get_config"]("gpt_oss_20b"))
-    shape = config_json.transformer_config(config_of(config.model.path))
-    x, t, c = config.task.max_prompt_tokens, config.search.max_new_tokens, 20
-    config = replace(config, {"objective.group_size": c, "model.remat": "layers"})
-
-    def needed(attention):
-        given = replace(config, {"model.attention": attention})
-        return estimates.step_bytes(c, given, shape, MeshShape(), "cuda")
-
-    scores, masks = 8 * shape.num_heads * (x * x + c * t * (x + t)), 4 * c * (x + t) ** 2
-    assert needed("xla") - needed("auto") == pytest.approx(scores - masks)
-
-
-def test_fewer_rows_than_trainer_devices_are_estimated_as_one_row_for_each():
-    """8 rows at a time on 16 devices that also search, with open slots, divided by zero."""
-    shape = config_json.transformer_config(config_of(RHO))
-    config = freeze(PRESETS["get_config"]("gsm8k"))
-    assert (config.batch.micro_batch_rows, config.search.num_slots) == (8, 0)
-    found = fitting.sizes(
-        config, shape, MeshShape(1, 16), jax.devices(), 15e9, lambda _: 1e9, shares_devices=True
-    )
-    assert found["batch.micro_batch_rows"] % 16 == 0
-
-
-def test_each_part_of_the_axis_data_holds_the_whole_state():
-    shape = config_json.transformer_config(config_of(RHO))
-    config = freeze(PRESETS["get_config"]("gsm8k"))
-    config = replace(config, {"search.num_slots": 8, "batch.micro_batch_rows": 0})
-    hbm_bytes = estimates.held_bytes(config, shape) + 12e9
-
-    def rows(mesh):
-        found = fitting.sizes(
-            config, shape, mesh, jax.devices(), hbm_bytes, lambda _: 0, shares_devices=False
-        )
-        return found["batch.micro_batch_rows"]
-
-    assert rows(MeshShape(data=4)) == 4 * rows(MeshShape()) < rows(MeshShape(fsdp=4))
 
 
 def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():

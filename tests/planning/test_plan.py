@@ -83,21 +83,6 @@ def test_programs_of_a_run_are_compiled_with_their_memory_and_least_times(facts)
         assert figures["compile_s"] > 0 and figures["roofline_s"] > 0
 
 
-@pytest.mark.slow
-def test_a_run_that_trains_adapters_holds_and_moves_them_alone():
-    size = {"lora.rank": 4, "lora.modules": ("q", "v")}
-    facts = planner().describe(start_config(**size), chooses=False)
-    whole = 4 * facts["num_params"]
-    trainer = facts["groups"]["trainer"]["residents"]
-    searcher = facts["groups"]["searcher"]["residents"]
-    assert trainer["frozen parameters"] == searcher["frozen parameters"] == whole
-    assert trainer["parameters"] < whole / 20
-    assert searcher["weights in use"] == searcher["next weights"] < whole / 4
-    names = ["train_step", "publish", "merge"]
-    done = plan.plan(planner(), facts, names, lambda _: None)
-    assert {p.failure for p in done.programs} == {""}
-
-
 def test_a_plan_with_an_environment_has_the_prompts_of_later_turns_and_kept_conversations():
     changes = {"task.environment": "game.py:Game", "search.max_new_tokens": 40}
     found = planner().describe(start_config(**changes), chooses=False)
@@ -195,15 +180,6 @@ def test_sizes_are_lowered_until_the_compiled_programs_fit():
     assert done.facts["notes"] == ["idle"]
     assert [compiler.compiled.count(x) for x in names] == [3, 3, 1]
     assert sum("does not fit; trying" in line for line in said) == 4
-
-
-def test_a_run_that_nothing_makes_fit_keeps_its_smallest_sizes():
-    compiler = Compiler()
-    sizes = {"batch": {"micro_batch_rows": 8}, "model": {"remat": "layers"}}
-    facts = compiler.describe({**sizes, "search": {"num_slots": 1}, "driver": ""}, chooses=True)
-    facts["chip"]["hbm_bytes"] = GIB / 2
-    done = plan.plan(compiler, facts, ["train_step", "decode_chunk"], lambda _: None)
-    assert not done.fits and compiler.compiled == ["train_step", "decode_chunk"]
 
 
 def test_only_open_settings_are_lowered():

@@ -13,12 +13,9 @@ from tba_jax.studies import exact, exact_report, exact_runs_report, named
 from tba_jax.studies.enumerated import (
     STRINGS,
     Measures,
-    Problem,
-    few_modes,
     measure,
     sparse,
     stops,
-    sums,
     token_logprobs,
     token_logprobs_of,
     token_mask,
@@ -53,15 +50,6 @@ def test_token_logprobs_are_those_of_a_table_walked_by_hand():
     ]
     np.testing.assert_allclose(got[0, index], expected, rtol=1e-5)
     np.testing.assert_allclose(np.exp(got.sum(-1)).sum(), 1.0, rtol=1e-5)
-
-
-def test_the_distance_at_the_target_is_zero():
-    problem = Problem(np.zeros((1, 256), np.float32))
-    start = {"table": jnp.zeros((1, 85, 4)), "z": jnp.zeros(1)}
-    found = measure(start, start, problem, 0.1)
-    np.testing.assert_allclose(found.target_kl, 0, atol=1e-6)
-    np.testing.assert_allclose(found.entropy, np.log(256), rtol=1e-6)
-    assert few_modes().reward.shape == (1, 256) and (sums().reward.sum(1) == 8).all()
 
 
 def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_command():
@@ -187,16 +175,6 @@ def test_stored_responses_are_replayed_by_reward_and_the_oldest_are_lost():
         np.testing.assert_array_equal(same.strings, new.strings)
 
 
-def test_the_sparse_problem_is_sparse_at_the_start():
-    problem = sparse()
-    start = {"table": jnp.zeros((1, 85, 4)).at[..., 0].set(problem.habit), "z": jnp.zeros(1)}
-    found = measure(start, start, problem, 0.05)
-    p = (np.exp(2.2) + 3) ** -4.0  # of each right string
-    np.testing.assert_allclose(found.success, 16 * p, rtol=1e-4)
-    np.testing.assert_allclose(found.distinct, 16 * (1 - (1 - p) ** 64), rtol=1e-3)
-    np.testing.assert_allclose(found.modes, 16, rtol=1e-4)
-
-
 def test_a_response_ends_at_its_end():
     problem = stops()
     assert (problem.reward.sum(1) == 3).all() and not (
@@ -268,25 +246,6 @@ def test_tables_choose_the_rate_on_other_seeds_and_count_collapses():
     assert "| +0.000 ± 0.000 | 50% | 6% |" in text
     # At rate 0.003 the second half is 0.6 and 0.1: deviation 0.354.
     assert "| tb | 32 | 0.350 ± 1.578 | 0.354 |" in text
-
-
-def test_the_rate_of_a_distance_is_that_of_the_least():
-    study = STUDIES["optimum"]
-    distance = np.array([[0.4, 0.4, 0.5, 0.7], [0.3, 0.3, 0.001, 0.002]])[..., None]
-    ends = exact_report.end_of(
-        row("uniform", ENDS[:2], target_kl=distance), study.rates, "target_kl"
-    )
-    assert ends.rate == 0.1 and ends.target_kl.tolist() == [0.001, 0.002]
-
-
-def test_slopes_are_of_each_seed():
-    study = STUDIES["staleness"]
-    # Of the seeds of the test one falls by 0.1 in eight steps and 0.3 in 24, the other stays.
-    ends = [
-        exact_report.end_of(row(lag, [[0.9, 0.9, a, 0.8]]), (1.0,))
-        for lag, a in zip(study.cases, (0.6, 0.5, 0.2), strict=True)
-    ]
-    np.testing.assert_allclose(exact_report.slopes(ends, (0, 8, 32)), [-0.125, 0.0], atol=1e-12)
 
 
 def test_every_study_has_a_table_and_a_figure_and_continues(tmp_path, monkeypatch, capsys):
