@@ -30,8 +30,8 @@ from tba_jax.models.transformer import abstract_params
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.host_state import Facts, HostState
 from tba_jax.train.config import OptimizerSettings
+from tba_jax.train.objectives.clipped import VinePpo
 from tba_jax.train.objectives.tb import TrajectoryBalance
-from tba_jax.train.objectives.vineppo import VinePpo
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, step_shardings
 from tba_jax.train.step import make_train_step

@@ -13,7 +13,7 @@ import pytest
 from fake_rounds import make_buffer, make_commit
 
 from tba_jax.train.objectives.base import summed
-from tba_jax.train.objectives.rloo import Rloo
+from tba_jax.train.objectives.reinforce import Rloo
 
 LOGITS = np.array([2.0, 0.5, -0.5])
 REWARD = np.array([0.2, 1.0, 0.5])

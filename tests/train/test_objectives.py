@@ -11,7 +11,7 @@ import pytest
 from tba_jax.train.objectives import pieces
 from tba_jax.train.objectives.base import summed, tb_residual, vargrad_log_z
 from tba_jax.train.objectives.online_dpo import OnlineDpo
-from tba_jax.train.objectives.rloo import Rloo
+from tba_jax.train.objectives.reinforce import Rloo
 from tba_jax.train.objectives.tb import TrajectoryBalance, estimated_log_z
 
 TB, PAPER = TrajectoryBalance(), TrajectoryBalance("paper")

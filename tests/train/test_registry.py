@@ -13,7 +13,6 @@ import pytest
 from tba_jax.api import load_config
 from tba_jax.config.schema import flatten, unflatten
 from tba_jax.settings import ConfigError, Schedule
-from tba_jax.train import objectives
 from tba_jax.train.objectives.base import GroupData, Objective, Totals
 from tba_jax.train.objectives.registry import (
     call_objective,
@@ -26,31 +25,16 @@ from tba_jax.train.objectives.registry import (
 from tba_jax.train.objectives.tb import TrajectoryBalance
 
 
-def test_a_file_in_the_folder_is_an_objective(tmp_path, monkeypatch):
-    source = "\n".join(
-        (
-            "import dataclasses",
-            "from tba_jax.settings import Schedule, field",
-            "@dataclasses.dataclass(frozen=True)",
-            "class Ours:",
-            "    beta: Schedule",
-            "    clip: float = field(0.2, 'bound of the ratio', above=0)",
-            "    inner: int = 3",
-            "OBJECTIVE = Ours",
-        )
-    )
-    (tmp_path / "ours.py").write_text(source)
-    monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
-    assert "ours" in objective_names() and "base" not in objective_names()
-    assert [s.name for s in own_settings("ours")] == ["objective.clip"]
-    assert "clip" in own_names()
-    made = make_objective("ours", {"clip": 1}, SimpleNamespace(beta=Schedule(0.5), clip=9))
-    assert (made.beta, made.clip, made.inner) == (Schedule(0.5), 1.0, 3)
-    with pytest.raises(ConfigError, match="clip = 'a': must be positive. The default is 0.2"):
-        make_objective("ours", {"clip": "a"})
-    with pytest.raises(ConfigError, match="inner = 4: .*no such setting; it has clip. Leave it"):
-        make_objective("ours", {"inner": 4})
-    monkeypatch.delitem(sys.modules, "tba_jax.train.objectives.ours")
+def test_a_setting_of_another_type_or_objective_is_refused():
+    with pytest.raises(ConfigError, match="clip_low = 'a': must be positive. The default is 0.2"):
+        make_objective("dapo", {"clip_low": "a"})
+    with pytest.raises(ConfigError, match="inner = 4: .*no such setting; it has clip_low"):
+        make_objective("dapo", {"inner": 4})
+    shared = SimpleNamespace(beta=Schedule(0.5), clip_low=9)
+    made = make_objective("grpo", {"clip_low": 1}, shared)
+    assert (made.beta, made.clip_low) == (Schedule(0.5), 1.0)
+    assert "clip_low" in own_names()
+    assert [x.name for x in own_settings("cispo")] == ["objective.importance_cap"]
 
 
 def test_settings_reach_the_objective():

@@ -27,7 +27,7 @@ from fake_models import random_params, tiny_config
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.micro_batches import cut_rows
-from tba_jax.train.objectives.rloo import Rloo
+from tba_jax.train.objectives.reinforce import Rloo
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step

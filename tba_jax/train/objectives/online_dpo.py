@@ -47,6 +47,3 @@ class OnlineDpo(Objective):
         is_pair = reward[rows, best] > reward[rows, worst]
         loss = -data.mean_over_prompts(jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0))
         return Loss(loss, balance_metrics(data, residual, vargrad_log_z(data, residual)))
-
-
-OBJECTIVE = OnlineDpo

@@ -83,6 +83,3 @@ class Ppo(Objective):
         share = data.mean_over_tokens(is_clipped(ratio, advantage, *clip))
         loss = self.value_weight * error - gain
         return with_balance(data, beta, loss, clip_fraction=share, value_loss=error)
-
-
-OBJECTIVE = Ppo

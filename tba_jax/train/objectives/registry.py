@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of objectives: other files of this folder define one each, in a class `OBJECTIVE`.
+"""Registry of objectives by name.
 
-Names come from the folder, so that a config can list them without loading JAX; a file is loaded
-when its objective is used. An objective may also be a class in a user's file,
-"path/to/file.py:CLASS".
+A config lists the names without loading JAX; a file is loaded when its objective is used. An
+objective may also be a class in a user's file, "path/to/file.py:CLASS".
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ import functools
 import importlib
 import inspect
 import os
-import pkgutil
 import traceback
 import types
 from collections.abc import Mapping
@@ -27,24 +25,37 @@ from tba_jax.settings import (
     is_in_a_file,
     violation,
 )
-from tba_jax.train import objectives
 
 if TYPE_CHECKING:
     from jax import Array
 
     from tba_jax.train.objectives.base import GroupData, Loss, Objective
 
-_SHARED = {"base", "pieces", "registry"}
+# Name -> file of this folder and class.
+_OBJECTIVES = {
+    "cispo": ("clipped", "Cispo"),
+    "dapo": ("clipped", "Dapo"),
+    "dr_grpo": ("clipped", "DrGrpo"),
+    "grpo": ("clipped", "Grpo"),
+    "gspo": ("clipped", "Gspo"),
+    "online_dpo": ("online_dpo", "OnlineDpo"),
+    "ppo": ("ppo", "Ppo"),
+    "proximal_rloo": ("clipped", "ProximalRloo"),
+    "reinforce": ("reinforce", "Reinforce"),
+    "rloo": ("reinforce", "Rloo"),
+    "tb": ("tb", "TrajectoryBalance"),
+    "vineppo": ("clipped", "VinePpo"),
+}
 
 
 def objective_names() -> tuple[str, ...]:
     """Return the names of all objectives, in alphabetical order."""
-    return tuple(sorted({m.name for m in pkgutil.iter_modules(objectives.__path__)} - _SHARED))
+    return tuple(_OBJECTIVES)
 
 
 def is_objective(name: str) -> bool:
     """Return whether the name is an objective or has the form path/to/file.py:CLASS."""
-    return name in objective_names() or is_in_a_file(name)
+    return name in _OBJECTIVES or is_in_a_file(name)
 
 
 def objective_class(name: str) -> "type[Objective]":
@@ -65,7 +76,8 @@ def objective_class(name: str) -> "type[Objective]":
                 f"from {os.getcwd()}, or an absolute one"
             ) from error
         return _class_of_file(name, changed)
-    return importlib.import_module(f"{objectives.__name__}.{name}").OBJECTIVE
+    module, own = _OBJECTIVES[name]
+    return getattr(importlib.import_module(f"tba_jax.train.objectives.{module}"), own)
 
 
 @functools.lru_cache(maxsize=32)

@@ -281,6 +281,3 @@ def estimated_log_z(
         return leave_one_out(data, scaled_reward - gap)
     found = baseline(data, scaled_reward if log_z == "mean_reward" else scaled_reward - gap)
     return jnp.broadcast_to(found[:, None], scaled_reward.shape)
-
-
-OBJECTIVE = TrajectoryBalance
