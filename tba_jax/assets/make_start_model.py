@@ -2,7 +2,6 @@
 """Make the embedded start model: a small character-level Llama that usually guesses sums.
 
     python -m tba_jax.assets.make_start_model --out=DIR [--seed=0] [--num_steps=1500]
-        [--layers=dense|experts|delta] [--num_rows=256]
 
 It is pretrained on sums of six digits. Three in four have a direct, often wrong answer
 (`hasty_response`); one in four has a correct step-by-step answer (`worked_response`). The model
@@ -15,16 +14,10 @@ Measured with seed 0 on 2 cores that others used as well: 15 minutes (900 s of t
 pass@1 49.7 %; 26.2 % of the responses are worked; 100.0 % of the worked and 31.7 % of the hasty
 responses are right.
 
-The other two kinds of layers make models of the same width that are not embedded: Qwen3-MoE with
-2 of 4 experts for each token, and Qwen3.5 with two DeltaNet layers before one with attention. They
-start from the parameters of the embedded model that they share. The experts need
-`--num_steps=200 --num_rows=64`; the DeltaNet layers are all new and need `--num_rows=128`.
-
 Invariant: the same seed on the same machine writes the same folder.
 """
 
 import argparse
-import dataclasses
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -38,14 +31,8 @@ import optax
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import transformer
-from tba_jax.models.architecture import has_leaf
 from tba_jax.models.hf import config_json, hf_weights
-from tba_jax.models.model import load
-from tba_jax.rewards.numeric import arithmetic_reward
-from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks import arithmetic
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -68,37 +55,10 @@ CONFIG = transformer.TransformerConfig(
     max_positions=512,
 )
 
-CONFIGS = {
-    "dense": CONFIG,
-    "experts": dataclasses.replace(
-        CONFIG,
-        family="qwen3_moe",
-        qk_norm=True,
-        norm_eps=1e-6,
-        mlp_size=64,
-        num_experts=4,
-        experts_per_token=2,
-        normalised_experts=True,
-    ),
-    "delta": dataclasses.replace(
-        CONFIG,
-        family="qwen3_5_text",
-        qk_norm=True,
-        norm_eps=1e-6,
-        norm_offset=True,
-        attention_gate=True,
-        pattern=("delta", "delta", "full"),
-        delta_key_heads=2,
-        delta_value_heads=4,
-        delta_key_dim=24,
-        delta_value_dim=24,
-        delta_taps=4,
-    ),
-}
-
 # How often a hasty answer is off by a little more: sampled ones are right less often than greedy.
 SLIP_PROB = 0.1
 MATRIX_LEARNING_RATE, OTHER_LEARNING_RATE = 0.01, 2e-3  # peaks: Muon, Adam
+NUM_ROWS = 256  # of a batch; 1 in 4 is worked
 PROMPT_TOKENS = 1 + arithmetic.MAX_PROMPT_CHARS  # of every prompt
 
 
@@ -109,39 +69,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
     parser.add_argument("--num_steps", type=int, default=1500, help="optimiser steps")
-    parser.add_argument("--layers", choices=CONFIGS, default="dense", help="kind of layers")
-    # The kinds are kept apart because hasty rows are shorter.
-    parser.add_argument("--num_rows", type=int, default=256, help="rows of a batch; 1 in 4 worked")
     args = parser.parse_args(argv)
-    start, config = time.monotonic(), CONFIGS[args.layers]
-    params = pretrain(config, args.seed, args.num_steps, args.num_rows)
+    start = time.monotonic()
+    params = pretrain(args.seed, args.num_steps)
     write_tokenizer(args.out)
-    hf_config = config_json.hf_config(config, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
-    hf_weights.save(args.out, config, params, hf_config)
+    hf_config = config_json.hf_config(CONFIG, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    hf_weights.save(args.out, CONFIG, params, hf_config)
     print(f"{args.out}: written after {time.monotonic() - start:.0f} s")
-    for name, value in measure(args.out, num_samples=4, seed=args.seed).items():
-        print(f"  {name:24} {value}")
     return 0
 
 
-def pretrain(
-    config: transformer.TransformerConfig, seed: int, num_steps: int, num_rows: int
-) -> transformer.Params:
+def pretrain(seed: int, num_steps: int) -> transformer.Params:
     """Return parameters after `num_steps` of cross-entropy on responses of both kinds."""
-    params = transformer.init_params(config, jax.random.key(seed))
-    if config != CONFIG:
-        params = with_known(params, load(START_MODEL)[1], config)
+    params = transformer.init_params(CONFIG, jax.random.key(seed))
     tx = _optimizer(num_steps)
     opt_state = tx.init(params)
 
     @jax.jit
     def step(params, opt_state, worked, hasty):
         loss = jax.value_and_grad(_loss, has_aux=True)
-        (_, losses), grads = loss(params, worked, hasty, config)
+        (_, losses), grads = loss(params, worked, hasty)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, losses
 
-    batches = text_batches(seed, num_rows)
+    batches = text_batches(seed, NUM_ROWS)
     start = time.monotonic()
     for i in range(num_steps):
         params, opt_state, losses = step(params, opt_state, *next(batches))
@@ -153,35 +104,6 @@ def pretrain(
                 flush=True,
             )
     return params
-
-
-def with_known(
-    params: Any, known: transformer.Params, config: transformer.TransformerConfig
-) -> transformer.Params:
-    """Return `params` with the values that a dense model of this width has for the same leaves.
-
-    Each expert gets a part of the dense MLP. The parts are scaled so that the sum over all experts
-    with equal weights is the output of the dense MLP.
-    """
-
-    def of_leaf(path: Any, new: jax.Array) -> jax.Array:
-        name = path[-1].key
-        old = {**known, **known["layers"]}.get(name.removeprefix("expert_"))
-        if old is None:
-            return new
-        if name.startswith("expert_"):
-            axis = 1 if name == "expert_down" else 2
-            parts = jnp.stack(jnp.split(old, config.num_experts, axis), 1)
-            return parts * (config.num_experts if name == "expert_down" else 1)
-        if "norm" in name and config.norm_offset:
-            old = old - 1
-        if name == "o" and config.attention_gate:
-            old = old * 2  # a new gate halves the output of attention
-        if name in known["layers"]:
-            old = old[np.array([has_leaf(kind, name) for kind in config.layer_kinds])]
-        return old if old.shape == new.shape else new
-
-    return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
 def text_batches(seed: int, num_rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -254,62 +176,7 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
-    """Return the results of a model folder on all evaluation problems, greedy and sampled.
-
-    Args:
-        folder: a model folder.
-        num_samples: responses sampled per problem, at temperature 1.
-        seed: root of the random numbers.
-
-    Returns:
-        The share of right responses, the share of each kind, and the share of right responses
-        within each kind.
-    """
-    config, params, tokenizer = load(folder)
-    decoder = Decoder(
-        config,
-        compute_dtype=jnp.float32,
-        eos_ids=tokenizer.eos_ids,
-        pad_id=tokenizer.pad_id,
-        prompt_buckets=(PROMPT_TOKENS,),
-        max_length=PROMPT_TOKENS + 32,
-    )
-    task = arithmetic.Arithmetic()
-    problems = [task.eval_problem(i) for i in range(task.eval_size())]
-    prompts = [tokenizer.encode(text, add_bos=True) for text, _ in problems]
-    figures: dict[str, Any] = {"n": len(problems)}
-    for name, temperature, count in (("greedy", 0.0, 1), ("sampled", 1.0, num_samples)):
-        decoded = decoder.decode(
-            params,
-            prompts,
-            num_samples=count,
-            key=jax.random.key(seed),
-            settings=SamplingSettings(32, temperature=temperature),
-            num_slots=512,
-        )
-        tokens = np.asarray(decoded.tokens).reshape(len(problems) * count, -1)
-        lengths = np.asarray(decoded.lengths).reshape(-1)
-        texts = tokenizer.batch_decode([r[:n] for r, n in zip(tokens, lengths, strict=True)])
-        answers = [columns["answer"] for _, columns in problems for _ in range(count)]
-        right = np.array(arithmetic_reward([], texts, answers))
-        kinds = np.array([task.response_kind(text) or "other" for text in texts])
-        figures[f"{name}/pass_at_1"] = round(float(right.mean()), 4)
-        figures[f"{name}/max_tokens"] = int(lengths.max())
-        for kind in ("worked", "hasty", "other"):
-            is_kind = kinds == kind
-            figures[f"{name}/{kind}_share"] = round(float(is_kind.mean()), 4)
-            if is_kind.any():
-                figures[f"{name}/{kind}_right"] = round(float(right[is_kind].mean()), 4)
-    return figures
-
-
-def _loss(
-    params: transformer.Params,
-    worked: jax.Array,
-    hasty: jax.Array,
-    config: transformer.TransformerConfig,
-) -> tuple[Any, Any]:
+def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tuple[Any, Any]:
     """Return cross-entropies per response token.
 
     Returns:
@@ -323,12 +190,12 @@ def _loss(
             tokens[:, :-1],
             jnp.broadcast_to(jnp.arange(length - 1), (num_rows, length - 1)),
             jnp.ones((num_rows, length - 1), bool),  # causal; padding is only ever after the end
-            config=config,
+            config=CONFIG,
             compute_dtype=jnp.float32,
         )
         targets = tokens[:, PROMPT_TOKENS:]
         logits = transformer.unembed(
-            params, hidden[:, PROMPT_TOKENS - 1 :], config=config, compute_dtype=jnp.float32
+            params, hidden[:, PROMPT_TOKENS - 1 :], config=CONFIG, compute_dtype=jnp.float32
         )
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         is_token = (targets != PAD).astype(jnp.float32)
@@ -352,13 +219,9 @@ def _optimizer(num_steps: int) -> optax.GradientTransformation:
     from_width = optax.contrib.MuonDimensionNumbers(1, (2, 3))
     to_width = optax.contrib.MuonDimensionNumbers((1, 2), 3)
     axes = {
-        **dict.fromkeys(("q", "k", "v", "q_gate"), from_width),
-        **dict.fromkeys(("delta_q", "delta_k", "delta_v", "delta_gate"), from_width),
-        **dict.fromkeys(("o", "delta_o"), to_width),
+        **dict.fromkeys(("q", "k", "v"), from_width),
+        "o": to_width,
         **dict.fromkeys(("gate", "up", "down"), optax.contrib.MuonDimensionNumbers(1, 2)),
-        **dict.fromkeys(
-            ("expert_gate", "expert_up", "expert_down"), optax.contrib.MuonDimensionNumbers(2, 3)
-        ),
     }
     return optax.contrib.muon(
         schedule(MATRIX_LEARNING_RATE),

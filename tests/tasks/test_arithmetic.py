@@ -208,16 +208,3 @@ def test_pretraining_text_repeats_no_problem_and_has_the_stated_share_of_work():
     assert 0.1 <= min(shares) < 0.12 and 0.38 < max(shares) <= 0.4
     assert arithmetic.worked_share("1+1+1+1+1+1") == 0.1
     assert arithmetic.worked_share("5+5-5+5-5+5") == 0.25
-
-
-@pytest.mark.slow
-def test_start_model_works_reliably_and_is_hasty_by_habit():
-    """The figures of the command's docstring, within what another machine may change."""
-    figures = make_start_model.measure(START_MODEL, num_samples=1, seed=0)
-    assert figures["n"] >= 512
-    assert 0.35 <= figures["greedy/pass_at_1"] <= 0.45
-    assert figures["greedy/hasty_share"] == 1.0
-    assert 0.2 <= figures["sampled/worked_share"] <= 0.35
-    assert figures["sampled/worked_right"] >= 0.9
-    assert 0.25 <= figures["sampled/hasty_right"] <= 0.4
-    assert figures["sampled/max_tokens"] <= 32
