@@ -103,15 +103,6 @@ def test_a_class_with_tools_runs_in_the_format_of_the_model(pools, tmp_path, cap
     assert "invalid_json; 1 times failed_tool_call" in line
 
 
-def test_functions_grade_the_text_after_the_prompt(pools, tmp_path):
-    tokenizer = qwen_like_tokenizer(tmp_path)
-    turns = [call("calculator", '{"expression": "6*7"}'), f"42{END}"]
-    y, _ = played(pools[1], tokenizer, turns, [{"role": "user", "content": "6*7?"}])
-    assert y.verdict is None and "<tool_response>\n42\n" in tokenizer.decode(y.tokens)
-    graded = tokenizer.decode(y.graded_tokens, skip_special=False)
-    assert graded.startswith(turns[0]) and graded.endswith(turns[1])
-
-
 def test_a_turn_that_the_format_cannot_continue_is_a_rejection_by_name(
     pools, tmp_path, monkeypatch, capsys
 ):

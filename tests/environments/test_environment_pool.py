@@ -48,17 +48,6 @@ def test_an_environment_with_step_is_asked_turn_by_turn_and_its_rewards_are_adde
     environment.release()
 
 
-def test_a_process_that_ended_between_two_episodes_is_replaced(games):
-    environment = begun(games)
-    process = environment._process.process
-    environment.release()
-    process.kill()
-    process.join(10.0)
-    other = begun(games)
-    assert other._process.process.pid != process.pid
-    other.release()
-
-
 def test_processes_draw_different_numbers():
     pool = EnvironmentPool(f"{FILE}:Dice", timeout_s=2.0)
     environments = [begun(pool) for _ in range(3)]
@@ -187,19 +176,6 @@ def test_one_name_in_two_files_is_two_environments_and_no_two_tools(tmp_path):
     finally:
         for pool in (*pools, tools):
             pool.close()
-
-
-def test_an_environment_whose_connection_is_closed_ends_in_silence(capfd):
-    pool = EnvironmentPool(f"{FILE}:Game", timeout_s=5.0)
-    try:
-        environment = begun(pool)
-        environment.turn("nap")
-        environment._process.connection.close()
-        environment._process.process.join(30.0)
-        assert environment._process.process.exitcode is not None
-    finally:
-        pool.close()
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_an_environment_that_hangs_ends_with_the_run_that_was_killed():

@@ -229,14 +229,6 @@ def test_a_logged_answer_for_an_episode_that_waits_for_none_is_refused(model):
         drawn(model, ReplayedEnvironment(), in_turn=False, replayed=[[[7, 1, ["", "", None, ""]]]])
 
 
-def test_turns_in_order_are_bit_equal_however_slow_an_environment_is(model):
-    first = drawn(model, World(), in_turn=True)
-    again = drawn(model, World((2, 30, 7)), in_turn=True)
-    for y, z in zip(first, again, strict=True):
-        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
-        np.testing.assert_array_equal(y.tokens, z.tokens)
-
-
 def test_the_order_of_requests_does_not_depend_on_when_environments_answer(model, monkeypatch):
     def order(delays):
         prompts = []
@@ -251,10 +243,6 @@ def test_the_order_of_requests_does_not_depend_on_when_environments_answer(model
 
     real = Session.submit
     assert order((0,)) == order((0, 3, 1))
-
-
-def test_the_time_that_an_environment_takes_is_counted(model):
-    assert all(0 < y.environment_s < 60 for y in drawn(model, World(), in_turn=False))
 
 
 def test_limits_end_an_episode_that_keeps_its_reward(model):
@@ -310,12 +298,3 @@ def test_a_template_that_changes_sampled_turns_is_refused():
             continue
         with pytest.raises(ValueError, match="the chat template changes earlier turns"):
             episodes.check_template()
-
-
-def test_an_observation_extends_a_chat():
-    chat = Chat(drops=False)
-    format = TemplateFormat(chat)
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hm"}]
-    messages.append({"role": "user", "content": "so?"})
-    ids = format.bridge(chat.encode("uq\na", False), chat.encode("hm", False), messages, [])
-    assert chat.decode(ids) == "uq\nahm\nuso?\na"

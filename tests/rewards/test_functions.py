@@ -237,11 +237,6 @@ def test_none_of_all_functions_is_no_reward_and_counts_as_a_failure(path):
     pool.close()
 
 
-def test_weights_that_do_not_fit(path):
-    with pytest.raises(ValueError, match="1 weights .* for 2 reward functions"):
-        make_pool(path, "length", "never", weights=(1.0,))
-
-
 def test_chats_reach_the_function_as_messages(path):
     chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": t}] for t in "ab"]
     pool = make_pool(path, "chat")

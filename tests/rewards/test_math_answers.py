@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.rewards.boxed import last_boxed
-from tba_jax.rewards.numeric import gsm8k_gold, gsm8k_reward
 from tba_jax.rewards.pool import RewardPool
-from tba_jax.tasks.registry import get_task
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")
 from tba_jax.rewards.math_answers import math_reward  # it needs math-verify
@@ -55,17 +53,6 @@ def test_chat_messages_are_graded_as_their_text():
     assert rewards_of(replies, "2") == [1.0, 0.0]
 
 
-def test_gold_answer_without_a_box():
-    assert rewards_of([r"\boxed{x+1}", r"\boxed{1+x}", r"\boxed{x}"], "x+1") == [1.0, 1.0, 0.0]
-
-
-def test_last_box_of_the_gold_solution_counts():
-    assert rewards_of([r"\boxed{2}", r"\boxed{1}"], r"first \boxed{1}, then \boxed{2}") == [
-        1.0,
-        0.0,
-    ]
-
-
 def test_gold_answer_that_cannot_be_read_is_refused():
     with pytest.raises(ValueError, match="math-verify cannot parse the gold answer"):
         rewards_of([r"\boxed{1}"], "")
@@ -103,26 +90,6 @@ def test_a_full_stop_is_no_mistake_and_another_base_is_one():
     assert rewards_of([r"\boxed{2516_{8}}", r"\boxed{2516_9}"], "2516_8") == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "reward"),
-    [
-        ("34", "3,4", 0.0),
-        ("3,4", "3,4", 1.0),
-        ("1234", "1,234", 1.0),
-        ("1234.5", r"\$1,234.50", 1.0),
-        ("-5", "20-5", 0.0),
-        ("15", "20\N{MINUS SIGN}5", 1.0),
-        ("-5", "\N{MINUS SIGN}5", 1.0),
-        (r"\frac{1}{2}", "1/2", 1.0),
-        (r"-\frac{1}{2}", "\N{MINUS SIGN}1/2", 1.0),
-        ("18", r"18 \text{ eggs}", 1.0),
-        ("5", "x = 5", 1.0),
-    ],
-)
-def test_commas_signs_and_fractions(gold, answer, reward):
-    assert rewards_of([rf"\boxed{{{answer}}}"], gold) == [reward]
-
-
 @pytest.mark.slow
 def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     pool = RewardPool(
@@ -138,22 +105,3 @@ def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     assert result.rewards == [1.0, None, None, 0.0]
     assert result.reasons == [None, "reward_timeout", "reward_timeout", None]
     pool.close()
-
-
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is absent")
-@pytest.mark.slow
-def test_every_gold_answer_of_gsm8k_is_right_and_its_successor_is_wrong():
-    task = get_task("gsm8k", str(GSM8K))
-    solutions = [task.train_problem(i)[1]["answer"] for i in range(task.train_size())]
-    solutions += [task.eval_problem(i)[1]["answer"] for i in range(task.eval_size())]
-    n = len(solutions)
-    assert n == 8792
-    gold = [gsm8k_gold(solution) for solution in solutions]
-    assert gsm8k_reward([""] * n, solutions, solutions) == [1.0] * n
-    right = [rf"so \boxed{{{answer}}}" for answer in gold]
-    wrong = [rf"so \boxed{{{float(answer) + 1:g}}}" for answer in gold]
-    assert math_reward([""] * n, right, gold) == [1.0] * n
-    assert math_reward([""] * n, wrong, gold) == [0.0] * n

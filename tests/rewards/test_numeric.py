@@ -24,66 +24,38 @@ GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "dat
         ("first 3, then 4", 4.0),
         ("so $1,234.50 in all.", 1234.5),
         ("the answer is -7", -7.0),
-        ("+7", 7.0),
         (".5 of it", 0.5),
-        ("it costs 12.", 12.0),
         ("2.5e3 grams", 2500.0),
-        ("3E-2", 0.03),
         ("48/2=24", 24.0),
-        ("1,000,000", 1000000.0),
         ("9" * 5000, float("inf")),
         ("no number", None),
-        ("", None),
         ("\N{ARABIC-INDIC DIGIT FOUR}", None),  # not an ASCII digit
         # A comma is a thousands separator or it separates.
         ("3,4", 4.0),
-        ("(1,2)", 2.0),
-        ("1,2345", 2345.0),
         ("1,234,56", 56.0),
-        ("1,234", 1234.0),
-        ("$1,234.50", 1234.5),
-        ("1,234,567.", 1234567.0),
         # A minus between operands is no sign.
         ("20-5", 5.0),
         ("20 -5", 5.0),
-        ("20 - 5", 5.0),
         ("20\N{MINUS SIGN}5", 5.0),
-        ("(20)-5", 5.0),
-        ("20%-5", 5.0),
         ("10-20 days", 20.0),
-        ("2020-05-07", 7.0),
         ("covid-19", 19.0),
         ("20-5=-15", -15.0),
         ("3*-5", -5.0),
-        ("x=-5", -5.0),
-        ("20\n-5", -5.0),
-        ("a loss of -$5", -5.0),
         (r"a loss of $-\$1,200$", -1200.0),
-        ("$-5", -5.0),
         ("\N{MINUS SIGN}5", -5.0),
         ("2e\N{MINUS SIGN}2", 0.02),
         # Fractions, but neither dates nor rates.
         ("1/2", 0.5),
         ("\N{MINUS SIGN}1/2", -0.5),
-        ("so 3/4.", 0.75),
         ("1 / 3", 1 / 3),
         ("1 1/2 cups", 1.5),
-        ("-2 1/2", -2.5),
-        ("1,000 1/2", 1000.5),
         ("in 2020 48/2", 24.0),
-        ("3/10", 0.3),
         ("5/6/2020", 2020.0),
-        ("5/65/2020", 2020.0),
         ("60 km/2 h", 2.0),
         ("1/0", None),
-        ("4, not 1/0", 4.0),
         # Units and what belongs to them.
         ("12 m^2", 12.0),
-        ("12 m^{23}", 12.0),
         ("18kg", 18.0),
-        ("50%", 50.0),
-        ("Rs.5", 5.0),
-        ("x = 5", 5.0),
         ("version 1.2.3", 3.0),
     ],
 )
@@ -96,17 +68,11 @@ def test_last_number(text, number):
     [
         ("#### 18", 18.0),
         ("so 9 * 2 = 18\n#### 18\nIn 3 days that is 54.", 18.0),
-        ("#### 18 for 2 days", 18.0),
-        ("#### 18. That is 3 times 6.", 18.0),
         ("#### 18\n\nProblem:\nTom has 2+3 eggs.\n#### 5", 18.0),
         ("#### 1. Add them\n#### 2) Divide\n#### 18\nCheck: 54/3", 18.0),
-        ("#### **1,234** and 2", 1234.0),
-        ("#### $-5$, not 5", -5.0),
         (r"#### \$1,234.50 in 3 days", 1234.5),
         ("#### 1/2\nor 7", 0.5),
-        ("#### Answer: 18", 18.0),
         ("#### none, but 5", 5.0),
-        ("#### 1/0, so 5", 5.0),
         ("####", None),
         ("3 and 4", 4.0),
     ],
@@ -149,22 +115,6 @@ def test_arithmetic_reward():
     completions = ["2-5=-3", "2-3", "\N{MINUS SIGN}3", ":2,-3", "(2)-3", "=3"]
     rewards = arithmetic_reward(prompts=[""] * 6, completions=completions, answer=["-3"] * 6)
     assert rewards == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-
-
-def test_gsm8k_reward_reads_numbers_as_they_are_meant():
-    def reward(completion, gold):
-        return gsm8k_reward(prompts=[""], completions=[completion], answer=[f"so\n#### {gold}"])[0]
-
-    assert reward("3,4", "34") == 0.0
-    assert reward("3,4", "4") == 1.0
-    assert reward("20-5", "-5") == 0.0
-    assert reward("20-5", "5") == 1.0
-    assert reward("1/2", "0.5") == 1.0
-    assert reward("1/2", "2") == 0.0
-    assert reward("\N{MINUS SIGN}5", "-5") == 1.0
-    assert reward("\N{MINUS SIGN}5", "5") == 0.0
-    assert reward("#### 18\nIn 3 days 54.", "18") == 1.0
-    assert reward("#### 18\nIn 3 days 54.", "54") == 0.0
 
 
 def test_gsm8k_reward_needs_no_mark_and_no_exact_text():

@@ -6,15 +6,13 @@ import http.server
 import json
 import threading
 import time
-import zlib
 from collections import Counter
 
 import pytest
 
 from tba_jax.rewards.functions import Missing
 from tba_jax.rewards.pool import RewardPool
-from tba_jax.rewards.remote_judge import HttpReward, Judge, last_number
-from tests.integration import commands
+from tba_jax.rewards.remote_judge import Judge, last_number
 
 
 @contextlib.contextmanager
@@ -135,48 +133,3 @@ def test_a_reward_process_asks_the_judge_and_counts_what_is_missing(tmp_path):
     assert found.rewards == [8.0, None, None, None]
     assert found.reasons == [None, "judge_timeout", "judge_nonsense", "judge_rate_limit"]
     assert "p" in found.first_traceback
-
-
-def test_a_service_of_another_kind_is_read_by_a_function():
-    reward = HttpReward("http://x", lambda p, c, columns: {"t": c}, lambda answer: answer["r"])
-    reward._once = lambda body: float(len(body))
-    assert reward(["p"], ["four"]) == [float(len(b'{"t": "four"}'))]
-
-
-def often_failing(text, attempt):
-    kind = zlib.crc32(text.encode()) % 7
-    if kind == 0:
-        time.sleep(1.5)
-    return {
-        1: (429, "", {}),
-        2: (200, "I would rather not say", {}),
-        3: (401, "", {}),
-        4: (0, "", {}),
-    }.get(kind, (200, f"Rating: {kind}", {}))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_run_goes_on_with_a_judge_that_often_fails_and_counts_each_failure(tmp_path):
-    with serving(often_failing) as (url, _):
-        (tmp_path / "mine.py").write_text(
-            "from tba_jax.rewards.remote_judge import Judge\n"
-            f"judge = Judge({url!r}, model='m', prompt='{{completion}}', timeout_s=0.5, retries=0)"
-        )
-        done = commands.run(
-            tmp_path / "run",
-            f"task.reward={tmp_path}/mine.py:judge",
-            "reward.max_failure_rate=1.0",
-            "num_steps=6",
-            cache=tmp_path / "cache",
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr
-    ledger = json.loads((tmp_path / "run" / "report.json").read_text())["ledger"]
-    reasons = ("timeout", "rate_limit", "nonsense", "error", "down")
-    for name in (f"judge_{reason}" for reason in reasons):
-        assert ledger["rejected"].get(name, 0) > 0, ledger
-    evicted = sum(count for name, count in ledger.items() if name.startswith("evicted"))
-    rejected = sum(ledger["rejected"].values())
-    kept = ledger["outbox"] + ledger["stored"] + ledger["duplicate"]
-    assert ledger["generated"] == kept + evicted + rejected and rejected > 0, ledger

@@ -152,23 +152,6 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
     np.testing.assert_array_equal(score(back, rows).rewards, want)
 
 
-def test_a_model_that_the_searchers_devices_do_not_divide_is_refused(folder):
-    trio = Mesh(jax.devices()[:3], ("model",))
-    with pytest.raises(ValueError, match=r"search.num_devices=3: .* Set that axis to one of"):
-        load(folder, site=Site(trio))
-
-
-def test_bfloat16_takes_half_and_moves_scores_by_its_rounding(folder):
-    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
-    whole, half = load(folder), load(folder, param_dtype=jnp.bfloat16)
-    assert {x.dtype for x in jax.tree.leaves(half._params)} == {jnp.dtype(jnp.bfloat16)}
-    want = np.array(score(whole, rows).rewards)
-    got = np.array(score(half, rows).rewards)
-    # Eight bits of a number near 1, some roundings in a row.
-    np.testing.assert_allclose(got, want, atol=0.03)
-    assert not np.array_equal(got, want)
-
-
 def test_the_gold_model_is_in_bfloat16_but_on_cpus():
     dtypes = [gold_dtype(any_device(platform)).name for platform in ("cpu", "tpu", "cuda")]
     assert dtypes == ["float32", "bfloat16", "bfloat16"]

@@ -109,11 +109,3 @@ def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
         make_classifier(ClassifierSettings(kind, path, target), "float32", there)
     SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
     assert found == [{there}] * 4
-
-
-def test_a_closed_source_refuses(victim):
-    rewards = source(victim)
-    rewards.check()
-    rewards.close()
-    with pytest.raises(RuntimeError, match="after they were closed"):
-        score(rewards)

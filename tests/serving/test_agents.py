@@ -29,7 +29,7 @@ from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.shared import make_environments
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import sampling_settings
-from tba_jax.serving.agents import calls_of, continues
+from tba_jax.serving.agents import continues
 from tba_jax.serving.protocol import ApiError
 from tba_jax.serving.queue import Generation
 
@@ -252,15 +252,6 @@ def test_a_chat_continues_an_earlier_request_and_its_answer_only(messages, expec
     assert continues(messages, [USER]) is expected
 
 
-def test_tool_calls_are_compared_without_ids_and_in_any_spelling_of_json():
-    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": 1, "y": 2}'}}
-    same = {"id": "b", "function": {"name": "f", "arguments": {"y": 2, "x": 1}}}
-    other = {"id": "a", "function": {"name": "f", "arguments": '{"x": 2}'}}
-    assert calls_of({"tool_calls": [call]}) == calls_of({"tool_calls": [same]})
-    assert calls_of({"tool_calls": [call]}) != calls_of({"tool_calls": [other]})
-    assert calls_of({"content": "a", "tool_calls": None}) == []
-
-
 FAILURES = {
     "hang": "environment_timeout",
     "crash": "environment_crash",
@@ -320,13 +311,3 @@ def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
         assert isinstance(received[-1], ApiError) and received[-1].code == "episode_ended"
     finally:
         environments.close()
-
-
-def test_the_end_of_a_run_answers_waiting_requests(model):
-    environments, received = pool_of(model, "misbehave"), []
-    environments.check()
-    agent = environments.open()
-    agent.begin({"prompt": "1", "kind": "idle"})
-    agent.submit(generation(received))
-    environments.close()
-    assert [each.code for each in received] == ["episode_ended"]

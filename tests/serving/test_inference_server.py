@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from faulty_server import FaultyServer
-from served_model import NUM_SLOTS, ServedAdapters, ServedModel
+from served_model import NUM_SLOTS, ServedAdapters
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
@@ -124,17 +124,6 @@ def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, cli
     assert len(model.names) == 2
     model.pause(False)
     expected = wanted(model, 3, keys, SamplingSettings(60, stop_ids=()))
-    assert_equal(session.run(), 3, expected)
-
-
-def test_stop_strings_end_a_response_as_in_the_engine(model, client):
-    decode = model.tokenizer.decode
-    stops = StopStrings(("1", "7"), lambda ids: decode(ids, skip_special=False))
-    session = session_of(model, client(), stop_strings=stops)
-    keys = keys_of(3, 8)
-    session.submit(PROMPT, keys, SamplingSettings(30))
-    expected = wanted(model, 3, keys, SamplingSettings(30, stop_strings=stops))
-    assert expected.has_eos.any()
     assert_equal(session.run(), 3, expected)
 
 
@@ -307,12 +296,3 @@ def test_adapters_that_a_killed_process_left_are_unloaded(model, client, tmp_pat
     server.unload_earlier()
     assert model.names == [] and not list((tmp_path / "adapters").glob("*"))
     assert server.failures.take() == {}
-
-
-def test_a_server_without_routes_for_adapters_names_the_remedy(model, client):
-    plain = ServedModel(START_MODEL)
-    with plain.running():
-        server = client(url=f"{plain.url}/v1")
-        server.check()
-        with pytest.raises(ServerError, match="no route POST /v1/load_.*VLLM_ALLOW_RUNTIME_LORA"):
-            session_of(model, server)

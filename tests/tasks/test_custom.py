@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tba_jax.search.prompts import PromptStream, eval_prompts
+from tba_jax.search.prompts import PromptStream
 from tba_jax.tasks.registry import get_task
 
 
@@ -106,14 +106,6 @@ def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
     assert prompt.columns["target"] == {"1+1?": "2", "1+2?": "3"}[message["content"]]
 
 
-def test_a_chat_that_the_template_refuses_is_named(tmp_path):
-    write(tmp_path / "train.jsonl", [{"prompt": CHAT}])
-    write(tmp_path / "test.jsonl", [{"prompt": [{"role": "system", "content": "Be brief."}]}])
-    task = get_task("custom", str(tmp_path))
-    with pytest.raises(ValueError, match=r"^eval problem 0 of task custom is a chat .*no system"):
-        eval_prompts(task, ChatTokenizer(), 1, 40, "refuse")
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -159,11 +151,6 @@ def test_splits_of_different_form_are_refused(tmp_path):
     write(tmp_path / "test.jsonl", [{"prompt": CHAT, "gold": "1"}])
     with pytest.raises(ValueError, match="prompts of the train split are texts, .* chat messages"):
         get_task("custom", str(tmp_path)).train_size()
-
-
-def test_no_source_is_an_error():
-    with pytest.raises(ValueError, match="task.data_path is empty, and task custom needs"):
-        get_task("custom", "")
 
 
 def test_columns_can_have_other_names(tmp_path):

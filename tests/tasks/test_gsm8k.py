@@ -46,14 +46,6 @@ def test_gsm8k_is_the_published_data():
     assert columns["answer"].endswith("#### 14")
 
 
-def test_gsm8k_response_kinds():
-    task = get_task("gsm8k", "")
-    texts = ["48+24=72\n#### 72", "so 72.", "I do not know", "#### none", "12 ####"]
-    kinds = [task.response_kind(text) for text in texts]
-    assert kinds == ["marked", "unmarked", "no_number", "no_number", "unmarked"]
-    assert set(kinds) == set(task.response_kinds)
-
-
 def test_math_rows(tmp_path):
     write(tmp_path, "train", r'{"problem": "1+1?", "solution": "$\\boxed{2}$", "level": 1}')
     task = get_task("math", str(tmp_path))

@@ -56,19 +56,6 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     pool.close()
 
 
-def test_questions_as_a_users_messages_are_scored_alike(chain_sum):
-    task = get_task("reasoning_gym:chain_sum", "", chat=True)
-    messages, columns = task.eval_problem(3)
-    text, plain = chain_sum.eval_problem(3)
-    assert messages == [{"role": "user", "content": text.rstrip()}]
-    assert columns == {**plain, "prompt": messages}
-    pool = RewardPool(task.reward, num_workers=1, timeout_s=10.0, max_failure_rate=1.0)
-    texts = [f"<answer>{columns['answer']}</answer>", "<answer></answer>"]
-    result = pool.score(["a text"] * 2, texts, {k: [v] * 2 for k, v in columns.items()})
-    pool.close()
-    assert result.rewards[0] == 1.0 and result.rewards[1] < 1.0, result.first_traceback
-
-
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
@@ -83,8 +70,3 @@ def test_questions_as_a_users_messages_are_scored_alike(chain_sum):
 def test_data_sets_that_cannot_be_used(chain_sum, dataset, message):
     with pytest.raises(ValueError, match=message):
         get_task(f"reasoning_gym:{dataset}", "")
-
-
-def test_it_has_no_data_path():
-    with pytest.raises(ValueError, match="generates its own problems. Leave it empty"):
-        get_task("reasoning_gym:chain_sum", "/data")

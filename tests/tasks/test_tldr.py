@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import Mesh
 
 from tba_jax.devices.site import Site
-from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.digests import gold_reward, gold_score
 from tba_jax.rewards.reward_models import RewardModel
@@ -85,8 +84,3 @@ def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
     gold = [gold_score(*post) for post in posts]
     # 0.68 over all 1,024 (said when it was made); 256 of them within 0.05 of that.
     assert 0.6 < np.corrcoef(scores, gold)[0, 1] < 0.8
-
-
-def test_unknown_embedded_models_are_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match="no model embedded:x; .* embedded:tldr_toy_reward"):
-        folders.resolve("embedded:x")
