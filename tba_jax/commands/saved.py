@@ -16,7 +16,7 @@ from tba_jax.config.schema import Config, defaults, unflatten
 from tba_jax.devices.site import reading_mesh
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
-from tba_jax.models.transformer import TransformerConfig, leaf_dtype
+from tba_jax.models.transformer import TransformerConfig
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError, UserError
 from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
@@ -107,7 +107,7 @@ def _cast(abstract: Any, dtype: jnp.dtype, config: TransformerConfig) -> Any:
     """Return the shapes with the dtypes of published parameters."""
 
     def leaf(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        own = leaf_dtype(path[-1].key, dtype, config)
+        own = jnp.float32 if path[-1].key in config.float32_leaves else dtype
         return jax.ShapeDtypeStruct(x.shape, own, sharding=x.sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract)

@@ -105,7 +105,6 @@ class TransformerConfig:
         router_bias: whether the matrix that scores experts has a bias.
         shared_size: inner width of a dense MLP that every token passes in addition to its experts;
             the sigmoid of a projection multiplies the output. 0: no such MLP.
-        float32_head: whether the output matrix is float32 and multiplies states in float32.
         attention: implementation of attention: auto, chosen by platform and dtype; xla,
             without kernels.
     """
@@ -157,7 +156,6 @@ class TransformerConfig:
     normalised_experts: bool = False
     router_bias: bool = False
     shared_size: int = 0
-    float32_head: bool = False
     attention: Literal["auto", "xla"] = "auto"
 
     def __post_init__(self) -> None:
@@ -214,9 +212,7 @@ class TransformerConfig:
 
         The decay of DeltaNet multiplies over all tokens, and is the exponential of a sum.
         """
-        head = (self.output_table,) * (self.float32_head and not self.num_labels)
-        decay = ("delta_decay_bias", "delta_log_decay") * ("delta" in self.pattern)
-        return (*head, *decay)
+        return ("delta_decay_bias", "delta_log_decay") * ("delta" in self.pattern)
 
     @property
     def rotary_dim(self) -> int:

@@ -36,11 +36,6 @@ class ModelSettings(Section):
         "else xla; xla: no kernels on any platform, to rule out a kernel as cause of an error",
         on_resume=True,
     )
-    float32_head: bool = field(
-        False,
-        "store and publish the output matrix, and compute logits, in float32; for bfloat16 models, "
-        "slower",
-    )
     rollout_dtype: Literal["float32", "bfloat16", "auto"] = field(
         "float32",
         "dtype of the searchers' weights and computation; auto: float32 on CPUs, else bfloat16",

@@ -58,7 +58,6 @@ class _Static(NamedTuple):
     with_entropy: bool
     keeps_logits: bool
     cap: float | None = None
-    is_exact: bool = False
 
 
 class _Sums(NamedTuple):
@@ -88,7 +87,6 @@ def fused_logprobs(
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
     cap: float | None = None,
-    is_exact: bool = False,
 ) -> Float32[Array, "b t"]:
     """Return log softmax(hidden @ table.T / temperature)[targets], float32.
 
@@ -110,13 +108,12 @@ def fused_logprobs(
         kept_bytes: logits up to this size, over all devices, are computed once and kept for the
             backward pass, without blocks and chunks.
         cap: c of c tanh(logit / c), applied before the temperature; None: no cap.
-        is_exact: whether products of float32 inputs are exact float32, not TF32 or bfloat16.
 
     Raises:
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, False, keeps, cap, is_exact)
+    static = _Static(temperature, vocab_shards, vocab_block, False, keeps, cap)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)[0]
 
@@ -132,14 +129,13 @@ def fused_logprobs_and_entropy(
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
     cap: float | None = None,
-    is_exact: bool = False,
 ) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
     """Return `fused_logprobs`, and the entropy in nats of each token's distribution.
 
     Gradients flow through both. Arguments and errors are those of `fused_logprobs`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, True, keeps, cap, is_exact)
+    static = _Static(temperature, vocab_shards, vocab_block, True, keeps, cap)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)
 

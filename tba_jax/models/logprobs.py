@@ -200,7 +200,7 @@ def _of_tokens(
         table["vocab_shards"] = sharding.vocab_shards
         table["vocab_block"] = vocab_block_on(sharding.platform)
     return fused_logprobs(
-        states.astype(_head_dtype(config, scoring)),
+        states.astype(scoring.compute_dtype),
         params[config.output_table],
         targets,
         temperature=scoring.temperature,
@@ -208,7 +208,6 @@ def _of_tokens(
         **table,
         kept_bytes=scoring.kept_bytes,
         cap=config.logits_cap,
-        is_exact=config.float32_head,
     )
 
 
@@ -310,8 +309,3 @@ def _refuse_classifier(config: TransformerConfig) -> None:
             f"a classifier with {config.num_labels} labels has no log-probs of tokens. Load a "
             "language model"
         )
-
-
-def _head_dtype(config: TransformerConfig, scoring: Scoring) -> Any:
-    """Return the dtype of the inputs of the product that computes logits."""
-    return jnp.dtype("float32" if config.float32_head else scoring.compute_dtype)

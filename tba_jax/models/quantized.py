@@ -1,36 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit weights of the decoder: each matrix of a layer as integers or float8, with scales.
+"""8-bit weights of the decoder: each matrix of a layer as integers, with scales.
 
 A decode step reads every weight for a few rows. Where memory bandwidth is the limit, half of the
 bytes take nearly half of the time. Products use the compute dtype: a matrix is converted when
 it is read, and the scale of an output channel multiplies the sum. Embeddings, output table, norms
-and biases keep their dtype. Invariant: the error of a weight is at most half a step of its channel
-(int8), or half a unit in its last place (fp8).
+and biases keep their dtype. Invariant: the error of a weight is at most half a step of its channel.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int8
 
 from tba_jax.models import config, experts
 from tba_jax.models.transformer import Params
 
-Quantization = Literal["none", "int8", "fp8"]
+Quantization = Literal["none", "int8"]
 """Format of the decoder's layer matrices.
 
 none: the dtype of all other weights.
 int8: integers from -127 to 127 times a scale for each output channel.
-fp8: float8 e4m3 times a scale for each output channel; for GPUs with fast float8 (Hopper).
 """
 
 MATRICES = (*config.MATRICES, *experts.MATRICES)
 
-# Largest magnitude of each kind.
-_KINDS: dict[str, tuple[Any, float]] = {
-    "int8": (jnp.int8, 127.0),
-    "fp8": (jnp.float8_e4m3fn, 448.0),
-}
+_LARGEST = 127.0
 
 
 def scale_name(matrix: str) -> str:
@@ -52,19 +46,19 @@ def quantize(weights: Params, quantization: Quantization) -> Params:
         found = dict(layer)
         for name in MATRICES:
             if name in layer:
-                found[name], found[scale_name(name)] = _rounded(layer[name], quantization)
+                found[name], found[scale_name(name)] = _rounded(layer[name])
         return found
 
     return {**weights, "layers": tuple(of_layer(layer) for layer in weights["layers"])}
 
 
 def _rounded(
-    matrix: Float[Array, "*e i o"], quantization: Quantization
-) -> tuple[Array, Float32[Array, "*e o"]]:
+    matrix: Float[Array, "*e i o"],
+) -> tuple[Int8[Array, "*e i o"], Float32[Array, "*e o"]]:
     """Return (8-bit values, scale of each output channel, separate for each expert)."""
-    dtype, largest = _KINDS[quantization]
     x = matrix.astype(jnp.float32)
     most = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
-    scale = jnp.where(most > 0, most / largest, 1.0)
-    values = jnp.clip(x / scale, -largest, largest)  # a quotient may be rounded above the largest
-    return (jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), scale[..., 0, :]
+    scale = jnp.where(most > 0, most / _LARGEST, 1.0)
+    # A quotient may be rounded above the largest.
+    values = jnp.clip(x / scale, -_LARGEST, _LARGEST)
+    return jnp.round(values).astype(jnp.int8), scale[..., 0, :]

@@ -8,7 +8,6 @@ embedding and output tables are whole over `fsdp` at a time.
 """
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -67,7 +66,6 @@ class ComputeSharding:
         mesh = site.mesh
         self.platform: Platform = site.platform
         self._is_divided, self.vocab_shards = site.is_divided and gathers, 1
-        self._float32_leaves = config.float32_leaves
         self.cache: NamedSharding | None = None
         self.mesh: Mesh | None = mesh if site.is_divided else None
         if not site.is_divided:
@@ -99,23 +97,19 @@ class ComputeSharding:
         """Return the tree with embeddings, final norm and output matrix gathered over fsdp."""
         if not self._is_divided:
             return params
-        exact = self._float32_leaves
-        return {**params, **_gather_all(params, self._ends, compute_dtype, True, exact)}
+        return {**params, **_gather_all(params, self._ends, compute_dtype, True)}
 
     def rows(self, x: Array) -> Array:
         """Constrain activations [b ...] to the sharding of rows."""
         return jax.lax.with_sharding_constraint(x, self._rows) if self._is_divided else x
 
 
-def _gather_all(
-    params: Params, stored: Params, compute_dtype: Any, is_end: bool, exact: Collection[str] = ()
-) -> Params:
+def _gather_all(params: Params, stored: Params, compute_dtype: Any, is_end: bool) -> Params:
     def gather(name: str, sharding: NamedSharding) -> Array:
         x = params[name]
         # Casting matrices first halves the transferred bytes; vectors are used in float32.
         is_vector = any(x in name for x in ("norm", "bias", "sinks", "log_decay"))
-        is_kept = is_vector or name in exact
-        return _gather(x if is_kept else x.astype(compute_dtype), sharding, is_end)
+        return _gather(x if is_vector else x.astype(compute_dtype), sharding, is_end)
 
     return {name: gather(name, sharding) for name, sharding in stored.items() if name in params}
 

@@ -40,11 +40,11 @@ class Ends(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs):
         d = config.hidden_size
 
-        def table(rows: int, name: str = "") -> nnx.Param:
+        def table(rows: int) -> nnx.Param:
             values = jax.random.normal(rngs.params(), (rows, d)) / math.sqrt(d)
-            return nnx.Param(values.astype(leaf_dtype(name, dtype, config)))
+            return nnx.Param(values.astype(dtype))
 
-        self.embed = table(config.vocab_size, "embed")
+        self.embed = table(config.vocab_size)
         self.final_norm = nnx.Param(jnp.full((d,), 0 if config.norm_offset else 1, dtype))
         if config.norm == "layer":
             self.final_norm_bias = nnx.Param(jnp.zeros((d,), dtype))
@@ -53,12 +53,7 @@ class Ends(nnx.Module):
         if config.num_labels:
             self.score = table(config.num_labels)
         elif not config.tie_embeddings:
-            self.unembed = table(config.vocab_size, "unembed")
-
-
-def leaf_dtype(name: str, dtype: Any, config: TransformerConfig) -> Any:
-    """Return the dtype of leaf `name` of parameters that are stored in `dtype`."""
-    return jnp.float32 if name in config.float32_leaves else dtype
+            self.unembed = table(config.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "param_dtype"))
@@ -279,8 +274,6 @@ def unembed(
 ) -> Float32[Array, "*b v"]:
     """Return logits, accumulated in float32 for any dtype of the matmul inputs.
 
-    Invariant: with `config.float32_head` inputs are float32, as in `logprobs`.
-
     Raises:
         ValueError: the model is a classifier.
     """
@@ -289,12 +282,10 @@ def unembed(
             f"a classifier with {config.num_labels} labels has no logits over tokens. Use "
             "classifier.classify, or load a language model"
         )
-    dtype = jnp.float32 if config.float32_head else compute_dtype
     logits = jnp.einsum(
         "...d,vd->...v",
-        hidden.astype(dtype),
-        params[config.output_table].astype(dtype),
-        precision="highest" if config.float32_head else None,
+        hidden.astype(compute_dtype),
+        params[config.output_table].astype(compute_dtype),
         preferred_element_type=jnp.float32,
     )
     return capped(logits, config.logits_cap)

@@ -55,10 +55,7 @@ def describe_model(config: Config, *, with_weights: bool = True) -> models.Descr
 
 def with_settings(architecture: TransformerConfig, config: Config) -> TransformerConfig:
     """Return the architecture of a model file with the settings of a run."""
-    model = config.model
-    return dataclasses.replace(
-        architecture, attention=model.attention, float32_head=model.float32_head
-    )
+    return dataclasses.replace(architecture, attention=config.model.attention)
 
 
 def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:

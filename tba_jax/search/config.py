@@ -52,9 +52,9 @@ class SearchSettings(Section):
         "responses decoded at a time; 0: all of a round, or as many as fit the devices",
         at_least=0,
     )
-    quantization: Literal["none", "int8", "fp8"] = field(
+    quantization: Literal["none", "int8"] = field(
         "none",
-        "format of the searchers' layer matrices: int8 or fp8 (e4m3) values with a scale per "
+        "format of the searchers' layer matrices: int8 values with a scale per "
         "output channel; applied at publication, or after a searcher has merged adapters; also in "
         "evaluations during the run",
     )
