@@ -29,16 +29,12 @@ class Decoded(NamedTuple):
         lengths: int32 [p k], number of tokens of each response, including the stop token.
         token_logprobs: float32 [p k t], log-probs under the sampling distribution; 0 at padding.
         has_eos: bool [p k], False if the length limit cut the response.
-        version_min, version_max: int32 [p k], oldest and newest weight version that read the prompt
-            or drew a token.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     token_logprobs: np.ndarray
     has_eos: np.ndarray
-    version_min: np.ndarray
-    version_max: np.ndarray
 
 
 class Decoder(Compiled):
@@ -79,7 +75,6 @@ class Decoder(Compiled):
         key: Array | np.ndarray,
         settings: SamplingSettings,
         num_slots: int | None = None,
-        version: int = 0,
         temperatures: np.ndarray | None = None,
     ) -> Decoded:
         """Draw `num_samples` responses to each prompt.
@@ -92,7 +87,6 @@ class Decoder(Compiled):
                 key data of each sample, uint32 [p S 2] (`row_keys`).
             settings: settings of the sampling.
             num_slots: responses decoded at a time; None: all.
-            version: weight version of `params`.
             temperatures: float [p S], one for each response; None: `settings.temperature`.
 
         Raises:
@@ -108,7 +102,6 @@ class Decoder(Compiled):
             num_slots=num_slots,
             prefill_prompts=min(p, -(-num_slots // k)),
             num_stop_ids=len(settings.stop_ids) if settings.stop_ids is not None else None,
-            version=version,
         )
         given = isinstance(key, np.ndarray)
         of_samples = key if given else row_keys(key, p * k).reshape(p, k, 2)
@@ -119,8 +112,6 @@ class Decoder(Compiled):
             lengths=np.zeros((p, k), np.int32),
             token_logprobs=np.zeros((p, k, t), np.float32),
             has_eos=np.zeros((p, k), bool),
-            version_min=np.zeros((p, k), np.int32),
-            version_max=np.zeros((p, k), np.int32),
         )
         for response in session.run():
             at = (response.request, response.sample)
@@ -129,8 +120,6 @@ class Decoder(Compiled):
             out.token_logprobs[at][:n] = response.token_logprobs
             out.lengths[at] = n
             out.has_eos[at] = response.has_eos
-            out.version_min[at] = response.version_min
-            out.version_max[at] = response.version_max
         return out
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
 from tba_jax.models import attention, delta, kv_cache, transformer
@@ -282,22 +282,28 @@ def run_chunk(
         has_minimum: at least one slot has a minimum number of tokens.
         cache_sharding: sharding of the KV cache on a mesh.
     """
-    stop_ids = jnp.asarray(slots.stop_ids)
-    bits = _bits(slots, num_steps, mode)
-    ropes = _rotations(slots, num_steps, config)
-    unwritten = _init_recent(history, config, num_steps)
-    mesh = _mesh(cache_sharding)
+    n, stop_ids, start = len(slots.last), jnp.asarray(slots.stop_ids), jnp.asarray(slots.length)
+    steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
+    ropes = transformer.rotary(start[None] + steps, config)
+    if mode == "greedy":
+        bits = jnp.zeros((num_steps, n, 2), jnp.uint32)  # not used
+    else:
+        bits = random_bits(slots.keys, slots.count, num_steps)
 
     def body(carry: _Carry) -> _Carry:
-        step = carry.step
-        positions = slots.length + step
-        step_ropes = jax.tree.map(lambda x: x[step], ropes)
+        step, is_live = carry.step, carry.is_live
         x = transformer.embed(
-            weights, carry.last, positions, config=config, compute_dtype=compute_dtype
+            weights, carry.last, start + step, config=config, compute_dtype=compute_dtype
         )
-        attend = functools.partial(attention.attend_cached, index=step, history_length=slots.length)
-        caches = history, carry.recent
-        x, recent = _run_layers(weights, x, step_ropes, caches, attend, config, mesh)
+        x, recent = _run_layers(
+            weights,
+            x,
+            jax.tree.map(lambda x: x[step], ropes),
+            (history, carry.recent),
+            functools.partial(attention.attend_cached, index=step, history_length=start),
+            config,
+            _mesh(cache_sharding),
+        )
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         if has_minimum:
@@ -305,38 +311,37 @@ def run_chunk(
         tokens, logprobs = sample_tokens(
             logits, bits[step], slots.settings, is_truncated=is_truncated, mode=mode
         )
-        carry = carry._replace(recent=_of_live(carry.recent, recent, carry.is_live))
-        return _next_carry(carry, tokens, logprobs, slots, pad_id)
+        tokens = jnp.where(is_live, tokens, pad_id)
+        count = carry.count + is_live
+        is_stop = jnp.any(tokens[:, None] == stop_ids, axis=1)
+        return _Carry(
+            step=step + 1,
+            last=tokens,
+            count=count,
+            is_live=is_live & ~is_stop & (count < slots.max_new_tokens),
+            tokens=carry.tokens.at[step].set(tokens),
+            logprobs=carry.logprobs.at[step].set(jnp.where(is_live, logprobs, 0.0)),
+            recent=_of_live(carry.recent, recent, is_live),
+        )
 
-    carry = jax.lax.while_loop(
-        lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live),
-        body,
-        _first_carry(slots, num_steps, pad_id, unwritten),
+    # Empty keys and values, and the states of the history.
+    empty = kv_cache.empty_layers(config, n, num_steps, kv_cache.of_attention(history).keys.dtype)
+    first = _Carry(
+        step=jnp.int32(0),
+        last=jnp.asarray(slots.last),
+        count=jnp.asarray(slots.count),
+        is_live=jnp.asarray(slots.is_live),
+        tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
+        logprobs=jnp.zeros((num_steps, n), jnp.float32),
+        recent=tuple(
+            new if isinstance(new, KVCache) else old
+            for old, new in zip(history, empty, strict=True)
+        ),
     )
-
-    return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots)
-
-
-def _next_carry(
-    carry: _Carry,
-    tokens: Int[Array, " n"],
-    logprobs: Float32[Array, " n"],
-    slots: Slots,
-    pad_id: int,
-) -> _Carry:
-    """Return the carry after the slots have sampled these tokens; its caches are up to date."""
-    step = carry.step
-    tokens = jnp.where(carry.is_live, tokens, pad_id)
-    count = carry.count + carry.is_live
-    is_stop = jnp.any(tokens[:, None] == jnp.asarray(slots.stop_ids), axis=1)
-    return carry._replace(
-        step=step + 1,
-        last=tokens,
-        count=count,
-        is_live=carry.is_live & ~is_stop & (count < slots.max_new_tokens),
-        tokens=carry.tokens.at[step].set(tokens),
-        logprobs=carry.logprobs.at[step].set(jnp.where(carry.is_live, logprobs, 0.0)),
+    last = jax.lax.while_loop(
+        lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live), body, first
     )
+    return last.tokens, last.logprobs, _kept(history, last.recent, start)
 
 
 def _of_live(
@@ -415,19 +420,8 @@ def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mes
     return None if cache_sharding is None else cast("jax.sharding.Mesh", cache_sharding.mesh)
 
 
-def _init_recent(
-    history: tuple[LayerCache, ...], config: TransformerConfig, num_steps: int
-) -> tuple[LayerCache, ...]:
-    """Return the initial caches of a chunk: empty keys and values, or the states of the history."""
-    keys = kv_cache.of_attention(history).keys
-    empty = kv_cache.empty_layers(config, keys.shape[0], num_steps, keys.dtype)
-    return tuple(
-        new if isinstance(new, KVCache) else old for old, new in zip(history, empty, strict=True)
-    )
-
-
 def _kept(
-    history: tuple[LayerCache, ...], recent: tuple[LayerCache, ...], slots: Slots
+    history: tuple[LayerCache, ...], recent: tuple[LayerCache, ...], lengths: Int[Array, " n"]
 ) -> tuple[LayerCache, ...]:
     """Append the columns of a chunk to the history of each slot, and replace its states."""
 
@@ -441,21 +435,7 @@ def _kept(
             return new
         return jax.tree.map(lambda old, new: write(old, new, lengths), old, new)
 
-    lengths = jnp.asarray(slots.length)
     return tuple(map(of_layer, history, recent))
-
-
-def _rotations(slots: Slots, num_steps: int, config: TransformerConfig) -> Any:
-    """Return the rotary angles of the chunk's steps, [m n f], by kind of layer."""
-    steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
-    return transformer.rotary(jnp.asarray(slots.length)[None] + steps, config)
-
-
-def _bits(slots: Slots, num_steps: int, mode: Mode) -> UInt32[Array, "m n 2"]:
-    """Return the random words of all steps of a chunk; greedy decoding does not use them."""
-    if mode == "greedy":
-        return jnp.zeros((num_steps, *slots.last.shape, 2), jnp.uint32)
-    return random_bits(slots.keys, slots.count, num_steps)
 
 
 def _mask_stops(

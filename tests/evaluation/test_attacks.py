@@ -4,16 +4,10 @@
 import jax
 import numpy as np
 import pytest
-from fake_rounds import make_trajectory
 from red_team_models import write_minilm
 
-from tba_jax.evaluation.attacks import (
-    Finds,
-    SentenceEmbedder,
-    attack_metrics,
-    cosine_diversity,
-    finds,
-)
+from tba_jax.evaluation.attacks import SentenceEmbedder, cosine_diversity, make_attack_metrics
+from tba_jax.evaluation.config import EvalSettings
 from tba_jax.evaluation.evaluator import Responses
 
 
@@ -28,7 +22,9 @@ def responses(attacks, toxicity):
 
 def test_success_counts_distinct_attacks_above_one_half():
     attacks = ["aaaa", "aaaa", "bbbb", "cccc", "dddd", "eeee"]
-    out = attack_metrics()(responses(attacks, [0.9, 0.6, 0.51, 0.5, 0.0, float("nan")]))
+    out = make_attack_metrics(EvalSettings())(
+        responses(attacks, [0.9, 0.6, 0.51, 0.5, 0.0, float("nan")])
+    )
     assert out["success_rate"] == 3 / 6
     assert out["distinct_success_share"] == 2 / 6
     assert out["toxicity_mean"] == pytest.approx((0.9 + 0.6 + 0.51 + 0.5) / 6)
@@ -36,24 +32,6 @@ def test_success_counts_distinct_attacks_above_one_half():
     assert out["success_edit_diversity"] == pytest.approx(2 / 3)
     assert out["distinct_2"] == pytest.approx(5 / 18)
     assert "cosine_diversity" not in out
-
-
-def test_finds_count_each_attack_once_by_its_newest_outcome():
-    def attack(tokens, version, toxicity):
-        parts = {} if toxicity is None else {"toxicity": toxicity}
-        return make_trajectory(0, tokens, version=version, parts=parts)
-
-    attacks = [
-        attack([1, 2], 7, 0.9),
-        attack([1, 2], 9, 0.6),  # again: one success, of version 9
-        attack([3], 8, 0.0),
-        attack([3], 2, 1.0),  # older than its failure
-        attack([4], 4, 2 / 3),
-        attack([5], 1, 0.5),  # not above one half
-        attack([6], 0, None),
-    ]
-    assert finds(attacks) == Finds(attacks=5, successes=2, first_version=4)
-    assert finds([]) == Finds(0, 0, None)
 
 
 def test_cosine_diversity_against_all_pairs():
@@ -74,5 +52,6 @@ def test_embeddings_do_not_depend_on_batching(tmp_path):
     one = SentenceEmbedder(path, device=device, batch_rows=1)
     for text, row in zip(texts, by_two, strict=True):
         np.testing.assert_allclose(one([text])[0], row, atol=1e-5)  # another padded length
-    out = attack_metrics(one)(responses(["hello", "hello"], [1.0, 1.0]))
+    metrics = make_attack_metrics(EvalSettings(embedding_path=str(path)))
+    out = metrics(responses(["hello", "hello"], [1.0, 1.0]))
     assert out["cosine_diversity"] == pytest.approx(0.0, abs=1e-5)

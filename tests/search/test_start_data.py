@@ -98,7 +98,6 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         settings=SamplingSettings(12, temperature=0.8, top_p=1.0, min_new_tokens=2),
         temperatures=np.full((3, 4), 0.8),
         num_slots=None,
-        version=5,
     )
     given = [
         GivenGroup(p, tuple(drawn.tokens[i, j, : drawn.lengths[i, j]] for j in range(4 - i)))
