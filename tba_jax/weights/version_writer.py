@@ -192,15 +192,12 @@ class CheckpointTransport(DeliveringTransport):
                 delivery.params,
             )
         check_same_tree(self._abstract, delivery.params)
-        for _ in range(2):  # if the files are damaged, they are written once more from memory
-            self._writer.publish(version, delivery.params)
-            self._writer.poll()
-            if not (found := versions.damage(version)):
-                break
-        else:
+        self._writer.publish(version, delivery.params)
+        self._writer.poll()
+        if found := versions.damage(version):
             raise PublicationError(
-                f"published weights {versions.path(version)} are damaged after two attempts to "
-                f"write them: {found[0]}. Repair the storage, then run the same command again"
+                f"published weights {versions.path(version)} are damaged: {found[0]}. Repair the "
+                "storage, then run the same command again"
             )
         delivery.params = None  # the restored copy replaces these arrays
         delivery.params = self._layout(versions.read(version, self._abstract))

@@ -121,36 +121,22 @@ class Versions:
         write_json(self._marker, content)
 
     def _made(self) -> set[int]:
-        """Return the versions that this run wrote, from `versions.json`.
-
-        If that file is missing or damaged: all versions with digests.json.
-        """
-        try:
-            content = read_json(self._marker)
-            return {int(version) for version in content.get("made", content["versions"])}
-        except (OSError, ValueError, KeyError, TypeError):
-            return set(self._with_digests())
-
-    def _with_digests(self) -> list[int]:
-        """Return the versions whose folders have digests.json, which only tba_jax writes."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(
-            int(path.name)
-            for path in found
-            if path.name.isdigit() and (path / digests.NAME).is_file()
-        )
+        """Return the versions that this run wrote."""
+        return set(self._listed("made"))
 
     def named(self) -> list[int]:
-        """Return the listed versions; without a valid `versions.json`, those with digests.json."""
+        """Return the complete versions of the session, ascending."""
+        return self._listed("versions")
+
+    def _listed(self, name: str) -> list[int]:
+        """Return versions from `versions.json`; none if that file is missing or damaged."""
         try:
             content = read_json(self._marker)
-            if self._session and content["session"] != self._session:
+            if name == "versions" and self._session and content["session"] != self._session:
                 return []
-            return sorted(int(version) for version in content["versions"])
+            return sorted(int(version) for version in content[name])
         except (OSError, ValueError, KeyError, TypeError):
-            if self._session:
-                return []  # files do not record their session
-            return self._with_digests()
+            return []
 
     def damage(self, version: int) -> list[str]:
         """Return a description of each damaged file of a version."""
@@ -199,28 +185,16 @@ class Versions:
         if wanted is not None and wanted not in named:
             raise PublicationError(
                 f"{self.folder} has no published version {wanted}; published versions: "
-                f"{named or 'none'}. Give one of these (runs with "
-                "--config.sync.transport=checkpoint write versions, and keep the newest "
-                f"{NUM_KEPT})"
+                f"{named or 'none'}. Give one of these"
             )
-        for version in [wanted] if wanted is not None else reversed(named):
-            found = self.damage(version)
-            if not found:
+        for version in reversed(named) if wanted is None else [wanted]:
+            if not (found := self.damage(version)):
                 return version
             note(f"published weights {self.path(version)} are damaged: {found[0]}")
-            if wanted is not None:
-                others = [v for v in named if v != version]
-                remedy = (
-                    f"Give another version: {others}"
-                    if others
-                    else "Leave out --published to read the newest checkpoint"
-                )
-                raise PublicationError(
-                    f"published weights {self.path(version)} are damaged: {found[0]}. {remedy}"
-                )
         raise PublicationError(
-            f"{self.folder} has no intact published version; listed: {named or 'none'}. Run with "
-            "--config.sync.transport=checkpoint to write one at every sync"
+            f"{self.folder} has no intact version among {named if wanted is None else wanted}. "
+            "Leave out --published to read the newest checkpoint, or run with "
+            "--config.sync.transport=checkpoint to write a version at every sync"
         )
 
 

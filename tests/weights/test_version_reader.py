@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.weights import version_reader
 from tba_jax.weights.transport import make_publish_program
 from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.version_writer import CheckpointTransport
@@ -61,26 +60,3 @@ def test_a_reader_follows_the_bell_a_restored_trainer_and_storage_that_fails(tmp
     ):
         reader.poll()
     writer.close()
-
-
-def test_a_reader_returns_freed_memory_after_a_new_version_at_most_once_a_minute(
-    tmp_path, monkeypatch
-):
-    now, trims = [0.0], []
-    monkeypatch.setattr(version_reader, "return_free_memory", lambda: trims.append(now[0]))
-
-    class Stored(Versions):
-        def damage(self, version):
-            return []
-
-        def read(self, version, abstract):
-            return {"w": jnp.full(4, float(version))}
-
-    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    reader = VersionReader(Stored(tmp_path), {}, [where], timeout_s=10.0, clock=lambda: now[0])
-    for version, now[0] in enumerate((10.0, 59.0, 60.0, 61.0, 119.0, 121.0)):
-        reader.announce(version)
-        assert reader.poll()
-    now[0] = 300.0
-    assert not reader.poll()  # the weights did not change
-    assert trims == [60.0, 121.0]
