@@ -334,12 +334,6 @@ def test_weights_of_another_shape_are_refused(params, decoder):
         session.swap(params | {"embed": jnp.zeros((24, 16))}, 1)
 
 
-def test_decoder_layout_and_stacked_weights_decode_alike(params, decoder):
-    unstacked = transformer.unstack_layers(params, CONFIG)
-    assert decoder.weights(unstacked) is unstacked
-    assert_equal(decode(decoder, unstacked), decode(decoder, params))
-
-
 @pytest.mark.parametrize("write", [programs._write_at_once, programs._write_in_turn])
 def test_prompts_go_to_their_slots_and_nowhere_else(write):
     """At once and in turn, as other devices and TPUs do it; slot 4 does not exist."""
@@ -385,17 +379,6 @@ def test_impossible_calls_are_refused(params, decoder, changes, message):
 def test_impossible_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         SamplingSettings(**({"max_new_tokens": 8} | changes))
-
-
-def test_more_stop_ids_than_the_session_has_room_for_are_refused(params, decoder):
-    session = decoder.session(params, num_slots=1)
-    with pytest.raises(ValueError, match="got 3 stop ids .* made for 2"):
-        session.submit(PROMPTS[0], row_keys(KEY, 1), SamplingSettings(4, stop_ids=(4, 5, 6)))
-
-
-def test_a_cache_longer_than_the_model_is_refused():
-    with pytest.raises(ValueError, match="max_length = 65; the model has 64 positions"):
-        make_decoder(max_length=65)
 
 
 def test_responses_to_one_prompt_may_have_temperatures_of_their_own(params, decoder):

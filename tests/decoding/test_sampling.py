@@ -92,7 +92,7 @@ def shape(name, v=LARGE):
     return x.astype(np.float32)
 
 
-SHAPES = ["normal 1", "normal 3", "normal 6", "zipf, sorted", "heavy tail", "one dominant"]
+SHAPES = ["normal 3", "zipf, sorted", "heavy tail", "one dominant"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -144,7 +144,7 @@ def test_draws_from_a_few_tokens_follow_the_tempered_softmax():
     np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-6)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 7, 23, 64, 509, 1000])
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 1000])
 def test_each_token_owns_its_words(vocab_size):
     """The words in the middle of a block's and an entry's interval draw that token."""
     logits = np.random.default_rng(0).normal(size=vocab_size).astype(np.float32) * 2
@@ -169,13 +169,6 @@ def test_each_token_owns_its_words(vocab_size):
 # ---- integers
 
 
-def test_the_high_product_is_that_of_64_bits():
-    corners = [0, 1, 2, 0xFFFF, 0x10000, 0x10001, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
-    a, b = (g.ravel() for g in np.meshgrid(corners, corners))
-    got = sampling._high_product(jnp.asarray(a, jnp.uint32), jnp.asarray(b, jnp.uint32))
-    np.testing.assert_array_equal(got, [int(x) * int(y) >> 32 for x, y in zip(a, b, strict=True)])
-
-
 def test_inversion_at_the_edges_of_every_interval():
     """First and last word of each index, by big integers; the massless ones are skipped."""
     masses = np.array([0, 5, 0, 1, 2**30, 0, 12345, 2**29 + 7, 0])
@@ -187,15 +180,6 @@ def test_inversion_at_the_edges_of_every_interval():
     rows = jnp.broadcast_to(jnp.asarray(masses, jnp.int32), (len(word), len(masses)))
     index = sampling._invert(rows, jnp.asarray(np.array(word, np.uint32)))
     np.testing.assert_array_equal(index, [*owners, *owners])
-
-
-@pytest.mark.parametrize("word", [0, 2**32 - 1])
-def test_the_extreme_words_never_draw_a_forbidden_token(word):
-    logits = jnp.full((1, 37), -jnp.inf).at[:, 20:22].set(0.0)
-    bits = jnp.full((1, 2), word, jnp.uint32)
-    tokens, logprobs = plain(logits, bits, settings(1))
-    np.testing.assert_array_equal(tokens, [20 if word == 0 else 21])
-    np.testing.assert_allclose(logprobs, np.log([0.5]), atol=1e-6)
 
 
 # ---- greedy

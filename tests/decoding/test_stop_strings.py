@@ -52,18 +52,6 @@ def test_the_end_is_that_of_reading_the_text_after_every_token(chunk, strings):
     assert stops.end(np.frombuffer(b"no stop", np.uint8), 0) == 0
 
 
-def test_a_long_response_is_not_read_from_its_beginning_again():
-    read = []
-
-    def text_of(ids):
-        read.append(len(ids))
-        return text_of_bytes(ids)
-
-    tokens = np.full(10_000, ord("x"), np.int32)
-    assert StopStrings(("stop",), text_of).end(tokens, 9_990) == 0
-    assert sum(read) < 50
-
-
 def words(ids):
     return "".join(f"<{i}>" for i in ids)
 
