@@ -324,9 +324,24 @@ def run_chunk(
             recent=_of_live(carry.recent, recent, is_live),
         )
 
-    # Empty keys and values, and the states of the history.
-    empty = kv_cache.empty_layers(config, n, num_steps, kv_cache.of_attention(history).keys.dtype)
-    first = _Carry(
+    first = _first_carry(history, slots, num_steps, pad_id, config)
+    last = jax.lax.while_loop(
+        lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live), body, first
+    )
+    return last.tokens, last.logprobs, _kept(history, last.recent, start)
+
+
+def _first_carry(
+    history: tuple[LayerCache, ...],
+    slots: Slots,
+    num_steps: int,
+    pad_id: int,
+    config: TransformerConfig,
+) -> _Carry:
+    """Return the carry with empty keys and values, and with the states of the history."""
+    n, dtype = len(slots.last), kv_cache.of_attention(history).keys.dtype
+    empty = kv_cache.empty_layers(config, n, num_steps, dtype)
+    return _Carry(
         step=jnp.int32(0),
         last=jnp.asarray(slots.last),
         count=jnp.asarray(slots.count),
@@ -338,10 +353,6 @@ def run_chunk(
             for old, new in zip(history, empty, strict=True)
         ),
     )
-    last = jax.lax.while_loop(
-        lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live), body, first
-    )
-    return last.tokens, last.logprobs, _kept(history, last.recent, start)
 
 
 def _of_live(
@@ -355,24 +366,6 @@ def _of_live(
     return tuple(
         jax.tree.map(of_slots, before, after) if isinstance(after, kv_cache.State) else after
         for before, after in zip(old, new, strict=True)
-    )
-
-
-def _first_carry(
-    slots: Slots,
-    num_steps: int,
-    pad_id: int,
-    recent: tuple[LayerCache, ...],
-) -> _Carry:
-    n = slots.last.shape[0]
-    return _Carry(
-        step=jnp.int32(0),
-        last=jnp.asarray(slots.last),
-        count=jnp.asarray(slots.count),
-        is_live=jnp.asarray(slots.is_live),
-        tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
-        logprobs=jnp.zeros((num_steps, n), jnp.float32),
-        recent=recent,
     )
 
 
