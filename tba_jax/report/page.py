@@ -23,7 +23,7 @@ from tba_jax.report.document import (
     table,
 )
 from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED
-from tba_jax.report.files import Facts, Run, flat
+from tba_jax.report.files import Facts, Run
 from tba_jax.report.words import duration, held_out, percent, plain
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
 
@@ -291,19 +291,6 @@ def _economy(told: Mapping[str, Any]) -> str:
     return text + (f"; {percent(late)} of these responses were late." if late else ".")
 
 
-def _changes(run: Run) -> list[tuple[str, str]]:
-    """Return (field, change) pairs from `config_changes` of report.json, in any of its formats."""
-    changes = run.report.get("config_changes") or {}
-    if isinstance(changes, Mapping):
-        items = flat(changes).items()
-    else:
-        items = [str(line).replace("->", "→").partition(": ")[::2] for line in changes]
-    return [
-        (str(field), " → ".join(map(str, value)) if isinstance(value, list) else plain(value))
-        for field, value in items
-    ]
-
-
 def _settings(run: Run) -> str:
     """Return the settings: chosen by the run, changed from the defaults, and all of them."""
     chosen = [
@@ -318,17 +305,14 @@ def _settings(run: Run) -> str:
             f"{chosen[0][0]}={chosen[0][1]}</code>.</p>"
             + table(("setting", "value", "reason"), chosen, "choices")
         )
-    if changes := _changes(run):
-        body += f"<h3>Changed from the default</h3>{pairs(changes)}"
+    if changes := run.report.get("config_changes"):
+        lines = [line.replace("->", "→").partition(": ") for line in changes]
+        shown = pairs((field, change) for field, _, change in lines)
+        body += f"<h3>Changed from the default</h3>{shown}"
     body += details("All settings", pairs(run.config.items()))
-    versions = run.versions or run.report.get("versions") or {}
-    body += details("Versions and hardware", pairs(flat(_machine(run, versions)).items()))
+    machine = {"hardware": run.report.get("hardware"), **run.versions}
+    body += details("Versions and hardware", pairs((n, v) for n, v in machine.items() if v))
     return section("Settings", body) if body else ""
-
-
-def _machine(run: Run, versions: Facts) -> dict[str, Any]:
-    hardware = run.report.get("hardware")
-    return {**({"hardware": hardware} if hardware else {}), **versions}
 
 
 def _fleet(run: Run) -> str:
