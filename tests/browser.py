@@ -11,35 +11,31 @@ from pathlib import Path
 import pytest
 
 
-def in_browser(address, folder: Path, *, script: str = ""):
-    """Open a page without a window; the value of `script`, or the page's HTML without one.
+def in_browser(page: Path, folder: Path, *, script: str):
+    """Open a page without a window; return the value of `script`.
 
     Args:
-        address: a file, which is opened as a copy that has `script` and no security policy, so that
-            the escaping of texts is all that protects it; or a URL, opened as it is.
+        page: file of the page, which is opened as a copy that has `script` and no security policy,
+            so that the escaping of texts is all that protects it.
         folder: for the browser's files.
         script: body of a JavaScript function; what it returns is read back.
     """
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
         pytest.skip("chromium is not installed (apt-get install chromium)")
-    if script:
-        text = Path(address).read_text(encoding="utf-8")
-        text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-        called = (
-            f"<script>const told = (() => {{{script}}})();"
-            "document.documentElement.setAttribute('data-told', JSON.stringify(told));</script>"
-        )
-        address = folder / "opened.html"
-        address.write_text(text.replace("</body>", called + "</body>"), encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    called = (
+        f"<script>const told = (() => {{{script}}})();"
+        "document.documentElement.setAttribute('data-told', JSON.stringify(told));</script>"
+    )
+    opened = folder / "opened.html"
+    opened.write_text(text.replace("</body>", called + "</body>"), encoding="utf-8")
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={folder / 'browser'}", "--virtual-time-budget=8000", "--dump-dom"]
-    address = address.as_uri() if isinstance(address, Path) else str(address)
     done = subprocess.run(
-        [*command, address], capture_output=True, text=True, timeout=300, check=True
+        [*command, opened.as_uri()], capture_output=True, text=True, timeout=300, check=True
     )
-    if not script:
-        return done.stdout
     found = re.search(r'data-told="([^"]*)"', done.stdout)
     assert found is not None, done.stdout[:2000]
     return json.loads(html.unescape(found[1]))
