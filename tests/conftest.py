@@ -35,8 +35,9 @@ def open_test_cache() -> Path:
     writes it is compiled again (see `filterwarnings`).
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = home / "tba_jax" / "tests"
-    open_cache(str(root))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home / "tba_jax" / "tests"))
+        open_cache()
     jax.config.update("jax_compilation_cache_max_size", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     folder = Path(jax.config.jax_compilation_cache_dir)

@@ -188,9 +188,9 @@ def test_jax_that_runs_already_on_fewer_devices_is_refused_in_a_sentence(tmp_pat
     done = python(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (
-        "config.num_cpu_devices = 2: jax runs in this process already, with 1 CPU device(s). "
-        "Restart it (the kernel of a notebook) and train before anything else uses jax, or give "
-        "num_cpu_devices=1"
+        "the run divides the CPU into 2 devices, and jax runs in this process already, with 1 CPU "
+        "device(s). Restart it (the kernel of a notebook) and train before anything else uses jax, "
+        "or set --config.placement=shared"
     )
 
 

@@ -182,7 +182,7 @@ def memory(is_dry: bool) -> dict[str, Any]:
     preset = "math:arithmetic" if is_dry else "math:gsm8k"
     devices = jax.local_devices()[:1]
     config = override(None, [f"--config={preset}", "--config.placement=shared"])
-    config = dataclasses.replace(config, num_cpu_devices=1, num_searchers=1)
+    config = dataclasses.replace(config, num_searchers=1)
     model_config = config_json.transformer_config(config_of(model_path(config)))
     placement = layouts.place(config, devices).placement
     planned = {p.name: p for p in plan_programs(config, model_config, placement)}

@@ -113,7 +113,7 @@ def _open_model(
     validate(config)
     config = with_lengths(config)[0]
     config = replace(config, dtypes_on(config, platform_of(jax.local_devices()[0])))
-    open_cache(config.compilation_cache)
+    open_cache()
     found = models.describe(model_path(config))
     mesh = reading_mesh(found.config.hidden_size, jax.local_devices())
     params = found.load_params(
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             workdir = str(run_folder(args.workdir, "--workdir"))
             config = override(load_run_config(workdir), overrides)
             validate(config)
-            open_cache(config.compilation_cache)
+            open_cache()
             step, model_config, params, _, folder = load_policy(workdir, args.published, _note)
             what = f"{args.workdir} at step {step}"
         elif args.config:

@@ -73,7 +73,7 @@ def _generate(args: argparse.Namespace) -> dict:
     from tba_jax.devices.site import any_device
     from tba_jax.models import model as models
 
-    open_cache("auto")
+    open_cache()
     # The devices on which `load` puts weights without a mesh.
     site = any_device(platform_of(jax.local_devices()[0]))
     dtype = jnp.float32 if site.platform == "cpu" else jnp.bfloat16

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from tba_jax.commands.interruption import not_ignored, surviving_closed_outputs
 
-# JAX notices a dead process within config.remote.heartbeat_s (30 s) and ends the others.
+# JAX notices a dead process within 30 s and ends the others.
 GRACE_S = 45.0
 _POLL_S = 0.5
 

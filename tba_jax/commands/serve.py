@@ -94,7 +94,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.serving.queue import RequestQueue
     from tba_jax.serving.server import Application, PlainScope
 
-    open_cache("auto")
+    open_cache()
     site = any_device(platform_of(jax.local_devices()[0]))
     dtype = jnp.float32 if site.platform == "cpu" else jnp.bfloat16
     name, config, params, folder, version = _load(args, dtype)

@@ -29,6 +29,7 @@ from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
+from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
 from tba_jax.run.session import run_job, train
@@ -212,7 +213,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
         if not isinstance(error, PeerError):
             print(
                 f"error: process {everyone.process_id} of {everyone.num_processes} failed, which "
-                f"ends the others within {config.remote.heartbeat_s} s (config.remote.heartbeat_s)",
+                f"ends the others within {HEARTBEAT_S} s",
                 file=sys.stderr,
             )
         last_words.withdraw()

@@ -52,17 +52,6 @@ def _sections(config: Config) -> None:
     check_all(*(section.check for section in config.sections().values()))
 
 
-def _compilation_cache(config: Config) -> None:
-    """Refuse an empty compilation_cache."""
-    need(
-        bool(config.compilation_cache),
-        "compilation_cache",
-        config.compilation_cache,
-        "must be auto, off or a folder",
-        "Set --config.compilation_cache=auto for the default behaviour.",
-    )
-
-
 def _transport(config: Config) -> None:
     """Refuse a transport that other hosts cannot use."""
     need(
@@ -412,7 +401,6 @@ def _engine(config: Config) -> None:
 
 _RULES: tuple[Callable[[Config], None], ...] = (
     _sections,
-    _compilation_cache,
     _groups,
     _buffer,
     _rows,

@@ -19,7 +19,6 @@ from tba_jax.devices.config import FleetSettings, MeshSettings, XlaSettings
 from tba_jax.devices.placement import MODES, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
-from tba_jax.remote.config import RemoteSettings
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.report.config import ReportSettings
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
@@ -45,13 +44,6 @@ class CheckpointSettings(Section):
         50,
         "steps between checkpoints; 0: only at the end and on a stop",
         at_least=0,
-        on_resume=True,
-    )
-    keep: int = field(2, "number of checkpoints to keep", at_least=1, on_resume=True)
-    timeout_s: int = field(
-        600,
-        "maximum time in seconds of a save, and of waiting for another host",
-        at_least=1,
         on_resume=True,
     )
 
@@ -98,19 +90,6 @@ class Config:
         + "; ".join(f"{mode.name}: {mode.meaning}" for mode in MODES.values()),
         on_resume=True,
     )
-    num_cpu_devices: int = field(
-        1,
-        "number of devices of the CPU backend",
-        at_least=1,
-        at_most=1024,
-        on_resume=True,
-    )
-    compilation_cache: str = field(
-        "auto",
-        "a folder for compiled programs; auto: in the user's cache folder; off: none. The "
-        "variable JAX_COMPILATION_CACHE_DIR takes precedence",
-        on_resume=True,
-    )
     mesh: MeshSettings = MeshSettings()
     xla: XlaSettings = XlaSettings()
     task: TaskSettings = TaskSettings()
@@ -122,7 +101,6 @@ class Config:
     reference: ReferenceSettings = ReferenceSettings()
     search: SearchSettings = SearchSettings()
     replay: ReplaySettings = ReplaySettings()
-    remote: RemoteSettings = RemoteSettings()
     fleet: FleetSettings = FleetSettings()
     sync: SyncSettings = SyncSettings()
     reward: RewardSettings = RewardSettings()

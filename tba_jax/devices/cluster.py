@@ -218,7 +218,7 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # SIGTERM goes to this project's handler, which informs the other processes by a message.
     jax.config.update("jax_enable_preemption_service", False)
-    if num_cpu_devices > 1:
+    if num_cpu_devices > 1 and jax.config.jax_num_cpu_devices < 1:
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     known = address.num_processes > 0
     try:

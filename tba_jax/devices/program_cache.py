@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import jax
-from etils import epath
 
 MAX_BYTES = 2**30
 """Maximum size of one machine's folder; JAX evicts the least recently used programs."""
@@ -27,26 +26,21 @@ FORGET_S = 60 * 86400
 """Age of the last use after which other machines' folders are deleted."""
 
 
-def open_cache(setting: str) -> str:
+def open_cache() -> str:
     """Enable the persistent compilation cache; return a line for the user with its folder.
 
     A folder in the variable JAX_COMPILATION_CACHE_DIR takes precedence and is used unchanged. Call
     the function before programs are compiled, and after the processes of a pod are connected.
 
-    Args:
-        setting: "auto" for a folder in the user's cache folder, "off", or a folder, local or in a
-            bucket.
-
     Returns:
-        The line for the user; "" with setting="off".
+        The line for the user; "" if JAX_ENABLE_COMPILATION_CACHE is off.
     """
-    if setting == "off" or not jax.config.jax_enable_compilation_cache:
+    if not jax.config.jax_enable_compilation_cache:
         return ""
     if chosen := jax.config.jax_compilation_cache_dir:
         return f"compiled programs are kept in {chosen} (JAX_COMPILATION_CACHE_DIR)"
-    off = "--config.compilation_cache=off: keep none"
     try:
-        root = _default_root() if setting == "auto" else _absolute(setting)
+        root = _default_root()
         folder = root / _machine()
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"written-by-{platform.node()}-{os.getpid()}"
@@ -55,26 +49,21 @@ def open_cache(setting: str) -> str:
         forget_unused(root, keep=folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         return (
-            f"compiled programs are not kept: {error}. Set --config.compilation_cache=DIR to keep "
-            f"them there; {off}"
+            f"compiled programs are not kept: {error}. Set JAX_COMPILATION_CACHE_DIR=DIR to keep "
+            "them there"
         )
     # With a size limit JAX also locks the cache, so that no process reads partial writes.
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    return f"compiled programs are kept in {folder} ({off})"
+    return f"compiled programs are kept in {folder}"
 
 
-def _default_root() -> epath.Path:
+def _default_root() -> Path:
     """Return the user's cache folder according to the XDG base directory specification."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return epath.Path(home) / "tba_jax" / "xla"
-
-
-def _absolute(folder: str) -> epath.Path:
-    is_local = "://" not in folder
-    return epath.Path(os.path.abspath(os.path.expanduser(folder)) if is_local else folder)
+    return home / "tba_jax" / "xla"
 
 
 def _machine() -> str:
@@ -112,11 +101,9 @@ def machine_key(
     return f"jax-{jax_version}-jaxlib-{jaxlib_version}-{kind}-{digest.hexdigest()[:12]}"
 
 
-def forget_unused(root: epath.Path, keep: epath.Path) -> None:
+def forget_unused(root: Path, keep: Path) -> None:
     """Delete local folders of other machines and versions that were unused for `FORGET_S`."""
-    if "://" in os.fspath(root):
-        return  # buckets have lifecycle rules
-    for folder in Path(root).glob("jax-*-jaxlib-*"):
+    for folder in root.glob("jax-*-jaxlib-*"):
         newest = max((x.stat().st_mtime for x in [folder, *folder.iterdir()]), default=0.0)
-        if folder != Path(keep) and time.time() - newest > FORGET_S:
+        if folder != keep and time.time() - newest > FORGET_S:
             shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from tba_jax.config.devices import cpu_devices
 from tba_jax.config.resolved import remat_of
 from tba_jax.config.schema import (
     Config,
@@ -40,6 +41,7 @@ from tba_jax.planning import chips, choices, estimates, fitting, layouts
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
 from tba_jax.planning.shapes import judge_bytes
 from tba_jax.run import model_parts
+from tba_jax.run.peers import divide_cpu
 
 _ROWS, _SLOTS, _REMAT = "batch.micro_batch_rows", "search.num_slots", "model.remat"
 
@@ -67,8 +69,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         topology = chips.parse_topology(request["topology"])
         chip, devices = topology.chip, topology.devices()
     else:
-        if config.num_cpu_devices > 1:
-            jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+        divide_cpu(cpu_devices(config))
         devices = chips.local_devices()
         chip = chips.attached_chip(devices) if not request["program"] else None
     model_config = config_json.transformer_config(request["model"])

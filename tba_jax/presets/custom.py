@@ -23,7 +23,6 @@ PRESETS = {
         "num_steps": 200,
         "sync_period": 2,
         "num_searchers": 0,
-        "num_cpu_devices": 2,  # on CPU, searchers decode while the trainer trains
         "model": {"compute_dtype": "auto", "rollout_dtype": "auto"},
         "task": {
             "name": "custom",

@@ -47,7 +47,6 @@ PRESETS = {
         "num_searchers": 1,
         # Two CPU devices: one device runs one program at a time, so that searcher and trainer would
         # take turns on it (60 steps in 47 s instead of 25 s).
-        "num_cpu_devices": 2,
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
         # A batch has 40 to 60 distinct responses: one compiled program of 64 rows is enough.
         "batch": {"num_prompts": 16, "micro_batch_rows": 64},

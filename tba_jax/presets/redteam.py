@@ -98,7 +98,6 @@ PRESETS = {
         "num_steps": 100,
         "sync_period": 1,
         "num_searchers": 1,
-        "num_cpu_devices": 2,
         "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
         "model": {"path": "embedded:attacker_model"},
         "batch": {"num_prompts": 4},

@@ -78,7 +78,6 @@ PRESETS = {
         "num_steps": 120,
         "sync_period": 5,
         "num_searchers": 1,
-        "num_cpu_devices": 2,
         "task": {"name": "tldr_toy", "max_prompt_tokens": 26, "num_eval_prompts": 512},
         "model": {"path": "embedded:tldr_toy_policy"},
         "batch": {"num_prompts": 8},

@@ -26,6 +26,12 @@ Raises:
 """
 
 MAX_REQUEST_BYTES = 2**30
+HEARTBEAT_S = 30
+"""Seconds without a heartbeat after which a process counts as lost."""
+OWNER_TIMEOUT_S = 300.0
+"""Seconds without a response of the buffer's owner after which its process counts as lost.
+
+A trainer that compiles or writes a checkpoint may be slow to respond."""
 _NUM_THREADS = 8  # threads that run handlers
 _FUTURE_S = 1.0  # after this time a response is empty, and the client repeats the request
 
@@ -59,11 +65,7 @@ class ChannelServer:
 
     Args:
         handlers: method name -> handler. Handlers run on several threads.
-        port: port to listen on; 0: any free port.
         is_local: whether to listen on the loopback interface only.
-
-    Raises:
-        ChannelError: the port is in use or not permitted.
     """
 
     def __init__(
@@ -71,22 +73,13 @@ class ChannelServer:
         handlers: Mapping[str, Handler],
         token: str,
         *,
-        port: int = 0,
         is_local: bool = False,
     ) -> None:
         self._handlers = dict(handlers)
         self._authorization = f"Bearer {token}".encode()
         self._token, self._is_local = token, is_local
         host = "127.0.0.1" if is_local else "0.0.0.0"
-        try:
-            bound = bind(host, port)
-        except OSError as error:
-            raise ChannelError(
-                f"remote.port={port}: cannot listen on {host}:{port} ({error}). Set "
-                "--config.remote.port to a free port that the firewall lets through, or to 0 for "
-                "any free port"
-            ) from error
-        self._server = HttpServer(self._respond, "channel-server", bound)
+        self._server = HttpServer(self._respond, "channel-server", bind(host, 0))
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "channel-handler")
 
     def start(self) -> "ChannelServer":
@@ -215,7 +208,7 @@ class Channel:
         if response.status == 401:
             raise ChannelError(
                 f"{address} refuses the token of this run (HTTP 401). Another run listens there: "
-                "start the same command on every machine, or set another --config.remote.port"
+                "start the same command on every machine"
             )
         if response.status == 400:
             raise ValueError(text)

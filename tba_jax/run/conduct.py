@@ -123,7 +123,7 @@ def _open(
     """Build the run; close the display if the build fails."""
     try:
         named = Callbacks(callbacks, progress.note)
-        for line in (*notes(config), open_cache(config.compilation_cache)):
+        for line in (*notes(config), open_cache()):
             if line:
                 progress.note(line)
         run = build(

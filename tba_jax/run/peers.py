@@ -11,11 +11,12 @@ import os
 import secrets
 from collections.abc import Sequence
 
+from tba_jax.config.devices import cpu_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices import cluster as clusters
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
-from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
+from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint
 from tba_jax.remote.search_channel import search_handlers
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.step_server import StepClient, StepServer, step_handlers
@@ -43,32 +44,35 @@ def start_cluster(
         if address.num_processes != 1:
             return clusters.start(
                 address,
-                num_cpu_devices=config.num_cpu_devices,
-                heartbeat_s=config.remote.heartbeat_s,
+                num_cpu_devices=cpu_devices(config, max(1, address.num_processes)),
+                heartbeat_s=HEARTBEAT_S,
                 shutdown_s=int(config.log.watchdog_s),
             )
-    if config.num_cpu_devices > 1:
-        _divide_cpu(config.num_cpu_devices)
+    divide_cpu(cpu_devices(config))
     return Cluster()
 
 
-def _divide_cpu(num_devices: int) -> None:
+def divide_cpu(num_devices: int) -> None:
     """Divide the CPU into devices; if JAX has started already, check that it has enough.
+
+    JAX_NUM_CPU_DEVICES takes precedence.
 
     Raises:
         UserError: JAX has started with fewer devices.
     """
     import jax
 
+    if num_devices == 1 or jax.config.jax_num_cpu_devices > 0:
+        return
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:  # too late: what uses jax in this process came first
         found = jax.local_device_count()
         if jax.default_backend() == "cpu" and found < num_devices:
             raise UserError(
-                f"config.num_cpu_devices = {num_devices}: jax runs in this process already, with "
-                f"{found} CPU device(s). Restart it (the kernel of a notebook) and train before "
-                f"anything else uses jax, or give num_cpu_devices={found}"
+                f"the run divides the CPU into {num_devices} devices, and jax runs in this process "
+                f"already, with {found} CPU device(s). Restart it (the kernel of a notebook) and "
+                "train before anything else uses jax, or set --config.placement=shared"
             ) from error
 
 
@@ -103,7 +107,6 @@ class Owner:
         self._channel = ChannelServer(
             {**search_handlers(lambda: self.search_server), **step_handlers(self._steps)},
             token,
-            port=config.remote.port,
             is_local=is_local,
         ).start()
 
@@ -158,7 +161,7 @@ def connect(
         The connection of this process; None if there is only one process.
 
     Raises:
-        ChannelError: the owner's port cannot be used.
+        OSError: no port can be used.
     """
     if cluster.num_processes == 1:
         return owner
@@ -176,7 +179,7 @@ def connect(
     if owner is not None:
         return owner
     endpoint, timeout_s = Endpoint(tuple(found[0]), found[1]), config.log.watchdog_s
-    channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, config.remote.heartbeat_s))
+    channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, HEARTBEAT_S))
     return StepClient(channel, cluster.number, timeout_s=timeout_s)
 
 

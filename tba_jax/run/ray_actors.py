@@ -21,7 +21,7 @@ import ray.util
 from tba_jax.config.schema import freeze
 from tba_jax.devices.cluster import peer_errors
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
-from tba_jax.remote.channel import Channel, Endpoint, Unreachable
+from tba_jax.remote.channel import HEARTBEAT_S, Channel, Endpoint, Unreachable
 from tba_jax.remote.messages import RUN_ENDED
 from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.run.peers import Owner, connect, start_cluster
@@ -189,9 +189,8 @@ class SearcherProcess:
     ) -> None:
         self._config = freeze(fields)
         self._workdir, self._searchers = Path(workdir), tuple(searchers)
-        timeout_s = self._config.remote.heartbeat_s
-        locator = TrainerLocator(namespace, timeout_s)
-        self._server = RemoteSearchServer(Channel(locator, timeout_s=timeout_s))
+        locator = TrainerLocator(namespace, HEARTBEAT_S)
+        self._server = RemoteSearchServer(Channel(locator, timeout_s=HEARTBEAT_S))
         self._lines: list[str] = []
         self._end = ""
         self._stop = StopFlag()
@@ -202,7 +201,7 @@ class SearcherProcess:
         from tba_jax.run.search_process import open_search_process, search
 
         start_cluster(self._config)
-        open_cache(self._config.compilation_cache)
+        open_cache()
         process = open_search_process(
             self._config, self._workdir, self._searchers, lambda text: None
         )

@@ -28,6 +28,7 @@ from tba_jax.config.schema import Config, plain
 from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.remote.channel import OWNER_TIMEOUT_S
 from tba_jax.remote.searcher_table import BoundedClock
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.errors import FleetError, UserError
@@ -323,10 +324,9 @@ class _Fleet:
             )
         if not done:
             silent_s = now - self._heard_at
-            if self._is_up and silent_s > self._config.remote.owner_timeout_s:
+            if self._is_up and silent_s > OWNER_TIMEOUT_S:
                 self._display.note(
-                    f"the trainer has not answered for {silent_s:.0f} s "
-                    "(10 x config.remote.heartbeat_s) and is killed"
+                    f"the trainer has not answered for {silent_s:.0f} s and is killed"
                 )
                 self._heard_at = now
                 self._kill_trainer()

@@ -29,6 +29,7 @@ from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
+from tba_jax.remote.channel import OWNER_TIMEOUT_S
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.writers import MultiWriter, ProgressDisplay
@@ -470,8 +471,7 @@ class Run:
             Worker(f"evaluator-{i}", functools.partial(self.evaluations.step, i), stop)
             for i in range(0 if is_sync else len(self.search.local))
         ]
-        limit_s = self.config.remote.owner_timeout_s
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + OWNER_TIMEOUT_S
         try:
             for worker in workers:
                 worker.start()
@@ -485,12 +485,12 @@ class Run:
                 self.evaluations.merge()
                 server.lose_silent_searchers()
                 if server.gives_leases:
-                    deadline = time.monotonic() + limit_s
+                    deadline = time.monotonic() + OWNER_TIMEOUT_S
                 elif time.monotonic() > deadline:
                     raise FleetError(
                         "no searcher took an evaluation shard of the final policy for "
-                        f"{limit_s:.0f} s (10 x config.remote.heartbeat_s). The final policy is "
-                        "saved. Start searchers, then run the same command again to evaluate it"
+                        f"{OWNER_TIMEOUT_S:.0f} s. The final policy is saved. "
+                        "Start searchers, then run the same command again to evaluate it"
                     )
         finally:
             stop.set()

@@ -36,7 +36,7 @@ from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.flow.state import PartState
 from tba_jax.models.shardings import param_shardings
-from tba_jax.remote.channel import Unreachable
+from tba_jax.remote.channel import HEARTBEAT_S, OWNER_TIMEOUT_S, Unreachable
 from tba_jax.remote.client import (
     Callbacks,
     Dismissed,
@@ -253,7 +253,7 @@ def search(
     config = process.shared.config
     timeout_s = config.log.watchdog_s
     if MODES[config.placement].has_remote_searchers:
-        timeout_s = 2 * config.remote.owner_timeout_s
+        timeout_s = 2 * OWNER_TIMEOUT_S
     stop = StopFlag() if stop is None else stop
     local = process.search.local
     indices = tuple(searcher.index for searcher in local)
@@ -457,7 +457,7 @@ class SearchService:
                 epoch=uuid.uuid4().hex,
                 identity=run.shared.identity,
                 responses_per_ticket=size * (config.search.prompts_per_round if is_sync else 1),
-                heartbeat_timeout_s=config.remote.heartbeat_s,
+                heartbeat_timeout_s=HEARTBEAT_S,
                 max_tickets=slots if config.search.num_slots else config.search.prompts_per_round,
             ),
             run.search.remote,
@@ -528,7 +528,7 @@ class SearchService:
                 "heartbeat-check",
                 self.server.lose_silent_searchers,
                 stop,
-                idle_s=self._run.config.remote.heartbeat_s / 8,
+                idle_s=HEARTBEAT_S / 8,
             )
         ]
         if not self._run.search.local:  # otherwise a searcher of this process computes them

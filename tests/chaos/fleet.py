@@ -106,7 +106,7 @@ def changing(workdir: Path, draws: random.Random, args: argparse.Namespace) -> d
 def machine(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
     """Two searchers' machine goes; later another one comes."""
     del draws, args
-    fields = {"num_steps": 40, "fleet.max_searchers": 3, "remote.heartbeat_s": 10}
+    fields = {"num_steps": 40, "fleet.max_searchers": 3}
     with _cluster(num_cpus=2) as cluster:
         node = cluster.add_node(**{**NODE, "num_cpus": 2})
         fleet = Fleet(workdir, os.getpid(), **fields, **{"fleet.address": cluster.address})

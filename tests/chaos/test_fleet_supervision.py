@@ -64,29 +64,6 @@ def test_a_death_of_a_searcher_is_in_the_metrics_before_it_joins_again(tmp_path)
     assert fleet.end() == 128 + signal.SIGTERM, fleet.told()
 
 
-def test_a_searcher_that_is_stopped_for_30_s_is_lost_and_found_again(tmp_path):
-    """Its process is not replaced, and no response is counted twice."""
-    fields = {"remote.heartbeat_s": 10, "num_steps": 1200, "checkpoint.period": 50}
-    fleet = Fleet(tmp_path / "run", **fields)
-    fleet.until_told(" joined", times=2)
-    fleet.until_step(5)
-    searchers = fleet.pids("ray::SearcherProcess")
-    assert fleet.kill("SearcherProcess", number=signal.SIGSTOP)
-    step = fleet.num_steps()
-    time.sleep(30)
-    assert "is lost: no message for" in fleet.told()
-    fleet.until_metric("fleet/searchers", 1)
-    assert fleet.num_steps() > step
-    assert fleet.kill("SearcherProcess", number=signal.SIGCONT)
-    fleet.until_told(" is back after ")
-    fleet.until_metric("fleet/searchers", 2)
-    assert fleet.pids("ray::SearcherProcess") == searchers
-    assert fleet.metrics("fleet/searchers_lost")[-1] == 1
-    assert fleet.end() == 0, fleet.told()
-    report = check(fleet.workdir, fields["num_steps"])
-    assert [each["joins"] for each in report["fleet"]["by_searcher"]] == [1, 1]
-
-
 def test_a_trainer_that_dies_alone_is_replaced_while_searchers_live_on(tmp_path):
     fleet = Fleet(tmp_path / "run", num_steps=60)
     fleet.until_told(" joined", times=2)

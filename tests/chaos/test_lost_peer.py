@@ -16,7 +16,7 @@ PROMISED_S = 45
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_pod_and_the_same_command_continues(victim, cache, tmp_path):
     workdir = tmp_path / "run"
-    overrides = ("num_cpu_devices=2", "num_steps=400", "eval.period=0", "checkpoint.period=4")
+    overrides = ("JAX_NUM_CPU_DEVICES=2", "num_steps=400", "eval.period=0", "checkpoint.period=4")
     pod = start_pod(2, workdir, *overrides, cache=cache)
     wait_for(
         lambda: max(losses(workdir), default=0) >= 7 and (workdir / "checkpoints" / "4").exists(),

@@ -82,7 +82,7 @@ MOUNT = "is an address; wanted a folder. Mount the bucket (gcsfuse) or a share"
 
 
 NO_STORE = "ftp://host/run"
-WANT = "is not an address of a work directory. Give gs://BUCKET/FOLDER, s3://BUCKET/FOLDER, or a"
+WANT = "is not an address of a work directory. Give gs://BUCKET/FOLDER, or a"
 
 
 def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from tba_jax.config import document
 from tba_jax.config.command_line import override
-from tba_jax.config.devices import validate_devices
+from tba_jax.config.devices import cpu_devices, validate_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     SETTINGS,
@@ -48,7 +48,7 @@ def test_default_presets_run_offline_on_one_device():
         for field in ("model.path", "reward.model_path", "eval.gold_model"):
             value = get_field(config, field)
             assert value == "" or value.startswith("embedded:")
-        validate_devices(config, config.num_cpu_devices)
+        validate_devices(config, cpu_devices(config))
 
 
 def test_gsm8k_is_the_papers_figure_1_run():

@@ -7,17 +7,15 @@ import sys
 import time
 
 import pytest
-from etils import epath
 
 from tba_jax.devices.program_cache import FORGET_S, forget_unused, machine_key
 
 # Says the note, then whether a program that takes its time to compile was compiled or found.
 PROGRAM = """
-import sys
 import jax
 from tba_jax.devices.program_cache import open_cache
 
-print(open_cache(sys.argv[1]))
+print(open_cache())
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 found = []
 jax.monitoring.register_event_listener(lambda name, **_: found.append(name.split("/")[-1]))
@@ -26,11 +24,11 @@ print("found" if "cache_hits" in found else "compiled", float(x[1, 1]))
 """
 
 
-def run(setting, **variables):
-    """The two lines of a process that opens the cache with a setting."""
+def run(**variables):
+    """The two lines of a process that opens the cache."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, setting],
+        [sys.executable, "-W", "error", "-c", PROGRAM],
         capture_output=True,
         text=True,
         timeout=120,
@@ -42,37 +40,32 @@ def run(setting, **variables):
 
 
 def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
-    note, result = run("auto", XDG_CACHE_HOME=str(tmp_path))
+    note, result = run(XDG_CACHE_HOME=str(tmp_path))
     (folder,) = (tmp_path / "tba_jax" / "xla").iterdir()
     assert result == "compiled"
-    assert note == (
-        f"compiled programs are kept in {folder} (--config.compilation_cache=off: keep none)"
-    )
-    assert run("auto", XDG_CACHE_HOME=str(tmp_path)) == (note, "found")
-    assert run("off", XDG_CACHE_HOME=str(tmp_path)) == ("", "compiled")
+    assert note == f"compiled programs are kept in {folder}"
+    assert run(XDG_CACHE_HOME=str(tmp_path)) == (note, "found")
     # Nothing else is left there.
     assert {path.name.split("-")[0] for path in folder.iterdir()} <= {".lockfile"} | {
         path.name.split("-")[0] for path in folder.glob("jit_*")
     }
 
 
-def test_a_folder_of_ones_own_and_that_of_jax(tmp_path):
-    own, of_jax, home = (tmp_path / name for name in ("own", "of_jax", "home"))
-    note, result = run(str(own), XDG_CACHE_HOME=str(home))
-    assert f"kept in {own}/jax-" in note and result == "compiled"
-    note, result = run("auto", XDG_CACHE_HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(of_jax))
+def test_variables_of_jax_take_precedence(tmp_path):
+    of_jax, home = tmp_path / "of_jax", tmp_path / "home"
+    note, result = run(XDG_CACHE_HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(of_jax))
     assert note == f"compiled programs are kept in {of_jax} (JAX_COMPILATION_CACHE_DIR)"
     assert list(of_jax.glob("jit_*")) and not home.exists()
-    note, result = run("auto", XDG_CACHE_HOME=str(home), JAX_ENABLE_COMPILATION_CACHE="false")
+    note, result = run(XDG_CACHE_HOME=str(home), JAX_ENABLE_COMPILATION_CACHE="false")
     assert (note, result) == ("", "compiled") and not home.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_a_note(tmp_path):
     (tmp_path / "file").write_text("")
-    note, result = run("auto", XDG_CACHE_HOME=str(tmp_path / "file"))
+    note, result = run(XDG_CACHE_HOME=str(tmp_path / "file"))
     assert result == "compiled"
     assert note.startswith("compiled programs are not kept: [Errno 20] Not a directory: ")
-    assert note.endswith("=DIR to keep them there; --config.compilation_cache=off: keep none")
+    assert note.endswith("Set JAX_COMPILATION_CACHE_DIR=DIR to keep them there")
 
 
 CPU = "processor : 0\nmodel name : EPYC\nflags : avx avx2\n"
@@ -108,6 +101,6 @@ def test_unused_folders_are_deleted(tmp_path, age_s, is_kept):
         (folder / "jit_f-cache").write_text("")
         os.utime(folder / "jit_f-cache", (used, used))
         os.utime(folder, (used, used))
-    forget_unused(epath.Path(tmp_path), keep=epath.Path(ours))
+    forget_unused(tmp_path, keep=ours)
     assert other.exists() == is_kept
     assert ours.exists() and foreign.exists()

@@ -37,6 +37,11 @@ WITH_AN_AGENT = (
 """Changes of a small run whose episodes are written by an agent over HTTP."""
 
 
+def settings(overrides):
+    """Overrides without those of the environment, NAME=VALUE."""
+    return [override for override in overrides if not override.startswith("JAX_")]
+
+
 def command(workdir, *overrides, config="configs/math.py", flags=()):
     """argv of a small run."""
     return [
@@ -45,15 +50,16 @@ def command(workdir, *overrides, config="configs/math.py", flags=()):
         "tba_jax.main",
         f"--config={ROOT / config}",
         f"--workdir={workdir}",
-        *(f"--config.{override}" for override in (*SMALL, *overrides)),
+        *(f"--config.{override}" for override in (*SMALL, *settings(overrides))),
         *flags,
     ]
 
 
-def environment(cache):
+def environment(cache, overrides=()):
     """Environment with a compilation cache that the runs of a test share."""
     return {
         **os.environ,
+        **dict(each.split("=") for each in overrides if each.startswith("JAX_")),
         "JAX_PLATFORMS": "cpu",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),  # for tests that run elsewhere
@@ -71,7 +77,7 @@ def run(workdir, *overrides, cache, timeout=150, cwd=None, **kwargs):
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=environment(cache),
+        env=environment(cache, overrides),
         cwd=cwd or ROOT,
     )
 
@@ -83,7 +89,7 @@ def start(workdir, *overrides, cache, cwd=None, **kwargs):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(cache),
+        env=environment(cache, overrides),
         cwd=cwd or ROOT,
     )
 
@@ -148,7 +154,7 @@ def arguments(workdir, *overrides):
     return [
         f"--config={ROOT / 'configs/math.py'}",
         f"--workdir={workdir}",
-        *(f"--config.{override}" for override in (*SMALL, *POD, *overrides)),
+        *(f"--config.{override}" for override in (*SMALL, *POD, *settings(overrides))),
     ]
 
 
@@ -166,7 +172,7 @@ def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(cache),
+        env=environment(cache, overrides),
         cwd=cwd or ROOT,
     )
 

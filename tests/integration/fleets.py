@@ -17,7 +17,6 @@ NUM_LINES = 40
 _POLL_S = 0.1
 SMALL = {
     "placement": "fleet",
-    "num_cpu_devices": 1,
     "fleet.max_searchers": 2,
     "num_steps": 12,
     "batch.num_prompts": 4,

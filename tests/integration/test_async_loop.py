@@ -20,7 +20,7 @@ def balance(ledger):
         pytest.param(("num_searchers=2", "sync_period=2"), marks=pytest.mark.slow),
         pytest.param(("num_searchers=2", *IN_AN_ENVIRONMENT), marks=pytest.mark.slow),
         pytest.param(("num_searchers=2", *WITH_AN_AGENT), marks=pytest.mark.slow),
-        ("sync.transport=checkpoint", "num_cpu_devices=2", "placement=split"),
+        ("sync.transport=checkpoint", "JAX_NUM_CPU_DEVICES=2", "placement=split"),
     ],
     ids=["memory", "environment", "agent", "checkpoint"],
 )
@@ -77,7 +77,7 @@ def test_interruption_saves_says_how_to_continue_and_resumes(cache, tmp_path):
 def test_searchers_and_trainer_of_two_devices_each_share_them(cache, tmp_path):
     workdir = tmp_path / "run"
     overrides = (
-        "num_cpu_devices=8",
+        "JAX_NUM_CPU_DEVICES=8",
         "placement=shared",
         "mesh.fsdp=2",
         "search.num_devices=2",

@@ -13,10 +13,7 @@ pytestmark = pytest.mark.timeout(900)
 
 # The workers find one another by JAX_COORDINATOR_ADDRESS and the like, which the fake machines have
 # instead of a TPU's metadata, and train together in one work directory on the share.
-JOB = (
-    "python -m tba_jax.main --config=configs/math.py --config.placement=pod "
-    "--config.num_cpu_devices=2 --workdir=$BUCKET/run"
-)
+JOB = "python -m tba_jax.main --config=configs/math.py --config.placement=pod --workdir=$BUCKET/run"
 
 
 @pytest.fixture

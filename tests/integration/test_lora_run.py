@@ -111,7 +111,7 @@ def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
         "objective.importance=none",
         "search.swap=in_flight",
         "num_searchers=2",
-        "num_cpu_devices=4",
+        "JAX_NUM_CPU_DEVICES=4",
         "mesh.fsdp=2",
         "reference.placement=trainer",
         "reference.reset_period=3",
@@ -127,7 +127,7 @@ def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
 
 def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cache, tmp_path):
     overrides = (
-        "num_cpu_devices=2",
+        "JAX_NUM_CPU_DEVICES=2",
         "mesh.fsdp=2",
         "num_searchers=2",
         "search.prompts_per_round=2",

@@ -58,7 +58,7 @@ def write_data(folder, size):
     ("preset", "devices"),
     [
         # Policy, reward model and judge each divided over two devices, where all take turns.
-        ("pythia410m", ("num_cpu_devices=2", "mesh.fsdp=2", "search.num_devices=2")),
+        ("pythia410m", ("JAX_NUM_CPU_DEVICES=2", "mesh.fsdp=2", "search.num_devices=2")),
         ("pythia2.8b", ()),
     ],
 )

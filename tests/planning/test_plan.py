@@ -42,7 +42,7 @@ def planner():
 def start_config(**fields):
     config = freeze(PRESETS["get_config"]("arithmetic"))
     # The devices of this process are there already.
-    config = replace(config, {"num_cpu_devices": 1, "placement": "split", **fields})
+    config = replace(config, {"placement": "split", **fields})
     validate(config)
     return plain(config)
 
@@ -240,7 +240,7 @@ def test_an_invalid_command_is_refused(monkeypatch, capsys, argument, message):
 
     monkeypatch.setattr(plan, "ask", ask)
     config = f"--config={ROOT / 'configs' / 'math.py'}"
-    assert plan.main([config, "--config.num_cpu_devices=1", argument]) == 2
+    assert plan.main([config, argument]) == 2
     assert message in capsys.readouterr().err
 
 

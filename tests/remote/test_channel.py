@@ -127,24 +127,3 @@ def test_a_response_may_come_later(server, monkeypatch):
     server._handlers["never"] = lambda data: pending
     monkeypatch.setattr(channels, "_FUTURE_S", 0.1)
     assert channel.call("never") == b""  # the client requests it again
-
-
-def test_a_port_in_use_is_one_line(server):
-    with pytest.raises(ChannelError) as raised:
-        ChannelServer({}, "other", port=server.port, is_local=True)
-    message = str(raised.value)
-    assert f"remote.port={server.port}: cannot listen on 127.0.0.1:{server.port}" in message
-    assert "Set --config.remote.port to a free port" in message and "\n" not in message
-
-
-def test_a_closed_server_frees_its_port(server):
-    other = ChannelServer({"echo": bytes}, "secret", is_local=True).start()
-    port = other.port
-    other.close()
-    again = ChannelServer({"echo": bytes}, "secret", port=port, is_local=True).start()
-    again.close()
-    assert not any(
-        t.name == "channel-server" and t.is_alive()
-        for t in threading.enumerate()
-        if t.ident == again._server._worker._thread.ident
-    )
