@@ -275,13 +275,13 @@ def _backward(
             if static.cap is not None:  # multiply by the derivative of the cap
                 d_logits = d_logits * (1 - (logits * static.temperature / static.cap) ** 2)
             d_logits = d_logits.astype(hidden.dtype)
-            of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows, static)
+            of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows)
             if c == 1:
                 d_hidden = d_hidden + of_chunk[None]  # an update of a slice would copy the array
             else:
                 of_chunk = d_hidden[j] + of_chunk
                 d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
-            return d_hidden, d_rows + _matmul("mwn,nd->mwd", d_logits, hidden[j], static)
+            return d_hidden, d_rows + _matmul("mwn,nd->mwd", d_logits, hidden[j])
 
         none = jnp.zeros(rows.shape, jnp.float32)
         if c == 1:
@@ -352,9 +352,8 @@ def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array,
 def _logits(
     rows: Float[Array, "m w d"], hidden: Float[Array, "n d"], static: _Static
 ) -> Float32[Array, "m w n"]:
-    return capped(_matmul("mwd,nd->mwn", rows, hidden, static), static.cap) / static.temperature
+    return capped(_matmul("mwd,nd->mwn", rows, hidden), static.cap) / static.temperature
 
 
-def _matmul(equation: str, x: Array, y: Array, static: _Static) -> Float32[Array, "..."]:
-    precision = "highest" if static.is_exact else None
-    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
