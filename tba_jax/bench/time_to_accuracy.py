@@ -17,6 +17,9 @@ seeds. Use a quiet machine.
 The peer needs torch and TRL, best in a separate environment:
 
     python -m venv trl && trl/bin/pip install torch trl transformers
+
+With --config=agent both sides train in the preset's environment, an object of one class; TRL calls
+the class as a tool, through its environment_factory.
 """
 
 import argparse
@@ -41,7 +44,16 @@ _PACKAGES = {"trl": trl_peer.PACKAGES}
 _POLL_S = 0.02
 # Warmup steps of the preset; the peer gets the same number.
 _WARMUP_STEPS = 5
-_MAX_NEW_TOKENS = 16
+_WORKLOADS: Mapping[str, Mapping[str, Any]] = {
+    "math": {"max_new_tokens": 16},
+    "agent": {
+        "max_new_tokens": 24,
+        "environment": "tba_jax.tasks.calculator:Calculator",
+        "stop": ":",
+        "max_turns": 4,
+        "package": str(Path(__file__).parents[2]),
+    },
+}
 
 
 class Reached(NamedTuple):
@@ -70,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="1e-4,3e-4,1e-3",
         help="learning rates to try; the fastest is used",
     )
+    parser.add_argument("--config", choices=_WORKLOADS, default="math", help="preset of the task")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
     parser.add_argument("--accuracy", type=float, default=0.95, help="held-out accuracy to reach")
     parser.add_argument("--num_steps", type=int, default=150, help="steps of the schedule")
@@ -119,7 +132,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if rate is not None:
         tried = {f"{x:g}": reached.from_command_s for x, reached in trials.items()}
         figures["trl"] |= {"learning_rate": rate, "from_command_s_of_learning_rates": tried}
-    sizes = ("accuracy", "seeds", "num_steps", "eval_period", "num_held_out")
+    sizes = ("config", "accuracy", "seeds", "num_steps", "eval_period", "num_held_out")
     return {
         "ours_cold": figures["ours_cold"],
         "ours_warm": figures["ours_warm"],
@@ -153,14 +166,14 @@ def _ours(
         "search.prompts_per_round": args.num_prompts,
         "objective.group_size": args.group_size,
         "search.samples_per_prompt": args.group_size,
-        "search.max_new_tokens": _MAX_NEW_TOKENS,
+        "search.max_new_tokens": _WORKLOADS[args.config]["max_new_tokens"],
         "optimizer.learning_rate": f"linear(2e-4, 0, warmup={_WARMUP_STEPS})",
     }
     command = [
         sys.executable,
         "-m",
         "tba_jax.main",
-        "--config=math",
+        f"--config={args.config}",
         f"--workdir={workdir}",
     ]
     command += [f"--config.{name}={value}" for name, value in overrides.items()]
@@ -188,7 +201,7 @@ def _trl(args: argparse.Namespace, folder: Path, learning_rate: float, seed: int
         "seed": seed,
         "learning_rate": learning_rate,
         "warmup_steps": _WARMUP_STEPS,
-        "max_new_tokens": _MAX_NEW_TOKENS,
+        **_WORKLOADS[args.config],
         "problems": [problem(*task.train_problem(int(i))) for i in chosen],
         "held_out": [problem(*task.eval_problem(i)) for i in range(args.num_held_out)],
         "log": str(folder / "log.jsonl"),

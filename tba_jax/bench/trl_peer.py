@@ -3,10 +3,10 @@
 
     python trl_peer.py JOB.json
 
-This file imports nothing of tba_jax, so that it may run in its own environment. TRL's settings are
-chosen for speed without changing its mathematics: float32 without autocast (slower on a CPU), no
-gradient checkpointing, the fused optimiser, no saving and no reporting. Losses, clipping and
-advantages are its defaults.
+This file imports nothing of tba_jax but the class of a job's environment, so that it may run in its
+own environment. TRL's settings are chosen for speed without changing its mathematics: float32
+without autocast (slower on a CPU), no gradient checkpointing, the fused optimiser, no saving and no
+reporting. Losses, clipping and advantages are its defaults.
 
 Invariant: a timed step is a whole step, and its parts are TRL's own calls. A run that trains to an
 accuracy writes a log line after its first step and after each evaluation, without buffering.
@@ -149,10 +149,16 @@ def train_to_accuracy(job: dict[str, Any]) -> None:
     torch, transformers, trl, datasets = map(importlib.import_module, PACKAGES)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    own, problems = {"reward_funcs": reward}, job["problems"]
+    limits = {}
+    if "environment" in job:
+        limits["max_tool_calling_iterations"] = job["max_turns"] - 1
+        own = _with_environment(model, tokenizer, job)
+        problems = [{**x, "prompt": [{"role": "user", "content": x["prompt"]}]} for x in problems]
     trainer = trl.GRPOTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=reward,
+        **own,
         args=_settings(
             trl,
             job,
@@ -163,11 +169,58 @@ def train_to_accuracy(job: dict[str, Any]) -> None:
             max_completion_length=job["max_new_tokens"],
             lr_scheduler_type="linear",
             warmup_steps=job["warmup_steps"],
+            **limits,
         ),
-        train_dataset=datasets.Dataset.from_list(job["problems"]),
+        train_dataset=datasets.Dataset.from_list(problems),
     )
     trainer.add_callback(_log_writer(transformers.TrainerCallback, trainer, tokenizer, job))
     trainer.train()
+
+
+_TEMPLATE = (
+    "{% for m in messages %}{{ bos_token if m.role == 'user' }}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def _with_environment(model: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Prepare a model whose turns end with ":"; return the trainer's environment and reward.
+
+    TRL samples a turn, parses a call of the tool from it, and appends the tool's result.
+    """
+    environment = _environment_class(job)
+
+    class Tools:
+        def reset(self, prompt: Any, **row: Any) -> None:
+            self._inner = environment()
+            self._inner.init(prompt[-1]["content"])
+
+        def step(self) -> str:
+            """Return the running totals."""
+            return self._inner.step(job["stop"])[0]
+
+    def graded(completions: Any, environments: Any, **columns: Any) -> list[float]:
+        texts = [messages[-1]["content"] for messages in completions]
+        return [x._inner.step(text)[1] for x, text in zip(environments, texts, strict=True)]
+
+    def parse_response(ids: Any, **context: Any) -> dict[str, Any]:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        call = {"type": "function", "function": {"name": "step", "arguments": {}}}
+        calls = {"tool_calls": [call]} if text.endswith(job["stop"]) else {}
+        return {"role": "assistant", "content": text, **calls}
+
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.response_template, tokenizer.parse_response = "own", parse_response
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(job["stop"])]
+    model.generation_config.eos_token_id = ends
+    return {"reward_funcs": graded, "environment_factory": Tools}
+
+
+def _environment_class(job: dict[str, Any]) -> Any:
+    if job["package"] not in sys.path:
+        sys.path.append(job["package"])
+    module, _, name = job["environment"].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -203,10 +256,34 @@ def evaluate(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
     prompts = [problem["prompt"] for problem in job["held_out"]]
     was_training = model.training
     model.eval()
-    texts = _greedy(model, tokenizer, prompts, job)
-    rewards = reward(texts, [problem["answer"] for problem in job["held_out"]])
+    if "environment" in job:
+        rewards = _episodes(model, tokenizer, prompts, job)
+    else:
+        texts = _greedy(model, tokenizer, prompts, job)
+        rewards = reward(texts, [problem["answer"] for problem in job["held_out"]])
     model.train(was_training)
     return sum(rewards) / len(rewards)
+
+
+def _episodes(model: Any, tokenizer: Any, prompts: list[str], job: dict[str, Any]) -> list[float]:
+    """Return the reward of a greedy episode for each prompt; a token is a character."""
+    environment = _environment_class(job)
+    games = [environment() for _ in prompts]
+    for game, prompt in zip(games, prompts, strict=True):
+        game.init(prompt)
+    texts, rewards = list(prompts), [0.0] * len(prompts)
+    live = list(range(len(prompts)))
+    for _ in range(job["max_turns"]):
+        turns = _greedy(model, tokenizer, [texts[i] for i in live], job) if live else []
+        going = []
+        for i, turn in zip(live, turns, strict=True):
+            room = job["max_new_tokens"] - (len(texts[i]) - len(prompts[i]))
+            observation, rewards[i], is_done = games[i].step(turn[:room])
+            texts[i] += turn[:room] + observation
+            if not is_done and len(texts[i]) - len(prompts[i]) < job["max_new_tokens"]:
+                going.append(i)
+        live = going
+    return rewards
 
 
 def _greedy(model: Any, tokenizer: Any, prompts: list[str], job: dict[str, Any]) -> list[str]:
