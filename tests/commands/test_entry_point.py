@@ -16,7 +16,6 @@ from absl import logging as absl_logging
 from tba_jax.commands import entry_point, export, report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.overview import COMMANDS
-from tba_jax.devices.worker import WorkerError
 from tba_jax.run.errors import UserError
 from tba_jax.run.workdir import is_finished, saved_config
 from tba_jax.storage.whole_files import write_json
@@ -41,15 +40,6 @@ def test_an_unexpected_error_is_one_line_and_a_file(capsys):
     text = path.read_text()
     path.unlink()
     assert "Traceback" in text and "in main" in text and "KeyError: 'event'" in text
-
-
-def test_the_traceback_of_a_worker_is_its_cause(capsys):
-    error = WorkerError("searcher-0 failed: IndexError: 7")
-    error.__cause__ = IndexError("7")
-    code, (line,) = told(error, capsys)
-    path = Path(line.partition(" is in ")[2].partition(",")[0])
-    assert code == 1 and "searcher-0 failed" in line and "IndexError: 7" in path.read_text()
-    path.unlink()
 
 
 def test_what_a_user_can_mend_is_one_line_and_no_file(capsys):

@@ -30,18 +30,6 @@ def test_greedy_text_equals_that_of_transformers():
     assert "PyTorch" not in out.stderr
 
 
-@needs_stories
-def test_samples_differ_and_the_seed_changes_them(capsys):
-    def texts(seed):
-        argv = [f"--model={STORIES}", "--prompt=The dog", "--max_new_tokens=12", "--json"]
-        assert generate.main([*argv, "--num_samples=3", f"--seed={seed}"]) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]
-
-    first = texts(1)
-    assert len(set(first)) == 3
-    assert texts(2) != first
-
-
 def test_a_bad_model_path_is_one_line_and_exit_code_1(capsys, tmp_path):
     assert generate.main([f"--model={tmp_path / 'nowhere'}", "--prompt=x"]) == 1
     captured = capsys.readouterr()

@@ -16,12 +16,10 @@ from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding
 from tba_jax.models import model as models
-from tba_jax.models.hf import folders
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.tasks import arithmetic
 from tba_jax.tasks.examples import Example
 
 
@@ -187,35 +185,3 @@ def test_a_wrong_option_is_named(examples_file, tmp_path, capsys, flag, message)
     except SystemExit as error:
         assert error.code == 2
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_the_embedded_attacker_writes_sums():
-    folder = folders.resolve("embedded:attacker_model")
-    config, params, _ = load_folder(folder)
-    tokenizer = Tokenizer.load(folder)
-    decoder = Decoder(
-        config,
-        compute_dtype=np.float32,
-        eos_ids=tokenizer.eos_ids,
-        pad_id=tokenizer.pad_id,
-        prompt_buckets=(1,),
-        max_length=13,
-    )
-    decoded = decoder.decode(
-        params,
-        [tokenizer.encode("", add_bos=True)],
-        num_samples=128,
-        key=jax.random.key(0),
-        settings=SamplingSettings(12),
-    )
-    texts = tokenizer.batch_decode(
-        [row[:n] for row, n in zip(decoded.tokens[0], decoded.lengths[0], strict=True)]
-    )
-    right = [
-        len(text) == arithmetic.MAX_PROMPT_CHARS
-        and text[::2].isdigit()
-        and set(text[1::2]) <= set("+-")
-        for text in texts
-    ]
-    # 99.8 % of 1,024 did; 5 misses in 128 would be a chance below 1e-6.
-    assert sum(right) >= 124 and len(set(texts)) > 120

@@ -376,13 +376,6 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_dry_run_prints_the_settings_where_the_model_is_missing(tmp_path):
-    done = run_main("--config=redteam:llama", "--config.model.path=/no/such", "--dry_run")
-    assert done.returncode == 2 and "'/no/such' is not a folder" in done.stderr
-    assert json.loads(done.stdout)["model.path"] == "/no/such"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

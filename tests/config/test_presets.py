@@ -45,14 +45,6 @@ def test_a_name_and_the_file_of_the_repository_are_the_same_valid_config(
     assert by_file == config
 
 
-@pytest.mark.parametrize(
-    ("file", "preset"), [("math", "arithmetic"), ("tldr", "toy"), ("redteam", "toy")]
-)
-def test_the_name_of_a_file_alone_is_its_miniature(file, preset):
-    assert override(None, [f"--config={file}"]).name == f"{file}/{preset}"
-    assert override(None, [f"--config={ROOT / 'configs' / file}.py"]).name == f"{file}/{preset}"
-
-
 def test_a_name_is_a_preset_whatever_lies_in_the_folder_and_a_path_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "math").write_text("def get_config(): raise AssertionError\n")

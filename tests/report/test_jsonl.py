@@ -25,18 +25,6 @@ def test_jsonl_writes_numbers_lists_and_null_for_nan(tmp_path):
     assert lines_of(tmp_path / "deep" / "m.jsonl") == [expected]
 
 
-def test_keep_drops_lines_and_goes_on(tmp_path):
-    path = tmp_path / "m.jsonl"
-    writer = jsonl.JsonlWriter(path)
-    for step in range(5):
-        writer.write(step, {"a": step})
-    writer.keep(lambda record: record["step"] <= 2)
-    writer.write(3, {"a": 30})
-    writer.close()
-    assert [(r["step"], r["a"]) for r in lines_of(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
-    assert os.listdir(tmp_path) == ["m.jsonl"]
-
-
 def test_jsonl_cuts_a_line_torn_by_a_kill(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of real runs in a browser: of a custom and an agent run."""
+"""The page of a real run in a browser."""
 
 import subprocess
 import sys
 
 import pytest
 from browser import in_browser
-from red_team_models import write_llama
 
 from tests.integration import commands
 from tests.report.test_sample_browser import HANDS
@@ -27,23 +26,6 @@ LOOK = """
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
-
-
-def test_the_responses_of_a_custom_run_can_be_looked_into(tmp_path, cache):
-    write_llama(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "a{i}"}}\n' for i in range(40)))
-    (tmp_path / "mine.py").write_text(
-        "def score(completions, **columns):\n    return [len(x) / 9 for x in completions]\n"
-    )
-    arguments = [
-        "--config=custom",
-        f"--workdir={tmp_path}/run",
-        f"--config.model.path={tmp_path}/model",
-        f"--config.task.data_path={tmp_path}/rows.jsonl",
-        f"--config.task.reward={tmp_path}/mine.py:score",
-        "--config.num_steps=2",
-    ]
-    look_into(arguments, tmp_path, cache, "a")
 
 
 def test_the_conversations_of_an_agent_run_can_be_looked_into(tmp_path, cache):
