@@ -136,17 +136,6 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     assert "pool.py" not in done.stderr  # the user's frames only
 
 
-@pytest.mark.slow  # integration/test_custom_run.py has it with other data
-def test_bad_data_row_is_named(cache, tmp_path):
-    good = '{"question": "What is 1 + 1?", "answer": "#### 2"}\n'
-    (tmp_path / "train.jsonl").write_text(good * 2 + '{"question": "What is 1 + 1?"}\n')
-    (tmp_path / "test.jsonl").write_text(good)
-    overrides = ("task.name=gsm8k", f"task.data_path={tmp_path}")
-    done = run(tmp_path / "run", *overrides, cache=cache, timeout=60)
-    message = "keys ['question']; wanted text in column 'answer'"
-    assert_one_error(done, 2, f"{tmp_path}/train.jsonl, line 3: {message}")
-
-
 @pytest.mark.slow  # test_reward_pool.py has the parts
 def test_hung_rewards_are_rejected_by_name_and_a_killed_worker_is_replaced(cache, folder):
     workdir = folder / "run"
@@ -224,7 +213,6 @@ def continued(full_disk, cache):
     return workdir, run(workdir, "num_steps=16", "eval.period=0", cache=cache)
 
 
-@pytest.mark.slow
 def test_full_disk_at_a_checkpoint(full_disk):
     workdir, code, err, seconds = full_disk
     assert code == 1 and seconds < 30
@@ -274,10 +262,11 @@ def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):
     assert_complete(workdir, num_steps)
 
 
-@pytest.mark.slow
-def test_sigkill_then_resume(cache, tmp_path):
-    overrides = ("checkpoint.period=2", "eval.period=4")
+def test_a_synchronous_run_that_is_killed_resumes_with_the_same_bits(cache, tmp_path):
+    overrides = (*SYNC, "checkpoint.period=2", "eval.period=0")
     kill_and_resume(tmp_path / "run", overrides, kills=1, num_steps=12, cache=cache)
+    done = run(tmp_path / "whole", *overrides, "num_steps=12", cache=cache)
+    assert done.returncode == 0 and losses(tmp_path / "whole") == losses(tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from commands import ROOT, SYNC, command, environment, losses, start, wait_for
 from tba_jax.run.checkpoint import load_host_state
 
 # commands/test_interruption.py has the parts; test_api.py interrupts a run by SIGINT.
-pytestmark = pytest.mark.slow
 LONG = (*SYNC, "num_steps=500", "eval.period=0", "checkpoint.period=0")
 SHORT = (*SYNC, "num_steps=4", "eval.period=0", "checkpoint.period=0")
 DEADLINE_S = 600
@@ -28,7 +27,10 @@ def assert_saved(workdir):
     assert step >= made and json.loads((workdir / "report.json").read_text())["steps"] == step
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGUSR1, marks=SLOW)])
 def test_a_signal_that_would_end_the_process_saves_first(cache, tmp_path, number):
     workdir = tmp_path / "run"
     process = start(workdir, *LONG, cache=cache)
@@ -42,6 +44,7 @@ def test_a_signal_that_would_end_the_process_saves_first(cache, tmp_path, number
     assert_saved(workdir)
 
 
+@SLOW
 def test_a_run_under_nohup_goes_on(cache, tmp_path):
     workdir = tmp_path / "run"
     argv = ["nohup", *command(workdir, *SHORT)]
@@ -54,6 +57,7 @@ def test_a_run_under_nohup_goes_on(cache, tmp_path):
     assert process.returncode == 0 and (workdir / "report.json").exists()
 
 
+@SLOW
 @pytest.mark.parametrize("reader", ["head -1", "head -1 2>&1"])
 def test_a_reader_that_goes_away_costs_lines_and_no_steps(cache, tmp_path, reader):
     workdir = tmp_path / "run"
@@ -76,6 +80,7 @@ def test_a_reader_that_goes_away_costs_lines_and_no_steps(cache, tmp_path, reade
     assert (workdir / "report.html").exists()
 
 
+@SLOW
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
     """The run saves and ends, or goes on without a terminal where it was told to ignore that."""

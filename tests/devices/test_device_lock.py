@@ -36,14 +36,6 @@ def test_a_lock_exists_where_programs_of_several_devices_can_meet(meshes, wants_
     assert (lock is not None) == wants_lock
 
 
-def test_without_a_lock_and_on_one_device_a_program_is_left_alone():
-    program = jax.jit(lambda x: x)
-    lock = DeviceLock(1.0)
-    for site in (Site(mesh_of(0, 1)), Site(mesh_of(0), lock), ANY_DEVICE):
-        assert site.locked(program) is program
-    assert Site(mesh_of(0, 1), lock).locked(program) is not program
-
-
 def test_equal_sites_are_the_same_devices_under_the_same_lock():
     lock = DeviceLock(1.0)
     pair, single = Site(mesh_of(0, 1), lock), Site(mesh_of(3), lock)

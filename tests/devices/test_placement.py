@@ -2,7 +2,6 @@
 """Who gets which device, what chips refuse, and weights that pass between groups of devices."""
 
 import dataclasses
-from types import SimpleNamespace
 from typing import get_args
 
 import jax
@@ -12,22 +11,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from tba_jax.config.devices import validate_devices
-from tba_jax.devices import placement as placements
-from tba_jax.devices.config import MeshSettings
 from tba_jax.devices.placement import (
     MODES,
     Asked,
-    Layout,
     MeshShape,
-    Mode,
     PlacementError,
     PlacementName,
     arrange,
     pod_layout,
 )
 from tba_jax.devices.sharding import MESH_AXES, hand_over, place
-from tba_jax.settings import ConfigError, need
+from tba_jax.settings import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +59,6 @@ def test_placements_of_one_process(placement, each, groups):
     assert [ids(group) for group in got.groups] == groups
 
 
-def test_auto_placement_shares_where_devices_are_short():
-    got = arrange("auto", chips("cpu", 1, 4), Asked(MeshShape(2), num_searchers=3))
-    assert [ids(group) for group in got.groups] == [[0], [1], [0]]
-
-
 @pytest.mark.parametrize(
     ("placement", "devices", "trainer", "each", "message"),
     [
@@ -81,14 +70,6 @@ def test_auto_placement_shares_where_devices_are_short():
 def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, each, message):
     with pytest.raises(PlacementError, match=message):
         arrange(placement, chips("cpu", 1, devices), Asked(MeshShape(trainer), 3, each))
-
-
-def test_every_layout_without_turns_wants_devices_for_all_searchers(monkeypatch):
-    last = placements.SPLIT._replace(name="last", trainer=lambda devices, n: devices[-n:])
-    mode = MODES["split"]._replace(choose=lambda devices, asked: last)
-    monkeypatch.setitem(MODES, "last", mode)
-    with pytest.raises(PlacementError, match="placement=last: 2 searchers of 1 devices need 2"):
-        arrange("last", chips("cpu", 1, 2), Asked(MeshShape(), num_searchers=2))
 
 
 @pytest.mark.parametrize(
@@ -164,30 +145,6 @@ def test_whole_hosts_refuses_a_placement_without_searchers():
         MODES["whole_hosts"].check(Asked(MeshShape(2), 4), 4, 1)
     with pytest.raises(PlacementError, match="or set --config.placement=whole_hosts"):
         pod_layout(devices, 8)
-
-
-def test_a_placement_is_one_record(monkeypatch):
-    """Searchers on the first devices, the trainer on the last ones."""
-    last = Layout("last", False, lambda devices, n: True, lambda devices, n: list(devices[-n:]))
-
-    def check(asked, num_devices, num_hosts):
-        need(asked.num_searchers == 2, "num_searchers", asked.num_searchers, "must be 2", "Set it.")
-
-    mode = Mode("last", "for a test", lambda devices, asked: last, check)
-    monkeypatch.setitem(placements.MODES, "last", mode)
-    asked = Asked(MeshShape(fsdp=2), num_searchers=2, searcher_devices=3)
-    placed = place("last", jax.devices(), asked)
-    assert placed.trainer_mesh.devices.flatten().tolist() == jax.devices()[-2:]
-    assert placed.searcher_meshes[1].devices.tolist() == jax.devices()[3:6]
-    config = SimpleNamespace(
-        placement="last",
-        mesh=MeshSettings(data=1, fsdp=2),
-        num_searchers=3,
-        search=SimpleNamespace(num_devices=3),
-        batch=SimpleNamespace(num_prompts=16),
-    )
-    with pytest.raises(ConfigError, match="num_searchers = 3: must be 2"):
-        validate_devices(config, 8)
 
 
 def test_every_value_of_the_field_has_a_record():

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from tba_jax.planning.judges import judge_paths
 
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config, replace
@@ -91,32 +90,6 @@ def test_reward_processes_are_half_of_the_cores_unless_the_config_says(tokenizer
             assert len(source._workers) == wanted
 
 
-def test_functions_and_a_reward_model_are_summed_by_weight(tokenizer):
-    config, task = of_task("tldr_toy", reward="tba_jax.rewards.digests:gold_reward")
-    alone = make_rewards(config, task, tokenizer, SITES)
-    config = replace(config, {"reward.model_path": REWARD_MODEL})
-    model = make_rewards(replace(config, {"task.reward": ""}), task, tokenizer, SITES)
-    parts = [score(source, tokenizer, "abc") for source in (alone, model)]
-    assert parts[0] == pytest.approx(1 - 3 * 0.06)
-    alone.close()
-    twice = "tba_jax.rewards.digests:gold_reward,tba_jax.rewards.digests:gold_reward"
-    for named, weights, wanted in (
-        ("tba_jax.rewards.digests:gold_reward", (), [1, 1]),
-        ("tba_jax.rewards.digests:gold_reward", (2.0, 0.5), [2, 0.5]),
-        (twice, (2.0, 3.0, -1.0), [5, -1]),
-    ):
-        given = replace(config, {"task.reward": named, "task.reward_weights": weights})
-        validate(given)
-        source = make_rewards(given, task, tokenizer, SITES)
-        with contextlib.closing(source):
-            source.check()
-            assert score(source, tokenizer, "abc") == pytest.approx(np.dot(wanted, parts), abs=1e-5)
-            assert score(source.on(SITES[3]), tokenizer, "abc") == pytest.approx(
-                np.dot(wanted, parts), abs=1e-5
-            )
-    assert judge_paths(given)["reward model"] == REWARD_MODEL
-
-
 def test_a_learned_reward_and_a_reward_model_are_summed(tokenizer, monkeypatch):
     class Constant:
         def score(self, prompts, completions, columns, *, completion_ids, has_eos):
@@ -131,7 +104,6 @@ def test_a_learned_reward_and_a_reward_model_are_summed(tokenizer, monkeypatch):
     validate(config)
     got = score(make_rewards(config, task, tokenizer, SITES), tokenizer, "abc")
     assert got == pytest.approx(20 + 3 * score(model, tokenizer, "abc"), abs=1e-4)
-    assert {"judge": "m", "reward model": REWARD_MODEL}.items() <= judge_paths(config).items()
 
 
 def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_path):
@@ -175,15 +147,6 @@ def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp
     make_episodes(learned, task, tokenizer, environments)
 
 
-def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
-    config, task = of_task("tldr", str(tmp_path))
-    with pytest.raises(ValueError, match="task tldr has no reward of its own"):
-        make_rewards(config, task, tokenizer, SITES)
-    with pytest.raises(ValueError, match=r"which needs a judge; set --conf"):
-        make_gold(config, task, tokenizer, SITES[0])
-    assert make_gold(*of_task("arithmetic"), tokenizer, SITES[0]) is None
-
-
 def test_a_learned_reward_is_one_record(tokenizer, monkeypatch):
     """A config names it; it gets the settings, the columns and the searchers' devices."""
     found = []
@@ -201,7 +164,6 @@ def test_a_learned_reward_is_one_record(tokenizer, monkeypatch):
     validate(config)
     assert make_rewards(config, task, tokenizer, SITES) == "source"
     assert found == [(10.0, ("answer",), SITES)]
-    assert judge_paths(config) == {"judge of tests": "some/model"}
     with pytest.raises(ConfigError, match="reward.timeout_s = 1: must be 2"):
         validate(replace(config, {"reward.timeout_s": 1.0}))
     with pytest.raises(ConfigError, match="or be one of victim, fake"):

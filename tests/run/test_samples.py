@@ -71,16 +71,6 @@ def test_responses_of_a_whole_run_are_written_with_their_ratios(tmp_path):
     assert record["answer"] == "b" and record["tokens"] == ["a", "a", "a"]
 
 
-def test_the_middle_of_a_long_response_is_left_out(tmp_path):
-    reference = np.full((2, 2003), -2.0, np.float32)
-    with samples(tmp_path, 10) as writer:
-        writer.add_step(1, shown(2000, reference=reference))
-    (record,) = read_jsonl(tmp_path / "samples.jsonl", wrong_sample)
-    assert len(record["tokens"]) == len(record["behavior"]) == 1024 and record["length"] == 2000
-    assert "[… 976 tokens …]" in record["tokens"][768] and record["reference"] == [100] * 1024
-    assert record["reference_sum"] == 2000.0
-
-
 def test_evaluations_are_written_at_even_distances_and_at_the_end(tmp_path):
     class Evaluation:
         texts, rewards = ("x", "y"), (1.0, None)
