@@ -117,7 +117,7 @@ def _open_model(
     found = models.describe(model_path(config))
     mesh = reading_mesh(found.config.hidden_size, jax.local_devices())
     params = found.load_params(
-        param_dtype=jnp.dtype(config.model.rollout_dtype),
+        param_dtype=jnp.dtype(config.model.compute_dtype),
         shardings=param_shardings(found.config, mesh),
     )
     return config, path or model_path(config), found.config, params, str(found.folder)

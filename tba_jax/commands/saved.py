@@ -51,7 +51,7 @@ def load_policy(
     Args:
         workdir: work directory of the run, which may be running.
         published: "": read the newest checkpoint. Otherwise the number of a published version, or
-            "newest" for the newest intact version, in `model.rollout_dtype`.
+            "newest" for the newest intact version, in `model.compute_dtype`.
         note: receives a line for each damaged published version.
 
     Returns:
@@ -72,7 +72,7 @@ def load_policy(
     if published:
         versions = Versions(local_folder(workdir))
         step = versions.newest_intact(note, _version(published))
-        dtype = jnp.dtype(config.model.rollout_dtype)
+        dtype = jnp.dtype(config.model.compute_dtype)
         params = versions.read(step, _cast(state.params, dtype, policy))
     else:
         newest = checkpoints.latest_step()

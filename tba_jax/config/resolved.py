@@ -3,7 +3,7 @@
 
 from typing import Literal
 
-from tba_jax.config.schema import Config, get_field
+from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES
 from tba_jax.flow.padding import SHORT
 from tba_jax.tasks.registry import entry_of
@@ -41,10 +41,10 @@ def remat_of(config: Config) -> Literal["none", "dots", "layers"]:
 
 
 def dtypes_on(config: Config, platform: str) -> dict[str, str]:
-    """Return the dtype of each setting whose dtype depends on the platform of the devices."""
-    dtype = "float32" if platform == "cpu" else "bfloat16"
-    names = ("model.compute_dtype", "model.rollout_dtype")
-    return {name: dtype for name in names if get_field(config, name) == "auto"}
+    """Return model.compute_dtype for the platform of the devices, if the config leaves it open."""
+    if config.model.compute_dtype != "auto":
+        return {}
+    return {"model.compute_dtype": "float32" if platform == "cpu" else "bfloat16"}
 
 
 def ownership_of(config: Config) -> Literal["by_prompt", "any"]:

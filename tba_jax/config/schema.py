@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict, FieldReference
 
-from tba_jax.devices.config import FleetSettings, MeshSettings, XlaSettings
+from tba_jax.devices.config import FleetSettings, MeshSettings
 from tba_jax.devices.placement import MODES, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
@@ -91,7 +91,6 @@ class Config:
         on_resume=True,
     )
     mesh: MeshSettings = MeshSettings()
-    xla: XlaSettings = XlaSettings()
     task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()
     lora: LoraSettings = LoraSettings()

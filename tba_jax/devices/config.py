@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from tba_jax.settings import Section, field, need
 
-XLA_PRESETS = ("auto", "overlap", "eigen")
-
 
 @dataclass(frozen=True)
 class MeshSettings(Section):
@@ -40,38 +38,6 @@ class MeshSettings(Section):
         at_least=1,
         on_resume=True,
     )
-
-
-@dataclass(frozen=True)
-class XlaSettings(Section):
-    """Compiler options of the train step."""
-
-    options: str = field(
-        "auto",
-        "compiler options NAME=VALUE and presets for the trainer's platform, separated by commas; "
-        "a later option overrides an earlier one. auto: eigen on CPU for a hidden size from 512, "
-        "else none; overlap: collectives concurrent with matrix products, on several GPUs or "
-        "TPU chips (effect: lab/structure.md); eigen: Eigen instead of YNNPACK on CPU, faster "
-        "for large products and slower for small ones (lab/train_step.md)",
-        on_resume=True,
-    )
-
-    @property
-    def parts(self) -> list[str]:
-        """Compiler options and presets, in the given order."""
-        return [part for text in self.options.split(",") if (part := text.strip())]
-
-    def check(self) -> None:
-        """Refuse options that are neither NAME=VALUE nor a preset."""
-        for part in self.parts:
-            name, sign, value = part.partition("=")
-            need(
-                part in XLA_PRESETS or bool(name.strip() and sign and value.strip()),
-                "xla.options",
-                self.options,
-                f"{part!r} is neither NAME=VALUE nor one of {', '.join(XLA_PRESETS)}",
-                "Set --config.xla.options=xla_gpu_enable_triton_gemm=false, several with commas.",
-            )
 
 
 @dataclass(frozen=True)

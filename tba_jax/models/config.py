@@ -21,8 +21,8 @@ class ModelSettings(Section):
     param_dtype: Dtype = field("float32", "storage dtype of policy and reference parameters")
     compute_dtype: Literal["float32", "bfloat16", "auto"] = field(
         "float32",
-        "dtype of the trainer's matmul inputs; the loss is float32; auto: float32 on CPUs, else "
-        "bfloat16",
+        "dtype of matmul inputs and of the searchers' weights; the loss is float32; auto: float32 "
+        "on CPUs, else bfloat16",
     )
     remat: Literal["auto", "none", "dots", "layers"] = field(
         "auto",
@@ -35,10 +35,6 @@ class ModelSettings(Section):
         "auto: on NVIDIA GPUs flash attention of cuDNN, on TPUs splash attention, in bfloat16; "
         "else xla; xla: no kernels on any platform, to rule out a kernel as cause of an error",
         on_resume=True,
-    )
-    rollout_dtype: Literal["float32", "bfloat16", "auto"] = field(
-        "float32",
-        "dtype of the searchers' weights and computation; auto: float32 on CPUs, else bfloat16",
     )
 
 

@@ -42,20 +42,17 @@ _PLACEMENT = (
     "mesh.model",
     "search.num_devices",
 )
-_DTYPES = ("model.compute_dtype", "model.rollout_dtype")
+_DTYPE = "model.compute_dtype"
 _ROWS = "batch.micro_batch_rows"
-_OPTIONS = "xla.options"
-_WIDE = 512  # hidden size from which Eigen is faster on CPU (docs/lab/train_step.md)
 _IMPORTANCE = "objective.importance"
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "task.max_prompt_tokens": (0, LENGTHS),
     "num_searchers": (0, _PLACEMENT),
-    **{name: ("auto", (name,)) for name in _DTYPES},
+    _DTYPE: ("auto", (_DTYPE,)),
     "search.num_slots": (0, ("search.num_slots",)),
     _ROWS: (0, (_ROWS,)),
     "model.remat": ("auto", ("model.remat",)),
-    _OPTIONS: ("auto", (_OPTIONS,)),
 }
 """Setting -> the value that requests a choice, and the settings that are then chosen."""
 
@@ -136,7 +133,7 @@ def on_devices(
         PlacementError: the placement is impossible on these devices.
     """
     platform = platform_of(devices[0])
-    config = for_platform(config, model_config, platform)
+    config = for_platform(config, platform)
     if not config.num_searchers:
         config = _placed(config, model_config, devices, memory_bytes)
     found = arrange(config.placement, devices, asked(config))
@@ -154,13 +151,9 @@ def on_devices(
     return _chosen(config, {n: x for n, x in sizes.items() if n in left}, about)
 
 
-def for_platform(config: Config, model_config: TransformerConfig, platform: str) -> Config:
-    """Return a config with the dtypes and the compiler options that are faster on a platform."""
-    config = _chosen(config, dtypes_on(config, platform), f"the faster dtype on {platform}")
-    if config.xla.options != "auto" or platform != "cpu" or model_config.hidden_size < _WIDE:
-        return config
-    about = f"faster on CPUs for a hidden size of {model_config.hidden_size}"
-    return _chosen(config, {_OPTIONS: "eigen"}, about)
+def for_platform(config: Config, platform: str) -> Config:
+    """Return a config with the dtype that is faster on a platform."""
+    return _chosen(config, dtypes_on(config, platform), f"the faster dtype on {platform}")
 
 
 def lines(config: Config) -> list[str]:
@@ -223,8 +216,7 @@ def _placed(
 def _on_absent_devices(config: Config) -> Config:
     """Return a fleet's config with one searcher per process, and dtypes for the fleet's devices."""
     has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
-    model_config = describe_model(config, with_weights=False).config
-    config = for_platform(config, model_config, "accelerators" if has_accelerator else "cpu")
+    config = for_platform(config, "accelerators" if has_accelerator else "cpu")
     if config.num_searchers:
         return config
     return _chosen(config, {"num_searchers": 1}, "one searcher for each process of searchers")

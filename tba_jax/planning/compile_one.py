@@ -75,7 +75,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     model_config = config_json.transformer_config(request["model"])
     model_config = model_parts.with_settings(model_config, config)
     if request["program"]:
-        config = choices.for_platform(config, model_config, platform_of(devices[0]))
+        config = choices.for_platform(config, platform_of(devices[0]))
         placement = layouts.place(config, devices).placement
         found = plan_programs(config, model_config, placement)
         return _compile(next(p for p in found if p.name == request["program"]))
@@ -92,7 +92,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return placement, resident memory and programs of a run."""
     judges = functools.partial(_judge_bytes, config, request["judges"])
-    given = config = choices.for_platform(config, model_config, platform_of(devices[0]))
+    given = config = choices.for_platform(config, platform_of(devices[0]))
     if request["chooses"] and config.placement != WHOLE_HOSTS.name:
         config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes, judges)
         if _ROWS in request["fixed"]:

@@ -66,7 +66,7 @@ def trainer_share(config: Config, model_config: TransformerConfig) -> float:
     slots = num_slots(config)
     decoding = roofline.decode_work(
         model_config,
-        itemsize=1 if narrow else jnp.dtype(config.model.rollout_dtype).itemsize,
+        itemsize=1 if narrow else jnp.dtype(config.model.compute_dtype).itemsize,
         num_steps=t,
         prompt_tokens=x,
         response_lengths=[t] * slots,
@@ -173,7 +173,7 @@ def searcher_bytes(
     if config.reference.placement == "searcher":
         weights += num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     columns = config.task.max_prompt_tokens + config.search.max_new_tokens + 8
-    dtype = config.model.rollout_dtype
+    dtype = config.model.compute_dtype
     cache = shard_bytes(kv_cache.abstract_layers(model_config, num_slots(config), columns, dtype))
     if config.task.environment:
         cache *= 2  # caches of waiting conversations
@@ -192,7 +192,7 @@ def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) 
     """Return the bytes of a searcher's weights: current and next version, base of adapters."""
 
     def weights(quantization: Quantization) -> Params:
-        where, dtype = SingleDeviceSharding(device), jnp.dtype(config.model.rollout_dtype)
+        where, dtype = SingleDeviceSharding(device), jnp.dtype(config.model.compute_dtype)
         return lowering.abstract_weights(model_config, dtype, where, quantization)
 
     held = weights(config.search.quantization)

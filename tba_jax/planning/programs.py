@@ -398,7 +398,7 @@ def _merge(config: Config, policy: TransformerConfig, base: lora.Base, mesh: Mes
     adapters = _abstract(
         lora.abstract_adapters(policy),
         model_parts.adapter_shardings(policy, mesh),
-        config.model.rollout_dtype,
+        config.model.compute_dtype,
     )
     return Planned(
         name="merge",
@@ -526,7 +526,7 @@ def abstract_weights(
     """
     mesh = placement.searcher_meshes[0]
     where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
-    dtype = jnp.dtype(config.model.rollout_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
     return lowering.abstract_weights(model_config, dtype, where, quantization)
 
 

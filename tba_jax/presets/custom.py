@@ -23,7 +23,7 @@ PRESETS = {
         "num_steps": 200,
         "sync_period": 2,
         "num_searchers": 0,
-        "model": {"compute_dtype": "auto", "rollout_dtype": "auto"},
+        "model": {"compute_dtype": "auto"},
         "task": {
             "name": "custom",
             "max_prompt_tokens": 0,

@@ -84,7 +84,6 @@ PRESETS = {
             # better settings.
             "param_dtype": "bfloat16",
             "compute_dtype": "bfloat16",
-            "rollout_dtype": "bfloat16",
         },
         # Prompts and responses are far shorter than their limits, so most of a padded row would be
         # padding. A question is computed once for the answers that fit behind it. Eight rows at a
@@ -124,7 +123,6 @@ PRESETS = {
         "model": {
             "path": "Qwen/Qwen2.5-7B",
             "compute_dtype": "bfloat16",
-            "rollout_dtype": "bfloat16",
         },
         # One group per trainer device at a time, a row with its prompt once.
         "batch": {"num_prompts": 32, "micro_batch_rows": 64},

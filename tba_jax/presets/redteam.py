@@ -155,7 +155,6 @@ PRESETS = {
             "model": {
                 "path": "meta-llama/Llama-3.2-1B",
                 "compute_dtype": "bfloat16",
-                "rollout_dtype": "bfloat16",
             },
             "lora": {"modules": ("q", "v")},
             "objective": {

@@ -84,12 +84,6 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
     )
 
 
-def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
-    """Return scoring settings with rollout_dtype, for given responses and divergence metrics."""
-    scoring = make_scoring(config, eos_ids)
-    return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
-
-
 def make_padding(config: Config, pad_id: int) -> Padding:
     """Return the padded lengths of prompts and responses."""
     return Padding(
@@ -151,7 +145,7 @@ def make_publication_program(
             layout, shardings = make_publication(model_config, where, quantization)
         else:
             shardings = lora.split(param_shardings(policy, where))[1]
-    dtype = jnp.dtype(config.model.rollout_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
     exact = model_config.float32_leaves
     return make_publish_program(dtype, layout, shardings, quantization, exact)
 
@@ -166,7 +160,7 @@ def decoder_weights(
         source: mesh of `params`, with the axes `sharding.MESH_AXES`.
     """
     layout, published = make_publication(model_config, source)
-    dtype, exact = jnp.dtype(config.model.rollout_dtype), model_config.float32_leaves
+    dtype, exact = jnp.dtype(config.model.compute_dtype), model_config.float32_leaves
     program = make_publish_program(dtype, layout, published, float32_leaves=exact)
     return hand_over(program(params), searcher_shardings(model_config, mesh))
 
@@ -181,7 +175,7 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     Raises:
         ValueError: the model at config.model.path has another architecture.
     """
-    dtype = jnp.dtype(config.model.rollout_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
     shardings = param_shardings(model_config, source)
     found = describe_model(config)
     if found.config != model_config:
@@ -254,7 +248,7 @@ def make_decoder(
         )
     decoder = Decoder(
         model_config,
-        compute_dtype=jnp.dtype(config.model.rollout_dtype),
+        compute_dtype=jnp.dtype(config.model.compute_dtype),
         eos_ids=ids,
         pad_id=tokenizer.pad_id,
         prompt_buckets=(
@@ -390,10 +384,9 @@ def make_step_shardings(
 
     Raises:
         ValueError: the mesh does not divide the model.
-        ConfigError: the compiler does not have an option of `config.xla`.
     """
     optimizer, _ = make_optimizer_from(config)
-    options = xla.compiler_options(config.xla, list(mesh.devices.flat))
+    options = xla.step_options(mesh.devices.flat[0], model_config.hidden_size)
     return step_shardings(
         policy_config(config, model_config),
         optimizer,

@@ -43,7 +43,6 @@ from tba_jax.run.model_parts import (
     make_decoder,
     make_padding,
     make_publication,
-    make_rollout_scoring,
     make_scoring,
     reference_shardings,
     searcher_shardings,
@@ -117,7 +116,7 @@ def make_start_data(shared: Shared) -> StartData | None:
     )
     program = make_start_program(
         shared.model.config,
-        make_rollout_scoring(config, tokenizer.eos_ids),
+        make_scoring(config, tokenizer.eos_ids),
         max_new_tokens=search.max_new_tokens,
         site=shared.sites.searchers[0],
     )
@@ -149,7 +148,7 @@ class Arrival(NamedTuple):
 def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: Any) -> Arrival:
     """Return the conversion of published weights; for the arguments see `make_transport`."""
     plain = dataclasses.replace(policy, adapters=None)
-    dtype = jnp.dtype(config.model.rollout_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
     quantization, mesh = config.search.quantization, sites.publication.mesh
     layout, published = make_publication(plain, mesh, quantization)
     rounded = functools.partial(
@@ -240,7 +239,7 @@ def make_version_writer(
 
 def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> Any:
     """Return shapes and shardings of published weights in files, for a reader's mesh."""
-    dtype = jnp.dtype(config.model.rollout_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
     if policy.adapters is None:
         shapes, shardings = abstract_params(policy, dtype), param_shardings(policy, mesh)
     else:
@@ -462,7 +461,7 @@ def make_judging(
             distance = ReferenceDistance(
                 model_config,
                 functools.partial(reference_params, site),
-                scoring=make_rollout_scoring(config, tokenizer.eos_ids),
+                scoring=make_scoring(config, tokenizer.eos_ids),
                 padding=make_padding(config, tokenizer.pad_id),
                 site=site,
             )

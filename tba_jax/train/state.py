@@ -72,7 +72,7 @@ class StepShardings(NamedTuple):
     base: Any = None
     log_z_size: int = 0
     log_z_layers: int = 1
-    compiler_options: Mapping[str, str | bool] = {}
+    compiler_options: Mapping[str, str] = {}
 
     def of_batch(self, batch: Batch | PackedBatch) -> Any:
         """Return the sharding of each array of a batch; None for absent arrays."""

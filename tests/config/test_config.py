@@ -347,7 +347,6 @@ def test_data_is_read_before_the_model_and_a_failed_start_can_be_corrected_in_pl
         # Nothing is left to choose, for which the model would be read first.
         "--config.model.remat=layers",
         "--config.search.num_slots=8",
-        "--config.xla.options=",
         f"--workdir={tmp_path / 'run'}",
     )
     done = run_main(*arguments, f"--config.task.data_path={tmp_path}")

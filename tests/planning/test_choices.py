@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that a run chooses itself."""
 
-import dataclasses
 import runpy
 import types
 from pathlib import Path
@@ -123,21 +122,6 @@ def test_decode_slots_fit_the_memory():
     assert "search.num_slots" not in on_gpu(2**20, search__num_slots=200)
 
 
-def test_wide_models_on_cpus_get_the_compiler_options_that_are_faster():
-    cpu, wide = jax.local_devices()[:1], dataclasses.replace(SHAPE, hidden_size=512)
-    found = choices.on_devices(CONFIG, wide, cpu, 2**36)
-    assert found.xla.options == "eigen"
-    assert "xla.options=eigen (faster on CPUs for a hidden size of 512)" in " ".join(
-        choices.lines(found)
-    )
-    # A resumed run keeps them, and the options of a version that chose none.
-    for saved in (found, make_config(LENGTHS | {"xla.options": ""})):
-        assert choices.choose(CONFIG, flatten(saved)).xla.options == saved.xla.options
-    assert choices.on_devices(CONFIG, SHAPE, cpu, 2**36).xla.options == "auto"
-    given = make_config(LENGTHS | {"xla.options": "overlap"})
-    assert choices.on_devices(given, wide, cpu, 2**36).xla.options == "overlap"
-
-
 def test_searchers_take_the_devices_that_the_trainer_leaves():
     devices = jax.local_devices()
     found = choices.on_devices(make_config(LENGTHS | {"num_searchers": 0}), SHAPE, devices, 2**36)
@@ -155,10 +139,10 @@ def test_a_resumed_run_takes_what_it_chose(monkeypatch):
         "task.max_prompt_tokens": 64,
         "batch.micro_batch_rows": 32,
         "model.remat": "dots",
-        "model.rollout_dtype": "bfloat16",
+        "model.compute_dtype": "bfloat16",
         "search.num_slots": 8,
     }
-    left_open = make_config({"task.max_prompt_tokens": 0, "model.rollout_dtype": "auto"})
+    left_open = make_config({"task.max_prompt_tokens": 0, "model.compute_dtype": "auto"})
     config = choices.choose(left_open, flatten(make_config(chosen)))
     assert choices.lines(config) == [] and flatten(config) == flatten(make_config(chosen))
 
@@ -177,7 +161,6 @@ def test_a_given_value_stays():
         "model.remat": "none",
         "num_searchers": 2,
         "placement": "shared",
-        "xla.options": "",
     }
     given = make_config(fields)
     config = choices.choose(given, {})

@@ -100,7 +100,6 @@ def test_scores_count_where_gpus_cannot_divide_key_value_heads():
         ({}, 3.1),  # as the compiled programs: docs/lab/plans.md
         ({"replay.recency_prob": 0.2}, 5.9),
         ({"search.num_slots": 8}, 0.9),
-        ({"model.rollout_dtype": "float32"}, 2.0),
     ],
 )
 def test_the_trainer_gets_the_share_of_the_work_that_it_has(changes, nearest):
