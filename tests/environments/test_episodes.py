@@ -181,7 +181,8 @@ def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
         assert not y.token_logprobs[~y.is_sampled].any()
         places = np.flatnonzero(y.is_sampled)
         own = scored(model, [y] * len(places), np.eye(len(y.tokens), dtype=bool)[places])
-        np.testing.assert_allclose(y.token_logprobs[places], own, atol=1e-5)
+        # float32: sampler and scorer add logits up to 16 in other orders.
+        np.testing.assert_allclose(y.token_logprobs[places], own, atol=3e-5)
 
 
 def test_kept_caches_change_nothing_but_rounding(model):

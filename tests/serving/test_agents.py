@@ -154,7 +154,8 @@ def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model, ta
     assert {y.verdict.reason for y in episodes} == {None}
     for y, row in zip(episodes, ROWS, strict=True):
         own = scored(model, model.params, ROWS, y)
-        np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, atol=1e-5)
+        # float32: sampler and scorer add logits up to 16 in other orders.
+        np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, atol=3e-5)
         assert y.verdict.reward == len(own) / 10  # no token was lost, or counted twice
         text = model.tokenizer.decode(y.tokens)
         assert text.startswith(row["prompt"]) and not y.token_logprobs[~y.is_sampled].any()
