@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba_jax.flow.packing import Packing, Shape, row_buckets
-from tba_jax.flow.padding import Padding, bucket_length, left_pad, length_buckets
+from tba_jax.flow.padding import Padding, bucket_length, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 
 
@@ -174,13 +174,6 @@ def test_buckets():
         bucket_length(97, (24, 48, 96))
 
 
-def test_left_pad_of_an_empty_row():
-    assert left_pad([np.array([], np.int32), np.array([1, 2])], 3, 9).tolist() == [
-        [9, 9, 9],
-        [9, 1, 2],
-    ]
-
-
 def test_a_packed_batch_places_every_value():
     # Sequences of 5, 4, 3 and 5 tokens: the two of five fill rows with neither of the others.
     batch = pack(two_draws(), row_length=8, pad_id=9)
@@ -273,35 +266,6 @@ def test_marks_of_an_environment_lie_where_its_tokens_do():
         [0, 0, 1, 0, 1, 0, 0, 0],
         [0, 0, 0, 1, 0, 0, 0, 0],
     ]
-
-
-def test_packed_rows_hold_all_tokens_with_little_padding():
-    rng = np.random.default_rng(0)
-    prompts = [Prompt(i, "", rng.integers(1, 9, 20).astype(np.int32), {}) for i in range(16)]
-    draws = [
-        Draw(
-            prompt,
-            tuple(make_trajectory(rng.integers(1, 9, rng.integers(5, 100))) for _ in range(8)),
-            (1,) * 8,
-            True,
-            tuple(range(8)),
-            0,
-        )
-        for prompt in prompts
-    ]
-    sizes = {"prompts": (20,), "response": 99, "group_size": 8}
-    batch = pack(draws, row_length=128, micro_batch_rows=4, **sizes)
-    tokens = (batch.prompt_lengths + batch.response_lengths).sum()
-    assert (batch.slots > 0).sum() == tokens
-    assert np.bincount(batch.slots.ravel())[1:].tolist() == (
-        (batch.prompt_lengths + batch.response_lengths).ravel().tolist()
-    )
-    # Rows of padding are in micro-batches of their own, but for the last; first fit leaves little.
-    used = (batch.slots.reshape(4, -1, 128) > 0).any((0, 2))
-    assert tokens / (used.sum() * 4 * 128) > 0.9
-    # Lengths are uniform, so every other token of padded rows is padding.
-    padded = pack(draws, **sizes)
-    assert tokens / padded.tokens.size < 0.65
 
 
 def test_row_buckets():

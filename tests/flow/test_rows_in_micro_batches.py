@@ -14,11 +14,6 @@ def test_first_fit_takes_the_largest_first():
     assert places.num_rows == 3
 
 
-def test_equal_sequences_keep_their_order():
-    places = place([[1, 1], [1]], row_length=1)
-    assert places.rows.tolist() == [0, 1, 2] and places.num_rows == 3
-
-
 def test_a_group_that_does_not_fit_is_whole_in_the_next_micro_batch():
     places = place([[1, 1], [1, 1, 1], [1]], row_length=1, micro_batch_rows=4)
     assert places.rows.tolist() == [4, 5, 0, 1, 2, 3] and places.num_rows == 8
@@ -73,13 +68,6 @@ def test_rows_that_hold_a_prompt_take_only_what_is_behind_it():
             assert (
                 begins.sum() == len(set(of_group)) and (np.diff(of_group)[~begins[1:]] == 0).all()
             )
-
-
-def test_full_groups_may_need_all_of_the_rows():
-    # Two groups of three to micro-batches of eight, with two rows to spare in each.
-    places = place([[1] * 3] * 5, row_length=1, micro_batch_rows=8)
-    assert places.num_rows == most_rows(5, 3, micro_batch_rows=8, is_whole=True) == 24
-    assert most_rows(5, 3, micro_batch_rows=4, is_whole=False) == 16
 
 
 def test_a_group_that_no_micro_batch_holds_is_refused():

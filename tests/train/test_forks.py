@@ -104,15 +104,6 @@ def test_an_episode_has_the_sum_of_its_paths_in_every_layout(alone, layout):
     np.testing.assert_allclose(found, residual - residual.mean(axis=1, keepdims=True), atol=1e-4)
 
 
-def test_paths_as_separate_responses_would_be_another_objective(alone):
-    draws, _, scores = alone
-    y, own = draws[0].trajectories[1], scores[0][1]
-    sums = [own[path].sum() - y.reference_logprob - y.reward / BETA for path in y.paths]
-    whole = own.sum() - y.reference_logprob - y.reward / BETA
-    # The squared residuals of the paths, which the tests above would see.
-    assert abs(np.mean(np.square(sums)) - np.square(whole)) > 1
-
-
 def test_a_forked_episode_comes_back_from_its_bytes():
     table = SettingsTable()
     trajectories = [y for draw in forked_draws() for y in draw.trajectories]

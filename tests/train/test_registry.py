@@ -105,18 +105,6 @@ def test_losses_of_disjoint_groups_add_up_to_the_batchs(name):
     assert abs(float(whole.loss)) > 1e-3
 
 
-def test_means_count_a_response_as_often_as_it_was_drawn():
-    data = random_groups()
-    x = np.asarray(data.reward)
-    weight, mask = np.asarray(data.weight), np.asarray(data.mask)
-    expected = np.average(x, weights=weight)
-    np.testing.assert_allclose(data.mean_over_responses(data.reward), expected, rtol=1e-5)
-    tokens = np.broadcast_to(x[..., None], mask.shape)
-    expected = np.average(tokens, weights=mask * weight[..., None])
-    np.testing.assert_allclose(data.mean_over_tokens(jnp.asarray(tokens)), expected, rtol=1e-5)
-    np.testing.assert_allclose(data.mean_over_prompts(data.reward[:, 0]), x[:, 0].mean(), rtol=1e-5)
-
-
 OWN_FILE = """
 import dataclasses
 from tba_jax.settings import field

@@ -20,7 +20,7 @@ from tba_jax.settings import ConfigError
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.rounding import rounded_like, rounding_key, stochastically_rounded, widened
+from tba_jax.train.rounding import rounded_like, rounding_key, stochastically_rounded
 from tba_jax.train.state import init_state, step_shardings
 from tba_jax.train.step import make_train_step
 
@@ -217,10 +217,3 @@ def test_the_config_says_how_and_refuses_what_has_nothing_to_round():
         validate(make_config(fields))
     with pytest.raises(ConfigError, match="in bfloat16, and adapters are float32"):
         validate(make_config({**bfloat16, "lora.rank": 4}))
-
-
-def test_widening_is_exact_and_touches_bfloat16_alone():
-    tree = {"a": jnp.asarray([0.3], jnp.bfloat16), "b": jnp.int32(3), "c": jnp.float32(0.1)}
-    wide = widened(tree)
-    assert [x.dtype for x in jax.tree.leaves(wide)] == [jnp.float32, jnp.int32, jnp.float32]
-    np.testing.assert_array_equal(wide["a"], np.asarray(tree["a"], np.float32))

@@ -134,13 +134,6 @@ def part(policy, log_z, num):
     return GroupData(**emptied_arrays, log_z=log_z, totals=data.totals)
 
 
-def test_a_mean_over_prompts_leaves_out_those_of_other_parts():
-    with jax.enable_x64(True):
-        data = part(jnp.asarray(responses()[0][0]), None, 3)
-        assert data.mean_over_prompts(jnp.full(4, 2.0)) == 2 * 3 / 4
-        assert data.num_drawn.tolist() == [6, 6, 6, 0]
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_prompts_of_other_parts_add_nothing_to_a_loss(name):
     objective = OBJECTIVES[name]
