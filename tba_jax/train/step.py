@@ -16,7 +16,7 @@ device if the number of devices also divides the rows of a micro-batch.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from tba_jax.flow.bin_packing import rows_at_once
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.train.heads import log_z
-from tba_jax.train.micro_batches import Cut, Score, cut_rows, gradients, score_all
+from tba_jax.train.micro_batches import Cut, Score, cut_rows, score_all
 from tba_jax.train.objectives.base import Loss, Objective, Totals
 from tba_jax.train.objectives.registry import call_objective
 from tba_jax.train.rows import Rows, Tokens, all_params, make_rows
@@ -43,12 +43,12 @@ from tba_jax.train.step_metrics import (
 )
 from tba_jax.train.step_settings import StepSettings, tempered_target, value_at
 from tba_jax.train.updates import (
-    Update,
-    UpdateResult,
+    StepFunctions,
     next_state,
+    one_update,
     schedule_step,
+    several_updates,
     update,
-    update_by_parts,
 )
 
 _SKIPPED = ("skipped_steps", "skipped_in_a_row")
@@ -92,28 +92,27 @@ def make_train_step(
         temperatures = settings.target.temperatures(state.step)
         raw = _with_reference(rows, state, cut)
         rows = _with_tempered_target(raw, temperatures)
-        trained, score, apart = _score_functions(rows, state, settings.objective)
-        log_z, pull_log_z = None, None
-        if state.log_z_head is not None and score is rows.score:
-            log_z, pull_log_z = _log_z(state, batch, settings, config, compute, base)
-        totals = rows.totals()
+        score, apart = _score_functions(rows, settings.objective)
+        has_log_z = state.log_z_head is not None and "value" not in settings.objective.heads
+        learned = _log_z(state, batch, settings, config, compute, base) if has_log_z else None
+        of_prompts, of_batch = None if learned is None else learned[0], rows.totals()
 
         def loss_of(
             scored: Array,
             tokens: Tokens,
-            log_z: Array | None = log_z,
-            totals: Totals = totals,
+            log_z: Array | None = of_prompts,
+            totals: Totals = of_batch,
         ) -> Loss:
             data = rows.group_data(*apart(scored), tokens, totals)
             return call_objective(settings.objective, data._replace(log_z=log_z), beta)
 
         one = functools.partial(update, state=state, optimizer=optimizer, settings=settings)
         stored = trainable(state.params, state.log_z_head), state.opt_state
-        how = _StepFunctions(trained, score, apart, cut, loss_of, one)
+        how = StepFunctions(score, apart, cut, loss_of, one)
         if settings.num_updates > 1:
-            done = _several_updates(rows, stored, how, settings)
+            done = several_updates(rows, *stored, how, settings)
         else:
-            done = _one_update(rows, stored, how, log_z, pull_log_z)
+            done = one_update(rows, *stored, how, learned)
         new_state = next_state(state, done, settings)
         metrics = {
             **done.metrics(settings),
@@ -154,77 +153,13 @@ def _shown(rows: Rows, policy: Array) -> dict[str, Any]:
     return {SHOWN_KEY: {name: rows.of_first_prompt(x) for name, x in known.items()}}
 
 
-class _StepFunctions(NamedTuple):
-    """Functions that score a batch and update the parameters.
-
-    Attributes:
-        trained: trained parameters, the first argument of `score`.
-        score, cut: as in `gradients`.
-        apart: splits scores into (log-probs, values).
-        loss_of: (scores of some rows, their tokens, further arguments) -> loss.
-        update: as in `update_by_parts`.
-    """
-
-    trained: Any
-    score: Score
-    apart: Callable[[Array], tuple[Array, Array | None]]
-    cut: Cut
-    loss_of: Callable[..., Loss]
-    update: Callable[..., Update]
-
-
-def _one_update(
-    rows: Rows,
-    stored: tuple[Any, Any],
-    how: _StepFunctions,
-    log_z: Array | None,
-    pull_log_z: Callable[[Array], tuple[Any, Any]] | None,
-) -> UpdateResult:
-    """Make one update with the whole batch."""
-    scored, grads = gradients(
-        rows, how.trained, lambda *xs: how.loss_of(*xs).loss, how.cut, how.score
-    )
-    loss = how.loss_of(scored, rows.tokens)
-    if pull_log_z is not None:
-        by_log_z = jax.grad(lambda z: how.loss_of(scored, rows.tokens, z).loss)(log_z)
-        through_states, of_head = pull_log_z(by_log_z)
-        grads = jax.tree.map(jnp.add, grads, through_states), of_head
-    done = how.update(*stored, loss, grads, 0)
-    made = done.is_finite.astype(jnp.int32)
-    policy, _ = how.apart(scored)
-    return UpdateResult(policy, loss, done.trained, done.opt_state, made, done.grad_norm)
-
-
-def _several_updates(
-    rows: Rows, stored: tuple[Any, Any], how: _StepFunctions, settings: StepSettings
-) -> UpdateResult:
-    """Make several updates with minibatches; first compute the values that stay fixed."""
-    scored = score_all(rows, how.trained, how.cut, how.score)
-    policy, values = how.apart(scored)
-    rows = rows._replace(tokens=rows.tokens._replace(start_values=values))
-    done = update_by_parts(
-        rows,
-        *stored,
-        loss_of=lambda x, tokens, totals: how.loss_of(x, tokens, totals=totals),
-        score=how.score,
-        cut=how.cut,
-        update=how.update,
-        passes=settings.epochs,
-        num_parts=settings.minibatches,
-    )
-    of_groups = how.loss_of(scored, rows.tokens).metrics
-    loss = Loss(done.loss, {**of_groups, **done.metrics})
-    return UpdateResult(policy, loss, done.trained, done.opt_state, done.made, done.grad_norm)
-
-
 def _score_functions(
-    rows: Rows, state: TrainState, objective: Objective
-) -> tuple[Any, Score, Callable[[Array], tuple[Array, Array | None]]]:
-    """Return the first three fields of `_StepFunctions`: (trained, score, apart)."""
+    rows: Rows, objective: Objective
+) -> tuple[Score, Callable[[Array], tuple[Array, Array | None]]]:
+    """Return the fields `score` and `apart` of `StepFunctions`."""
     if "value" in objective.heads:
-        trained = (state.params, state.log_z_head)
-        return trained, rows.score_values, lambda scored: (scored[..., 0], scored[..., 1])
-    return state.params, rows.score, lambda scored: (scored, None)
+        return rows.score_values, lambda scored: (scored[..., 0], scored[..., 1])
+    return rows.score, lambda scored: (scored, None)
 
 
 def _jitted(

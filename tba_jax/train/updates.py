@@ -15,16 +15,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.train.micro_batches import Cut, Score, gradients
+from tba_jax.train.micro_batches import Cut, Score, gradients, score_all
 from tba_jax.train.objectives.base import BALANCE, Loss, Totals
 from tba_jax.train.optimizers import with_schedule_count
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.rows import Rows, Tokens
 from tba_jax.train.state import TrainState
 from tba_jax.train.step_settings import StepSettings
-
-LossOf = Callable[[Array, Tokens, Totals], Loss]
-"""(scores of some rows, their tokens, totals of the minibatch for means) -> loss."""
 
 
 class Update(NamedTuple):
@@ -42,22 +39,47 @@ class Update(NamedTuple):
     grad_norm: Float[Array, ""]
 
 
-class Updates(NamedTuple):
+class UpdateResult(NamedTuple):
     """Result of all updates of a step.
 
     Attributes:
+        policy: log-prob of every token under the policy at the start of the step.
+        loss: loss and its metrics. With several updates: means over the updates, and metrics of
+            whole groups at the start of the step.
         trained, opt_state: parameters and optimizer state after the last update.
-        made: number of finite updates; other updates changed nothing.
-        loss, grad_norm: means over the updates.
-        metrics: means of the loss's metrics over the updates, without metrics of whole groups.
+        made: int32, number of finite updates; other updates changed nothing.
+        grad_norm: norm of the gradient; with several updates, the mean of the norms.
     """
 
+    policy: Array
+    loss: Loss
     trained: Any
     opt_state: Any
     made: Int[Array, ""]
-    loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
-    metrics: dict[str, Float[Array, ""]]
+
+    def metrics(self, settings: StepSettings) -> dict[str, Array]:
+        """Return the metrics of the updates."""
+        own = {"loss": self.loss.loss, **self.loss.metrics, "grad_norm": self.grad_norm}
+        return own if settings.num_updates == 1 else {**own, "updates": self.made}
+
+
+class StepFunctions(NamedTuple):
+    """Functions that score a batch and update the parameters.
+
+    Attributes:
+        score, cut: as in `gradients`.
+        apart: splits scores into (log-probs, values).
+        loss_of: (scores of some rows, their tokens, log_z=, totals=) -> loss; by default with the
+            learned log Z and the totals of the whole batch.
+        update: (trained, opt_state, loss, gradient, index of the update) -> Update.
+    """
+
+    score: Score
+    apart: Callable[[Array], tuple[Array, Array | None]]
+    cut: Cut
+    loss_of: Callable[..., Loss]
+    update: Callable[[Any, Any, Loss, Any, Array | int], Update]
 
 
 def minibatch(rows: Rows, index: Array | int, num_parts: int, cut: Cut) -> Rows:
@@ -92,83 +114,81 @@ def totals_of(part: Rows) -> Totals:
     return Totals(*(jnp.maximum(x, 1) for x in found))
 
 
-def update_by_parts(
+def one_update(
     rows: Rows,
     trained: Any,
     opt_state: Any,
-    *,
-    loss_of: LossOf,
-    score: Score,
-    cut: Cut,
-    update: Callable[[Any, Any, Loss, Any, Array], Update],
-    passes: int,
-    num_parts: int,
-) -> Updates:
-    """Run several epochs over the minibatches of a batch, with one update per minibatch.
+    how: StepFunctions,
+    log_z: tuple[Array, Callable[[Array], tuple[Any, Any]]] | None,
+) -> UpdateResult:
+    """Make one update with the whole batch.
 
     Args:
-        rows: the batch; its tokens include the values that stay fixed over the epochs.
-        trained, opt_state: parameters and optimizer state before the first update.
-        loss_of: mean loss over some rows.
-        score: `rows.score` or `rows.score_values`.
-        cut: division of all rows into micro-batches; a minibatch has the same number of
-            micro-batches, with fewer rows.
-        update: (trained, opt_state, loss, gradient, index of the update) -> Update.
-        passes: number of epochs.
-        num_parts: number of minibatches per epoch, one update each.
+        rows: the batch.
+        trained, opt_state: parameters and optimizer state before the update.
+        log_z: learned log Z of every prompt and its vector-Jacobian product, or None.
     """
+    # A head that only log Z reads is not an input of `score`.
+    scored_with = trained if log_z is None else trained[0]
+    scored, grads = gradients(
+        rows, scored_with, lambda x, tokens: how.loss_of(x, tokens).loss, how.cut, how.score
+    )
+    loss = how.loss_of(scored, rows.tokens)
+    if log_z is not None:
+        of_prompts, pull = log_z
+        by_log_z = jax.grad(lambda z: how.loss_of(scored, rows.tokens, log_z=z).loss)(of_prompts)
+        through_states, of_head = pull(by_log_z)
+        grads = jax.tree.map(jnp.add, grads, through_states), of_head
+    done = how.update(trained, opt_state, loss, grads, 0)
+    made = done.is_finite.astype(jnp.int32)
+    return UpdateResult(
+        how.apart(scored)[0], loss, done.trained, done.opt_state, made, done.grad_norm
+    )
+
+
+def several_updates(
+    rows: Rows, trained: Any, opt_state: Any, how: StepFunctions, settings: StepSettings
+) -> UpdateResult:
+    """Run several epochs over the minibatches of a batch, with one update per minibatch.
+
+    A minibatch has as many micro-batches as the batch, with fewer rows. Values that the objective
+    holds fixed are computed first.
+    """
+    passes, num_parts = settings.epochs, settings.minibatches
+    at_start = score_all(rows, trained, how.cut, how.score)
+    policy, values = how.apart(at_start)
+    rows = rows._replace(tokens=rows.tokens._replace(start_values=values))
 
     def one(number: Array, carry: tuple[Any, Any, Array, Any]) -> tuple[Any, Any, Array, Any]:
         trained, opt_state, made, sums = carry
-        part = minibatch(rows, number % num_parts, num_parts, cut)
+        part = minibatch(rows, number % num_parts, num_parts, how.cut)
         totals = totals_of(part)
+
+        def loss_of(scored: Array, tokens: Tokens) -> Loss:
+            return how.loss_of(scored, tokens, totals=totals)
+
         scored, grads = gradients(
-            part, trained, lambda x, of_part: loss_of(x, of_part, totals).loss, cut, score
+            part, trained, lambda x, tokens: loss_of(x, tokens).loss, how.cut, how.score
         )
-        loss = loss_of(scored, part.tokens, totals)
-        done = update(trained, opt_state, loss, grads, number)
+        loss = loss_of(scored, part.tokens)
+        done = how.update(trained, opt_state, loss, grads, number)
         sums = jax.tree.map(jnp.add, sums, numbers(loss, done.grad_norm))
         return done.trained, done.opt_state, made + done.is_finite.astype(jnp.int32), sums
 
     def numbers(loss: Loss, grad_norm: Array) -> dict[str, Array]:
+        # Minibatches do not have whole groups.
         known = {name: x for name, x in loss.metrics.items() if name not in BALANCE}
         return {"loss": loss.loss, "grad_norm": grad_norm, **known}
 
-    def first() -> dict[str, Array]:
-        part = minibatch(rows, 0, num_parts, cut)
-        scored = score(trained, part.inputs)
-        return numbers(loss_of(scored, part.tokens, totals_of(part)), jnp.float32(0))
-
-    zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in jax.eval_shape(first).items()}
+    loss = how.loss_of(at_start, rows.tokens)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), numbers(loss, jnp.float32(0)))
     num = passes * num_parts
     begin = trained, opt_state, jnp.int32(0), zeros
     trained, opt_state, made, sums = jax.lax.fori_loop(0, num, one, begin)
     means = {name: x / num for name, x in sums.items()}
-    return Updates(trained, opt_state, made, means.pop("loss"), means.pop("grad_norm"), means)
-
-
-class UpdateResult(NamedTuple):
-    """Result of all updates of a step.
-
-    Attributes:
-        policy: log-prob of every token under the policy at the start of the step.
-        loss: loss and its metrics.
-        trained, opt_state: parameters and optimizer state after the updates.
-        made: int32, number of finite updates.
-        grad_norm: norm of the gradient; with several updates, the mean of the norms.
-    """
-
-    policy: Array
-    loss: Loss
-    trained: Any
-    opt_state: Any
-    made: Array
-    grad_norm: Array
-
-    def metrics(self, settings: StepSettings) -> dict[str, Array]:
-        """Return the metrics of the updates."""
-        own = {"loss": self.loss.loss, **self.loss.metrics, "grad_norm": self.grad_norm}
-        return own if settings.num_updates == 1 else {**own, "updates": self.made}
+    mean_loss, grad_norm = means.pop("loss"), means.pop("grad_norm")
+    loss = Loss(mean_loss, {**loss.metrics, **means})
+    return UpdateResult(policy, loss, trained, opt_state, made, grad_norm)
 
 
 def schedule_step(state: TrainState) -> Array:
