@@ -16,8 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from tba_jax.devices.platform import GPU_MEMORY_SHARE
 from tba_jax.planning import gpus
 from tba_jax.planning.children import NO_TPU
@@ -221,7 +219,3 @@ def attached_chip(devices: Sequence[Any]) -> Chip:
         rates.bytes_per_s / len(devices),
         is_measured=True,
     )
-
-
-def local_devices() -> list[Any]:
-    return list(jax.local_devices())

@@ -70,7 +70,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         chip, devices = topology.chip, topology.devices()
     else:
         divide_cpu(cpu_devices(config))
-        devices = chips.local_devices()
+        devices = jax.local_devices()
         chip = chips.attached_chip(devices) if not request["program"] else None
     model_config = config_json.transformer_config(request["model"])
     model_config = model_parts.with_settings(model_config, config)
@@ -165,14 +165,11 @@ def _parts(mesh: Any) -> int:
 
 def _sizes(config: Config) -> dict[str, float]:
     sizes = sizes_of(config)
-    rows = sizes.prompts * sizes.group
     return {
-        "num_slots": sizes.num_slots,
-        "batch_rows": rows,
+        "batch_rows": sizes.prompts * sizes.group,
         "round_rows": sizes.round_prompts * sizes.samples,
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / sizes.group,
-        "micro_batch_rows": model_parts.micro_batch_rows(config) or rows,
     }
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, searcher groups and micro-batches that divide a model and a batch and fit the memory.
 
-The sizes are computed from shapes, for the modules that choose a placement (`layouts`, `fleets`).
+The sizes are computed from shapes, for `layouts`, which chooses a placement.
 
 Invariant: every returned size satisfies its divisibility rules. If no size fits the memory, the
 nearest size is returned, and the verdict of the plan reports the missing memory.

@@ -42,10 +42,6 @@ class Rates:
         """Return the time of `work` in seconds if memory and arithmetic overlap perfectly."""
         return max(work.num_bytes / self.bytes_per_s, work.num_flops / self.flops_per_s)
 
-    def sum_s(self, work: Work) -> float:
-        """Return the time of `work` in seconds without overlap."""
-        return work.num_bytes / self.bytes_per_s + work.num_flops / self.flops_per_s
-
 
 def decode_work(
     config: TransformerConfig,
