@@ -28,7 +28,7 @@ STANDS_ON = {
     "replay": ["flow", "settings"],
     "remote": ["devices", "replay"],
     "serving": ["environments", "remote"],
-    "report": ["devices", "flow", "storage"],
+    "report": ["settings", "storage"],
     "search": ["evaluation", "replay", "weights"],
     "train": ["models", "replay", "weights"],
     "config": ["search", "train", "report", "remote"],

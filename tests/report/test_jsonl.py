@@ -112,40 +112,6 @@ def test_a_keep_on_a_full_disk_is_a_line_and_changes_nothing(tmp_path, most):
     assert path.read_bytes() == whole and [*tmp_path.iterdir()] == [path]
 
 
-def test_who_has_the_log_open_when_another_one_keeps_writes_elsewhere(tmp_path):
-    path = tmp_path / "log.jsonl"
-    old = log_of(path, 4)
-    new = jsonl.JsonlWriter(path)
-    assert not old.is_replaced()
-    new.keep(lambda record: record["step"] < 2)
-    old.write(4, {})
-    new.write(2, {})
-    assert old.is_replaced() and not new.is_replaced()
-    assert [r["step"] for r in lines_of(path)] == [0, 1, 2]
-    old.close()
-    new.close()
-
-
-def test_who_may_not_change_the_log_neither_opens_nor_replaces_it(tmp_path):
-    path = tmp_path / "log.jsonl"
-    log_of(path, 3).close()
-    before = path.read_bytes()
-    answers = iter([None, PermissionError])
-
-    def confirm():
-        if (answer := next(answers, RuntimeError)) is not None:
-            raise answer("taken over")
-
-    stale = jsonl.JsonlWriter(path, confirm)
-    with pytest.raises(jsonl.LogError):
-        stale.keep(lambda record: False)
-    for act in (lambda: stale.keep(lambda record: False), lambda: jsonl.JsonlWriter(path, confirm)):
-        with pytest.raises(RuntimeError, match="taken over"):
-            act()
-    assert path.read_bytes() == before
-    stale.close()
-
-
 def test_a_keep_that_is_refused_changes_nothing(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = log_of(path, 3)
@@ -154,6 +120,15 @@ def test_a_keep_that_is_refused_changes_nothing(tmp_path):
         writer.keep(lambda record: record["event"] == "step")
     writer.close()
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.jsonl"]
+
+
+def test_a_long_torn_line_is_cut_off(tmp_path):
+    path = tmp_path / "m.jsonl"
+    log_of(path, 2).close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 2, "text": "' + b"x" * 200_000)
+    jsonl.JsonlWriter(path).close()
+    assert path.read_bytes() == whole
 
 
 def test_line_ends(tmp_path):
