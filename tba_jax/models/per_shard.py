@@ -13,9 +13,6 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-VISIBLE_SCOPE = "visible_pairs_in_1000_"
-"""Name of the scope of a splash kernel, without its end: the share of visible pairs, for plans."""
-
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
     """Return the mesh axes of rows and key/value heads of a cache [n g c e].

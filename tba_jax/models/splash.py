@@ -25,7 +25,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models.per_shard import VISIBLE_SCOPE, cache_axes, per_shard, tpu_or_interpreter
+from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
 
 _LANES = 128  # lanes of a vector register; splash needs blocks of multiples of this number
 # Maximum queries and keys per block. With a mask of pairs it is smaller: sequences of a packed row
@@ -117,7 +117,6 @@ def _splash_causal(
         splash.SegmentIds(segments, segments),
         splash_mask.CausalMask((size, size)),
         (block, block),
-        0.5,
     )
     return out[:, : q.shape[1]].reshape(q.shape)
 
@@ -152,7 +151,6 @@ def _splash_after(
         splash.SegmentIds(of_queries, jnp.concatenate([of_queries, of_prompt], axis=1)),
         _AfterPrompt(own, prompt, t),
         (block, of_keys),
-        (t / 2 + prompt) / (own + prompt),
     )
     return out[:, : c * t].reshape(q.shape)
 
@@ -199,7 +197,6 @@ def _splash_rows(
     segments: splash.SegmentIds,
     mask: splash_mask.Mask,
     blocks: tuple[int, int],
-    visible_share: float,
 ) -> Float[Array, "b s h e"]:
     """Attend with a static mask [s c], the same for all rows; queries see only their segment."""
 
@@ -211,8 +208,7 @@ def _splash_rows(
         def row(q: Array, k: Array, v: Array, *segments: Array) -> Any:
             return kernel(q, k, v, splash.SegmentIds(*segments))
 
-        with jax.named_scope(f"{VISIBLE_SCOPE}{1000 * visible_share:.0f}"):
-            return jax.vmap(row)(q, k, v, *segments)
+        return jax.vmap(row)(q, k, v, *segments)
 
     heads = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     return jnp.swapaxes(tpu_or_interpreter(run, *heads, *segments), 1, 2)

@@ -17,7 +17,6 @@ from tba_jax.devices.site import Site, any_device
 from tba_jax.models import attention, shared_prompts, splash, transformer
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.planning import chips
-from tba_jax.planning.hlo_cost import program_cost
 
 G, R = 2, 2
 
@@ -190,9 +189,7 @@ def compiled_layers(topology, head_dim, apply):
     def loss(params):
         return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(apply(params, **kwargs)))
 
-    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
-    assert program_cost(text).uncounted == ()
-    return text
+    return jax.jit(jax.grad(loss)).lower(params).compile().as_text()
 
 
 TOPOLOGIES = pytest.mark.parametrize(
