@@ -29,7 +29,7 @@ def write(folder: epath.Path) -> None:
     """Write digests.json: the size and digest of every file of a folder that is complete."""
     files = {}
     for name, file in _files(folder):
-        size, digest = _digest(file, in_parts=file.stat().length >= 2 * _PART)
+        size, digest = _digest(file)
         files[name] = [size, digest]
     text = json.dumps(files, sort_keys=True)
     listed = {"files": files, "crc32c": _hex(google_crc32c.value(text.encode()))}
@@ -60,8 +60,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
     for name in _largest_apart(names, files)[share[0] :: share[1]]:
         size, digest = files[name]
         try:
-            # Lists of older versions have one digest per file, whatever its size.
-            now = _digest(folder / name, in_parts=isinstance(digest, list))
+            now = _digest(folder / name)
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror or type(error).__name__})")
             continue
@@ -85,9 +84,9 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Pa
             yield prefix + path.name, path
 
 
-def _digest(file: epath.Path, *, in_parts: bool) -> tuple[int, str | list[str]]:
+def _digest(file: epath.Path) -> tuple[int, str | list[str]]:
     """Return the size in bytes, and the digest of the file or the digests of its parts."""
-    if not in_parts:
+    if file.stat().length < 2 * _PART:
         size, digest = _crc(file, 0, None)
         return size, digest
     starts = range(0, file.stat().length, _PART)
