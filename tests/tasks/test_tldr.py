@@ -70,7 +70,6 @@ def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
         "embedded:tldr_toy_reward",
         site=Site(Mesh(jax.devices()[:1], ("model",))),
         policy_tokenizer=policy,
-        batch_size=128,
     )
     posts = [tldr_toy.problem(i, "eval") for i in range(256)]
     eos = policy.eos_ids[0]
