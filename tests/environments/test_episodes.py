@@ -189,7 +189,7 @@ def test_kept_caches_change_nothing_but_rounding(model):
     without = drawn(model, World(), in_turn=True, keeps_caches=False)
     for y, z in zip(drawn(model, World(), in_turn=True), without, strict=True):
         assert (y.tokens.tolist(), y.verdict) == (z.tokens.tolist(), z.verdict)
-        np.testing.assert_allclose(y.token_logprobs, z.token_logprobs, atol=1e-5)
+        np.testing.assert_allclose(y.token_logprobs, z.token_logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_one_wrong_mark_on_one_observation_token_is_seen(model):

@@ -176,7 +176,7 @@ def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model
     wanted = np.concatenate([before[:num_first], after[num_first:]])
     versions = y.token_versions[y.is_sampled]
     assert set(versions[:num_first]) == {3} and set(versions[num_first:]) == {4}
-    np.testing.assert_allclose(y.token_logprobs[y.is_sampled], wanted, atol=1e-5)
+    np.testing.assert_allclose(y.token_logprobs[y.is_sampled], wanted, rtol=1e-5, atol=1e-5)
     assert np.abs(before - after).max() > 1e-3
 
 
