@@ -108,7 +108,7 @@ class FirstToken:
 
 
 class World:
-    """A searcher over such sessions, and what it logged."""
+    """A searcher over such sessions."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class World:
         reward=FirstToken,
         admission=None,
     ):
-        self.version, self.events = 0, []
+        self.version = 0
         self.outbox, self.stream = Outbox(2**20), CountingStream()
         parts = SearchParts(
             index=3,
@@ -134,16 +134,7 @@ class World:
         )
         self.searcher = Searcher(parts)
         self.admission: Any = admission or Admission(Demand(2, 1.0, max_staleness, 1), [3])
-        self.in_flight = in_flight
-        self.search = self.begin()
-
-    def begin(self):
-        return ContinuousSearch(
-            self.searcher,
-            self.admission,
-            swaps_in_flight=self.in_flight,
-            log_event=self.events.append,
-        )
+        self.search = ContinuousSearch(self.searcher, self.admission, swaps_in_flight=in_flight)
 
     def run(self, num_chunks):
         for _ in range(num_chunks):

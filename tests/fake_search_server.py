@@ -53,7 +53,6 @@ class House:
         self.demand = Demand(prompts, 1.0, max_staleness, 1)
         self.epoch = 0
         self.taken, self.saved = [], None
-        self.events = []
         self.open_server()
         self.save()
 
@@ -69,7 +68,6 @@ class House:
             self.service,
             clock=lambda: self.now,
             log=self.lines.append,
-            log_event=self.events.append,
         )
 
     def request(self, *message):
@@ -85,11 +83,10 @@ class House:
 
     def save(self):
         states = [(each.outbox.state(), each.state()) for each in self.searchers]
-        self.saved = states, list(self.taken), list(self.events)
+        self.saved = states, list(self.taken)
 
     def restore(self):
         states, self.taken = self.saved[0], list(self.saved[1])
-        self.events = list(self.saved[2])
         for searcher, ((arrays, meta), counters) in zip(self.searchers, states, strict=True):
             searcher.outbox.restore(PartState(arrays, json.loads(json.dumps(meta))))
             searcher.restore(counters)
@@ -106,10 +103,6 @@ class House:
         assert generated == sum(pending.values()) + S * len(self.taken) + lost
         assert lost >= 0
         assert len(set(self.taken)) == len(self.taken)
-        for slot in self.outboxes:
-            chunks = [event["chunk"] for event in self.events if event["searcher"] == slot]
-            done = self.searchers[slot].num_chunks
-            assert chunks == sorted(set(chunks)) and all(n < done for n in chunks)
         begun = sum(
             len(slot.open_tickets) for slot in self.server._searchers.values() if slot.is_connected
         )

@@ -54,9 +54,6 @@ _WORKDIR = flags.DEFINE_string(
     None,
     "Work directory (default runs/FILE-PRESET-seedN). A run in it is resumed.",
 )
-_REPLAY_SCHEDULE = flags.DEFINE_string(
-    "replay_schedule", None, "schedule.jsonl of an asynchronous run to repeat in one thread."
-)
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "placement=pod: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)."
 )
@@ -113,41 +110,26 @@ def _print_settings(workdir: str, config: Config) -> None:
 
 
 def _run(config: Config, workdir: Path, address: str) -> int:
-    """Train, replay, or report that the run is finished; return the exit code.
+    """Train, or report that the run is finished; return the exit code.
 
     Args:
         address: address of the work directory in an object store; "" for a local folder.
     """
     mode = MODES[config.placement]
-    if address and (mode.spans_hosts or mode.has_remote_searchers or _REPLAY_SCHEDULE.value):
-        what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
+    if address and (mode.spans_hosts or mode.has_remote_searchers):
         raise UserError(
-            f"{what} needs a work directory that is a folder, shared by all hosts; "
-            f"--workdir={address} is an object store"
+            f"placement={config.placement} needs a work directory that is a folder, shared by all "
+            f"hosts; --workdir={address} is an object store"
         )
-    schedule = None
-    if _REPLAY_SCHEDULE.value:
-        from tba_jax.run.schedule_replay import read_schedule
-
-        schedule = read_schedule(_REPLAY_SCHEDULE.value)
-        workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
     if mode.spans_hosts:
-        if schedule is not None:
-            raise UserError(
-                "--replay_schedule replays in one process. Set --config.placement=shared or split"
-            )
         return _run_pod(config, workdir)
     interrupted = Interruption()
     outcome = train(
         config,
         address or workdir,
         interrupted=interrupted,
-        schedule=schedule,
         start_s=_PROCESS_START,
     )
-    if outcome.step < config.num_steps and schedule is not None and not interrupted():
-        print(f"The schedule ends at step {outcome.step} of {config.num_steps}.")
-        return 0
     return _say(outcome, config, address.rstrip("/") or workdir, interrupted.signal_number)
 
 

@@ -7,7 +7,7 @@ environment. Invariant: an episode has the log-prob of each sampled token under 
 from which the token was drawn.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -176,10 +176,6 @@ class SingleTurnSession:
     def is_waiting(self) -> bool:
         """Return whether sampling must wait for an environment."""
         return False
-
-    def take_answers(self, replayed: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Return (), because one-turn episodes have no environments."""
-        return []
 
     def swap(self, params: Params, version: int) -> None:
         """Continue with other weights."""

@@ -49,52 +49,6 @@ class Texts(Protocol):
         ...
 
 
-class TakenAnswer(NamedTuple):
-    """A processed answer of an environment, as the schedule log records it.
-
-    Attributes:
-        request, sample: numbers that identify the episode, as in `Episode`.
-        answer: the answer.
-    """
-
-    request: int
-    sample: int
-    answer: Answer
-
-
-class UnexpectedAnswer(Exception):
-    """The schedule log has an answer for an episode that does not wait for an answer."""
-
-
-class ReplayedEnvironment:
-    """Stand-in for an environment and its pool in a replay, where a log has all answers."""
-
-    def open(self) -> Any:
-        """Return an environment that ignores requests."""
-        return self
-
-    def begin(self, row: Mapping[str, Any]) -> None:
-        """Do nothing, because the schedule log has the answer."""
-
-    def turn(self, text: str, response: Response) -> None:
-        """Do nothing, because the schedule log has the answer."""
-
-    def call(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing, because the schedule log has the answer."""
-
-    def end(self) -> None:
-        """Do nothing, because the schedule log has the answer."""
-
-    def poll(self) -> None:
-        """Return None, because the schedule log has the answer."""
-
-    def release(self) -> None:
-        """Do nothing, because a replay has no environment processes."""
-
-    def report(self, name: str, text: str) -> None:
-        """Do nothing, because the logged run has reported the failure."""
-
-
 class _Segment(NamedTuple):
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -156,7 +110,7 @@ class Episodes:
         schemas: JSON schemas of the tools. If there are any, `chat` formats the whole context.
     """
 
-    environments: EnvironmentPool | ReplayedEnvironment
+    environments: EnvironmentPool
     tokenizer: Texts
     max_turns: int
     chat: ChatFormat | None = None
@@ -205,7 +159,6 @@ class EpisodeSession(SingleTurnSession):
         self._asked: list[_Attempt] = []  # episodes whose environments have not answered
         self._sampled: dict[int, _Attempt] = {}  # by the decode session's number of the request
         self._ended: list[Episode] = []
-        self._taken: list[TakenAnswer] = []
         self._num_submitted = 0
 
     @property
@@ -222,33 +175,6 @@ class EpisodeSession(SingleTurnSession):
         """Send requests to environments; return whether sampling must wait for answers."""
         self._ask()
         return self._session.is_idle and not self._ended
-
-    def take_answers(self, replayed: Sequence[TakenAnswer] | None = None) -> list[TakenAnswer]:
-        """Process the answers of environments; return the answers since the last call, in order.
-
-        Args:
-            replayed: answers that the logged session returned at the same chunk. They replace the
-                answers of environments, which have no processes in a replay
-                (`ReplayedEnvironment`).
-
-        Raises:
-            UnexpectedAnswer: an answer in `replayed` is for an episode that waits for no answer.
-        """
-        if replayed is None:
-            self._ask()
-        for taken in replayed or ():
-            self._begin_queued()
-            found = [x for x in self._asked if (x.request, x.sample) == taken[:2]]
-            if not found:
-                raise UnexpectedAnswer(
-                    f"sample {taken.sample} of request {taken.request} waits for no answer"
-                )
-            (attempt,) = found
-            self._asked.remove(attempt)
-            assert attempt.environment is not None
-            self._take(attempt, attempt.environment, Answer(*taken.answer))
-        taken, self._taken = self._taken, []
-        return taken
 
     def submit(
         self,
@@ -270,7 +196,8 @@ class EpisodeSession(SingleTurnSession):
         return index
 
     def step(self) -> list[Episode]:
-        """Run one chunk after `take_answers`, and return the finished episodes."""
+        """Process the answers of environments, run one chunk, and return the finished episodes."""
+        self._ask()
         for response in self._session.step():
             self._turn_ended(response)
         ended, self._ended = self._ended, []
@@ -324,7 +251,6 @@ class EpisodeSession(SingleTurnSession):
     def _take(self, attempt: _Attempt, environment: Environment, answer: Answer) -> None:
         attempt.environment_s += time.monotonic() - attempt.asked_s
         attempt.num_failed_calls += len(answer.failed_calls)
-        self._taken.append(TakenAnswer(attempt.request, attempt.sample, answer))
         self._answered(attempt, environment, answer)
 
     def _content(self, attempt: _Attempt) -> object:

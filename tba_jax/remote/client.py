@@ -15,12 +15,7 @@ from typing import NamedTuple
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 from tba_jax.flow.rounds import RoundCommit
 from tba_jax.remote.channel import Unreachable
-from tba_jax.remote.messages import (
-    Heartbeat,
-    Response,
-    SearcherStart,
-    Trace,
-)
+from tba_jax.remote.messages import Heartbeat, Response, SearcherStart
 from tba_jax.remote.search_channel import SearchRequests
 from tba_jax.replay.outbox import Outbox
 
@@ -117,14 +112,12 @@ class Callbacks(NamedTuple):
     Attributes:
         room: returns the number of tickets that the searcher could start now.
         heartbeat: (put latencies) -> metrics of the searcher; `can_evaluate` is set by the client.
-        trace: returns the actions of the searcher since the last call.
         versions: called with (newest complete policy version, versions under evaluation).
         log: receives a line when the trainer responds after a long wait.
     """
 
     room: Callable[[], int]
     heartbeat: Callable[[tuple[float, ...]], Heartbeat]
-    trace: Callable[[], Trace]
     versions: Callable[[int, tuple[int, ...]], None]
     log: Callable[[str], None] = lambda line: None
 
@@ -157,7 +150,6 @@ class SearcherClient:
         self._clock = clock
         self._timeout_s = timeout_s
         self._unsent: list[RoundCommit] = []
-        self._unsent_trace = Trace()
         self._put_s: list[float] = []
         self._first_unseen = int(start.position["next_round"])
         self._next_request_s = self._next_heartbeat_s = clock()
@@ -179,10 +171,8 @@ class SearcherClient:
             self._unsent = self._outbox.take()
             if not self._unsent:
                 return False
-            # The trace is read after the tickets, so that it has every event that led to them.
-            self._unsent_trace = self._callbacks.trace()
         start = self._clock()
-        message = self._key, self._unsent, self._unsent_trace
+        message = self._key, self._unsent
         if self._send(lambda: self._server.put(*message)) is None:
             return False
         self._unsent = []

@@ -54,12 +54,10 @@ class SearcherStart(NamedTuple):
     Attributes:
         key: sender of the searcher's later messages.
         position: `Outbox.position` from which the searcher continues.
-        num_chunks: decode chunks that the searcher has done so far.
     """
 
     key: SearcherKey
     position: Mapping[str, Any]
-    num_chunks: int = 0
 
 
 class JoinResponse(NamedTuple):
@@ -76,18 +74,6 @@ class JoinResponse(NamedTuple):
     version: int = -1
     refusal: str = ""
     run_s: float = 0.0
-
-
-class Trace(NamedTuple):
-    """Actions that led to the tickets of a put request, for the schedule log.
-
-    Attributes:
-        events: chunk events of the schedule log, in order; a repeated put repeats them.
-        num_chunks: decode chunks that the searcher has done in all.
-    """
-
-    events: tuple[Mapping[str, Any], ...] = ()
-    num_chunks: int = 0
 
 
 Status = Literal["ok", "duplicate", "rewind", "fenced", "refused", "ended"]
@@ -137,13 +123,13 @@ class Heartbeat(NamedTuple):
     wants_stop: bool = False
 
 
-def pack_put(key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> bytes:
+def pack_put(key: SearcherKey, commits: Sequence[RoundCommit]) -> bytes:
     """Return a put request as bytes with a checksum."""
     arrays, meta = pack_commits(commits)
-    return pack_arrays(arrays, {"key": key, "commits": meta, "trace": trace})
+    return pack_arrays(arrays, {"key": key, "commits": meta})
 
 
-def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit], Trace]:
+def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit]]:
     """Return the put request that `pack_put` converted to bytes.
 
     Raises:
@@ -151,9 +137,7 @@ def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit], Trace]:
     """
     try:
         arrays, meta = unpack_arrays(data)
-        commits = unpack_commits(arrays, meta["commits"])
-        events, num_chunks = meta["trace"]
-        return SearcherKey(*meta["key"]), commits, Trace(tuple(events), num_chunks)
+        return SearcherKey(*meta["key"]), unpack_commits(arrays, meta["commits"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{len(data):,} bytes of responses cannot be read ({type(error).__name__}: {error}): "

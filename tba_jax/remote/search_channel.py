@@ -13,7 +13,6 @@ from tba_jax.remote.messages import (
     JoinResponse,
     Response,
     SearcherKey,
-    Trace,
     from_json,
     pack_json,
     pack_put,
@@ -47,10 +46,10 @@ def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, H
     def put(data: bytes) -> bytes:
         found = ready()
         try:
-            key, commits, trace = unpack_put(data)
+            key, commits = unpack_put(data)
         except ValueError as error:
             return pack_json(Response("refused", reason=str(error)))
-        return pack_json(found.put(key, commits, trace, num_bytes=len(data)))
+        return pack_json(found.put(key, commits, num_bytes=len(data)))
 
     def return_lease(data: bytes) -> bytes:
         return pack_json(ready().return_lease(*from_json(_LeaseResult, json.loads(data))))
@@ -79,9 +78,9 @@ class RemoteSearchServer:
         """See `SearchServer.request_tickets`."""
         return self._send("request_tickets", pack_json([key, max_tickets, first_unseen, heartbeat]))
 
-    def put(self, key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> Response:
+    def put(self, key: SearcherKey, commits: Sequence[RoundCommit]) -> Response:
         """See `SearchServer.put`."""
-        return self._send("put", pack_put(key, commits, trace))
+        return self._send("put", pack_put(key, commits))
 
     def return_lease(
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None

@@ -15,7 +15,7 @@ as lost, and admission counts the open tickets (tests/remote/test_client.py).
 
 import collections
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
@@ -28,7 +28,6 @@ from tba_jax.remote.messages import (
     Response,
     SearcherKey,
     SearcherStart,
-    Trace,
 )
 from tba_jax.remote.searcher_table import (
     BoundedClock,
@@ -45,7 +44,6 @@ from tba_jax.remote.searcher_table import (
 _MAX_REQUESTS_PER_S = 400.0
 _RETRY_S = 0.02
 _NO_HEARTBEAT = Heartbeat()
-_NO_TRACE = Trace()
 _KEPT_LATENCIES = 2048
 
 
@@ -57,7 +55,6 @@ class SearchServer:
         clock: monotonic clock in seconds; a jump counts as at most a quarter of the heartbeat
             timeout.
         log: receives one line for each join, loss and return of a searcher.
-        log_event: receives each chunk event of the schedule log.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class SearchServer:
         clock: Callable[[], float],
         log: Callable[[str], None],
         run_clock: Callable[[], float] = lambda: 0.0,
-        log_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         self._settings = settings
         self._searchers = {each.index: SearcherRecord(each) for each in searchers}
@@ -79,7 +75,6 @@ class SearchServer:
         self._gives_leases = True
         self._log = log
         self._run_clock = run_clock
-        self._log_event = log_event
         self._lock = threading.Lock()
         self._clock = BoundedClock(clock, max_jump_s=settings.heartbeat_timeout_s / 4)
         self._version = -1
@@ -120,7 +115,7 @@ class SearchServer:
                     given = request.given[request.searchers.index(searcher)]
                     record.searcher.num_given, record.searcher.num_given_rounds = given
                 key = SearcherKey(self._settings.epoch, searcher, record.incarnation)
-                starts.append(SearcherStart(key, position, record.searcher.num_chunks))
+                starts.append(SearcherStart(key, position))
             again = max(self._searchers[i].num_joins for i in request.searchers) > 1
             verb = "joined again" if again else "joined"
             self._log(f"{_name(request.searchers)} on {request.host} {verb}")
@@ -167,18 +162,9 @@ class SearchServer:
             return self._response(record, tuple(tickets))._replace(lease=lease)
 
     def put(
-        self,
-        key: SearcherKey,
-        commits: Sequence[RoundCommit],
-        trace: Trace = _NO_TRACE,
-        *,
-        num_bytes: int = 0,
+        self, key: SearcherKey, commits: Sequence[RoundCommit], *, num_bytes: int = 0
     ) -> Response:
-        """Accept the responses of finished tickets: those of all tickets, or none.
-
-        Args:
-            trace: actions of the searcher before these tickets.
-        """
+        """Accept the responses of finished tickets: those of all tickets, or none."""
         with self._lock:
             if (refused := self._check_sender(key)) is not None:
                 return refused
@@ -189,7 +175,6 @@ class SearchServer:
                     check_commit(commit)
             except ValueError as error:
                 return Response("refused", reason=str(error))
-            self._log_trace(record.searcher, trace)
             for commit in new:
                 record.outbox.put(commit)
                 ticket = record.open_tickets.pop(commit.round)
@@ -203,13 +188,6 @@ class SearchServer:
             self._num_duplicates += len(commits) - len(new)
             response = self._response(record)
             return response if new else response._replace(status="duplicate")
-
-    def _log_trace(self, searcher: RemoteSearcher, trace: Trace) -> None:
-        """Log chunk events that did not arrive before."""
-        for event in trace.events:
-            if event["chunk"] >= searcher.num_chunks:
-                self._log_event(event)
-        searcher.num_chunks = max(searcher.num_chunks, trace.num_chunks)
 
     def return_lease(
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None

@@ -88,7 +88,6 @@ class RemoteSearcher:
         outbox: responses that are not merged yet.
         decoded_tokens: tokens of the responses that arrived.
         idle_s: seconds without work.
-        num_chunks: decode chunks that the searcher has done.
         num_given: number of given responses.
         num_given_rounds: number of rounds of given responses, the searcher's first rounds.
     """
@@ -97,7 +96,6 @@ class RemoteSearcher:
     outbox: Outbox
     decoded_tokens: int = 0
     idle_s: float = 0.0
-    num_chunks: int = 0
     num_given: int = 0
     num_given_rounds: int = 0
 
@@ -108,8 +106,7 @@ class RemoteSearcher:
 
     def state(self) -> PartState:
         """Return the counters, in the format of `Searcher.state`."""
-        names = ("decoded_tokens", "idle_s", "num_chunks")
-        return PartState({}, {name: getattr(self, name) for name in names})
+        return PartState({}, {"decoded_tokens": self.decoded_tokens, "idle_s": self.idle_s})
 
     def restore(self, state: PartState) -> None:
         """Restore the counters."""

@@ -7,13 +7,11 @@ the records that its caller keeps.
 """
 
 import contextlib
-import gzip
 import itertools
 import json
 import math
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -47,7 +45,6 @@ def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[
     Omits an incomplete last line, which a killed process left. Yields nothing without a file.
 
     Args:
-        path: path of the log, or of a compressed log (NAME.gz).
         start: byte at which a line begins; that line has number 1.
 
     Raises:
@@ -57,7 +54,7 @@ def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[
     if not path.exists():
         return
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        with open(path, "rb") as file:
             file.seek(start)
             number = 1
             while lines := file.readlines(_LINES):
@@ -65,8 +62,7 @@ def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[
                     lines.pop()
                 yield number, lines
                 number += len(lines)
-    # EOFError and zlib.error: damaged compressed files
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error}). Restore the file from a copy"
         ) from error

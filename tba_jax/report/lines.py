@@ -13,18 +13,16 @@ _LOSS = "train/loss"  # every line of a training step has it
 # Types of event fields. Fields whose names end in _s are times.
 _EVENT_FIELDS: dict[str, type] = {
     "event": str,
-    **dict.fromkeys(("step", "version", "searcher", "round", "chunk", "merge_step"), int),
+    **dict.fromkeys(("step", "version", "searcher", "round", "merge_step"), int),
     **{"log": str, "num_bytes": int, "found_bytes": int},
-    **dict.fromkeys(("prompt_ids", "trajectory_ids", "weights", "bucket", "tickets"), list),
+    **dict.fromkeys(("prompt_ids", "trajectory_ids", "weights", "bucket"), list),
     "rejected": dict,
-    "begins": bool,
 }
 # Fields that an event must have.
 _REQUIRED = {
     "sync": ("step", "version"),
     "eval": ("step",),
     "round": ("searcher", "round", "version"),
-    "chunk": ("searcher", "chunk", "version", "tickets", "begins"),
     "step": ("step", "trajectory_ids", "weights", "bucket"),
     "lost": ("step", "log", "num_bytes", "found_bytes"),
 }
@@ -61,7 +59,7 @@ def wrong_event(record: Mapping[str, Any]) -> str:
     for name, value in record.items():
         if name.endswith("_s"):
             is_right = isinstance(value, _NUMBERS)
-        elif name in ("tickets", "prompt_ids", "bucket"):
+        elif name in ("prompt_ids", "bucket"):
             is_right = isinstance(value, list) and _are_numbers(value)
         else:
             is_right = isinstance(value, _EVENT_FIELDS.get(name, object))

@@ -31,13 +31,9 @@ from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.peers import Peer
 from tba_jax.run.run import Run
-from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.shared import make_task
 from tba_jax.run.workdir import Outcome, run_id_of
 from tba_jax.storage.whole_files import write_json
-
-Drive = Callable[[Run, Callable[[], bool]], None]
-"""Driver of a run: trains until the last step, or until the given function returns True."""
 
 
 def conduct(
@@ -49,7 +45,6 @@ def conduct(
     hold: Hold | None,
     start_s: float,
     display: ProgressDisplay | None = None,
-    drive: Drive | None = None,
     link: Peer | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Outcome:
@@ -60,7 +55,6 @@ def conduct(
         interrupted: function that returns True if the run must stop; called between steps.
         hold: lock of the work directory in process 0; None in the other processes.
         display: display of the progress; None: standard output.
-        drive: driver instead of the configured driver, for example `replaying(schedule)`.
         callbacks: functions of (step, values), called after each step.
 
     Raises:
@@ -73,7 +67,7 @@ def conduct(
         display = make_display(config, start_s, console)
     run = _open(config, workdir, cluster, start_s, hold, display, link, callbacks)
     try:
-        _drive(run, interrupted, drive)
+        _drive(run, interrupted)
         # Save before the final evaluation, which may take long or fail. A run that is killed
         # during the final evaluation repeats it.
         run.save()
@@ -143,13 +137,8 @@ def _open(
         raise
 
 
-def replaying(schedule: Schedule) -> Drive:
-    """Return a driver that repeats a schedule log."""
-    return lambda run, interrupted: drive_schedule(run, schedule, interrupted)
-
-
-def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> None:
-    """Run the driver until the last step, the end of the schedule, or an interruption."""
+def _drive(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Run the driver until the last step or an interruption."""
     config, begun = run.config, run.trainer.step_index
     if begun:
         resume_display(run.logs.progress, run.shared.workdir)
@@ -161,10 +150,10 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
     # With searchers in other processes, the driver also evaluates the final policy.
     has_others = bool(run.search.remote) or run.shared.is_follower
     if begun < config.num_steps or has_others:
-        own = drive_sync if config.driver == "sync" else drive_async
+        drive = drive_sync if config.driver == "sync" else drive_async
         if run.shared.is_follower:
-            own = follow
-        (drive or own)(run, interrupted)
+            drive = follow
+        drive(run, interrupted)
 
 
 def resume_display(progress: ProgressDisplay, workdir: Path) -> None:

@@ -195,9 +195,9 @@ def make_exact_lag(run: Run) -> ExactLag:
 
 def searches_of(run: Run, admission: SearcherAdmission) -> list[ContinuousSearch]:
     """Return the searchers of this process, for sampling concurrently with a trainer."""
-    in_flight, log_event = swaps_in_flight(run.config), run.logs.schedule.append
+    in_flight = swaps_in_flight(run.config)
     return [
-        ContinuousSearch(searcher, admission, swaps_in_flight=in_flight, log_event=log_event)
+        ContinuousSearch(searcher, admission, swaps_in_flight=in_flight)
         for searcher in run.search.local
     ]
 

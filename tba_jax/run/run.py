@@ -102,8 +102,7 @@ class Logs:
         for path, then, now in lost:
             self.progress.note(
                 f"{path} is not whole: it had {then:,} bytes when checkpoint {step} was written, "
-                f"and has {now:,} now. The report lacks the lost lines. --replay_schedule needs "
-                "a whole schedule log"
+                f"and has {now:,} now. The report lacks the lost lines"
             )
             facts = {"log": path.name, "num_bytes": then, "found_bytes": now}
             self.schedule.append({"event": "lost", "step": step, **facts})
@@ -551,9 +550,6 @@ def forget_after(run: Run, step: int) -> None:
         # An interruption may save rounds that were merged at this step.
         if record["event"] == "round":
             return searcher is None or searcher.outbox.is_merged(record["round"])
-        # This part is saved after the outbox, so that no committed ticket loses its event.
-        if record["event"] == "chunk":
-            return searcher is None or record["chunk"] < searcher.num_chunks
         # Weights are published again at the restored step, which changes nothing.
         return record["step"] < step or (record["event"] == "sync" and record["step"] == step)
 

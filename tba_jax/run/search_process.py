@@ -11,7 +11,6 @@ Invariants: after a rewind no response and no weights of the previous trainer ar
 joins before the run is restored, nor after the run has ended (tests/integration/test_fleet.py).
 """
 
-import collections
 import contextlib
 import dataclasses
 import time
@@ -51,7 +50,6 @@ from tba_jax.remote.messages import (
     JoinRequest,
     JoinResponse,
     SearcherStart,
-    Trace,
 )
 from tba_jax.remote.search_channel import RemoteSearchServer, SearchRequests
 from tba_jax.remote.search_server import SearchServer
@@ -373,20 +371,14 @@ def _workers(
     if position["prompt_state"] is None:
         position["prompt_state"] = process.first_positions[i]
     outbox.start_from(position)
-    counters = {"decoded_tokens": 0, "idle_s": 0.0, "num_chunks": start.num_chunks}
+    counters = {"decoded_tokens": 0, "idle_s": 0.0}
     searcher.restore(PartState({}, counters))
-    events: collections.deque[Mapping[str, Any]] = collections.deque()
     quota, leased = TicketQuota(), LeasedShard()
     worked: ContinuousSearch | RoundSearch
     if config.driver == "sync":
         worked = RoundSearch(searcher, quota)
     else:
-        worked = ContinuousSearch(
-            searcher,
-            quota,
-            swaps_in_flight=swaps_in_flight(config),
-            log_event=events.append,
-        )
+        worked = ContinuousSearch(searcher, quota, swaps_in_flight=swaps_in_flight(config))
 
     def step() -> bool:
         """Evaluate a leased shard, else commit given responses, else sample responses."""
@@ -396,10 +388,6 @@ def _workers(
         if config.driver == "async" and searcher.num_given_rounds_left:
             return quota.admit(searcher.index, -1) and searcher.step()
         return worked.step()
-
-    def trace() -> Trace:
-        num_chunks = searcher.num_chunks  # first: no later chunk is counted without its event
-        return Trace(tuple(events.popleft() for _ in range(len(events))), num_chunks)
 
     decoding = Worker(f"searcher-{searcher.index}", step, stop, idle_s=POLL_S)
     client = SearcherClient(
@@ -418,7 +406,6 @@ def _workers(
                 version=weights.newest(i),
                 wants_stop=process.wants_stop(),
             ),
-            trace=trace,
             versions=weights.announce,
             log=log,
         ),
@@ -466,7 +453,6 @@ class SearchService:
             clock=time.monotonic,
             run_clock=run.clock,
             log=run.logs.progress.note,
-            log_event=run.logs.schedule.append,
         )
 
     def open(self) -> None:

@@ -23,7 +23,6 @@ from tba_jax.remote.channel import Unreachable
 from tba_jax.remote.messages import RUN_ENDED, JoinRequest
 from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.remote.step_server import StepClient
-from tba_jax.run.errors import UserError
 from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
@@ -38,7 +37,6 @@ from tba_jax.storage.mirror import is_address
 
 if TYPE_CHECKING:
     from tba_jax.run.lock import Hold
-    from tba_jax.run.schedule_replay import Schedule
 
 _POLL_S = 1.0  # seconds between two requests of an idle process whether the run has ended
 
@@ -48,7 +46,6 @@ def train(
     workdir: Path | str,
     *,
     interrupted: Callable[[], bool] = lambda: False,
-    schedule: "Schedule | None" = None,
     start_s: float | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Outcome:
@@ -57,33 +54,24 @@ def train(
     Args:
         config: validated config of the run; its placement is not pod.
         workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER, for
-            a run in one process without a schedule.
+            a run in one process.
         interrupted: returns True if the run must stop; an interrupted run can be continued.
-        schedule: schedule to replay; the directory must not hold a run.
         start_s: value of `time.perf_counter` at which the run's clock starts; None: now.
         callbacks: functions of (step, values), called after each step; placement is not fleet.
 
     Raises:
-        OutOfMemory: device memory ran out before the first update.
         UserError: the directory holds another run, or another process holds it; or the reward
             function cannot be used.
         StorageError: the store cannot be used, or fails for too long.
     """
     start_s = time.perf_counter() if start_s is None else start_s
-    if schedule is not None and holds_run(Path(workdir), config):
-        raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
     is_fleet = MODES[config.placement].has_remote_searchers
-    if is_fleet and schedule is not None:
-        raise UserError(
-            "--replay_schedule replays in one process. Set --config.placement=shared or split"
-        )
-
     with _claimed(config, workdir) as (folder, hold):
         if hold is None:
             return finished_before(config, folder)
         if is_fleet:
             return _train_fleet(config, folder, hold, interrupted)
-        from tba_jax.run.conduct import conduct, replaying
+        from tba_jax.run.conduct import conduct
 
         return conduct(
             config,
@@ -92,7 +80,6 @@ def train(
             interrupted,
             hold=hold,
             start_s=start_s,
-            drive=None if schedule is None else replaying(schedule),
             callbacks=callbacks,
         )
 

@@ -6,26 +6,20 @@ own number. When its last response has ended, another thread grades and commits 
 is a transaction, like a round: after a resume, uncommitted tickets are sampled again from the same
 prompts and random numbers. Newer weights are loaded between chunks, or, if a response must have one
 version, when the session is empty.
-
-The schedule log has, for each searcher, the chunks at which tickets were admitted or weights
-changed. These determine the responses, so a run can be replayed from the log.
 """
 
 import dataclasses
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tba_jax.decoding.requests import Statistics
-from tba_jax.environments.episodes import TakenAnswer
 from tba_jax.flow.rounds import NO_COUNTS, DecodeCounts, PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.groups import measure
 from tba_jax.search.sampler import GroupSession, SampledGroup
 from tba_jax.search.searcher import Searcher
 from tba_jax.weights.transport import Published
-
-LogEvent = Callable[[Mapping[str, Any]], None]
 
 
 class Ticket(NamedTuple):
@@ -91,20 +85,17 @@ class ContinuousSearch:
         admission: SearcherAdmission,
         *,
         swaps_in_flight: bool,
-        log_event: LogEvent,
     ) -> None:
         self.searcher = searcher
         self._parts = searcher.parts
         self._settings = searcher.parts.sampler.settings
         self._admission = admission
         self._swaps_in_flight = swaps_in_flight
-        self._log_event = log_event
         self._groups: GroupSession | None = None
         self._begun: dict[int, _Begun] = {}  # by the session's number of the group
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._next_number = -1  # before the first prompt was taken
         self._reported = Statistics()
-        self._is_first = True  # next chunk is the session's first
 
     def step(self) -> bool:
         """Admit prompts and decode one chunk; return False if there is nothing to decode."""
@@ -120,74 +111,25 @@ class ContinuousSearch:
         tickets = [] if is_draining else self._admit(groups, published.version)
         if not tickets and (session.is_idle or session.is_waiting):
             return False
-        self.advance(None if is_draining else published, tickets)
-        return True
-
-    def advance(
-        self,
-        published: Published | None,
-        tickets: Sequence[Ticket],
-        replayed: Sequence[TakenAnswer] | None = None,
-    ) -> None:
-        """Decode one chunk.
-
-        Args:
-            published: weights to load if they are newer; None: keep the weights of the session.
-            tickets: tickets to submit before the chunk.
-            replayed: responses of environments from a log; None: send requests to
-                environments.
-        """
-        groups = self._groups if published is None else self._opened(published)
-        assert groups is not None, "opening a session needs weights"
-        session = groups.session
-        is_swapped = published is not None and published.version > session.version
-        if published is not None and is_swapped:
+        if is_newer and not is_draining:
             session.swap(published.params, published.version)
         for ticket in tickets:
             (number,) = groups.submit([ticket.prompt], ticket.number)
             self._begun[number] = _Begun(ticket, session.version, self._parts.clock())
-        taken = session.take_answers(replayed)
-        answers = {"answers": taken} if taken else {}
-        number = self.searcher.num_chunks
-        # The chunk is counted before it is logged, so that a checkpoint with the line has the
-        # count.
-        self.searcher.num_chunks += 1
-        if tickets or is_swapped or self._is_first or answers:
-            self._log_event(
-                {
-                    "event": "chunk",
-                    "searcher": self.searcher.index,
-                    "chunk": number,
-                    "begins": self._is_first,
-                    "version": session.version,
-                    "tickets": [ticket.number for ticket in tickets],
-                    **answers,
-                }
-            )
-            self._is_first = False
         self._decode(groups)
+        return True
 
     def grade(self) -> bool:
         """Grade and commit up to `prompts_per_round` finished tickets; return False without any."""
-        finished = self.take_finished(self._settings.prompts_per_round)
-        if finished:
-            self.commit(finished)
-        return bool(finished)
-
-    def take_finished(self, most: int) -> list[Finished]:
-        """Return at most `most` finished, uncommitted tickets, the earliest first."""
         finished: list[Finished] = []
-        while len(finished) < most:
+        while len(finished) < self._settings.prompts_per_round:
             try:
                 finished.append(self._finished.get_nowait())
             except queue.Empty:
                 break
-        return finished
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being decoded."""
-        return self._groups is None or self._groups.session.is_idle
+        if finished:
+            self._commit(finished)
+        return bool(finished)
 
     @property
     def room(self) -> int:
@@ -196,17 +138,6 @@ class ContinuousSearch:
         if groups is None:
             return -(-self._settings.slots // size)
         return -(-max(0, groups.session.room) // size)
-
-    def renewed(self) -> "ContinuousSearch":
-        """Return a copy with an empty session, as after a resume; no prompt is taken twice."""
-        other = ContinuousSearch(
-            self.searcher,
-            self._admission,
-            swaps_in_flight=self._swaps_in_flight,
-            log_event=self._log_event,
-        )
-        other._next_number = self._next_number
-        return other
 
     def decode_counts(self) -> DecodeCounts:
         """Return the counts since the last call."""
@@ -234,10 +165,10 @@ class ContinuousSearch:
             and self._parts.outbox.has_room()
             and self._admission.admit(self.searcher.index, version)
         ):
-            tickets.append(self.take())
+            tickets.append(self._take())
         return tickets
 
-    def take(self) -> Ticket:
+    def _take(self) -> Ticket:
         """Return the next uncommitted prompt of the stream."""
         if self._next_number < 0:
             self._next_number, _ = self._parts.outbox.committed
@@ -257,7 +188,7 @@ class ContinuousSearch:
             decode_s = per_token * sum(y.num_sampled for y in group.episodes)
             self._finished.put(Finished(*begun, group, decode_s))
 
-    def commit(self, finished: Sequence[Finished]) -> None:
+    def _commit(self, finished: Sequence[Finished]) -> None:
         """Grade these tickets and commit each of them separately."""
         parts = self._parts
         sampled = [f.group for f in finished]

@@ -20,7 +20,7 @@ from tba_jax.decoding.engine import row_keys
 from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episode import Episode, Sessions, SingleTurnSession
-from tba_jax.environments.episodes import Episodes, ReplayedEnvironment, open_session
+from tba_jax.environments.episodes import Episodes, open_session
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.state_values import Continuation, states_of
@@ -110,11 +110,6 @@ class Sampler:
         self._episodes = episodes
         self._sampling = sampling_settings(settings)
         self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
-
-    def replay_environments(self) -> None:
-        """Read the responses of environments from a log instead of calling environments."""
-        if self._episodes is not None:
-            self._episodes = dataclasses.replace(self._episodes, environments=ReplayedEnvironment())
 
     def open(self, published: Published) -> "GroupSession":
         """Return an empty session."""

@@ -149,7 +149,6 @@ class Searcher:
     Attributes:
         decoded_tokens: tokens of the responses committed so far.
         idle_s: seconds without work, counted by the driver.
-        num_chunks: number of decode chunks of continuous search; 0 with rounds.
         num_given, num_given_rounds: numbers of given responses and of their rounds.
     """
 
@@ -160,7 +159,6 @@ class Searcher:
         self.num_given_rounds = 0 if given is None else given.num_rounds
         self.decoded_tokens = 0
         self.idle_s = 0.0
-        self.num_chunks = 0
         self._given = given
 
     @property
@@ -170,8 +168,7 @@ class Searcher:
 
     def state(self) -> PartState:
         """Return the searcher's counters; the outbox has the committed rounds."""
-        counts = {name: getattr(self, name) for name in ("decoded_tokens", "idle_s", "num_chunks")}
-        return PartState({}, counts)
+        return PartState({}, {"decoded_tokens": self.decoded_tokens, "idle_s": self.idle_s})
 
     def restore(self, state: PartState) -> None:
         """Restore the counters and the prompt stream's position after the last committed round.

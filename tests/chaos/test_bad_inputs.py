@@ -111,7 +111,6 @@ def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
         (["--config.objective.beta=1e-300"], "objective.beta = 1e-300"),
         (["--config.reward.num_workers=100000"], "reward.num_workers = 100000"),
         (["--config.placement=fleet", "--config.fleet.max_searchers=100000"], "in [1, 4096]"),
-        (["--replay_schedule={pipe}"], "no schedule log"),
         (["--config={pipe}"], "no config file"),
         (["--config.task.start_path={pipe}"], "no such .jsonl or .parquet file"),
         (["--config.model.path={pipe}"], "pipe.jsonl' is not a folder"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous run that is killed again and again loses no ticket, commits none twice, and is
-the run that its schedule log says: replayed in one thread it makes the same losses, bit for bit."""
+"""An asynchronous run that is killed again and again loses no ticket and commits none
+twice."""
 
 import collections
 import json
@@ -32,23 +32,14 @@ def assert_every_ticket_once(workdir):
     assert set(merged.values()) == {1}
     _, (host_state,) = load_host_state(str(workdir))
     for searcher in (0, 1):
-        chunks = [e for e in events if e["event"] == "chunk" and e["searcher"] == searcher]
-        order = [e["chunk"] for e in chunks]
-        assert order == sorted(set(order))
-        begins = [i for i, e in enumerate(chunks) if e["begins"]]
-        before = {n for e in chunks for n in e["tickets"]}
-        last = {n for e in chunks[begins[-1] :] for n in e["tickets"]}
-        # What is committed is merged or waits in the outbox, and was admitted.
+        # What is committed is merged or waits in the outbox.
         arrays, meta = host_state.parts[f"outbox_{searcher}"]
         position = meta["position"]
         ahead = {number for number, _ in position["ahead"]}
         committed = set(range(position["next_round"])) | ahead
         done = {number for s, number in merged if s == searcher}
         waiting = {commit.round for commit in unpack_commits(arrays, meta)}
-        assert done | waiting == committed <= before and not done & waiting
-        # What is missing was open at the end, or follows in the stream what the last process took.
-        missing = set(range(max(committed) + 1)) - committed
-        assert all(n in last or n > max(last) for n in missing)
+        assert done | waiting == committed and not done & waiting
         assert position["next_round"] > 0
 
 
@@ -62,8 +53,8 @@ def assert_ledger_closed(workdir):
     )
 
 
-def kill_resume_and_replay(folder, *, kills, num_steps, cache):
-    """SIGKILL that often at random moments, to the end, and again from the log."""
+def kill_and_resume(folder, *, kills, num_steps, cache):
+    """SIGKILL that often at random moments, to the end."""
     rng = random.Random(11)
     workdir = folder / "live"
     overrides = (*CONTINUOUS, f"num_steps={num_steps}")
@@ -78,15 +69,9 @@ def kill_resume_and_replay(folder, *, kills, num_steps, cache):
     assert [r["step"] for r in metrics if "train/loss" in r] == list(range(1, num_steps + 1))
     assert_every_ticket_once(workdir)
     assert_ledger_closed(workdir)
-    schedule = workdir / "schedule.jsonl"
-    again = run(folder / "again", *overrides, cache=cache, flags=(f"--replay_schedule={schedule}",))
-    assert again.returncode == 0, again.stderr
-    assert losses(folder / "again") == losses(workdir)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_kills_lose_no_ticket_and_the_schedule_log_is_what_happened(cache, tmp_path):
-    kill_resume_and_replay(tmp_path, kills=10, num_steps=100, cache=cache)
-    begun = [e for e in lines(tmp_path / "live/schedule.jsonl") if e.get("begins")]
-    assert len(begun) > 4  # most of those processes left something behind
+def test_ten_kills_lose_no_ticket(cache, tmp_path):
+    kill_and_resume(tmp_path, kills=10, num_steps=100, cache=cache)

@@ -18,7 +18,6 @@ from tba_jax.run.checkpoint import _READ_ERRORS
 from tba_jax.run.errors import UserError, is_mendable
 from tba_jax.run.host_state import Facts, HostState, pack, unpack
 from tba_jax.run.lock import Hold
-from tba_jax.run.schedule_replay import read_schedule
 from tba_jax.run.workdir import is_finished, run_id_of, saved_config
 from tba_jax.storage import digests
 from tba_jax.weights.versions import Versions
@@ -77,7 +76,7 @@ READERS = {
     "config.json": (saved_config, run_id_of),
     "report.json": (lambda folder: is_finished(folder, 3),),
     "metrics.jsonl": (keep, report, lambda folder: read_jsonl(folder / "metrics.jsonl")),
-    "schedule.jsonl": (lambda folder: read_schedule(str(folder / "schedule.jsonl")), report),
+    "schedule.jsonl": (lambda folder: read_jsonl(folder / "schedule.jsonl"), report),
     "heartbeat.json": (hold,),
     "versions.json": (lambda folder: Versions(folder).named(),),
     "checkpoints/3/digests.json": (lambda f: digests.damage(epath.Path(f / "checkpoints/3")),),

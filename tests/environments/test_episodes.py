@@ -2,7 +2,6 @@
 """Episodes over a real decode session, with environments of this process that take their time."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,6 @@ from tba_jax.decoding.session import Session
 from tba_jax.environments.chat import TemplateFormat
 from tba_jax.environments.episodes import (
     Episodes,
-    ReplayedEnvironment,
-    TakenAnswer,
-    UnexpectedAnswer,
 )
 from tba_jax.environments.pool import Answer
 from tba_jax.flow.padding import Padding
@@ -113,8 +109,6 @@ def drawn(
     max_turns=4,
     limit=LIMIT,
     num=2,
-    log=None,
-    replayed=None,
     keeps_caches=True,
 ):
     """All episodes, in order."""
@@ -138,23 +132,12 @@ def drawn(
         for _ in range(10_000):
             if session.is_idle:
                 break
-            if replayed is not None:
-                session.take_answers([taken_answer(x) for x in replayed.pop(0)])
+            if not session.is_waiting:
                 found += session.step()
-            elif not session.is_waiting:
-                taken = session.take_answers()
-                found += session.step()
-                if log is not None:
-                    log.append(taken)
     assert session.is_idle and session.room == 4
     assert (session.statistics.kept_tokens > 0) == (keeps_caches and max_turns > 1)
     assert not inner._prefixes._rows  # an episode that has ended keeps nothing
     return sorted(found, key=lambda y: (y.request, y.sample))
-
-
-def taken_answer(logged):
-    request, sample, answer = logged
-    return TakenAnswer(request, sample, Answer(*answer))
 
 
 def scored(model, episodes, masks):
@@ -213,21 +196,6 @@ def test_what_is_sampled_does_not_depend_on_when_environments_answer(model, dela
     assert [y.tokens.tolist() for y in first] == [y.tokens.tolist() for y in again]
     assert [y.verdict for y in first] == [y.verdict for y in again]
     assert {(y.version_min, y.version_max) for y in again} == {(3, 3)}
-
-
-def test_a_replay_with_logged_answers_is_bit_equal_and_asks_no_environment(model):
-    log = []
-    first = drawn(model, World((3, 40, 0, 11)), in_turn=False, log=log)
-    again = drawn(model, ReplayedEnvironment(), in_turn=False, replayed=json.loads(json.dumps(log)))
-    for y, z in zip(first, again, strict=True):
-        np.testing.assert_array_equal(y.tokens, z.tokens)
-        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
-        assert (y.finish, y.verdict) == (z.finish, z.verdict)
-
-
-def test_a_logged_answer_for_an_episode_that_waits_for_none_is_refused(model):
-    with pytest.raises(UnexpectedAnswer, match="sample 1 of request 7 waits for no answer"):
-        drawn(model, ReplayedEnvironment(), in_turn=False, replayed=[[[7, 1, ["", "", None, ""]]]])
 
 
 def test_the_order_of_requests_does_not_depend_on_when_environments_answer(model, monkeypatch):

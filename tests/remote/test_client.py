@@ -17,7 +17,6 @@ from tba_jax.remote.client import (
 from tba_jax.remote.messages import (
     Heartbeat,
     JoinRequest,
-    Trace,
 )
 from tba_jax.replay.outbox import Outbox
 
@@ -59,7 +58,6 @@ class Process:
         (start,) = self.house.server.join(JoinRequest((self.slot,), "a", IDENTITY)).starts
         self.outbox, self.quota, self.begun = Outbox(2**20), TicketQuota(), []
         self.leased = LeasedShard()
-        self.num_chunks, self.events = start.num_chunks, []
         self.outbox.start_from(start.position)
         self.next = start.position["next_round"]
         self.client = SearcherClient(
@@ -71,7 +69,6 @@ class Process:
             Callbacks(
                 room=lambda: 3 - len(self.begun),
                 heartbeat=lambda put_s: Heartbeat(version=0),
-                trace=self.trace,
                 versions=lambda version, evaluated: None,
                 log=self.house.lines.append,
             ),
@@ -79,15 +76,8 @@ class Process:
             timeout_s=1e6,
         )
 
-    def trace(self):
-        events, self.events = tuple(self.events), []
-        return Trace(events, self.num_chunks)
-
     def work(self, fate, choice):
         self.wire.fate = fate
-        if choice % 4:  # some chunks are worth an event
-            self.events.append({"searcher": self.slot, "chunk": self.num_chunks})
-        self.num_chunks += 1
         while self.quota.admit(self.slot, 0):
             while self.outbox.is_committed(self.next) or self.next in self.begun:
                 self.next += 1

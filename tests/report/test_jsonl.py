@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of JSON lines: whole lines, cut back without being read, streamed."""
 
-import gzip
 import json
 import math
 import os
@@ -139,9 +138,3 @@ def test_line_ends(tmp_path):
         *(False, False),
     ]
     writer.close()
-
-
-def test_compressed_logs_are_read(tmp_path):
-    log_of(tmp_path / "m.jsonl", 3).close()
-    (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress((tmp_path / "m.jsonl").read_bytes()))
-    assert jsonl.read_jsonl(tmp_path / "m.jsonl.gz") == lines_of(tmp_path / "m.jsonl")

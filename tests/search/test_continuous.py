@@ -39,12 +39,10 @@ def test_what_was_not_committed_is_drawn_again_after_a_resume_and_nothing_twice(
     assert committed == [0, 2, 3, 4][: len(committed)] and 1 not in committed
     saved = json.loads(json.dumps(world.outbox.state().meta))
     counters = world.searcher.state()
-    chunks = world.searcher.num_chunks
 
     after = World(lambda i, j: 1)
     after.outbox.restore(PartState(world.outbox.state().arrays, saved))
     after.searcher.restore(counters)
-    assert after.searcher.num_chunks == chunks
     after.run(3)
     again = ids(after.outbox.take())
     assert [number for number, _ in again] == [n for n in range(9) if n not in committed][
@@ -66,19 +64,6 @@ def test_newer_weights_come_between_chunks_or_when_the_session_has_drained(in_fl
     spans = [(y.version_min, y.version_max) for c in world.outbox.take() for y in
              c.groups[0].trajectories]  # fmt: skip
     assert set(spans) == {(5, 5)}
-
-
-def test_the_log_has_the_chunks_of_admissions_and_swaps_and_no_others():
-    world = World(lambda i, j: 2)
-    world.run(3)
-    world.version = 4
-    world.run(1)
-    common = {"event": "chunk", "searcher": 3}
-    assert world.events == [
-        {**common, "chunk": 0, "begins": True, "version": 0, "tickets": [0, 1]},
-        {**common, "chunk": 2, "begins": False, "version": 0, "tickets": [2, 3]},
-        {**common, "chunk": 3, "begins": False, "version": 4, "tickets": []},
-    ]
 
 
 def test_a_searcher_over_the_bound_waits():
@@ -126,14 +111,3 @@ def test_a_grader_that_fails_stops_its_searcher_and_is_named():
     with pytest.raises(WorkerError, match="grader-3 failed: OSError: no process is left"):
         stop.check()
     assert not world.outbox.take()  # what was not graded is not committed
-
-
-def test_a_chunk_in_the_log_is_counted():
-    """A checkpoint whose log has the line of a chunk must not have its number to give again."""
-    world = World()
-    counted = []
-    world.search._log_event = lambda event: counted.append(
-        world.searcher.state().meta["num_chunks"] - event["chunk"]
-    )
-    world.run(3)
-    assert counted and set(counted) == {1}

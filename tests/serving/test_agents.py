@@ -2,7 +2,6 @@
 """Agents over HTTP as environments: exact tokens and log-probs, and every way to fail by a name."""
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from served_model import folder_with_template
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
 from tba_jax.decoding.requests import Response
-from tba_jax.environments.episodes import Episodes, ReplayedEnvironment, TakenAnswer
-from tba_jax.environments.pool import Answer
+from tba_jax.environments.episodes import Episodes
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
@@ -77,7 +75,7 @@ def pool_of(model, name):
     return make_environments(dataclasses.replace(model.settings, task=task), model.tokenizer)
 
 
-def drawn(model, environments, rows, *, max_turns=8, swap=None, log=None, replayed=None):
+def drawn(model, environments, rows, *, max_turns=8, swap=None):
     """The episodes of the rows, in order; weights change to `swap` after the first turns."""
     inner = model.session()
     session = Episodes(environments, model.tokenizer, max_turns, is_agent=True).over(inner)
@@ -88,15 +86,11 @@ def drawn(model, environments, rows, *, max_turns=8, swap=None, log=None, replay
     found, end = [], time.monotonic() + 60
     while not session.is_idle:
         assert time.monotonic() < end
-        if replayed is None and session.is_waiting:
+        if session.is_waiting:
             if swap is not None and session.statistics.tokens and session.version == 3:
                 session.swap(swap, 4)
             time.sleep(0.002)
             continue
-        logged = None if replayed is None else replayed.pop(0)
-        taken = session.take_answers(logged)
-        if log is not None:
-            log.append(taken)
         found += session.step()
     return sorted(found, key=lambda y: y.request)
 
@@ -140,19 +134,18 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def talked(model):
-    """Episodes of agents that talk, and the log of their requests."""
-    environments, log = pool_of(model, "talk"), []
+    """Episodes of agents that talk."""
+    environments = pool_of(model, "talk")
     try:
         environments.check()
-        return drawn(model, environments, ROWS, log=log), log
+        return drawn(model, environments, ROWS)
     finally:
         environments.close()
 
 
 def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model, talked):
-    episodes, _ = talked
-    assert {y.verdict.reason for y in episodes} == {None}
-    for y, row in zip(episodes, ROWS, strict=True):
+    assert {y.verdict.reason for y in talked} == {None}
+    for y, row in zip(talked, ROWS, strict=True):
         own = scored(model, model.params, ROWS, y)
         # float32: sampler and scorer add logits up to 16 in other orders.
         np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, atol=3e-5)
@@ -180,24 +173,11 @@ def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model
     assert np.abs(before - after).max() > 1e-3
 
 
-def test_a_replay_with_logged_requests_is_bit_equal_and_starts_no_agent(model, talked):
-    episodes, log = talked
-    logged = [
-        [TakenAnswer(i, j, Answer(*answer)) for i, j, answer in chunk]
-        for chunk in json.loads(json.dumps(log))
-    ]
-    again = drawn(model, ReplayedEnvironment(), ROWS, replayed=logged)
-    for y, z in zip(episodes, again, strict=True):
-        np.testing.assert_array_equal(y.tokens, z.tokens)
-        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
-        assert (y.finish, y.verdict) == (z.finish, z.verdict)
-
-
 def test_a_request_that_continues_no_turn_begins_a_path_of_its_episode(model):
-    environments, log, rows = pool_of(model, "fork"), [], ROWS[::2]
+    environments, rows = pool_of(model, "fork"), ROWS[::2]
     try:
         environments.check()
-        episodes = drawn(model, environments, rows, log=log)
+        episodes = drawn(model, environments, rows)
     finally:
         environments.close()
     for y in episodes:
@@ -208,14 +188,6 @@ def test_a_request_that_continues_no_turn_begins_a_path_of_its_episode(model):
         assert y.verdict.reward == len(own) / 10  # no token was lost, or counted twice
         starts = [model.tokenizer.decode(y.tokens[path]) for path in y.paths]
         assert starts[0].startswith(rows[y.request]["prompt"]) and starts[1].startswith("1+1=")
-    logged = [
-        [TakenAnswer(i, j, Answer(*answer)) for i, j, answer in chunk]
-        for chunk in json.loads(json.dumps(log))
-    ]
-    again = drawn(model, ReplayedEnvironment(), rows, replayed=logged)
-    for y, z in zip(episodes, again, strict=True):
-        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
-        assert (y.path_lengths, y.tokens.tolist()) == (z.path_lengths, z.tokens.tolist())
 
 
 def test_a_chat_continues_with_the_sampled_tokens(model):

@@ -171,7 +171,6 @@ def test_turns_of_an_episode_have_the_weights_of_their_requests(model, client):
         if session.version == 3 and any(x.num_turns for x in game.opened):
             session.swap(adapters_of(model, 4), 4)
         elif not session.is_waiting:
-            session.take_answers()
             episodes += session.step()
     assert len(episodes) == 3 and any(y.version_min < y.version_max for y in episodes)
     program = make_reference_program(model.config, Scoring(eos_ids=tokenizer.eos_ids))
