@@ -166,7 +166,6 @@ def fake_workdir(
             "stored": generated - 128 - 900 - 2100 - 17,
             "evicted_capacity": 2100,
             "evicted_bytes": 0,
-            "evicted_reuse": 0,
             "duplicate": 900,
             "rejected": {"reward_timeout": 14, "reward_error": 3},
             "used": 256 * made_steps,

@@ -46,7 +46,6 @@ _SIDES = {
 }
 # Equal responses are separate rows, and steps do only the measured work.
 _COMMON = {
-    "replay.deduplicate": False,
     "eval.period": 0,
     "task.num_eval_prompts": 16,
     "checkpoint.period": 0,

@@ -149,13 +149,6 @@ def _driver(config: Config) -> None:
             "an exact lag merges a fixed number of rounds at every publication",
             "Set --config.search.initial_fill=0 or --config.search.exact_lag=0.",
         )
-    need(
-        config.driver == "sync" or config.replay.pace == "trainer" or not config.replay.max_reuse,
-        "replay.max_reuse",
-        config.replay.max_reuse,
-        "when every response has reached max_reuse, the trainer must wait for new ones",
-        "Set --config.replay.pace=trainer.",
-    )
 
 
 def _strict_bound(config: Config) -> None:

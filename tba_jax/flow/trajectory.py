@@ -138,10 +138,11 @@ class Draw(NamedTuple):
     """One prompt slot of a batch drawn from the replay buffer.
 
     Attributes:
-        trajectories: n <= K responses; empty if the slot stays empty.
-        weights: times that each trajectory was drawn, at least 1; their sum is K, or 0 without any.
+        trajectories: n <= K distinct responses; empty if the slot stays empty.
+        weights: draws of responses equal to each trajectory, at least 1; their sum is K, or 0
+            without any.
         is_fresh: whether the slot is drawn from the newest data, instead of the whole history.
-        trajectory_ids: buffer ids of the n responses, for the schedule log.
+        trajectory_ids: buffer ID of each trajectory; of equal ones, the ID of the first.
         num_repeats: repeats among the K draws, because fewer than K distinct responses were stored.
     """
 

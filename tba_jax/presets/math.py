@@ -108,7 +108,7 @@ PRESETS = {
             "sampling_temperature": 0.7,
             "initial_fill": 500,
         },
-        "replay": {"recency_prob": 0.95, "recycle_fresh": True},
+        "replay": {"recency_prob": 0.95},
         "eval": {"period": 100},
     },
     "math": {

@@ -73,7 +73,7 @@ _PAPER = {
         # Ten batches of responses of the start model, besides those in task.start_path.
         "initial_fill": 1280,
     },
-    "replay": {"recency_prob": 0.5, "recycle_fresh": True, "priority_temperature": 1.0},
+    "replay": {"recency_prob": 0.5, "priority_temperature": 1.0},
     "eval": {
         "period": 500,
         "num_samples": 1024,
@@ -120,9 +120,7 @@ PRESETS = {
             "pace": "trainer",
             # More than eight searchers sample in 100 steps.
             "capacity_per_prompt": 100_000,
-            # VarGrad needs failures and successes in one group, so half of the draws are uniform.
-            "priority_temperature": 1.0,
-            "uniform_mix": 0.5,
+            "priority_temperature": 2.0,
         },
         # The victim answers -9.
         "classifier": {"kind": "pattern", "target": "=-9$"},

@@ -56,7 +56,7 @@ def _pythia(size: str) -> dict:
             "initial_fill": 10_000,
         },
         # Softmax of the reward, at temperature 1, over a prompt's stored responses.
-        "replay": {"recency_prob": 0.5, "recycle_fresh": True, "priority_temperature": 1.0},
+        "replay": {"recency_prob": 0.5, "priority_temperature": 1.0},
         "reward": {
             "model_path": f"mnoukhov/pythia{size}-rm-tldr6.9b",
             # TRL's penalty_reward_value.

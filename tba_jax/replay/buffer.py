@@ -18,7 +18,14 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.contents import Contents
-from tba_jax.replay.draws import TRIES, choose, is_wanted, response_log_weights, without_level
+from tba_jax.replay.draws import (
+    TRIES,
+    choose,
+    is_wanted,
+    response_log_weights,
+    unite,
+    without_level,
+)
 from tba_jax.replay.ledger import Economy
 from tba_jax.replay.store import ID
 
@@ -31,8 +38,7 @@ class ReplayBuffer:
 
     Args:
         settings: limits and sampling. The age of a response is that of its oldest policy version.
-            The byte limit includes an estimate of bookkeeping per row. Equal responses of one merge
-            are one row with a count.
+            The byte limit includes an estimate of bookkeeping per row.
         seed: int or sequence of ints for the numpy Generator of every draw.
     """
 
@@ -73,12 +79,12 @@ class ReplayBuffer:
     def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
         """Return whether `sample` would return a batch, with the same fresh and replay slots."""
         with self._lock:
-            self._age(step)
+            self._step = step
             plan = self._slot_kinds(num_prompts)
             fill = self._fresh_fill(num_prompts, group_size)
             if self._waits and sum(plan) > self._contents.fresh.count(fill):
                 return False
-            return self._suffices(num_prompts, group_size)
+            return len(self._contents.store) > 0
 
     def sample(
         self,
@@ -94,8 +100,8 @@ class ReplayBuffer:
         responses. Each group is drawn once, and its unused responses are taken first. Only groups
         of the newest merge are drawn, or with `max_staleness` groups of all merges, oldest version
         first. With fewer prompts than slots, as in a task of one prompt, a group is drawn once for
-        every K of its unused responses. With `recycle_fresh`, prompts of the newest merges are
-        drawn again when no unused response is left.
+        every K of its unused responses. If no unused response is left and pace is "off", prompts of
+        the newest merges are drawn again.
 
         A replay slot draws the next prompt of a shuffle of all prompts, and its responses with the
         probabilities of `response_log_weights`.
@@ -109,10 +115,9 @@ class ReplayBuffer:
             group_size: K.
 
         Returns:
-            The slots; None if the trainer must wait: nothing is stored, `max_reuse` leaves too few
-            responses, or pace is "trainer" and there are too few fresh prompts. The kinds of the
-            slots (fresh or replay) stay the same during a wait, so waiting does not bias their
-            shares.
+            The slots; None if the trainer must wait: nothing is stored, or pace is "trainer" and
+            there are too few fresh prompts. The kinds of the slots (fresh or replay) stay the same
+            during a wait, so waiting does not bias their shares.
         """
         with self._lock:
             if not self.is_ready(num_prompts, group_size, step):
@@ -145,14 +150,6 @@ class ReplayBuffer:
     def _waits(self) -> bool:
         return self._settings.pace == "trainer"
 
-    @property
-    def _recycles(self) -> bool:
-        return self._settings.recycle_fresh and not self._waits
-
-    def _age(self, step: int) -> None:
-        self._step = step
-        self._contents.age(step)
-
     def _slot_kinds(self, num_prompts: int) -> list[bool]:
         """Return which slots of the next batch should be fresh, chosen once per batch."""
         if self._plan is None or len(self._plan) != num_prompts:
@@ -168,14 +165,6 @@ class ReplayBuffer:
         """
         return group_size if len(self._contents.store) < num_prompts else 0
 
-    def _suffices(self, num_prompts: int, group_size: int) -> bool:
-        store = self._contents.store
-        if self._settings.max_reuse and len(store) < num_prompts:
-            # Prompts repeat, so responses may reach max_reuse within the batch.
-            uses_left = self._settings.max_reuse * store.num_trajectories - store.sum_uses
-            return uses_left >= num_prompts * group_size
-        return len(store) > 0
-
     def _draw_fresh(self, taken: set[int], group_size: int, fill: int) -> Draw | None:
         """Return a fresh slot from a waiting group, or from a used group of the newest merges."""
         contents, economy = self._contents, self._contents.economy
@@ -184,7 +173,7 @@ class ReplayBuffer:
             merged, prompt_id, is_first = found
             economy.unused_slots += 1
             economy.trained_groups += is_first
-        elif self._recycles:
+        elif not self._waits:
             again = contents.recent.draw(self._rng, () if fill else taken)
             if again is None:
                 return None
@@ -196,16 +185,11 @@ class ReplayBuffer:
         rows = contents.store.rows
         indices = contents.store.indices(prompt_id)
         indices = indices[rows["merged"][indices] == merged]
-        copies = contents.copies(indices)
-        unused = np.clip(rows["count"][indices] - rows["uses"][indices], 0, copies)
-        # First the never-drawn copies of every row, then the others.
-        copies = np.concatenate([unused, copies - unused])
-        log_weights = np.zeros(len(copies))
-        if copies.sum() > group_size:
-            log_weights[len(indices) :] -= _AFTER_ALL_OTHERS
-        draw = self._hand_out(prompt_id, indices, log_weights, copies, group_size, True)
-        if prompt_id in contents.store:  # it may have reached max_reuse
-            taken.add(prompt_id)
+        log_weights = np.zeros(len(indices))
+        if len(indices) > group_size:
+            log_weights[rows["uses"][indices] > 0] -= _AFTER_ALL_OTHERS
+        draw = self._hand_out(prompt_id, indices, log_weights, group_size, True)
+        taken.add(prompt_id)
         if found is not None:
             for y, weight in zip(draw.trajectories, draw.weights, strict=True):
                 economy.staleness[self._step - y.version_min] += weight
@@ -234,46 +218,40 @@ class ReplayBuffer:
         if prompt_id is None:
             contents.replay.recycle()
             prompt_id = contents.replay.draw(self._rng, taken)
-        assert prompt_id is not None, "_suffices found a prompt"
+        assert prompt_id is not None, "the buffer has a prompt"
         indices = contents.store.indices(prompt_id)
-        copies = contents.copies(indices)
-        log_weights = response_log_weights(
-            contents.store.rows["reward"][indices],
-            copies,
-            priority_temperature=self._settings.priority_temperature,
-            uniform_mix=self._settings.uniform_mix,
-        )
-        draw = self._hand_out(prompt_id, indices, log_weights, copies, group_size, False)
-        if prompt_id in contents.store:  # it may have reached max_reuse
-            taken.add(prompt_id)
+        rewards = contents.store.rows["reward"][indices]
+        log_weights = response_log_weights(rewards, self._settings.priority_temperature)
+        draw = self._hand_out(prompt_id, indices, log_weights, group_size, False)
+        taken.add(prompt_id)
         return draw
 
     def _hand_out(
         self,
         prompt_id: int,
         indices: Int[np.ndarray, " n"],
-        log_weights: Float[np.ndarray, " c"],
-        copies: Int[np.ndarray, " c"],
+        log_weights: Float[np.ndarray, " n"],
         group_size: int,
         is_fresh: bool,
     ) -> Draw:
         """Choose responses of these rows, and count the responses as used."""
-        store = self._contents.store
-        prompt = store.prompt(prompt_id)
-        times, repeats = choose(self._rng, log_weights, copies, group_size)
-        if len(copies) > len(indices):
-            times, repeats = (x.reshape(-1, len(indices)).sum(axis=0) for x in (times, repeats))
+        store, counters = self._contents.store, self._contents.ledger.counters
+        times = choose(self._rng, log_weights, group_size)
         picked = np.flatnonzero(times)
-        indices, times, repeats = indices[picked], times[picked], repeats[picked]
-        rows = self._contents.use(indices, times)
-        trajectories = store.trajectories(indices.tolist(), rows)
-        self._contents.evict_used_up(indices.tolist())
-        num_repeats = int(repeats.sum())
-        self._contents.ledger.counters["used"] += group_size
-        self._contents.ledger.counters["repeats"] += num_repeats
-        weights = tuple((times + repeats).tolist())
-        ids = tuple(row[ID] for row in rows)
-        return Draw(prompt, tuple(trajectories), weights, is_fresh, ids, num_repeats)
+        rows = self._contents.use(indices[picked])
+        trajectories = store.trajectories(indices[picked].tolist(), rows)
+        num_repeats = group_size - len(picked)
+        counters["used"] += group_size
+        counters["repeats"] += num_repeats
+        groups = unite(trajectories)
+        return Draw(
+            store.prompt(prompt_id),
+            tuple(trajectories[own[0]] for own in groups),
+            tuple(int(times[picked[own]].sum()) for own in groups),
+            is_fresh,
+            tuple(rows[own[0]][ID] for own in groups),
+            num_repeats,
+        )
 
     @property
     def num_prompts(self) -> int:
@@ -282,7 +260,7 @@ class ReplayBuffer:
 
     @property
     def num_trajectories(self) -> int:
-        """Stored responses; equal ones count separately."""
+        """Stored responses."""
         return self._contents.store.num_trajectories
 
     @property

@@ -22,31 +22,17 @@ class ReplaySettings(Section):
     recency_prob: float = share(0.95, "m: probability that a batch slot draws from the newest data")
     pace: Literal["off", "trainer"] = field(
         "off",
-        "for a batch slot without fresh data: off: replay older data; trainer: the trainer waits "
-        "(no effect with driver=sync)",
-    )
-    recycle_fresh: bool = field(
-        False,
-        "with pace=off: repeat prompts of the newest merges in slots without fresh data, before "
-        "older data is replayed",
-    )
-    deduplicate: bool = field(
-        True,
-        "store equal responses of one merge (tokens, versions, reward) as one row, trained once "
-        "with their number as weight; False: one row each",
+        "for a batch slot without fresh data: off: draw the newest groups again, as the paper "
+        "does; trainer: the trainer waits (no effect with driver=sync)",
     )
     priority_temperature: float = field(
         math.inf,
         "replay draws responses by softmax(reward / priority_temperature); inf: uniformly",
         above=0,
     )
-    uniform_mix: float = share(
-        0.0, "share of the uniform distribution, mixed with the softmax of priority_temperature"
-    )
     capacity_per_prompt: int = field(
         100,
-        "rows kept per prompt, newest policy versions first; equal responses of one merge are one "
-        "row",
+        "responses kept per prompt, newest policy versions first",
         at_least=1,
     )
     max_bytes: int = field(
@@ -60,18 +46,17 @@ class ReplaySettings(Section):
         "draw the slot again (DAPO's dynamic sampling); skip: leave the slot empty (CISPO's "
         "filter), unless every group of the batch has equal rewards",
     )
-    max_reuse: int = field(0, "times that a response may be drawn; 0: no limit", at_least=0)
     max_staleness: int = field(
         0,
         "limit of staleness in steps: unused responses wait in a queue, oldest version first, and "
         "are late beyond the limit; 0: no queue, newest merge first",
         at_least=0,
     )
-    late: Literal["train", "drop", "wait"] = field(
+    late: Literal["train", "wait"] = field(
         "train",
-        "with max_staleness: train: train on late responses and count them; drop: drop them; "
-        "wait: searchers wait for newer weights, and the trainer waits for responses that its "
-        "next step would make late",
+        "with max_staleness: train: train on late responses and count them; wait: searchers "
+        "wait for newer weights, and the trainer waits for responses that its next step would make "
+        "late",
     )
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ groups, the prompt pool, the ledger and the economy.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.draws import PromptPool
 from tba_jax.replay.fresh import FreshGroups, RecentMerges
 from tba_jax.replay.ledger import Economy, Ledger
-from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, TrajectoryStore
+from tba_jax.replay.store import MERGED, PROMPT_ID, USES, TrajectoryStore
 
 
 class Contents:
@@ -35,7 +35,7 @@ class Contents:
 
     def __init__(self, settings: ReplaySettings) -> None:
         self._settings = settings
-        self.store = TrajectoryStore(unites=settings.deduplicate)
+        self.store = TrajectoryStore()
         self.replay = PromptPool()
         self.fresh = FreshGroups(keeps_older=settings.max_staleness > 0)
         self.recent = RecentMerges()
@@ -57,46 +57,16 @@ class Contents:
         for prompt_id in touched:
             self.economy.merged_groups += self._refresh(step, prompt_id)
 
-    def age(self, step: int) -> None:
-        """Evict unused responses that are too stale at this step, if replay.late=drop."""
-        if self._settings.max_staleness and self._settings.late == "drop":
-            self._evict_late(step - self._settings.max_staleness)
-
-    def use(
-        self, indices: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
-    ) -> list[tuple[Any, ...]]:
-        """Count draws of these rows, `times` each, and evict rows that reached max_reuse.
-
-        Returns:
-            The rows before the eviction.
-        """
-        rows = self.store.use(indices, times)
-        for index, row, n in zip(indices.tolist(), rows, times.tolist(), strict=True):
-            unused = row[COUNT] - row[USES]
-            if unused > 0:
-                first = min(n, unused)
-                self.ledger.counters["trained_unique"] += first
-                self.economy.trained[self.store.length(index)] += first
-                is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], first)
+    def use(self, indices: Int[np.ndarray, " n"]) -> list[tuple[Any, ...]]:
+        """Count a draw of each of these distinct rows; return the rows before the change."""
+        rows = self.store.use(indices)
+        for index, row in zip(indices.tolist(), rows, strict=True):
+            if not row[USES]:
+                self.ledger.counters["trained_unique"] += 1
+                self.economy.trained[self.store.length(index)] += 1
+                is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], 1)
                 self.economy.trained_groups += is_first
         return rows
-
-    def evict_used_up(self, indices: Sequence[int]) -> None:
-        """Evict the rows at these indices that reached max_reuse."""
-        most = self._settings.max_reuse
-        for index in indices if most else ():
-            row = self.store.rows[index]
-            if row["uses"] >= most * row["count"]:
-                self._evict(index, "reuse")
-
-    def copies(self, indices: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return how many responses of each row may still be drawn."""
-        count = self.store.rows["count"][indices]
-        if not self._settings.max_reuse:
-            return count
-        return np.minimum(
-            count, self._settings.max_reuse * count - self.store.rows["uses"][indices]
-        )
 
     def totals(self) -> dict[str, int]:
         """Return all counters of the ledger, and the number of stored responses."""
@@ -111,12 +81,10 @@ class Contents:
         return {
             "buffer/num_prompts": float(len(store)),
             "buffer/num_trajectories": float(store.num_trajectories),
-            "buffer/num_rows": float(store.num_rows),
             "buffer/num_bytes": float(store.num_bytes),
             "buffer/reward_mean": store.sum_rewards / count,
             "buffer/age_mean": age / count,
             "buffer/uses_mean": store.sum_uses / count,
-            "buffer/unique_fraction": 1 - (totals["duplicate"] + totals["united"]) / received,
             "buffer/replay_ratio": totals["used"] / received,
             "buffer/fresh_short": float(totals["fresh_short"]),
             "buffer/redrawn": float(totals["redrawn"]),
@@ -130,35 +98,29 @@ class Contents:
         prompt_id = group.prompt.prompt_id
         for y in group.trajectories:
             self.economy.came_in[len(y.response_tokens)] += 1
-            if self.store.insert(group.prompt, y, row_id=self._next_id, merged=step):
-                self._next_id += 1
-                self.recent.add(step, prompt_id)
-                self.replay.add(prompt_id)
-            else:
-                self.ledger.counters["united"] += 1
+            self.store.insert(group.prompt, y, row_id=self._next_id, merged=step)
+            self._next_id += 1
+            self.recent.add(step, prompt_id)
+            self.replay.add(prompt_id)
 
     def _refresh(self, merged: int, prompt_id: int) -> bool:
         """Recount the unused responses of a group; return whether the group is new."""
         unused, version = 0, 0
         if prompt_id in self.store:
             rows = self.store.rows[self.store.indices(prompt_id)]
-            left = rows["count"] - rows["uses"]
-            is_unused = (rows["merged"] == merged) & (left > 0)
+            is_unused = (rows["merged"] == merged) & (rows["uses"] == 0)
             if is_unused.any():
-                unused = int(left[is_unused].sum())
+                unused = int(is_unused.sum())
                 version = int(rows["version_min"][is_unused].min())
         return self.fresh.put(merged, prompt_id, unused, version)
 
-    def _evict(self, index: int, reason: str, copies: int | None = None) -> None:
-        """Remove a row, or `copies` of its never-drawn responses, and count it by `reason`."""
-        row = self.store.remove(index, copies)
-        gone = row[COUNT] if copies is None else copies
-        self.ledger.counters[f"evicted_{reason}"] += gone
-        unused = max(0, row[COUNT] - row[USES])
-        if unused:
-            self.fresh.lose(row[MERGED], row[PROMPT_ID], min(gone, unused))
-        if gone == row[COUNT]:
-            self.recent.lose(row[MERGED], row[PROMPT_ID])
+    def _evict(self, index: int, reason: str) -> None:
+        """Remove a response, and count it by `reason`."""
+        row = self.store.remove(index)
+        self.ledger.counters[f"evicted_{reason}"] += 1
+        if not row[USES]:
+            self.fresh.lose(row[MERGED], row[PROMPT_ID], 1)
+        self.recent.lose(row[MERGED], row[PROMPT_ID])
         if row[PROMPT_ID] not in self.store:
             self.replay.discard(row[PROMPT_ID])
 
@@ -176,21 +138,6 @@ class Contents:
             index = self.store.oldest()
             assert index is not None, "num_bytes is positive but the store is empty"
             self._evict(index, "bytes")
-
-    def _evict_late(self, version: int) -> None:
-        """Evict unused responses whose policy version is older than `version`."""
-        for merged, prompt_id in self.fresh.older_than(version):
-            indices = self.store.indices(prompt_id)
-            rows = self.store.rows[indices]
-            left = rows["count"] - rows["uses"]
-            is_late = (rows["merged"] == merged) & (rows["version_min"] < version) & (left > 0)
-            for index, copies in zip(
-                indices[is_late].tolist(), left[is_late].tolist(), strict=True
-            ):
-                self._evict(index, "late", copies)
-            # Without its unused copies, a row may have reached max_reuse.
-            self.evict_used_up(indices[is_late & (rows["uses"] > 0)].tolist())
-            self._refresh(merged, prompt_id)
 
     def state(self) -> PartState:
         """Return flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
@@ -210,7 +157,7 @@ class Contents:
 
     def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
         """Replace the contents by a saved `state`."""
-        self.store = TrajectoryStore.restored(arrays, meta, unites=self._settings.deduplicate)
+        self.store = TrajectoryStore.restored(arrays, meta)
         self.replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
         self.fresh = FreshGroups.restored(meta, keeps_older=self._settings.max_staleness > 0)
         merged = arrays["row_merged"].tolist()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws of prompts in epochs, draws of responses by weight, and groups of equal rewards.
 
-A row may stand for several equal responses, its copies; each copy is drawn like a separate row.
-Invariants: no copy is drawn twice while there are enough copies. Between two `recycle` calls of a
-PromptPool no prompt is drawn twice, despite additions and removals.
+Invariants: no response is drawn twice while there are enough responses. Between two `recycle` calls
+of a PromptPool no prompt is drawn twice, despite additions and removals.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from tba_jax.flow.trajectory import Draw
+from tba_jax.flow.trajectory import Draw, Trajectory
 from tba_jax.replay.config import ReplaySettings
 
 TRIES = 8
@@ -101,59 +100,65 @@ class PromptPool:
 
 
 def response_log_weights(
-    rewards: Float[np.ndarray, " n"],
-    copies: Int[np.ndarray, " n"],
-    *,
-    priority_temperature: float,
-    uniform_mix: float,
+    rewards: Float[np.ndarray, " n"], priority_temperature: float
 ) -> Float[np.ndarray, " n"]:
-    """Return the log-probability of each copy of a prompt's rows in a replay slot.
+    """Return the log-probability of each response to a prompt in a replay slot.
 
-    p = uniform_mix / N + (1 - uniform_mix) * softmax(reward / priority_temperature),
-    with N and the softmax over all N copies.
+    p = softmax(reward / priority_temperature).
 
     Args:
-        rewards: raw rewards of the stored rows.
-        copies: number of responses of each row.
+        rewards: raw rewards of the stored responses.
         priority_temperature: > 0; inf is uniform.
-        uniform_mix: share of the uniform distribution, in [0, 1].
     """
-    uniform = np.full(len(rewards), -math.log(copies.sum()))
-    if math.isinf(priority_temperature) or uniform_mix == 1.0:
-        return uniform
+    if math.isinf(priority_temperature):
+        return np.full(len(rewards), -math.log(len(rewards)))
     logits = rewards / priority_temperature
     logits = logits - logits.max()
-    softmax = logits - np.log((copies * np.exp(logits)).sum())
-    if uniform_mix == 0.0:
-        return softmax
-    return np.logaddexp(math.log(uniform_mix) + uniform, math.log1p(-uniform_mix) + softmax)
+    return logits - np.log(np.exp(logits).sum())
 
 
 def choose(
-    rng: np.random.Generator,
-    log_weights: Float[np.ndarray, " n"],
-    copies: Int[np.ndarray, " n"],
-    size: int,
-) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """Return two counts per row: copies drawn without replacement, and repeats.
+    rng: np.random.Generator, log_weights: Float[np.ndarray, " n"], size: int
+) -> Int[np.ndarray, " n"]:
+    """Return how often each response is drawn, in `size` draws.
 
-    Args:
-        log_weights: log weight of each copy of a row.
-        copies: copies of each row; 0 excludes the row.
-        size: total number of draws. With fewer copies, all are taken, and the rest are repeats
-            drawn with replacement.
+    Draws are without replacement. With fewer responses than draws, all are taken, and the rest are
+    repeats drawn with replacement.
     """
-    total = int(copies.sum())
-    none = np.zeros(len(copies), np.int64)
-    if total >= size:
-        row = np.repeat(np.arange(len(copies)), copies)
+    num = len(log_weights)
+    times = np.zeros(num, np.int64)
+    if num >= size:
         # Gumbel top-k: equal to sequential draws without replacement.
-        noisy = log_weights[row] + rng.gumbel(size=total)
-        drawn = row[np.argpartition(-noisy, size - 1)[:size]]
-        return np.bincount(drawn, minlength=len(copies)), none
-    weights = copies * np.exp(log_weights - log_weights.max())
-    repeats = rng.choice(len(copies), size - total, p=weights / weights.sum())
-    return copies, np.bincount(repeats, minlength=len(copies))
+        noisy = log_weights + rng.gumbel(size=num)
+        times[np.argpartition(-noisy, size - 1)[:size]] = 1
+        return times
+    weights = np.exp(log_weights - log_weights.max())
+    repeats = rng.choice(num, size - num, p=weights / weights.sum())
+    return 1 + np.bincount(repeats, minlength=num)
+
+
+def unite(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """Return the positions of equal trajectories to one prompt, a list for each distinct one.
+
+    A batch computes equal trajectories once, with their number as weight. Equal tokens with
+    different versions or (noisy) rewards are different, because objectives with ratios and
+    leave-one-out means need every version and reward.
+    """
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for i, y in enumerate(trajectories):
+        more = (y.is_sampled, y.token_advantages)
+        key = (
+            y.response_tokens.tobytes(),
+            y.reward,
+            y.version_min,
+            y.version_max,
+            y.version_spans,
+            y.path_lengths,
+            y.sampling_temperature,
+            *(None if x is None else x.tobytes() for x in more),
+        )
+        found.setdefault(key, []).append(i)
+    return list(found.values())
 
 
 def is_wanted(settings: ReplaySettings, draw: Draw) -> bool:

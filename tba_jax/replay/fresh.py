@@ -141,15 +141,6 @@ class FreshGroups:
             if group.unused <= 0:
                 self._remove(group)
 
-    def older_than(self, version: int) -> list[tuple[int, int]]:
-        """Return (step of the merge, prompt ID) of groups with unused responses of older versions.
-
-        Needs keeps_older=True.
-        """
-        ranks = self._order[: bisect.bisect_left(self._order, version)]
-        found = [g for r in ranks for of in self._ranks[r].groups.values() for g in of]
-        return [(group.merged, group.prompt_id) for group in found]
-
     def count(self, group_size: int) -> int:
         """Return the number of slots that can be filled.
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of the buffer: responses (`Ledger`), and groups, slots and lengths (`Economy`).
 
-The ledger counts where responses are; equal responses count separately. The economy reports the
+The ledger counts where responses are. The economy reports the
 share of groups that is trained on, and whether training prefers short or long responses.
-Invariants: generated = stored + evicted_* + duplicate + rejected. A merged group is trained,
+Invariants: generated = stored + evicted_* + rejected. A merged group is trained,
 waiting or lost, and a response counts as trained once.
 """
 
@@ -17,12 +17,8 @@ from tba_jax.replay.config import ReplaySettings
 
 _COUNTERS = (
     "generated",
-    "united",
-    "duplicate",
     "evicted_capacity",
     "evicted_bytes",
-    "evicted_reuse",
-    "evicted_late",
     "used",
     "trained_unique",
     "repeats",
@@ -49,8 +45,7 @@ class Ledger:
 
     Attributes:
         counters: counts by name.
-            generated, duplicate, evicted_REASON: merged responses, and those no longer stored.
-            united: responses that share the row of an equal response.
+            generated, evicted_REASON: merged responses, and those no longer stored.
             used, trained_unique: drawn responses, and first draws among them.
             repeats: draws beyond the stored number of responses.
             fresh_short: fresh slots that became replay slots.
@@ -92,7 +87,6 @@ class Ledger:
         if generated is None:
             generated = totals["generated"] + outbox_pending
         gone = {k: v for k, v in totals.items() if k.startswith("evicted_")}
-        gone["duplicate"] = totals["duplicate"]
         total = outbox_pending + listed + sum(gone.values()) + totals["rejected"]
         if generated != total or listed != counted:
             raise LedgerError(
@@ -224,11 +218,6 @@ class Economy:
 
 def _keep_groups(settings: ReplaySettings) -> str:
     """Return advice on training on more groups, with settings that are not in use yet."""
-    if settings.late == "drop":
-        return (
-            f"Set --config.replay.late=train, raise replay.max_staleness={settings.max_staleness}, "
-            "or use fewer searchers."
-        )
     if settings.max_staleness:
         return "Raise replay.max_bytes or replay.capacity_per_prompt, which evict unused groups."
     return (
@@ -242,6 +231,4 @@ def _fill_fresh_slots(settings: ReplaySettings) -> str:
     ways = ["Add searchers"]
     if settings.pace == "off":
         ways.append("set --config.replay.pace=trainer to wait for them")
-        if not settings.recycle_fresh:
-            ways.append("set --config.replay.recycle_fresh=True to draw the newest groups again")
     return ", or ".join(ways) + "."

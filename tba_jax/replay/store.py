@@ -2,9 +2,8 @@
 """TrajectoryStore: holds a million responses in little more memory than their tokens need.
 
 Scalars are in one numpy table, token IDs and log-probs are bytes, and each prompt lists its rows. A
-row is a response with its number of draws; equal responses of one merge share a row if the store
-unites them. Invariants: responses of different merges, versions or rewards never share a row, and
-the cost of an operation does not grow with the contents (for `oldest` the amortised cost).
+row is a response with its number of draws. Invariant: the cost of an operation does not grow with
+the contents (for `oldest` the amortised cost).
 """
 
 import heapq
@@ -32,59 +31,41 @@ from tba_jax.flow.records import (
 from tba_jax.flow.trajectory import Prompt, Trajectory
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 
-# Scalars of the trajectory; then the row ID, the number of equal responses, the number of their
-# draws, and the trainer step of their merge.
-FIELDS = (*ROW_FIELDS, ("id", "<i8"), ("count", "<i4"), ("uses", "<i4"), ("merged", "<i4"))
+# Scalars of the trajectory; then the row ID, the number of draws, and the step of the merge.
+FIELDS = (*ROW_FIELDS, ("id", "<i8"), ("uses", "<i4"), ("merged", "<i4"))
 # Positions in a row tuple.
-PROMPT_ID, REWARD, VERSION, VERSION_MAX, SETTINGS, ID, COUNT, USES, MERGED = (
+PROMPT_ID, REWARD, VERSION, ID, USES, MERGED = (
     [name for name, _ in FIELDS].index(name)
-    for name in (
-        "prompt_id",
-        "reward",
-        "version_min",
-        "version_max",
-        "settings",
-        "id",
-        "count",
-        "uses",
-        "merged",
-    )
+    for name in ("prompt_id", "reward", "version_min", "id", "uses", "merged")
 )
 _DTYPE = np.dtype([*FIELDS, ("position", "<i4")])  # position in the prompt's list of rows
 _NO_ID = -1  # ID of a free row
 
 
 class _Responses:
-    """Rows of one prompt in a fixed order, and the number of responses in these rows."""
+    """Rows of one prompt in a fixed order."""
 
-    __slots__ = ("prompt", "indices", "num_responses", "num_bytes")
+    __slots__ = ("prompt", "indices", "num_bytes")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.indices = array("i")
-        self.num_responses = 0
         self.num_bytes = prompt.tokens.nbytes + len(prompt.text) + PROMPT_OVERHEAD_BYTES
 
 
 class TrajectoryStore:
     """Packed trajectories by index into `rows`, and by prompt.
 
-    Args:
-        unites: whether responses of one merge with the same tokens, versions, reward, sampling
-            temperature and actions share a row.
-
     Attributes:
         rows: structured table with FIELDS; free rows have ID -1.
-        num_rows: rows in use.
-        num_trajectories: stored responses; equal responses count separately.
+        num_trajectories: stored responses, the rows in use.
         num_bytes: stored bytes, including estimated bookkeeping.
         sum_uses, sum_versions, sum_rewards: sums over stored responses.
     """
 
-    def __init__(self, *, unites: bool = False) -> None:
+    def __init__(self) -> None:
         self.rows = np.zeros(1024, _DTYPE)
         self.rows["id"] = _NO_ID
-        self.num_rows = 0
         self.num_trajectories = 0
         self.num_bytes = 0
         self.sum_uses = 0
@@ -96,9 +77,6 @@ class TrajectoryStore:
         self._settings = SettingsTable()
         self._prompts: dict[int, _Responses] = {}
         self._heap: list[int] | None = None  # see oldest
-        self._unites = unites
-        self._newest = -1  # newest merge; only its rows can be joined
-        self._joinable: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> row index, ID
 
     def __len__(self) -> int:
         """Return the number of prompts with at least one response."""
@@ -117,7 +95,7 @@ class TrajectoryStore:
 
     def count_listed(self) -> int:
         """Return the number of responses, counted prompt by prompt, to check `num_trajectories`."""
-        return sum(responses.num_responses for responses in self._prompts.values())
+        return sum(len(responses.indices) for responses in self._prompts.values())
 
     def length(self, index: int) -> int:
         """Return the number of tokens of the response at this row index."""
@@ -131,62 +109,35 @@ class TrajectoryStore:
         extras = [self._extras[index] for index in indices]
         return unpack(rows, tokens, extras, self._settings)
 
-    def insert(self, prompt: Prompt, y: Trajectory, *, row_id: int, merged: int) -> bool:
+    def insert(self, prompt: Prompt, y: Trajectory, *, row_id: int, merged: int) -> None:
         """Store a response to `prompt`.
 
         Args:
-            row_id: ID of the new row, if the response gets a row of its own.
+            row_id: ID of the new row.
             merged: trainer step of the merge.
-
-        Returns:
-            Whether the response has a new row; otherwise the count of an equal response has grown.
         """
         responses = self._prompts.get(prompt.prompt_id)
         if responses is None:
             responses = self._prompts[prompt.prompt_id] = _Responses(prompt)
             self.num_bytes += responses.num_bytes
-        row = (*pack_row(y, self._settings), row_id, 1, 0, merged)
-        tokens, extras = pack_tokens(y), pack_extras(y)
-        if self._unites and merged == self._newest:
-            index, known_id = self._joinable.get(self._key(row, tokens, extras), (0, _NO_ID))
-            if known_id != _NO_ID and self.rows["id"][index] == known_id:
-                self._count(responses, row, 1)
-                self.rows["count"][index] += 1
-                return False
-        self._put(responses, row, tokens, extras)
-        return True
+        row = (*pack_row(y, self._settings), row_id, 0, merged)
+        self._put(responses, row, pack_tokens(y), pack_extras(y))
 
-    def remove(self, index: int, copies: int | None = None) -> tuple[Any, ...]:
-        """Remove a row; the last row of a prompt removes the prompt.
-
-        Args:
-            copies: number of responses to remove, never-drawn ones first; None: all.
-
-        Returns:
-            The row before the removal.
-        """
+    def remove(self, index: int) -> tuple[Any, ...]:
+        """Remove a row, and return it; the last row of a prompt removes the prompt."""
         row = self.rows[index].item()
         responses = self._prompts[row[PROMPT_ID]]
-        if copies is not None and copies < row[COUNT]:
-            # The remaining responses keep the draws.
-            part = [*row]
-            part[COUNT], part[USES] = copies, 0
-            self._count(responses, part, -1)
-            self.rows["count"][index] -= copies
-            return row
         self._take_out(responses, index, row)
         if not responses.indices:
             del self._prompts[row[PROMPT_ID]]
             self.num_bytes -= responses.num_bytes
         return row
 
-    def use(
-        self, indices: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
-    ) -> list[tuple[Any, ...]]:
-        """Count draws of distinct rows, `times` each; return the rows before the change."""
+    def use(self, indices: Int[np.ndarray, " n"]) -> list[tuple[Any, ...]]:
+        """Count a draw of each of these distinct rows; return the rows before the change."""
         rows = self.rows[indices].tolist()
-        self.rows["uses"][indices] += times.astype(np.int32)
-        self.sum_uses += int(times.sum())
+        self.rows["uses"][indices] += 1
+        self.sum_uses += len(indices)
         return rows
 
     def oldest(self) -> int | None:
@@ -229,17 +180,10 @@ class TrajectoryStore:
                 self.rows = grown
         self.rows[index] = (*row, len(responses.indices))
         responses.indices.append(index)
-        self.num_rows += 1
         self.num_bytes += len(tokens) + len(extras) + RESPONSE_OVERHEAD_BYTES
-        self._count(responses, row, 1)
-        if self._unites and row[MERGED] >= self._newest:
-            if row[MERGED] > self._newest:
-                self._newest = row[MERGED]
-                self._joinable.clear()
-            # An entry may outlive its row; the ID reveals that.
-            self._joinable[self._key(row, tokens, extras)] = index, row[ID]
+        self._count(row, 1)
         if self._heap is not None:
-            if len(self._heap) > 2 * self.num_rows + 1024:
+            if len(self._heap) > 2 * self.num_trajectories + 1024:
                 self._heap = None  # most entries are stale
             else:
                 heapq.heappush(self._heap, _heap_key(row, index))
@@ -252,33 +196,18 @@ class TrajectoryStore:
             responses.indices[position] = last
             self.rows["position"][last] = position
         payload = len(self._tokens[index]) + len(self._extras[index])
-        self.num_rows -= 1
         self.num_bytes -= payload + RESPONSE_OVERHEAD_BYTES
-        self._count(responses, row, -1)
+        self._count(row, -1)
         self.rows["id"][index] = _NO_ID
         self._tokens[index] = self._extras[index] = b""
         self._free.append(index)
 
-    def _count(self, responses: _Responses, row: Sequence[Any], sign: int) -> None:
-        """Add the responses of a row to the sums (`sign` 1), or subtract them (`sign` -1)."""
-        number = sign * row[COUNT]
-        responses.num_responses += number
-        self.num_trajectories += number
+    def _count(self, row: Sequence[Any], sign: int) -> None:
+        """Add a row to the sums (`sign` 1), or subtract it (`sign` -1)."""
+        self.num_trajectories += sign
         self.sum_uses += sign * row[USES]
-        self.sum_versions += number * row[VERSION]
-        self.sum_rewards += number * row[REWARD]
-
-    def _key(self, row: Sequence[Any], tokens: bytes, extras: bytes) -> tuple[Any, ...]:
-        """Return the key that equal responses of one merge share.
-
-        Equal tokens with different versions or (noisy) rewards are different rows, because
-        objectives with ratios and leave-one-out means need every version and reward.
-        """
-        settings = self._settings[row[SETTINGS]]
-        end = len(extras) - 8 * settings.num_spans
-        is_sampled = extras[len(tokens) + 8 * len(settings.part_names) : end]
-        values = (row[PROMPT_ID], row[REWARD], row[VERSION], row[VERSION_MAX])
-        return (*values, settings.sampling_temperature, tokens, is_sampled)
+        self.sum_versions += sign * row[VERSION]
+        self.sum_rewards += sign * row[REWARD]
 
     def snapshot(self, prompt_ids: Sequence[int]) -> Snapshot:
         """Return the contents as flat arrays and JSON-compatible metadata, prompts in this order.
@@ -305,10 +234,10 @@ class TrajectoryStore:
 
     @classmethod
     def restored(
-        cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, unites: bool = False
+        cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
     ) -> "TrajectoryStore":
         """Return a store with the contents of a snapshot, in the same order."""
-        store = cls(unites=unites)
+        store = cls()
         store._settings = SettingsTable(meta["settings"])
         columns = [arrays[f"row_{name}"].tolist() for name, _ in FIELDS]
         packed = zip(

@@ -228,11 +228,8 @@ LEDGER_ROWS = {
     "outbox": "waiting in an outbox",
     "stored": "stored in the replay buffer",
     "lost": "lost with a searcher; its prompts were drawn again",
-    "duplicate": "replaced by a newer identical response",
     "evicted_capacity": "evicted: limit of the prompt reached",
     "evicted_bytes": "evicted: buffer full",
-    "evicted_reuse": "evicted: used as often as allowed",
-    "evicted_late": "evicted: older than the bound on staleness",
 }
 
 

@@ -209,7 +209,6 @@ def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
     if bound and latency is not None and latency.late_share > _LATE_SHARE:
         fate = {
             "train": "were trained late",
-            "drop": "were dropped",
             "wait": "made the trainer wait",
         }[run.config.replay.late]
         delay = (

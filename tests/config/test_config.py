@@ -161,12 +161,11 @@ def test_no_field_is_dead():
         ),
         ({"reference.reset_period": 5}, "Set --config.reference.placement=trainer"),
         ({"replay.max_staleness": 1, "sync_period": 4}, "some data would always be late"),
-        ({"replay.late": "drop"}, "replay.late = 'drop': without replay.max_staleness no response"),
+        ({"replay.late": "wait"}, "replay.late = 'wait': without replay.max_staleness no response"),
         (
             {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "off"},
             "with replay.pace=off the trainer never waits",
         ),
-        ({"replay.max_reuse": 1}, "replay.max_reuse = 1"),
         (
             {"driver": "sync", "search.initial_fill": 5, "search.exact_lag": 1},
             "initial_fill = 5: an exact lag merges a fixed number of rounds",
@@ -198,7 +197,7 @@ def test_no_field_is_dead():
             "name=rloo has no such setting; it has no settings of its own. Leave it out",
         ),
         ({"search.explore": (0.5, 1.5, 1.0)}, "search.explore = .*two ascending temperatures"),
-        ({"replay.uniform_mix": 25.0}, r"replay.uniform_mix = 25.0: must lie in \[0, 1\]"),
+        ({"replay.recency_prob": 25.0}, r"replay.recency_prob = 25.0: must lie in \[0, 1\]"),
         (
             {"task.name": "redteam", "victim.template": "{question}"},
             r"must contain \{attack\} once",

@@ -156,7 +156,7 @@ def check(workdir, num_steps):
     report = json.loads((workdir / "report.json").read_text())
     ledger = report["ledger"]
     gone = sum(count for name, count in ledger.items() if name.startswith("evicted_"))
-    gone += ledger["duplicate"] + ledger["lost"] + sum(ledger["rejected"].values())
+    gone += ledger["lost"] + sum(ledger["rejected"].values())
     assert ledger["generated"] == ledger["outbox"] + ledger["stored"] + gone, ledger
     assert report["steps"] == num_steps and report["eval"]["after"]["step"] == num_steps, report
     events = [json.loads(line) for line in (workdir / "schedule.jsonl").read_text().splitlines()]

@@ -11,7 +11,7 @@ from commands import IN_AN_ENVIRONMENT, WITH_AN_AGENT, lines, losses, run, start
 def balance(ledger):
     evicted = sum(v for k, v in ledger.items() if k.startswith("evicted"))
     rejected = sum(ledger["rejected"].values())
-    return ledger["outbox"] + ledger["stored"] + evicted + ledger["duplicate"] + rejected
+    return ledger["outbox"] + ledger["stored"] + evicted + rejected
 
 
 @pytest.mark.parametrize(

@@ -48,56 +48,6 @@ def test_a_draw_gives_back_exactly_what_was_merged():
     assert not back_y.response_tokens.flags.writeable
 
 
-def test_equal_responses_of_one_merge_are_one_row_with_a_count():
-    buffer = make_buffer()
-    counts = buffer.merge([make_commit({1: [[5], [5], [5], [6]], 2: [[5]]})], 0)
-    assert (counts["stored"], counts["united"], counts["duplicate"]) == (5, 2, 0)
-    assert stored(buffer) == [(1, (5,)), (1, (6,)), (2, (5,))]
-    assert sorted(buffer.state().arrays["row_count"].tolist()) == [1, 1, 3]
-    # A further merge at the same step is the same merge.
-    buffer.merge([make_commit({1: [[6]]}, round=1)], 0)
-    assert sorted(buffer.state().arrays["row_count"].tolist()) == [1, 2, 3]
-    buffer.check_ledger(0, 6)
-
-
-def test_responses_of_another_merge_version_reward_or_temperature_are_rows_of_their_own():
-    buffer = make_buffer()
-    y = make_trajectory(1, [5, 6])
-    others = [
-        dataclasses.replace(y, reward=0.5),
-        dataclasses.replace(y, version_min=-1),
-        dataclasses.replace(y, version_max=7),
-        dataclasses.replace(y, sampling_temperature=1.5),
-        dataclasses.replace(y, is_sampled=np.array([True, False])),
-        dataclasses.replace(y, is_sampled=np.array([False, True])),
-    ]
-    commit = make_commit({1: [[0]]})
-    # Another searcher's or round's is the same response.
-    same = [y, dataclasses.replace(y, searcher=3, round=9)]
-    group = dataclasses.replace(commit.groups[0], trajectories=(*same, *others))
-    buffer.merge([dataclasses.replace(commit, groups=(group,), generated=8)], 0)
-    assert buffer.state().arrays["row_count"].tolist() == [2, 1, 1, 1, 1, 1, 1]
-    buffer.merge([make_commit({1: [[5, 6]]}, round=1)], 1)
-    assert buffer.stats()["buffer/num_rows"] == 8
-    assert buffer.num_trajectories == 9
-
-
-def test_without_deduplication_every_response_is_a_row():
-    buffer = make_buffer(deduplicate=False)
-    buffer.merge([make_commit({1: [[5], [5], [6]]})], 0)
-    assert stored(buffer) == [(1, (5,)), (1, (5,)), (1, (6,))]
-    assert (buffer.ledger()["united"], buffer.stats()["buffer/unique_fraction"]) == (0, 1.0)
-
-
-def test_evicted_rows_are_counted_in_responses():
-    buffer = make_buffer(capacity_per_prompt=2)
-    buffer.merge([make_commit({1: [[5], [5], [5]]})], 0)
-    buffer.merge([make_commit({1: [[6], [6], [7]]}, version=1)], 1)
-    assert stored(buffer) == [(1, (6,)), (1, (7,))]
-    assert (buffer.ledger()["evicted_capacity"], buffer.num_trajectories) == (3, 3)
-    buffer.check_ledger(0, 6)
-
-
 def test_capacity_per_prompt_evicts_the_oldest():
     buffer = make_buffer(capacity_per_prompt=3)
     # Version 1 arrives before version 0: age is the policy version, not the time of arrival.
@@ -137,28 +87,6 @@ def test_the_byte_bound_evicts_the_oldest_of_the_whole_buffer():
 def _bytes_of_prompts(kept):
     prompts = {p for _, p, _ in kept}
     return sum(4 * (2 + p % 3) + len(f"prompt {p}") + PROMPT_OVERHEAD_BYTES for p in prompts)
-
-
-def test_a_response_is_removed_when_it_was_used_up():
-    buffer = make_buffer(max_reuse=2, pace="trainer")
-    buffer.merge([make_commit({1: distinct_responses(4)})], 0)
-    uses = Counter()
-    while buffer.num_trajectories:
-        (draw,) = buffer.sample(1, 2, 0)
-        uses.update(draw.trajectory_ids)
-    assert set(uses.values()) == {2}
-    assert buffer.ledger()["evicted_reuse"] == 4
-    assert buffer.sample(1, 2, 0) is None
-    buffer.check_ledger(0)
-
-
-def test_waits_when_reuse_leaves_too_little_for_the_batch():
-    buffer = make_buffer(max_reuse=1, pace="trainer")
-    buffer.merge([make_commit({1: distinct_responses(5)})], 0)
-    assert buffer.sample(3, 2, 0) is None
-    buffer.merge([make_commit({1: distinct_responses(1, start=50)}, round=1)], 0)
-    draws = buffer.sample(3, 2, 0)
-    assert sorted(i for d in draws for i in d.trajectory_ids) == [0, 1, 2, 3, 4, 5]
 
 
 # --- the ledger ----------------------------------------------------------------------------------
@@ -210,7 +138,6 @@ def test_stats_are_those_of_what_is_stored():
     assert stats["buffer/num_trajectories"] == 5 and stats["buffer/num_prompts"] == 2
     assert stats["buffer/reward_mean"] == (2.0 + 3.0 + 4.0 + 0.5 + 0.5) / 5
     assert stats["buffer/age_mean"] == 3.0
-    assert stats["buffer/unique_fraction"] == 5 / 6 and stats["buffer/num_rows"] == 4
     assert stats["buffer/replay_ratio"] == 2 / 6
 
 
@@ -222,14 +149,9 @@ OPTIONS = st.fixed_dictionaries(
         "recency_prob": st.sampled_from([0.0, 0.5, 1.0]),
         "pace": st.sampled_from(["off", "trainer"]),
         "priority_temperature": st.sampled_from([0.5, math.inf]),
-        "uniform_mix": st.sampled_from([0.0, 0.5]),
         "capacity_per_prompt": st.integers(3, 6),
         "max_bytes": st.sampled_from([2500, 6000, 2**30]),
-        "max_reuse": st.sampled_from([0, 1, 3]),
         "max_staleness": st.sampled_from([0, 1]),
-        "late": st.sampled_from(["train", "drop"]),
-        "recycle_fresh": st.booleans(),
-        "deduplicate": st.booleans(),
     }
 )
 ROUNDS = st.lists(
@@ -272,13 +194,8 @@ def test_invariants_hold_and_a_restored_buffer_draws_the_same(options, rounds):
         buffer.check_ledger(0, outbox_generated=generated)
         contents = stored(buffer)
         arrays = buffer.state().arrays
-        assert arrays["row_count"].sum() == buffer.num_trajectories
+        assert len(arrays["row_id"]) == buffer.num_trajectories
         assert (arrays["row_uses"] >= 0).all()
-        if options["deduplicate"]:
-            keys = _keys(arrays)
-            assert len(set(keys)) == len(keys)
-        if options["max_reuse"]:
-            assert (arrays["row_uses"] < options["max_reuse"] * arrays["row_count"]).all()
         per_prompt = Counter(p for p, _ in contents)
         assert len(per_prompt) == buffer.num_prompts
         assert max(per_prompt.values(), default=0) <= options["capacity_per_prompt"]
@@ -288,7 +205,7 @@ def test_invariants_hold_and_a_restored_buffer_draws_the_same(options, rounds):
             draws = buffer.sample(3, 3, step)
             buffer.check_ledger(0, outbox_generated=generated)
             if draws is not None:
-                _check_draws(draws, options, num_prompts, step)
+                _check_draws(draws, num_prompts)
             if twin is not None:
                 if attempt == 0:
                     twin.merge([commit], step)
@@ -301,34 +218,14 @@ def test_invariants_hold_and_a_restored_buffer_draws_the_same(options, rounds):
             assert twin.stats() == buffer.stats()
 
 
-def _keys(arrays):
-    """What tells rows apart where equal responses of a merge are one."""
-    ends = np.cumsum(arrays["tokens_sizes"])
-    return [
-        (
-            int(arrays["row_prompt_id"][i]),
-            tuple(arrays["tokens"][end - size : end].view(np.int32).tolist()),
-            int(arrays["row_merged"][i]),
-            float(arrays["row_reward"][i]),
-        )
-        for i, (end, size) in enumerate(zip(ends, arrays["tokens_sizes"], strict=True))
-    ]
-
-
-def _check_draws(draws, options, num_prompts, step):
+def _check_draws(draws, num_prompts):
     assert len(draws) == 3
-    drops = options["max_staleness"] and options["late"] == "drop"
-    if num_prompts >= 3 and not drops:
+    if num_prompts >= 3:
         assert len(set(prompts_of(draws))) == 3
     for d in draws:
         assert len(d.trajectories) == len(set(d.trajectory_ids)) == len(d.weights)
         assert sum(d.weights) == 3 and min(d.weights) >= 1
-        assert options["deduplicate"] or len(d.weights) == 3 - d.num_repeats
         assert {y.prompt_id for y in d.trajectories} == {d.prompt.prompt_id}
-        for y in d.trajectories:
-            age = step - y.version_min
-            if d.is_fresh and options["max_staleness"] and options["late"] == "drop":
-                assert age <= options["max_staleness"] or options["recycle_fresh"]
 
 
 def test_restore_replaces_what_was_there():

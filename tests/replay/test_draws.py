@@ -13,11 +13,12 @@ from fake_rounds import (
     json_snapshot,
     make_buffer,
     make_commit,
+    make_trajectory,
     prompts_of,
 )
 
 from tba_jax.flow.state import PartState
-from tba_jax.replay.draws import response_log_weights
+from tba_jax.replay.draws import response_log_weights, unite
 
 # --- fresh slots ---------------------------------------------------------------------------------
 
@@ -29,26 +30,18 @@ def test_nothing_to_draw_means_wait():
     assert buffer.sample(2, 2, 0) is None
 
 
-def test_fresh_slots_take_each_prompt_of_the_newest_sync_once_then_become_replay():
+def test_fresh_slots_take_each_prompt_of_the_newest_sync_once_then_again():
     buffer = make_buffer(recency_prob=1.0)
     buffer.merge([make_commit({p: distinct_responses(2) for p in (1, 2, 3, 4)})], 0)
     buffer.merge([make_commit({p: distinct_responses(2, 50) for p in (2, 3)}, version=1)], 1)
-    draws = buffer.sample(3, 2, 1)
+    draws = buffer.sample(2, 2, 1)
     assert {d.prompt.prompt_id for d in draws if d.is_fresh} == {2, 3}
-    for d in draws:
-        if d.is_fresh:
-            assert {y.version_min for y in d.trajectories} == {1}
-    assert [d.is_fresh for d in draws].count(False) == 1
-    assert len(set(prompts_of(draws))) == 3
-    assert buffer.ledger()["fresh_short"] == 1
-    assert [d.is_fresh for d in buffer.sample(3, 2, 1)] == [False] * 3
-    assert buffer.ledger()["fresh_short"] == 4
-
-
-def test_a_prompt_is_fresh_once_per_sync_even_with_responses_to_spare():
-    buffer = make_buffer(recency_prob=1.0)
-    buffer.merge([make_commit({1: distinct_responses(5)})], 0)
-    assert [buffer.sample(1, 2, 0)[0].is_fresh for _ in range(2)] == [True, False]
+    assert {y.version_min for d in draws for y in d.trajectories} == {1}
+    assert buffer.ledger()["fresh_recycled"] == 0
+    # The newest merge comes again, and then the merge before it.
+    draws = buffer.sample(3, 2, 1)
+    assert len(set(prompts_of(draws))) == 3 and {2, 3} < set(prompts_of(draws))
+    assert (buffer.ledger()["fresh_recycled"], buffer.ledger()["fresh_short"]) == (3, 0)
 
 
 def test_merges_at_one_step_are_one_sync_and_empty_ones_are_none():
@@ -60,7 +53,7 @@ def test_merges_at_one_step_are_one_sync_and_empty_ones_are_none():
     draws = buffer.sample(2, 2, 7)
     assert [d.is_fresh for d in draws] == [True, True]
     buffer.merge([make_commit({3: distinct_responses(2)}, round=3)], 8)
-    assert [d.is_fresh for d in buffer.sample(2, 2, 8)].count(True) == 1
+    assert buffer.num_fresh_groups == 1
 
 
 def test_responses_used_in_replay_are_no_longer_fresh():
@@ -75,8 +68,7 @@ def test_responses_used_in_replay_are_no_longer_fresh():
     other = make_buffer(recency_prob=0.0)
     other.restore(PartState(arrays, meta))
     other.sample(1, 3, 0)
-    other._settings = dataclasses.replace(other._settings, recency_prob=1.0)
-    assert [d.is_fresh for d in other.sample(1, 1, 0)] == [False]
+    assert other.num_fresh_groups == 0
 
 
 def test_a_prompt_stays_fresh_while_one_response_is_unused():
@@ -164,9 +156,9 @@ def test_a_fresh_draw_does_not_take_a_prompt_out_of_the_replay_epoch():
         buffer = make_buffer(recency_prob=1.0, seed=seed)
         buffer.merge([make_commit({p: distinct_responses(1) for p in (1, 2, 3)})], 0)
         buffer.merge([make_commit({3: distinct_responses(1, 50)})], 1)
-        draws = buffer.sample(2, 1, 1)  # 3 is fresh, so replay cannot take it in this batch
-        epoch = [d.prompt.prompt_id for d in draws if not d.is_fresh]
-        epoch += [buffer.sample(1, 1, 1)[0].prompt.prompt_id for _ in range(2)]
+        assert prompts_of(buffer.sample(1, 1, 1)) == [3]
+        buffer._settings = dataclasses.replace(buffer._settings, recency_prob=0.0)
+        epoch = [buffer.sample(1, 1, 1)[0].prompt.prompt_id for _ in range(3)]
         assert sorted(epoch) == [1, 2, 3]
 
 
@@ -203,16 +195,11 @@ def test_share_of_fresh_slots():
     assert abs(fresh - 2800) < 145
 
 
-@pytest.mark.parametrize("copies", [(1, 1, 1), (4, 1, 2)])
-def test_log_weights_are_those_of_the_mixture_over_all_copies(copies):
-    rewards, copies = np.array([0.0, 1.0, 3.0]), np.array(copies)
-    total = copies.sum()
-    softmax = np.exp(rewards / 2) / (copies * np.exp(rewards / 2)).sum()
-    for mix in (0.0, 0.25, 1.0):
-        got = response_log_weights(rewards, copies, priority_temperature=2.0, uniform_mix=mix)
-        np.testing.assert_allclose(np.exp(got), mix / total + (1 - mix) * softmax, rtol=1e-12)
-    got = response_log_weights(rewards, copies, priority_temperature=math.inf, uniform_mix=0.0)
-    np.testing.assert_allclose(np.exp(got), 1 / total, rtol=1e-12)
+def test_log_weights_are_those_of_a_softmax():
+    rewards = np.array([0.0, 1.0, 3.0])
+    softmax = np.exp(rewards / 2) / np.exp(rewards / 2).sum()
+    np.testing.assert_allclose(np.exp(response_log_weights(rewards, 2.0)), softmax, rtol=1e-12)
+    np.testing.assert_allclose(np.exp(response_log_weights(rewards, math.inf)), 1 / 3, rtol=1e-12)
 
 
 def test_responses_are_drawn_by_their_probability_without_replacement():
@@ -287,12 +274,27 @@ def test_copies_are_drawn_without_replacement(recency_prob):
 
 
 def test_a_group_of_all_responses_has_their_counts():
-    for deduplicate, wanted in ((True, (3, 2, 1)), (False, (1,) * 6)):
-        buffer = make_buffer(recency_prob=1.0, deduplicate=deduplicate)
-        buffer.merge([make_commit({1: [[5], [6], [5], [7], [6], [5]]})], 0)
-        (draw,) = buffer.sample(1, 6, 0)
-        assert draw.weights == wanted and draw.num_repeats == 0
-        assert buffer.ledger()["used"] == buffer.ledger()["trained_unique"] == 6
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge([make_commit({1: [[5], [6], [5], [7], [6], [5]]})], 0)
+    (draw,) = buffer.sample(1, 6, 0)
+    assert draw.weights == (3, 2, 1) and draw.num_repeats == 0
+    assert buffer.ledger()["used"] == buffer.ledger()["trained_unique"] == 6
+
+
+def test_responses_of_another_version_reward_or_temperature_are_not_united():
+    y = make_trajectory(1, [5, 6])
+    others = [
+        dataclasses.replace(y, reward=0.5),
+        dataclasses.replace(y, version_min=-1),
+        dataclasses.replace(y, version_max=7),
+        dataclasses.replace(y, version_spans=((0, 1), (1, 1))),
+        dataclasses.replace(y, sampling_temperature=1.5),
+        dataclasses.replace(y, is_sampled=np.array([True, False])),
+        dataclasses.replace(y, is_sampled=np.array([False, True])),
+        dataclasses.replace(y, token_advantages=np.zeros(2, np.float32)),
+    ]
+    same = dataclasses.replace(y, searcher=3, round=9)  # another searcher's is the same response
+    assert unite([y, *others, same]) == [[0, 9], *([i] for i in range(1, 9))]
 
 
 def test_a_fresh_group_counts_the_newest_merge_alone():
@@ -318,30 +320,13 @@ def test_never_drawn_copies_come_before_drawn_ones():
         assert buffer.ledger()["trained_unique"] == 6
 
 
-def test_a_row_may_be_drawn_max_reuse_times_for_each_of_its_responses():
-    for seed in range(10):
-        buffer = make_buffer(max_reuse=2, pace="trainer", seed=seed)
-        buffer.merge([make_commit({1: [[5], [5], [5], [6]]})], 0)
-        used = Counter()
-        while buffer.num_trajectories:
-            (draw,) = buffer.sample(1, 2, 0)
-            used.update(weights_of(draw))
-        # Repeats for lack of data, in the last draws of some, are beyond that.
-        assert used[5] + used[6] == 8 + buffer.ledger()["repeats"]
-        assert min(used[5] - 6, used[6] - 2) >= 0
-        assert buffer.ledger()["evicted_reuse"] == 4
-        buffer.check_ledger(0)
-
-
 def test_repeats_for_lack_of_data_add_to_the_weights():
-    for deduplicate in (True, False):
-        buffer = make_buffer(deduplicate=deduplicate)
-        buffer.merge([make_commit({1: [[5], [5], [6]]})], 0)
-        (draw,) = buffer.sample(1, 8, 0)
-        assert draw.num_repeats == 5 and sum(draw.weights) == 8
-        assert len(draw.weights) == (2 if deduplicate else 3)
-        # Repeats are not further uses of a response.
-        assert buffer.stats()["buffer/uses_mean"] == 1.0
+    buffer = make_buffer()
+    buffer.merge([make_commit({1: [[5], [5], [6]]})], 0)
+    (draw,) = buffer.sample(1, 8, 0)
+    assert draw.num_repeats == 5 and sum(draw.weights) == 8 and len(draw.weights) == 2
+    # Repeats are not further uses of a response.
+    assert buffer.stats()["buffer/uses_mean"] == 1.0
 
 
 # --- one prompt ----------------------------------------------------------------------------------
@@ -351,13 +336,10 @@ def test_a_single_prompt_fills_as_many_fresh_slots_as_it_has_unused_groups():
     buffer = make_buffer(recency_prob=1.0, capacity_per_prompt=100)
     buffer.merge([make_commit({0: [[i, 1] for i in range(10)]})], 0)
     draws = buffer.sample(4, 3, 0)
-    # 10 // 3 = 3 groups; the fourth slot had to be a replay slot.
-    assert [d.is_fresh for d in draws].count(True) == 3
-    assert buffer.ledger()["fresh_short"] == 1
-    fresh_ids = [i for d in draws if d.is_fresh for i in d.trajectory_ids]
-    assert len(set(fresh_ids)) == 9
-    # What is left of this sync is less than a group, and may fill one more slot at most.
-    assert [d.is_fresh for d in buffer.sample(4, 3, 1)].count(True) <= 1
+    # 10 // 3 = 3 groups; the fourth slot draws responses again.
+    assert buffer.economy.unused_slots == 3
+    assert (buffer.ledger()["fresh_short"], buffer.ledger()["fresh_recycled"]) == (0, 1)
+    assert len({i for d in draws for i in d.trajectory_ids}) >= 9
 
 
 def test_a_waiting_trainer_gets_a_whole_batch_of_one_prompt():

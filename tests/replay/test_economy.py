@@ -90,14 +90,18 @@ def test_a_response_counts_as_trained_once_and_every_copy_does():
 
 
 def test_effective_m_counts_slots_with_newest_data():
+    buffer = make_buffer(recency_prob=0.0)
+    buffer.merge([make_commit({p: distinct_responses(2) for p in range(6)})], 0)
+    buffer.sample(3, 2, 0)
+    assert buffer.stats()["buffer/effective_m"] == 0.0
     buffer = make_buffer(recency_prob=1.0)
     buffer.merge([make_commit({p: distinct_responses(2) for p in range(6)})], 0)
     for _ in range(4):
         buffer.sample(3, 2, 0)
     economy = buffer.economy
     assert (economy.batches, economy.slots, economy.fresh_slots) == (4, 12, 12)
-    assert (economy.unused_slots, economy.recycled_slots) == (6, 0)
-    assert buffer.stats()["buffer/effective_m"] == 0.5
+    assert (economy.unused_slots, economy.recycled_slots) == (6, 6)
+    assert buffer.stats()["buffer/effective_m"] == 1.0
 
 
 def test_before_there_is_data_nothing_is_wasted():
@@ -146,21 +150,17 @@ def test_warnings_of_lengths_and_of_m():
 
 
 @pytest.mark.parametrize("pace", ["off", "trainer"])
-@pytest.mark.parametrize("recycle_fresh", [False, True])
 @pytest.mark.parametrize(
     "bound",
     [
         {},
         {"max_staleness": 4},
-        {"max_staleness": 4, "late": "drop"},
         {"max_staleness": 4, "late": "wait", "pace": "trainer"},
     ],
     ids=lambda bound: " ".join(map(str, bound.values())),
 )
-def test_every_setting_that_a_warning_advises_is_new_and_accepted(bound, recycle_fresh, pace):
-    settings = ReplaySettings(
-        **{"recency_prob": 0.5, "pace": pace, "recycle_fresh": recycle_fresh, **bound}
-    )
+def test_every_setting_that_a_warning_advises_is_new_and_accepted(bound, pace):
+    settings = ReplaySettings(**{"recency_prob": 0.5, "pace": pace, **bound})
     economy = Economy()
     economy.batches, economy.slots, economy.merged_groups, economy.trained_groups = 20, 40, 40, 10
     economy.came_in.update({1: 50, 9: 50})

@@ -2,14 +2,12 @@
 """Fresh slots under a bound on staleness, and where nothing unused is left."""
 
 import numpy as np
-import pytest
 from fake_rounds import (
     distinct_responses,
     drawn,
     json_snapshot,
     make_buffer,
     make_commit,
-    stored,
 )
 
 from tba_jax.flow.state import PartState
@@ -33,7 +31,7 @@ def test_under_a_bound_everything_unused_is_fresh_oldest_version_first():
     assert fresh_prompts(buffer.sample(1, 2, 5)) == [3]
     assert set(fresh_prompts(buffer.sample(2, 2, 5))) == {1, 2}
     assert set(fresh_prompts(buffer.sample(2, 2, 5))) == {4, 5}
-    assert (buffer.num_fresh_groups, fresh_prompts(buffer.sample(2, 2, 5))) == (0, [])
+    assert buffer.num_fresh_groups == 0
     assert buffer.economy.trained_groups == buffer.economy.merged_groups == 5
 
 
@@ -56,11 +54,10 @@ def test_a_prompt_waits_with_each_of_its_groups_but_comes_once_in_a_batch():
     buffer.merge([make_commit({1: distinct_responses(2), 2: distinct_responses(2)})], 0)
     buffer.merge([make_commit({1: distinct_responses(2)}, round=1)], 1)
     buffer.merge([make_commit({1: distinct_responses(2)}, version=1, round=2)], 2)
-    batches = [buffer.sample(2, 2, 2) for _ in range(3)]
-    assert sorted(fresh_prompts(batches[0])) == [1, 2]
-    assert fresh_prompts(batches[1]) == fresh_prompts(batches[2]) == [1]
-    versions = [d.trajectories[0].version_min for b in batches for d in b if d.is_fresh]
-    assert sorted(versions[:2]) == [0, 0] and versions[2:] == [0, 1]
+    assert sorted(fresh_prompts(buffer.sample(2, 2, 2))) == [1, 2]
+    batches = [buffer.sample(1, 2, 2) for _ in range(2)]
+    assert fresh_prompts(batches[0]) == fresh_prompts(batches[1]) == [1]
+    assert [b[0].trajectories[0].version_min for b in batches] == [0, 1]
 
 
 def test_what_is_late_is_trained_and_counted():
@@ -71,59 +68,10 @@ def test_what_is_late_is_trained_and_counted():
     assert fresh_prompts(buffer.sample(1, 2, 4)) == [2]
     assert buffer.stats()["buffer/late_share"] == 0.5
     assert buffer.economy.staleness == {3: 2, 1: 2}
-    assert buffer.ledger()["evicted_late"] == 0
 
 
-def test_what_is_late_can_be_dropped():
-    buffer = make_buffer(recency_prob=1.0, pace="trainer", max_staleness=2, late="drop")
-    old, new = [[5], [5], [6]], [[7], [8]]
-    buffer.merge([make_commit({1: old}, version=1)], 3)
-    buffer.merge([make_commit({1: new}, version=3)], 3)
-    assert buffer.is_ready(1, 3, 3)
-    # At step 4 version 1 is three steps old; the group goes on with what it has left.
-    (draw,) = buffer.sample(1, 2, 4)
-    assert draw.is_fresh and {y.version_min for y in draw.trajectories} == {3}
-    assert stored(buffer) == [(1, (7,)), (1, (8,))]
-    assert buffer.ledger()["evicted_late"] == 3
-    assert buffer.sample(1, 2, 4) is None
-    buffer.check_ledger(0, 5)
-
-
-def test_what_is_left_of_a_group_waits_by_its_own_version():
-    buffer = make_buffer(recency_prob=1.0, max_staleness=2, late="drop")
-    for prompt_id, version in ((1, 1), (1, 3), (2, 2)):
-        responses = {prompt_id: distinct_responses(2, 10 * version)}
-        buffer.merge([make_commit(responses, version=version)], 3)
-    # Version 1 is dropped at step 4; version 3 of the same group comes after version 2.
-    assert [p for _ in range(2) for p in fresh_prompts(buffer.sample(1, 2, 4))] == [2, 1]
-
-
-def test_dropping_takes_what_was_never_drawn_and_leaves_the_rest_for_replay():
-    for seed in range(10):
-        buffer = make_buffer(recency_prob=0.0, max_staleness=2, late="drop", seed=seed)
-        buffer.merge([make_commit({1: [[5]] * 3 + [[6]] * 3})], 0)
-        (draw,) = buffer.sample(1, 4, 0)
-        buffer.sample(1, 1, 3)
-        assert (buffer.ledger()["evicted_late"], buffer.num_trajectories) == (2, 4)
-        assert buffer.num_fresh_groups == 0
-        counts = dict(zip(stored(buffer), buffer.state().arrays["row_count"], strict=True))
-        found = zip(draw.trajectories, draw.weights, strict=True)
-        assert counts == {(1, tuple(y.response_tokens.tolist())): n for y, n in found}
-        buffer.check_ledger(0, 6)
-
-
-def test_a_row_whose_unused_copies_are_dropped_counts_as_used_up():
-    buffer = make_buffer(max_reuse=1, max_staleness=1, late="drop")
-    buffer.merge([make_commit({1: [[5]] * 4})], 0)
-    assert buffer.sample(1, 3, 0)
-    assert buffer.sample(1, 1, 2) is None
-    assert (buffer.ledger()["evicted_late"], buffer.ledger()["evicted_reuse"]) == (1, 3)
-    buffer.check_ledger(0, 4)
-
-
-@pytest.mark.parametrize("late", ["train", "drop"])
-def test_a_restored_queue_draws_the_same(late):
-    options = {"recency_prob": 0.8, "max_staleness": 3, "late": late}
+def test_a_restored_queue_draws_the_same():
+    options = {"recency_prob": 0.8, "max_staleness": 3}
     buffer, twin = make_buffer(**options), make_buffer(**options, seed=9)
     rng = np.random.default_rng(0)
     for step in range(30):
@@ -166,7 +114,7 @@ def test_a_long_queue_costs_a_draw_no_more_than_a_short_one():
 
 
 def test_a_short_fresh_slot_draws_the_newest_merges_again():
-    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
+    buffer = make_buffer(recency_prob=1.0)
     buffer.merge([make_commit({p: distinct_responses(2) for p in range(10, 20)})], 0)
     newest = {p: distinct_responses(2) for p in (1, 2, 3)}
     buffer.merge([make_commit(newest, version=1, round=1)], 1)
@@ -184,21 +132,21 @@ def test_a_short_fresh_slot_draws_the_newest_merges_again():
 
 def test_what_can_be_drawn_again_does_not_reach_far_back():
     """Nine merges of a prompt each: of the oldest nothing is newest data."""
-    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
+    buffer = make_buffer(recency_prob=1.0)
     for step in range(KEPT_MERGES + 1):
         buffer.merge([make_commit({step: distinct_responses(2)}, version=step, round=step)], step)
     draws = buffer.sample(KEPT_MERGES + 1, 2, KEPT_MERGES)
     assert [d.prompt.prompt_id for d in draws if not d.is_fresh] == [0]
     assert buffer.ledger()["fresh_short"] == 1
     arrays, meta = json_snapshot(buffer)
-    other = make_buffer(seed=3, recency_prob=1.0, recycle_fresh=True)
+    other = make_buffer(seed=3, recency_prob=1.0)
     other.restore(PartState(arrays, meta))
     for _ in range(3):
         assert drawn(buffer.sample(5, 2, KEPT_MERGES)) == drawn(other.sample(5, 2, KEPT_MERGES))
 
 
 def test_a_waiting_trainer_recycles_nothing():
-    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True, pace="trainer")
+    buffer = make_buffer(recency_prob=1.0, pace="trainer")
     buffer.merge([make_commit({1: distinct_responses(2)})], 0)
     assert buffer.is_ready(1, 2, 0)
     assert buffer.sample(1, 2, 0) is not None
@@ -207,7 +155,7 @@ def test_a_waiting_trainer_recycles_nothing():
 
 
 def test_a_task_of_one_prompt_recycles_it_in_every_slot():
-    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
+    buffer = make_buffer(recency_prob=1.0)
     buffer.merge([make_commit({0: distinct_responses(8)})], 0)
     buffer.merge([make_commit({0: distinct_responses(8, 50)}, version=1, round=1)], 1)
     draws = buffer.sample(4, 4, 1)
@@ -217,13 +165,13 @@ def test_a_task_of_one_prompt_recycles_it_in_every_slot():
 
 
 def test_what_is_evicted_is_not_drawn_again():
-    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True, capacity_per_prompt=2)
+    buffer = make_buffer(recency_prob=1.0, capacity_per_prompt=2)
     buffer.merge([make_commit({1: distinct_responses(2), 2: distinct_responses(2)})], 5)
     buffer.sample(2, 2, 5)
     # Newer versions push the newest merge's rows of prompt 1 out, by another merge at that step.
     buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=3, round=1)], 5)
     (draw,) = (d for d in buffer.sample(2, 2, 5) if d.prompt.prompt_id == 1)
     assert {y.version_min for y in draw.trajectories} == {3}
-    buffer._contents._evict(buffer._contents.store.indices(2)[0].item(), "reuse")
-    buffer._contents._evict(buffer._contents.store.indices(2)[0].item(), "reuse")
+    buffer._contents._evict(buffer._contents.store.indices(2)[0].item(), "bytes")
+    buffer._contents._evict(buffer._contents.store.indices(2)[0].item(), "bytes")
     assert fresh_prompts(buffer.sample(2, 2, 5)) == [1, 1]

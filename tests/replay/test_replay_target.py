@@ -60,7 +60,6 @@ def distance_after_training(*, recency_prob):
     buffer = make_buffer(
         recency_prob=recency_prob,
         priority_temperature=1.0,
-        uniform_mix=0.5,
         capacity_per_prompt=3000,
     )
     logits = jnp.asarray(reference, jnp.float32)

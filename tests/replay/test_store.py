@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed store against plain Python structures."""
 
-import functools
-
 import numpy as np
 from fake_rounds import assert_same_trajectory, make_prompt, make_trajectory
 
 from tba_jax.replay.store import (
-    COUNT,
     ID,
     PROMPT_OVERHEAD_BYTES,
     RESPONSE_OVERHEAD_BYTES,
@@ -17,55 +14,41 @@ from tba_jax.replay.store import (
 
 
 def test_many_inserts_and_removals_agree_with_a_dictionary():
-    """6,000 operations: the table grows twice, freed rows are used again, heaps are remade.
-
-    Merges of 30 insertions each; a response of few tokens, versions and rewards is often equal.
-    """
+    """6,000 operations: the table grows twice, freed rows are used again, heaps are remade."""
     rng = np.random.default_rng(0)
-    store = TrajectoryStore(unites=True)
-    model = {}  # row id -> [key, trajectory, count, uses]
+    store = TrajectoryStore()
+    model = {}  # row id -> [trajectory, uses]
     for row_id in range(6000):
-        merged = row_id // 30
         if rng.random() < 0.75 or not model:
             prompt_id, token = int(rng.integers(4)), int(rng.integers(5))
             reward, version = float(rng.integers(2)), int(rng.integers(30, 32))
             y = make_trajectory(prompt_id, [token], reward=reward, version=version)
-            key = (merged, prompt_id, token, reward, version)
-            equal = next((row for row in model.values() if row[0] == key), None)
-            is_row = store.insert(make_prompt(prompt_id), y, row_id=row_id, merged=merged)
-            assert is_row == (equal is None)
-            if equal is None:
-                model[row_id] = [key, y, 1, 0]
-            else:
-                equal[2] += 1
+            store.insert(make_prompt(prompt_id), y, row_id=row_id, merged=row_id // 30)
+            model[row_id] = [y, 0]
         else:
             index = store.oldest()
-            first_id = min(model, key=lambda i: (model[i][1].version_min, i))
-            _, y, count, uses = model[first_id]
+            first_id = min(model, key=lambda i: (model[i][0].version_min, i))
+            y, uses = model[first_id]
             row = store.rows[index].item()
-            assert (row[ID], row[COUNT], row[USES]) == (first_id, count, uses)
+            assert (row[ID], row[USES]) == (first_id, uses)
             (back,) = store.trajectories([index], [row])
             assert_same_trajectory(back, y)
             if rng.random() < 0.3:
-                assert store.use(np.array([index]), np.array([2]))[0][USES] == uses
-                model[first_id][3] += 2
-            elif rng.random() < 0.5 and count > 1:
-                store.remove(index, 1)
-                model[first_id][2] -= 1
+                assert store.use(np.array([index]))[0][USES] == uses
+                model[first_id][1] += 1
             else:
                 assert store.remove(index)[ID] == first_id
                 del model[first_id]
-        responses = sum(count for _, _, count, _ in model.values())
-        assert (store.num_trajectories, store.num_rows) == (responses, len(model))
-    assert store.count_listed() == responses > len(model) > 1024
+        assert store.num_trajectories == len(model)
+    assert store.count_listed() == len(model) > 1024
     for prompt_id in range(4):
         indices = store.indices(prompt_id)
         rows = store.rows[indices].tolist()
         for row, back in zip(rows, store.trajectories(indices.tolist(), rows), strict=True):
-            assert_same_trajectory(back, model[row[ID]][1])
-    assert store.sum_versions == sum(n * y.version_min for _, y, n, _ in model.values())
-    assert store.sum_rewards == sum(n * y.reward for _, y, n, _ in model.values())
-    assert store.sum_uses == sum(uses for *_, uses in model.values())
+            assert_same_trajectory(back, model[row[ID]][0])
+    assert store.sum_versions == sum(y.version_min for y, _ in model.values())
+    assert store.sum_rewards == sum(y.reward for y, _ in model.values())
+    assert store.sum_uses == sum(uses for _, uses in model.values())
     prompt_bytes = sum(
         make_prompt(p).tokens.nbytes + len(f"prompt {p}") + PROMPT_OVERHEAD_BYTES for p in range(4)
     )
@@ -73,30 +56,7 @@ def test_many_inserts_and_removals_agree_with_a_dictionary():
     while (index := store.oldest()) is not None:
         store.remove(index)
     assert (store.num_trajectories, store.num_bytes, len(store)) == (0, 0, 0)
-    assert (store.num_rows, store.sum_uses, store.sum_versions) == (0, 0, 0)
-
-
-def test_a_removed_row_is_joined_by_no_equal_response():
-    store = TrajectoryStore(unites=True)
-    insert = functools.partial(store.insert, make_prompt(1), merged=4)
-    assert insert(make_trajectory(1, [5]), row_id=0)
-    assert not insert(make_trajectory(1, [5]), row_id=1)
-    store.remove(store.indices(1)[0].item())
-    # Another response takes the free row.
-    assert insert(make_trajectory(1, [6]), row_id=2)
-    assert insert(make_trajectory(1, [5]), row_id=3)
-    assert store.num_trajectories == store.num_rows == 2
-
-
-def test_a_restored_store_unites_with_what_it_had_of_the_newest_merge():
-    store = TrajectoryStore(unites=True)
-    store.insert(make_prompt(1), make_trajectory(1, [5]), row_id=0, merged=3)
-    store.insert(make_prompt(1), make_trajectory(1, [6]), row_id=1, merged=4)
-    restored = TrajectoryStore.restored(*store.snapshot([1]), unites=True)
-    for which in (store, restored):
-        assert not which.insert(make_prompt(1), make_trajectory(1, [6]), row_id=2, merged=4)
-        assert which.insert(make_prompt(1), make_trajectory(1, [5]), row_id=2, merged=4)
-        assert which.rows["count"][which.indices(1)].tolist() == [1, 2, 1]
+    assert (store.sum_uses, store.sum_versions) == (0, 0)
 
 
 def test_a_table_that_grew_holds_no_phantom_rows():
