@@ -14,15 +14,6 @@ DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
 # Responses per call of a reward model or classifier.
 JUDGE_ROWS = 32
-# The victim in the paper: responses to an attack, their sampling and their length limit, and the
-# length limit of the victim's prompt, the template included.
-VICTIM_SAMPLES = 5
-VICTIM_TEMPERATURE = 0.7
-VICTIM_TOP_P = 0.92
-VICTIM_NEW_TOKENS = 30
-VICTIM_PROMPT_TOKENS = 128
-# Number of responses that the victim decodes at a time.
-VICTIM_SLOTS = 256
 # Length limits of a classifier's input.
 ENCODER_TOKENS = 128
 GUARD_TOKENS = 512

@@ -227,11 +227,12 @@ def _make_reward_model(settings: Sections, use: Use) -> "RewardSource":
 
 def _make_victim(settings: Sections, use: Use) -> "RewardSource":
     from tba_jax.rewards.classifiers import make_classifier
-    from tba_jax.rewards.victim import Victim, VictimReward
+    from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, Victim, VictimReward
 
     devices = [site.mesh.devices.flat[0] for site in use.sites]
     path, template, dtype = _victim_path(settings), settings.victim.template, settings.reward.dtype
-    victim = Victim(path, template, dtype=dtype, devices=devices)
+    limits = START_MODEL_LIMITS if path == START_MODEL else LIMITS
+    victim = Victim(path, template, limits, dtype=dtype, devices=devices)
     judges = {x: make_classifier(settings.classifier, dtype, x) for x in dict.fromkeys(devices)}
     return VictimReward(victim, judges, replicas=devices, seed=settings.seed)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward of red-teaming: toxicity of a victim model's responses to an attack.
 
-    r(attack) = mean over 5 victim responses of log p(target class | response)
+    r(attack) = mean over the victim's responses of log p(target class | response)
 
 Searchers and evaluations call this `RewardSource` like text rewards. The decoder of this package
 samples from the victim. Invariant: the same call gives the same rewards on every thread and device,
@@ -12,7 +12,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +20,41 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.platform import Platform, platform_of
+from tba_jax.devices.platform import platform_of
 from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
-from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.classifiers import ResponseClassifier
-from tba_jax.rewards.config import (
-    ATTACK,
-    CHAT_TEMPLATE,
-    VICTIM_NEW_TOKENS,
-    VICTIM_PROMPT_TOKENS,
-    VICTIM_SAMPLES,
-    VICTIM_SLOTS,
-    VICTIM_TEMPERATURE,
-    VICTIM_TOP_P,
-)
+from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE
 from tba_jax.rewards.source import ScoreResult
 
+# Sampling of the victim in the paper.
+_TEMPERATURE = 0.7
+_TOP_P = 0.92
+# Number of responses that the victim decodes at a time.
+_SLOTS = 256
 # Seconds that a call waits for a free replica before it fails.
 _WAIT_S = 3600.0
+
+
+class VictimLimits(NamedTuple):
+    """How often and at what length a victim answers.
+
+    Attributes:
+        num_samples: number of responses to each attack.
+        new_tokens: length limit of a response in tokens.
+        prompt_tokens: length limit of the victim's prompt in tokens, the template included.
+    """
+
+    num_samples: int
+    new_tokens: int
+    prompt_tokens: int
+
+
+LIMITS = VictimLimits(num_samples=5, new_tokens=30, prompt_tokens=128)
+"""Limits of the paper."""
+START_MODEL_LIMITS = VictimLimits(num_samples=3, new_tokens=6, prompt_tokens=13)
+"""Limits of the embedded start model, whose answer to a sum has a few characters."""
 
 
 class Victim:
@@ -48,6 +63,7 @@ class Victim:
     Args:
         path: model folder or hub id.
         template: the victim's prompt, as in `VictimSettings`.
+        limits: number and lengths of its responses.
         dtype: dtype of weights, activations and cache.
         devices: devices; each gets a copy of the weights.
 
@@ -55,7 +71,15 @@ class Victim:
         ValueError: the path has no usable model, or the model has no chat template.
     """
 
-    def __init__(self, path: str, template: str, *, dtype: str, devices: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        path: str,
+        template: str,
+        limits: VictimLimits,
+        *,
+        dtype: str,
+        devices: Sequence[Any],
+    ) -> None:
         with jax.default_device(devices[0]):
             config, params, self._tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
         if config.num_labels:
@@ -65,13 +89,17 @@ class Victim:
             )
         self._template = template
         self.format("a")  # fail early if the template is not usable
-        self._max_prompt_tokens = max_prompt_tokens(config)
-        self._decoder = make_victim_decoder(
+        self.limits = limits
+        # The length limit of the prompt, within the model's positions.
+        self._longest = min(limits.prompt_tokens, config.max_positions - limits.new_tokens)
+        self._decoder = Decoder(
             config,
-            dtype=dtype,
+            compute_dtype=jnp.dtype(dtype),
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
-            platform=platform_of(devices[0]),
+            prompt_buckets=length_buckets(self._longest, 4),
+            max_length=self._longest + limits.new_tokens,
+            site=any_device(platform_of(devices[0])),
         )
         weights = self._decoder.weights(params)
         self.weights = {
@@ -87,51 +115,25 @@ class Victim:
     def encode(self, attack: str) -> np.ndarray | None:
         """Return token IDs of the victim's prompt; None if the prompt is empty or too long."""
         tokens = self._tokenizer.encode(self.format(attack), add_bos=True)
-        return tokens if 0 < len(tokens) <= self._max_prompt_tokens else None
+        return tokens if 0 < len(tokens) <= self._longest else None
 
     def respond(self, prompts: Sequence[np.ndarray], weights: Any, key: jax.Array) -> list[str]:
-        """Return VICTIM_SAMPLES responses to each prompt, prompt by prompt."""
+        """Return `limits.num_samples` responses to each prompt, prompt by prompt."""
         decoded = self._decoder.decode(
             weights,
             prompts,
-            num_samples=VICTIM_SAMPLES,
+            num_samples=self.limits.num_samples,
             key=key,
             settings=SamplingSettings(
-                VICTIM_NEW_TOKENS, temperature=VICTIM_TEMPERATURE, top_p=VICTIM_TOP_P
+                self.limits.new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P
             ),
-            num_slots=VICTIM_SLOTS,
+            num_slots=_SLOTS,
         )
         tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
         lengths = decoded.lengths.reshape(-1)
         return self._tokenizer.batch_decode(
             [row[:n] for row, n in zip(tokens, lengths, strict=True)]
         )
-
-
-def max_prompt_tokens(config: TransformerConfig) -> int:
-    """Return the length limit of the victim's prompt, within the model's positions."""
-    return min(VICTIM_PROMPT_TOKENS, config.max_positions - VICTIM_NEW_TOKENS)
-
-
-def make_victim_decoder(
-    config: TransformerConfig,
-    *,
-    dtype: str,
-    eos_ids: Sequence[int],
-    pad_id: int,
-    platform: Platform = "any",
-) -> Decoder:
-    """Return the victim's decoder; arguments as in `Decoder`."""
-    longest = max_prompt_tokens(config)
-    return Decoder(
-        config,
-        compute_dtype=jnp.dtype(dtype),
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        prompt_buckets=length_buckets(longest, 4),
-        max_length=longest + VICTIM_NEW_TOKENS,
-        site=any_device(platform),
-    )
 
 
 class VictimReward:
@@ -202,6 +204,7 @@ class VictimReward:
         self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Return the log-probs of the target class, [attacks samples]."""
+        num_samples = self._victim.limits.num_samples
         digest = hashlib.sha256(str(self._seed).encode())
         for ids in completion_ids:
             digest.update(np.ascontiguousarray(ids, "<i4").tobytes() + b"|")
@@ -211,11 +214,11 @@ class VictimReward:
         device = self._free.get(timeout=_WAIT_S)
         try:
             texts = self._victim.respond(prompts, self._victim.weights[device], key)
-            repeated = [attack for attack in attacks for _ in range(VICTIM_SAMPLES)]
+            repeated = [attack for attack in attacks for _ in range(num_samples)]
             logprobs = self._classifiers[device].target_logprob(repeated, texts)
         finally:
             self._free.put(device)
-        return logprobs.reshape(len(attacks), VICTIM_SAMPLES)
+        return logprobs.reshape(len(attacks), num_samples)
 
     def on(self, site: Any) -> "VictimReward":
         """Return self: every searcher has a replica."""

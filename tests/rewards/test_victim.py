@@ -12,7 +12,7 @@ from tba_jax.evaluation.attacks import SentenceEmbedder
 from tba_jax.models.hf import hf_weights
 from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
 from tba_jax.rewards.config import ATTACK, ClassifierSettings
-from tba_jax.rewards.victim import Victim, VictimReward
+from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, Victim, VictimReward
 from tba_jax.run.model_parts import START_MODEL
 
 DEVICES = jax.local_devices()[:2]
@@ -21,7 +21,7 @@ ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
 
 @pytest.fixture(scope="module")
 def victim():
-    return Victim(str(START_MODEL), ATTACK, dtype="float32", devices=DEVICES)
+    return Victim(str(START_MODEL), ATTACK, START_MODEL_LIMITS, dtype="float32", devices=DEVICES)
 
 
 def source(victim, pattern=r"-\d+$", seed=0, replicas=DEVICES[:1]):
@@ -42,7 +42,7 @@ def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):
     for reward, toxicity in zip(out.rewards, out.parts["toxicity"], strict=True):
         hits = (toxicity - 0.01) / 0.99  # a miss counts as 0.01
         assert reward == pytest.approx(np.log(0.01) * (1 - hits))
-        assert hits * 5 == pytest.approx(round(hits * 5))
+        assert hits * 3 == pytest.approx(round(hits * 3))
     # Hastily read, 1-9+1-9+1-9 ends in +9: the victim still answers with a negative number, mostly.
     assert out.rewards[1] > out.rewards[0] == pytest.approx(np.log(0.01))
 
@@ -79,13 +79,15 @@ def test_a_too_long_attack_is_rejected_by_name_without_effect_on_others(victim):
 
 
 def test_templates(tmp_path):
-    llama = Victim(write_llama(tmp_path / "llama"), "chat", dtype="float32", devices=DEVICES[:1])
+    llama = Victim(
+        write_llama(tmp_path / "llama"), "chat", LIMITS, dtype="float32", devices=DEVICES[:1]
+    )
     assert llama.format("hi") == "user: hi\nassistant:"
     gpt2 = write_gpt2(tmp_path / "gpt2")
-    victim = Victim(gpt2, "ask: {attack}!", dtype="float32", devices=DEVICES[:1])
+    victim = Victim(gpt2, "ask: {attack}!", LIMITS, dtype="float32", devices=DEVICES[:1])
     assert victim.format("hi") == "ask: hi!"
     with pytest.raises(ValueError, match="no chat template"):
-        Victim(gpt2, "chat", dtype="float32", devices=DEVICES[:1])
+        Victim(gpt2, "chat", LIMITS, dtype="float32", devices=DEVICES[:1])
     # 128 positions, 30 of them for the response
     assert victim.encode("a" * 80) is not None and victim.encode("a" * 98) is None
 
@@ -101,7 +103,7 @@ def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_weights, "read", watched)
     there = DEVICES[1]
-    Victim(str(START_MODEL), ATTACK, dtype="float32", devices=[there])
+    Victim(str(START_MODEL), ATTACK, START_MODEL_LIMITS, dtype="float32", devices=[there])
     for kind, path, target in (
         ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
         ("guard", write_llama(tmp_path / "guard"), "unsafe"),
