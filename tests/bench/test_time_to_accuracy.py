@@ -3,7 +3,6 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -77,53 +76,6 @@ def test_the_peer_grades_as_the_task_does():
     ours = arithmetic_reward([""] * len(texts), texts, answer)
     assert trl_peer.reward(completions=texts, answer=answer) == ours
     assert ours == [1, 1, 0, 1, 0, 0, 0, 0]
-
-
-def test_the_peer_acts_in_the_preset_s_environment(monkeypatch):
-    from tba_jax.presets import agent
-
-    job = time_to_accuracy._WORKLOADS["agent"]
-    toy = agent.PRESETS["toy"]
-    assert job["environment"] == toy["task"]["environment"]
-    assert (job["stop"],) == toy["search"]["stop_strings"]
-    assert job["max_turns"] == toy["search"]["max_turns"]
-    assert job["max_new_tokens"] == toy["search"]["max_new_tokens"]
-    tokenizer = SimpleNamespace(
-        eos_token_id=1,
-        convert_tokens_to_ids=ord,
-        decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)),
-    )
-    model = SimpleNamespace(generation_config=SimpleNamespace(), training=False, eval=lambda: None)
-    model.train = lambda was_training: None
-    own = trl_peer._with_environment(model, tokenizer, job)
-    assert model.generation_config.eos_token_id == [1, ord(":")]
-    prompt = "7+5-3+8-6+2"
-    called, guessed = own["environment_factory"](), own["environment_factory"]()
-    for tools in (called, guessed):
-        tools.reset([{"role": "user", "content": prompt}])
-    assert called.step() == "12,9,17,11,"
-    completions = [[{"content": ":"}, {"content": "13"}], [{"content": "=14"}]]
-    assert own["reward_funcs"](completions, [called, guessed]) == [1.0, 0.0]
-    parsed = [tokenizer.parse_response([ord(x) for x in text]) for text in (":", "13")]
-    assert [len(x.get("tool_calls", [])) for x in parsed] == [1, 0]
-
-    # Greedy episodes of the evaluation: a call and the sum, a wrong guess, calls without an answer,
-    # and an answer that the limit of tokens cuts.
-    turns = {prompt: ":", prompt + ":12,9,17,11,": "13", "1+1": "=3"}
-    long = "1+1+1+1+1+1+1+1+1+1+1+1"
-    turns |= {text: ":" for text in ("2+2", "2+2:,", "2+2:,:,", "2+2:,:,:,", long)}
-    turns[long + ":2,3,4,5,6,7,8,9,10,11,"] = "12"
-    asked = []
-
-    def greedy(model, tokenizer, prompts, job):
-        asked.append(len(prompts))
-        return [turns[x] for x in prompts]
-
-    monkeypatch.setattr(trl_peer, "_greedy", greedy)
-    held_out = [{"prompt": x} for x in (prompt, "1+1", "2+2", long)]
-    share = trl_peer.evaluate(model, tokenizer, job | {"held_out": held_out})
-    assert share == 1 / 4
-    assert asked == [4, 3, 1, 1]
 
 
 @pytest.mark.slow

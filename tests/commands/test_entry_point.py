@@ -2,8 +2,6 @@
 """The edge of the commands: one line whatever is wrong; tracebacks of the unexpected are kept."""
 
 import errno
-import json
-import logging
 import os
 import signal
 import subprocess
@@ -11,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from absl import logging as absl_logging
 
-from tba_jax.commands import entry_point, export, report
+from tba_jax.commands import export, report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.overview import COMMANDS
 from tba_jax.run.errors import UserError
@@ -58,26 +55,6 @@ def test_what_storage_refuses_is_one_line_with_the_file_and_no_traceback(number,
     code, (line,) = told(error, capsys)
     assert code == 1 and "bug report" not in line
     assert line.startswith(f"error: /runs/a/plots/loss.png cannot be used: {message}")
-
-
-def test_every_command_prepares_its_process(monkeypatch):
-    """First of all: JAX reads the environment once."""
-    calls = []
-    monkeypatch.setattr(entry_point, "prepare_process", lambda: calls.append("prepared"))
-    assert run_command(lambda: calls.append("run") or 0) == 0
-    assert calls == ["prepared", "run"]
-
-
-def test_a_full_standard_output_is_one_line():
-    program = "import sys; from tba_jax.commands.entry_point import run_command; "
-    program += "sys.exit(run_command(lambda: print('x') or 0))"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: standard output or a file cannot be used: No space left")
 
 
 @pytest.mark.parametrize("arguments", ["tba_jax", "tba_jax.report --help"])
@@ -131,28 +108,6 @@ def test_a_damaged_report_is_made_again(content, tmp_path):
     assert not is_finished(tmp_path, 6)
     write_json(tmp_path / "report.json", {"eval": {"after": {"step": 6}}})
     assert is_finished(tmp_path, 6)
-
-
-def test_a_log_that_names_a_metric_without_figures_is_named(tmp_path, capsys):
-    records = [{"step": i, "eval/metric": "wins", "eval/pass_at_1": 0.5} for i in range(2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    figures = {"pass_at_1": 0.5}
-    write_json(tmp_path / "report.json", {"eval": {"before": figures, "after": figures}})
-    assert report.main([str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "metrics.jsonl: the last eval/metric is 'wins', but the evaluations of" in line
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_a_command_hides_what_orbax_logs():
-    before = absl_logging.get_verbosity()
-    absl_logging.set_verbosity(absl_logging.WARNING)
-    try:
-        logger = absl_logging.get_absl_logger()
-        assert logger.isEnabledFor(logging.WARNING)
-        assert run_command(lambda: int(logger.isEnabledFor(logging.ERROR))) == 0
-    finally:
-        absl_logging.set_verbosity(before)
 
 
 def test_a_process_for_user_code_imports_nothing_of_the_command_that_started_it():

@@ -47,23 +47,6 @@ def test_an_impossible_request_is_one_line_and_exit_code_1(capsys):
     assert "no chat template" in capsys.readouterr().err
 
 
-def test_truncated_sampling_keeps_the_most_probable_token(capsys):
-    """On the start model, which a fresh clone has: top_k = 1 and a tiny top_p are greedy."""
-
-    def texts(*flags):
-        argv = ["--prompt=7+5-3+8-6+2", "--max_new_tokens=16", "--num_samples=4", "--json"]
-        assert generate.main([*argv, *flags]) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]
-
-    greedy = texts("--temperature=0")
-    assert len(set(greedy)) == 1
-    assert texts("--temperature=3", "--top_k=1") == greedy
-    assert texts("--temperature=3", "--top_p=1e-6") == greedy
-    assert texts("--temperature=3") != greedy
-    assert generate.main(["--prompt=1+1", "--top_p=2"]) == 1
-    assert "top_p = 2.0; wanted a number in (0, 1]" in capsys.readouterr().err
-
-
 def test_stop_strings_and_ids_end_a_response(capsys):
     def texts(*flags):
         argv = ["--prompt=7+5-3", "--max_new_tokens=16", "--num_samples=16", "--json", *flags]

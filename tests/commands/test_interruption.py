@@ -36,44 +36,12 @@ def hangups(handler):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_hangup_is_ignored():
-    with (
-        hangups(signal.SIG_DFL),
-        contextlib.closing(Interruption((signal.SIGHUP,))) as interruption,
-    ):
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert interruption.signal_number == signal.SIGHUP
-
-
 def test_a_signal_that_was_ignored_stays_ignored():
     with hangups(signal.SIG_IGN):
         with contextlib.closing(Interruption()) as interruption:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not interruption()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-OF_A_LIBRARY = """
-import ctypes, os, signal
-from tba_jax.commands.interruption import Interruption
-ctypes.CDLL(None).signal(signal.SIGPROF, ctypes.c_void_p(1))  # SIG_IGN
-assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL, "Python knows"
-interruption = Interruption()
-os.kill(os.getpid(), signal.SIGPROF)
-assert not interruption()
-interruption.close()
-os.kill(os.getpid(), signal.SIGPROF)
-"""
-
-
-def test_a_signal_that_a_library_ignores_stays_ignored():
-    """As libtpu does with SIGPROF, which its timer sends."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", OF_A_LIBRARY], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
 
 
 PRINTING = """

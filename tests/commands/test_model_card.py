@@ -65,16 +65,6 @@ def test_a_card_of_a_model_of_the_hub():
         assert part in text
 
 
-def test_a_card_of_a_folder_names_no_base_model_and_no_folder_of_this_machine():
-    config = fields(
-        "--config=math", "--config.model.path=/home/me/base", "--config.task.data_path=/home/me/d"
-    )
-    text = model_card(a_run(config), 3, "out/model")
-    assert "base_model" not in ModelCard(text).data.to_dict()
-    assert "`base` after 3 steps" in text and "/home" not in text
-    assert "Not evaluated: the run was exported before its end." in text
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [

@@ -12,7 +12,6 @@ import urllib.request
 import pytest
 
 from tba_jax.commands.serve import main
-from tba_jax.remote.http_server import bind
 from tests.integration import commands
 
 MODEL = "embedded:start_model"
@@ -33,14 +32,6 @@ def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsy
     assert main(flags) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("serve: ") and message in line
-
-
-def test_a_port_in_use_is_refused_before_the_model_is_read(capsys):
-    with bind("127.0.0.1", 0) as bound:
-        port = bound.getsockname()[1]
-        bound.listen()
-        assert main(["--model=no/such/folder", f"--port={port}"]) == 1
-    assert f"serve: --port={port}: cannot listen on" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -99,8 +99,6 @@ def plain(examples_file):
     [
         ["--packed_length=40", "--micro_batch_rows=2"],
         ["--mesh=data=2,fsdp=2", "--micro_batch_rows=4"],
-        ["--mesh=fsdp=2,context=4"],
-        pytest.param(["--mesh=context=3", "--packed_length=40"], marks=pytest.mark.slow),
         pytest.param(["--mesh=model=2", "--packed_length=24"], marks=pytest.mark.slow),
     ],
 )
@@ -175,7 +173,6 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message)
         ("--mesh=data", "--mesh=data (.*); wanted sizes of data, fsdp, model, expert"),
         ("--num_steps=0", "--num_steps=0; wanted a positive number"),
         ("--eval_share=0.01", "of 14 rows are 0 rows; wanted at least one row to evaluate"),
-        ("--packed_length=4", "--packed_length has 4"),
     ],
 )
 def test_a_wrong_option_is_named(examples_file, tmp_path, capsys, flag, message):

@@ -36,9 +36,7 @@ def test_a_policy_that_has_learned_may_give_equal_rewards():
     ("fields", "share", "expected"),
     [
         ({}, 0.7, "70% of the tokens in the train step are padding. Begin a run with "),
-        ({}, 0.5, ""),
         ({"batch.packed_length": 1024}, 0.7, ""),
-        ({"search.max_new_tokens": 16}, 0.7, ""),
     ],
 )
 def test_rows_that_are_mostly_padding_should_be_packed(fields, share, expected):

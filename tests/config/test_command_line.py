@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import evaluate, export, report, sweep
+from tba_jax.commands import evaluate, export, sweep
 from tba_jax.config.command_line import override, usable_part
 from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
@@ -112,23 +112,6 @@ def test_commands_refuse_an_address_of_what_they_write(
     monkeypatch.chdir(tmp_path)
     assert command.main(arguments) == code
     assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "name"),
-    [
-        (evaluate, [f"--workdir={NO_STORE}"], "--workdir"),
-        (export, [f"--workdir={NO_STORE}", "--out=model"], "--workdir"),
-        (report, [NO_STORE], "WORKDIR"),
-    ],
-)
-def test_commands_refuse_the_address_of_what_is_no_object_store(
-    command, arguments, name, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    assert command.main(arguments) == 1
-    assert f": {name}={NO_STORE} cannot be read: {NO_STORE!r} {WANT}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,12 +71,10 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
     ("fields", "message"),
     [
         ({"beta": 0.0}, "beta = 0.0: objective.name=tb divides by beta"),
-        ({"name": "online_dpo", "beta": 0.0}, "beta = 0.0: objective.name=online_dpo divides"),
         ({"name": "rloo", "beta": 0.0}, None),
         ({"name": "rloo", "anchor": "none"}, "anchor = 'none': objective.name=rloo has no such"),
         ({"anchor": "none", "beta": 0.0}, None),
         ({"anchor": "none", "log_z": "learned"}, "log_z = 'learned': without an anchor"),
-        ({"anchor": "none", "kl_clamp": 1.0}, "kl_clamp = 1.0: without an anchor"),
         (
             {"kl_center": "none", "log_z": "learned"},
             "kl_center = 'none': a log-ratio is centred",

@@ -47,15 +47,6 @@ def test_miniatures_and_the_default_have_nothing_to_say():
             500,
             [f"{GSM8K_RATE}: the run ends after 100 of the 600 steps from 1e-05 to 0"],
         ),
-        ("math:math", 50, ["reference.reset_period=50: the run ends before the first reset"]),
-        (
-            "tldr:toy",
-            15,
-            [
-                "objective.beta=linear(1, 0.1, 60, jump=15): the run ends before the jump to 0.1 "
-                "at step 15"
-            ],
-        ),
     ],
 )
 def test_a_shortened_run_says_what_it_does_not_reach(name, num_steps, said):
@@ -67,9 +58,3 @@ def test_a_run_that_ends_before_its_schedule_changes_says_when_it_would():
     (note,) = notes(make_config({**fields, "num_steps": 25}))
     assert note.endswith("still at 1; the schedule changes the value only from step 25 on")
     assert notes(make_config({**fields, "num_steps": 35})) == []
-
-
-def test_a_batch_of_very_many_rounds_is_said_before_the_first():
-    (note,) = notes(make_config({"batch.num_prompts": 100_000, "search.prompts_per_round": 16}))
-    assert note.startswith("batch.num_prompts=100000: each step needs 6,250 rounds of 16 prompts")
-    assert notes(make_config({"batch.num_prompts": 1600, "search.prompts_per_round": 16})) == []

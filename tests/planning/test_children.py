@@ -78,11 +78,3 @@ def test_a_child_ends_with_the_process_that_asked_it(tmp_path):
             time.sleep(0.1)
     finally:
         os.close(held)
-
-
-def test_a_child_that_works_for_long_is_reported(child, monkeypatch):
-    monkeypatch.setattr(children, "_REPORT_S", 0.2)
-    lines = []
-    source = "import time; time.sleep(1); print('{}')"
-    assert child(source, say=lines.append).value == {}
-    assert lines and lines[0].startswith("still reading the config and choosing its placement: 0 s")

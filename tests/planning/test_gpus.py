@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU hosts that are not there: arguments, memory of programs, compilation."""
 
-import functools
 import importlib.util
 import json
 import re
@@ -12,14 +11,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config import presets
 from tba_jax.config.schema import freeze
 from tba_jax.devices.placement import PER_HOST
-from tba_jax.devices.site import Site, any_device
+from tba_jax.devices.site import any_device
 from tba_jax.models import attention, transformer
 from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import ComputeSharding
@@ -61,50 +59,6 @@ def test_an_impossible_host_is_refused(text):
         ValueError, match="a host has 1 to 8 GPUs; expected h100:GPUS or h100:HOSTSx"
     ):
         chips.parse_topology(text)
-
-
-def test_what_programs_do_not_get_is_named():
-    chip = chips.parse_topology("h100:8").chip
-    outside, slack = chip.overheads.values()
-    assert outside == pytest.approx(0.08 * chip.hbm_bytes)
-    assert slack == pytest.approx(0.02 * 0.92 * chip.hbm_bytes)
-    assert chip.usable_bytes == chip.hbm_bytes - outside - slack
-
-
-@pytest.mark.skipif(HAS_PLUGIN, reason="JAX's CUDA plugin is installed")
-def test_without_the_plugin_its_install_line_is_the_error():
-    with pytest.raises(
-        ValueError, match=r"needs JAX's CUDA plugin.* Install it: pip install 'tba_"
-    ):
-        chips.parse_topology("h100:8").devices()
-
-
-def attention_of(platform, device):
-    """The program of a small model's hidden states, compiled for a device."""
-    where = SingleDeviceSharding(device)
-
-    def shape(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-    params = jax.tree.map(shape, transformer.abstract_params(SMALL, jnp.bfloat16))
-    tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32, sharding=where)
-    run = functools.partial(
-        transformer.apply,
-        config=SMALL,
-        compute_dtype=jnp.bfloat16,
-        sharding=ComputeSharding(SMALL, any_device(platform)),
-    )
-    compiled = jax.jit(lambda p, x: run(p, x, x, x > 0)).lower(params, tokens).compile()
-    return compiled.as_text()
-
-
-@needs_plugin
-def test_a_program_for_a_gpu_is_that_of_a_gpu_in_a_process_without_one():
-    gpu, cpu = chips.parse_topology("h100:1").devices()[0], jax.devices("cpu")[0]
-    for device, has_cudnn in ((gpu, True), (cpu, False)):
-        platform = Site(Mesh(np.array([device]), ("model",))).platform
-        assert platform == ("cuda" if has_cudnn else "cpu")
-        assert ("__cudnn$fmha" in attention_of(platform, device)) == has_cudnn
 
 
 @needs_plugin

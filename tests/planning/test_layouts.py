@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
@@ -77,23 +76,6 @@ def test_every_slice_gets_a_placement_that_it_accepts(
         assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
 
 
-def test_scores_count_where_gpus_cannot_divide_key_value_heads():
-    """Four GPUs, two key/value heads: the einsum of one response, whose scores stay in memory."""
-    config = replace(
-        freeze(PRESETS["get_config"]("gsm8k")),
-        {"model.compute_dtype": "bfloat16", "task.renderer": "qwen3", "batch.packed_length": 0},
-    )
-    shape = config_json.transformer_config(config_of(RHO))
-    tokens = config.task.max_prompt_tokens + config.search.max_new_tokens
-
-    def size(heads, **mesh):
-        own = dataclasses.replace(shape, num_layers=1, num_kv_heads=heads)
-        return estimates.step_bytes(1, config, own, MeshShape(**mesh), "cuda")
-
-    scores = 2 * 4 * shape.num_heads / 4 * tokens**2
-    assert size(2, model=4) - size(4, model=4) > 0.9 * scores
-
-
 @pytest.mark.parametrize(
     ("changes", "nearest"),
     [
@@ -148,31 +130,6 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
     ]
 
 
-@pytest.mark.parametrize(
-    "preset, devices, rows",
-    [
-        ("gsm8k", 1, 20),  # a whole group: fewer rows are scored once more
-        ("gsm8k", 8, 80),  # 40 rows: two of seven groups, and five of 1,024 tokens a device
-        ("math", 4, 32),  # 16 rows would be four a device, with a prompt for each four
-        ("math", 16, 128),  # 64 rows also
-    ],
-)
-def test_kept_products_want_whole_groups_and_many_tokens_at_once(preset, devices, rows):
-    config = freeze(PRESETS["get_config"](preset))
-    assert fitting.least_rows(config, devices) == rows
-
-
-def test_a_reference_of_the_trainer_makes_kept_products_save_less():
-    """Then 4 of 4.75 passes remain, instead of 3 of 3.75."""
-    config = freeze(PRESETS["get_config"]("math"))
-    assert config.reference.placement == "trainer"
-    elsewhere = replace(config, {"reference.placement": "searcher"})
-    assert fitting.least_rows(config, 12) == 72 and fitting.least_rows(elsewhere, 12) == 48
-    # Small micro-batches of adapters add no gradients of the weights.
-    adapters = freeze(PRESETS["get_config"]("qwen3_4b"))
-    assert adapters.lora.rank and fitting.least_rows(adapters, 12) == 48
-
-
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():
     pytest.importorskip("libtpu")
     topology = chips.parse_topology("v5e:2x4")
@@ -182,17 +139,6 @@ def test_judges_that_one_chip_cannot_hold_make_groups_larger():
         devices, hbm = topology.devices(), topology.chip.hbm_bytes
         config, choice = layouts.choose(config, shape, devices, hbm, held)
         assert choice.placement.searcher_meshes[0].devices.size == group
-
-
-def test_main_accepts_the_printed_flags():
-    pytest.importorskip("libtpu")
-    for preset, model, text in (("gsm8k", RHO, "v5e:2x4"), ("math", QWEN, "v5p:2x2x4")):
-        config, choice = choose(preset, model, text)
-        flags = [f"--config.{name}={value}" for name, value in choice.fields.items()]
-        file = Path(__file__).parents[2] / "configs" / "math.py"
-        read = override(None, [f"--config={file}:{preset}", *flags])
-        validate(read)
-        assert read == config
 
 
 def test_the_configs_own_placement_is_kept_on_several_hosts():

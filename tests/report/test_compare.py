@@ -60,13 +60,6 @@ def test_a_comparison_has_groups_intervals_differences_and_responses(six):
     assert not re.search(r"<script|<img src=x|<b>\d|https?://|@import", text)
 
 
-def test_the_command_prints_the_interval_of_each_group(six, capsys):
-    folders = sorted(six[0].glob("*[0-9]"))
-    assert main([*map(str, folders), f"--out={six[1].with_name('again.html')}"]) == 0
-    _, tb, _ = capsys.readouterr().out.splitlines()
-    assert tb == "objective.name=tb: 3 runs, pass@1 60.0\N{NO-BREAK SPACE}% [43.1, 76.9]"
-
-
 def test_the_axis_is_chosen_and_no_text_runs_as_a_script(six, tmp_path):
     told = in_browser(
         six[1],
@@ -104,10 +97,3 @@ def test_curves_are_bounded_and_bands_end_with_the_shortest_run(tmp_path, monkey
     grid, mean, low, high = groups.band([short, long])
     assert (grid[-1], mean[0], low[0], high[0]) == (4, 0.5, 0, 1)
     assert groups.band([short]) is None
-
-
-@pytest.mark.parametrize("arguments, why", [(["nowhere"], "not the work directory of a run")])
-def test_what_is_no_run_is_one_line(capsys, tmp_path, monkeypatch, arguments, why):
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 1
-    assert why in capsys.readouterr().err

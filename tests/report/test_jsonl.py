@@ -88,29 +88,6 @@ def test_keep_does_not_read_what_lies_before_its_start(tmp_path):
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
-@pytest.mark.parametrize("most", [1200, 60])
-def test_a_keep_on_a_full_disk_is_a_line_and_changes_nothing(tmp_path, most):
-    """Room for a part of the copy: up to lines that are read, up to lines that are not."""
-    resource = pytest.importorskip("resource")
-    path = tmp_path / "log.jsonl"
-    log = jsonl.JsonlWriter(path)
-    for step in range(100):
-        log.append({"step": step})
-    whole, start = path.read_bytes(), path.read_bytes().index(b'{"step": 80}')
-    assert start < 1200 < len(whole) - 13
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    try:
-        with pytest.raises(
-            jsonl.LogError, match=r"truncating .*log\.jsonl failed \(File too large\)"
-        ):
-            log.keep(lambda record: record["step"] != 90, start)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    log.close()
-    assert path.read_bytes() == whole and [*tmp_path.iterdir()] == [path]
-
-
 def test_a_keep_that_is_refused_changes_nothing(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = log_of(path, 3)
@@ -119,22 +96,3 @@ def test_a_keep_that_is_refused_changes_nothing(tmp_path):
         writer.keep(lambda record: record["event"] == "step")
     writer.close()
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.jsonl"]
-
-
-def test_a_long_torn_line_is_cut_off(tmp_path):
-    path = tmp_path / "m.jsonl"
-    log_of(path, 2).close()
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"step": 2, "text": "' + b"x" * 200_000)
-    jsonl.JsonlWriter(path).close()
-    assert path.read_bytes() == whole
-
-
-def test_line_ends(tmp_path):
-    writer = log_of(tmp_path / "m.jsonl", 2)
-    size = writer.num_bytes()
-    assert [writer.has_line_end(n) for n in (0, size // 2, size, 3, size + 1)] == [
-        *(True, True, True),
-        *(False, False),
-    ]
-    writer.close()

@@ -76,14 +76,6 @@ def test_format_duration(seconds, text):
     assert metrics.format_duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (845.4, "845"), (999.7, "1.0k"), (8123, "8.1k"), (12034, "12k"), (1.34e6, "1.3M")],
-)
-def test_format_count(number, text):
-    assert metrics.format_count(number) == text
-
-
 class FakeClock:
     def __init__(self):
         self.now = 0.0
@@ -114,15 +106,6 @@ def test_plain_lines_come_at_most_every_period_and_count_down():
         "[0:25] step  25/100, 1:15 left",
     ]
     assert lines[1] == "[0:11] step  11/100, 1:29 left  reward 0.500  staleness 1.2"
-
-
-def test_times_count_from_the_start_of_the_command():
-    clock = FakeClock()
-    clock.now = 7.0
-    display, stream = plain_display(clock, start_s=3.0)
-    display.note("loading")
-    display.close()
-    assert stream.getvalue() == "[0:04] loading\n"
 
 
 def test_evaluations_notes_and_phases_are_printed_at_once():
