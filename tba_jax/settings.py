@@ -20,7 +20,6 @@ import contextvars
 import dataclasses
 import hashlib
 import importlib.util
-import inspect
 import math
 import os
 import re
@@ -471,11 +470,3 @@ def given_names(things: Sequence[Any]) -> list[str]:
         names.append(name)
         GIVEN[name] = thing
     return names
-
-
-def source_of(name: str) -> str:
-    """Return the source text of an object in `GIVEN`; "" if Python does not have the text."""
-    try:
-        return inspect.getsource(GIVEN[name])
-    except (KeyError, OSError, TypeError):
-        return ""

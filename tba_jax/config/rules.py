@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tba_jax.config.method_rules import check_method
 from tba_jax.config.resolved import transport_of, writes_versions
 from tba_jax.config.schema import SETTINGS, Config, get_field, replace
 from tba_jax.devices.placement import MODES
@@ -342,6 +341,27 @@ def _packed_rows(config: Config) -> None:
     )
 
 
+def _state_values(config: Config) -> None:
+    """Refuse settings that prevent estimating state values from sampled continuations."""
+    if not config.objective.built.vine_tokens:
+        return
+    mode, stop_strings = MODES[config.placement], config.search.stop_strings
+    need(
+        not (mode.spans_hosts or mode.has_remote_searchers),
+        "placement",
+        config.placement,
+        "state values need searchers in the trainer's process",
+        "Set --config.placement=auto.",
+    )
+    need(
+        not stop_strings,
+        "search.stop_strings",
+        stop_strings,
+        "a continuation starts within a response and would not match a text that began before",
+        "Set --config.search.stop_strings=().",
+    )
+
+
 def _environment(config: Config) -> None:
     """Refuse settings that do not work with episodes of several turns."""
     if not config.task.environment:
@@ -404,7 +424,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _fleet,
     _transport,
     _start_data,
-    check_method,
+    _state_values,
     _reward_weights,
     _reward,
     _environment,

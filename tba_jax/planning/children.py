@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _MODULE = "tba_jax.planning.compile_one"
@@ -26,7 +26,9 @@ NO_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 """Variables with which libtpu neither looks for TPUs nor takes one, set before JAX is imported."""
-_REPORT_S = 20.0  # time between two progress lines of a child
+_REMEDY = (
+    "Set other mesh sizes or another --config.placement; docs/plan.md lists what each chip accepts"
+)
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 _TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")
 
@@ -49,58 +51,33 @@ class Answer(NamedTuple):
     needed_bytes: float = 0.0
 
 
-def ask(
-    request: Mapping[str, Any],
-    *,
-    timeout_s: float,
-    say: Callable[[str], None] = lambda line: None,
-) -> Answer:
+def ask(request: Mapping[str, Any], *, timeout_s: float) -> Answer:
     """Run one child process and return its answer.
 
     Args:
         request: request for `compile_one.answer`.
-        say: receives a line every 20 s while the child runs.
     """
     environment = dict(os.environ)
     if request["topology"]:
         environment |= NO_TPU
     start = time.monotonic()
-    question: str | None = json.dumps(request)
-    with subprocess.Popen(
-        [sys.executable, "-m", _MODULE, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as child:
-        while True:
-            left_s = start + timeout_s - time.monotonic()
-            try:
-                wait_s = max(0.0, min(_REPORT_S, left_s))
-                stdout, stderr = child.communicate(question, timeout=wait_s)
-                break
-            except subprocess.TimeoutExpired:
-                question = None  # standard input is written only once
-                seconds = time.monotonic() - start
-                if seconds >= timeout_s:
-                    child.kill()
-                    return Answer(None, f"not compiled within {timeout_s:.0f} s (--timeout_s)")
-                say(f"still {_work(request)}: {seconds:.0f} s")
-            except BaseException:
-                child.kill()
-                raise
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", _MODULE, str(os.getpid())],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(None, f"not compiled within {timeout_s:.0f} s; raise --timeout_s")
     seconds = time.monotonic() - start
     if child.returncode == 0:
-        value = json.loads(stdout.splitlines()[-1])
+        value = json.loads(child.stdout.splitlines()[-1])
         refusal = value.get("refusal", "")
         return Answer(None, refusal, is_user_error=True) if refusal else Answer(value)
-    return _failure(child.returncode, stderr, seconds)
-
-
-def _work(request: Mapping[str, Any]) -> str:
-    program = request["program"]
-    return f"compiling {program}" if program else "reading the config and choosing its placement"
+    return _failure(child.returncode, child.stderr, seconds)
 
 
 def _failure(returncode: int, stderr: str, seconds: float) -> Answer:
@@ -111,7 +88,8 @@ def _failure(returncode: int, stderr: str, seconds: float) -> Answer:
         name = {-6: "aborted", -9: "was killed (host memory may have run out)"}.get(
             returncode, f"ended with signal {-returncode}"
         )
-        return Answer(None, f"the compiler {name} after {seconds:.0f} s: {_brief(reason)}")
+        told = f"the compiler {name} after {seconds:.0f} s: {_brief(reason)}"
+        return Answer(None, f"{told}. {_REMEDY}" if returncode == -6 else told)
     exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
     if exhausted:
         found = _TOO_LARGE.search(exhausted[-1])

@@ -19,7 +19,6 @@ JAX_COMPILATION_CACHE_DIR=DIR.
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -155,9 +154,8 @@ def plan(
         for name, value in fields.items():
             section, field = name.split(".")
             config[section][field] = value
-        chosen, notes = facts["changed_fields"] | fields, facts["notes"]
-        facts = planner.describe(config, chooses=False)
-        facts |= {"changed_fields": chosen, "notes": notes}
+        chosen = facts["changed_fields"] | fields
+        facts = planner.describe(config, chooses=False) | {"changed_fields": chosen}
         for name in fields:
             for program in _DECIDES[name]:
                 compiled.pop(program, None)
@@ -276,7 +274,7 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         "cache": args.write_cache,
         "fixed": [name for name, is_kept in keeps.items() if is_kept],
     }
-    planner = Planner(request, args.timeout_s, functools.partial(ask, say=_say))
+    planner = Planner(request, args.timeout_s, ask)
     facts = planner.describe(plain(config), chooses=chooses)
     known = [p["name"] for p in facts["programs"]]
     names = [n for n in args.programs.split(",") if n] or known
@@ -289,7 +287,7 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if weighed:
         print(f"\n{table.balance_text(facts, weighed)}")
     print(f"\n{'fits' if done.fits else 'does NOT fit'}")
-    lines = [*facts["notes"], *advice(facts, done.programs, done.found)]
+    lines = advice(facts, done.programs, done.found)
     for line in lines:
         print(f"- {line}")
     if args.json:

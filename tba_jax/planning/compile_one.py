@@ -23,6 +23,7 @@ import jax
 
 from tba_jax.config.devices import cpu_devices
 from tba_jax.config.resolved import remat_of
+from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     Config,
     ConfigError,
@@ -96,7 +97,11 @@ def describe(
     if request["chooses"] and config.placement != WHOLE_HOSTS.name:
         config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes, judges)
         if _ROWS in request["fixed"]:
-            config, choice = _with_rows(given.batch.micro_batch_rows, config, choice, devices)
+            rows = given.batch.micro_batch_rows
+            config = replace(config, {_ROWS: rows})
+            validate(config)  # the chosen mesh must divide the rows of the user
+            fields = {name: x for name, x in choice.fields.items() if name != _ROWS}
+            choice = layouts.place(config, devices)._replace(fields=fields)
     else:
         config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
         fields = {name: get_field(config, name) for name, _ in config.chosen}
@@ -121,7 +126,6 @@ def describe(
         "layout": choice.name,
         "shares_devices": choice.shares_devices,
         "changed_fields": choice.fields,
-        "notes": choice.notes,
         "num_params": num_params(model_config),
         "groups": groups,
         "sizes": _sizes(config),
@@ -139,20 +143,6 @@ def describe(
             for p in plan_programs(config, model_config, placement)
         ],
     }
-
-
-def _with_rows(
-    rows: int, config: Config, choice: layouts.Choice, devices: Sequence[Any]
-) -> tuple[Config, layouts.Choice]:
-    """Return the config with the micro-batch that the user set, if the chosen mesh divides it."""
-    if config.batch.micro_batch_rows == rows:
-        return config, choice
-    if rows not in fitting.micro_batch_options(config, _parts(choice.placement.trainer_mesh)):
-        note = f"{_ROWS}={rows} is changed: the trainer's mesh does not divide it"
-        return config, choice._replace(notes=(*choice.notes, note))
-    config = replace(config, {_ROWS: rows})
-    fields = {name: value for name, value in choice.fields.items() if name != _ROWS}
-    return config, layouts.place(config, devices)._replace(fields=fields, notes=choice.notes)
 
 
 def _judge_bytes(config: Config, models: Mapping[str, Any], group_size: int) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts
-from tba_jax.config.schema import Config, replace
+from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.platform import Platform, platform_of
 from tba_jax.flow import bin_packing
@@ -61,8 +61,9 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
         if divides:
             return MeshShape(1, fsdp // expert, model, expert)
     raise PlacementError(
-        f"no mesh of {size} devices divides a batch of {prompts} prompts and a model of "
-        f"{model_config.num_heads} heads; set --config.batch.num_prompts={size} or a multiple"
+        f"no mesh of {size} devices divides a batch of {prompts} prompts and a model of hidden "
+        f"size {model_config.hidden_size} with {model_config.num_heads} heads; set "
+        f"--config.batch.num_prompts={size} or a multiple, or choose another slice"
     )
 
 
@@ -78,33 +79,6 @@ def mesh_exists(size: int, config: Config, model_config: TransformerConfig, host
 def mesh_fields(mesh: MeshShape) -> dict[str, Any]:
     """Return the config fields of a trainer's mesh."""
     return {f"mesh.{axis}": size for axis, size in mesh._asdict().items()}
-
-
-def with_divisible_prompts(
-    config: Config, model_config: TransformerConfig, sizes: Sequence[int], hosts: int
-) -> tuple[Config, list[str]]:
-    """Return (config for which a mesh of one of these sizes exists, note on the change).
-
-    If no such mesh exists, batch.num_prompts is raised to the next number for which one exists.
-
-    Raises:
-        PlacementError: no mesh of these sizes divides the model.
-    """
-    if any(mesh_exists(n, config, model_config, hosts) for n in sizes):
-        return config, []
-    given = config.batch.num_prompts
-    named = " or ".join(map(str, sizes))
-    for prompts in range(given + 1, given + max(sizes) + 1):
-        trial = replace(config, {"batch.num_prompts": prompts})
-        if any(mesh_exists(n, trial, model_config, hosts) for n in sizes):
-            return trial, [
-                f"batch.num_prompts is {prompts} instead of {given}: no mesh of {named} devices "
-                "divides the given number. Results can differ from those of the given batch size"
-            ]
-    raise PlacementError(
-        f"no mesh of {named} devices divides a model of hidden size "
-        f"{model_config.hidden_size} with {model_config.num_heads} heads; choose another slice"
-    )
 
 
 def holds_trainer(

@@ -38,7 +38,6 @@ class Choice(NamedTuple):
         num_groups: number of searchers on the whole slice.
         shares_devices: whether trainer and searchers share devices.
         fields: config fields that the choice changed, with their values.
-        notes: sentences on changes beyond the placement.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Choice(NamedTuple):
     num_groups: int
     shares_devices: bool
     fields: dict[str, Any]
-    notes: tuple[str, ...] = ()
 
 
 def trainer_options(devices: Sequence[Any]) -> list[int]:
@@ -99,8 +97,7 @@ def choose(
     devices.
 
     The fsdp axis of the trainer's mesh has as many devices as the rows of a batch permit; the other
-    axis is tensor-parallel. Searcher groups are as small as weights and cache allow. In a pod, a
-    batch whose prompts no mesh divides gets more prompts, with a note in `notes`.
+    axis is tensor-parallel. Searcher groups are as small as weights and cache allow.
 
     Args:
         judge_bytes: group size -> memory of reward models on the first device of a searcher group.
@@ -119,11 +116,7 @@ def choose(
     fields: dict[str, Any] = {
         "placement": "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
     }
-    given, config, notes = config, replace(config, fields), []
-    if hosts > 1:
-        config, notes = fitting.with_divisible_prompts(
-            config, model_config, [*sizes, len(devices)], hosts
-        )
+    given, config = config, replace(config, fields)
     searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
     # If the slots for a round do not fit, fewer slots are chosen, but not far fewer.
     few = -(-estimates.num_slots(config) // 4)
@@ -154,7 +147,7 @@ def choose(
     config = replace(config, fields)
     sizes = open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, shares_devices)
     config = replace(config, sizes)
-    return config, _placed(given, config, devices, notes)
+    return config, _placed(given, config, devices)
 
 
 def open_sizes(
@@ -183,9 +176,9 @@ def open_sizes(
     )
 
 
-def _placed(given: Config, config: Config, devices: Sequence[Any], notes: Sequence[str]) -> Choice:
+def _placed(given: Config, config: Config, devices: Sequence[Any]) -> Choice:
     """Return the placement of a chosen config, with the fields that differ from `given`."""
     validate(config)
     before, after = flatten(given), flatten(config)
     changed = {name: x for name, x in after.items() if before[name] != x}
-    return place(config, devices)._replace(fields=changed, notes=tuple(notes))
+    return place(config, devices)._replace(fields=changed)

@@ -203,7 +203,7 @@ def _trainer_programs(
         model_parts.make_step_settings(config, Ids().eos_ids, mesh),
         shardings,
     )
-    batch = abstract_batch(config, placement, model_config)
+    batch = abstract_batch(config, placement)
     batch = placed_shapes(batch, shardings.of_batch(batch))
     publish, params = _publication(config, model_config, placement)
     frozen = _frozen(config, model_config, placement)
@@ -452,9 +452,7 @@ def _scoring(
     )
 
 
-def abstract_batch(
-    config: Config, placement: Placement, model_config: TransformerConfig | None = None
-) -> Batch | PackedBatch:
+def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     """Return the largest batch as ShapeDtypeStructs; arguments as of `make_packing`."""
     sizes = sizes_of(config)
     p, k = sizes.prompts, sizes.group

@@ -159,8 +159,7 @@ def advice(
 ) -> list[str]:
     """Return lines of advice, the most urgent first; [] for a plan that fits."""
     lines = [
-        f"{p.name} does not compile: {p.failure}. Set other mesh sizes or another "
-        "--config.placement; docs/plan.md lists what each chip accepts"
+        f"{p.name} does not compile: {p.failure}"
         for p in programs
         if p.failure and not p.is_too_large
     ]

@@ -113,21 +113,7 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
     # By hand the step needs 4.4 GB beside its rows: what was asked for is lowered until it fits.
     assert rows(5.2e9) == 4 and rows(3e9) == 8  # and where nothing does, it is left
     # The mesh divides rows, and groups need not lie on one device.
-    assert fitting.micro_batch_options(config, 4) == [
-        4,
-        8,
-        16,
-        20,
-        32,
-        40,
-        60,
-        64,
-        80,
-        100,
-        120,
-        128,
-        140,
-    ]
+    assert set(fitting.micro_batch_options(config, 4)) >= {4, 8, 60, 64, 100, 128, 140}
 
 
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():
@@ -197,15 +183,10 @@ def test_each_update_has_its_part_of_every_micro_batch(packed):
     assert not packed or max(options) == 144
 
 
-def test_a_batch_that_no_mesh_of_a_pod_divides_gets_more_prompts_and_says_so():
+def test_a_batch_that_no_mesh_of_a_pod_divides_is_refused():
     pytest.importorskip("libtpu")
-    few = {"batch.num_prompts": 3, "batch.packed_length": 0}
-    config, choice = choose("gsm8k", RHO, "v5e:2x4", **few)
-    prompts = config.batch.num_prompts
-    assert prompts == choice.fields["batch.num_prompts"] > 3
-    assert any(f"{prompts} instead of 3" in note for note in choice.notes)
-    _, choice = choose("math", QWEN, "v6e:4x4")
-    assert not choice.notes
+    with pytest.raises(PlacementError, match="divides a batch of 3 prompts .*num_prompts=8"):
+        choose("gsm8k", RHO, "v5e:2x4", **{"batch.num_prompts": 3, "batch.packed_length": 0})
 
 
 def test_a_model_that_no_mesh_divides_is_named():
@@ -214,5 +195,5 @@ def test_a_model_that_no_mesh_divides_is_named():
     shape = config_json.transformer_config(config_of(RHO))
     shape = dataclasses.replace(shape, num_heads=3, num_kv_heads=3, hidden_size=195)
     topology = chips.parse_topology("v5e:2x4")
-    with pytest.raises(PlacementError, match="divides a model of hidden size 195 with 3 heads"):
+    with pytest.raises(PlacementError, match="a model of hidden size 195 with 3 heads"):
         layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)

@@ -135,7 +135,6 @@ class Compiler(plan.Planner):
             "config": config,
             "layout": "split",
             "changed_fields": {"mesh.fsdp": 8},
-            "notes": ["idle"],
             "shares_devices": False,
             "chip": {"hbm_bytes": 40 * GIB, "overheads": {}},
             "groups": {"trainer": {"residents": {}, "transients": {}}, "searcher": cache},
@@ -164,7 +163,6 @@ def test_sizes_are_lowered_until_the_compiled_programs_fit():
     # 160 rows, 80 and then 40, which fit with kept products; 100 slots, 50 and then 25.
     chosen = {"batch.micro_batch_rows": 40, "model.remat": "dots", "search.num_slots": 25}
     assert done.facts["changed_fields"] == {"mesh.fsdp": 8, **chosen}
-    assert done.facts["notes"] == ["idle"]
     assert [compiler.compiled.count(x) for x in names] == [3, 3, 1]
     assert sum("does not fit; trying" in line for line in said) == 4
 
@@ -219,7 +217,7 @@ def test_the_command_plans_the_attached_devices():
     ],
 )
 def test_an_invalid_command_is_refused(monkeypatch, capsys, argument, message):
-    def ask(request, *, timeout_s, say):
+    def ask(request, *, timeout_s):
         try:
             return in_process(request, timeout_s=timeout_s)
         except ValueError as error:
