@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropies of tokens from hidden states and an output table, without full logits.
+"""Log-probs of tokens from hidden states and an output table, without full logits.
 
     logits = hidden @ table.T / temperature
-    logprob = logits[target] - logsumexp(logits);  entropy = logsumexp(logits) - sum(p * logits)
+    logprob = logits[target] - logsumexp(logits)
 
-The forward pass visits the table block by block, with a running maximum and sums for each token.
+The forward pass visits the table block by block, with a running maximum and sum for each token.
 The backward pass, written by hand, recomputes the blocks, so logits exist for one block of the
 vocabulary and one chunk of the tokens at a time. The recomputation adds a fourth product to the
 three necessary ones. Small logits are therefore kept for the backward pass. Invariant: no array has
@@ -55,7 +55,6 @@ class _Static(NamedTuple):
     temperature: float
     vocab_shards: int
     vocab_block: int
-    with_entropy: bool
     keeps_logits: bool
     cap: float | None = None
 
@@ -66,13 +65,11 @@ class _Sums(NamedTuple):
     Attributes:
         top: largest logit so far.
         total: sum of exp(logit - top).
-        weighted: sum of exp(logit - top) * (logit - top); 0 without entropy.
         chosen: logit of the target.
     """
 
     top: Float32[Array, "m n"]
     total: Float32[Array, "m n"]
-    weighted: Float32[Array, "m n"]
     chosen: Float32[Array, "m n"]
 
 
@@ -113,29 +110,7 @@ def fused_logprobs(
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, False, keeps, cap)
-    _check(table, chunk_tokens, static)
-    return _over_chunks(hidden, table, targets, chunk_tokens, static)[0]
-
-
-def fused_logprobs_and_entropy(
-    hidden: Float[Array, "b t d"],
-    table: Float[Array, "v d"],
-    targets: Int[Array, "b t"],
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    vocab_shards: int = 1,
-    vocab_block: int = VOCAB_BLOCK,
-    kept_bytes: int = 0,
-    cap: float | None = None,
-) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
-    """Return `fused_logprobs`, and the entropy in nats of each token's distribution.
-
-    Gradients flow through both. Arguments and errors are those of `fused_logprobs`.
-    """
-    keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, True, keeps, cap)
+    static = _Static(temperature, vocab_shards, vocab_block, keeps, cap)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)
 
@@ -163,7 +138,7 @@ def _over_chunks(
     targets: Int[Array, "b t"],
     chunk_tokens: int,
     static: _Static,
-) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
+) -> Float32[Array, "b t"]:
     b, t, d = hidden.shape
     v, m = table.shape[0], static.vocab_shards
     if static.keeps_logits:
@@ -174,17 +149,14 @@ def _over_chunks(
     hidden = jnp.pad(hidden, (*padding, (0, 0))).reshape(b, c, size, d)
     targets = jnp.pad(targets, padding).reshape(b, c, size)
     # b before the positions, so that a division of b is also one of the merged axis.
-    outputs = _fused(
+    logprobs = _fused(
         jnp.swapaxes(hidden, 0, 1).reshape(c, b * size, d),
         table.reshape(m, v // m, d),
         jnp.swapaxes(targets, 0, 1).reshape(c, b * size),
         static,
     )
 
-    def restore(x: Float32[Array, "c n"]) -> Float32[Array, "b t"]:
-        return jnp.swapaxes(x.reshape(c, b, size), 0, 1).reshape(b, c * size)[:, :t]
-
-    return restore(outputs[0]), restore(outputs[1])
+    return jnp.swapaxes(logprobs.reshape(c, b, size), 0, 1).reshape(b, c * size)[:, :t]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -193,8 +165,8 @@ def _fused(
     table: Float[Array, "m w d"],
     targets: Int[Array, "c n"],
     static: _Static,
-) -> tuple[Float32[Array, "c n"], Float32[Array, "c n"]]:
-    """Return (log-probs, entropies or zeros) of c chunks; the table has m parts of w rows."""
+) -> Float32[Array, "c n"]:
+    """Return the log-probs of c chunks; the table has m parts of w rows."""
     return _forward(hidden, table, targets, static)[0]
 
 
@@ -203,10 +175,10 @@ def _forward(
     table: Float[Array, "m w d"],
     targets: Int[Array, "c n"],
     static: _Static,
-) -> tuple[tuple[Array, Array], Any]:
+) -> tuple[Array, Any]:
     kept = _logits(table.astype(hidden.dtype), hidden[0], static) if static.keeps_logits else None
 
-    def chunk(xs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def chunk(xs: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, targets = xs
 
         def visit(start: Any, size: int, sums: _Sums) -> _Sums:
@@ -215,45 +187,41 @@ def _forward(
             if logits is None:
                 logits = _logits(_block(table, start, size, hidden.dtype), hidden, static)
             top = jnp.maximum(sums.top, jnp.max(logits, axis=1))
-            shifted = logits - top[:, None]
-            exp = jnp.exp(shifted)
-            sums = _lift(sums, top, static)
+            exp = jnp.exp(logits - top[:, None])
+            sums = _lift(sums, top)
             chosen = jnp.where(_is_target(ids, targets), logits, 0.0)
             return _Sums(
                 top,
                 sums.total + jnp.sum(exp, axis=1),
-                sums.weighted + jnp.sum(exp * shifted, axis=1) if static.with_entropy else zeros,
                 sums.chosen + jnp.sum(chosen, axis=1),
             )
 
         zeros = jnp.zeros((table.shape[0], targets.shape[0]), jnp.float32)
-        first = _Sums(zeros + _LOWEST, zeros, zeros, zeros)
+        first = _Sums(zeros + _LOWEST, zeros, zeros)
         sums = _each_block(table.shape[1], static.vocab_block, visit, first)
         # Only this merge communicates between devices with different parts.
         top = jnp.max(sums.top, axis=0)
-        _, total, weighted, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None], static))
+        _, total, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None]))
         logsumexp = top + jnp.log(total)
-        entropy = jnp.log(total) - weighted / total if static.with_entropy else zeros[0]
-        return chosen - logsumexp, entropy, logsumexp
+        return chosen - logsumexp, logsumexp
 
     if hidden.shape[0] == 1:
-        logprobs, entropy, logsumexp = (x[None] for x in chunk((hidden[0], targets[0])))
+        logprobs, logsumexp = (x[None] for x in chunk((hidden[0], targets[0])))
     else:
-        logprobs, entropy, logsumexp = jax.lax.map(chunk, (hidden, targets))
-    return (logprobs, entropy), (hidden, table, targets, logsumexp, entropy, kept)
+        logprobs, logsumexp = jax.lax.map(chunk, (hidden, targets))
+    return logprobs, (hidden, table, targets, logsumexp, kept)
 
 
 def _backward(
-    static: _Static, saved: Any, cotangents: tuple[Array, Array]
+    static: _Static, saved: Any, cotangent: Float32[Array, "c n"]
 ) -> tuple[Float[Array, "c n d"], Float[Array, "m w d"], None]:
     """Return the gradients of hidden and table.
 
     d logprob / d logits = onehot(target) - p
-    d entropy / d logits = -p * (log p + entropy)
     """
-    hidden, table, targets, logsumexp, entropy, kept = saved
+    hidden, table, targets, logsumexp, kept = saved
     c = hidden.shape[0]
-    of_logprob, of_entropy = (x / static.temperature for x in cotangents)
+    weights = cotangent / static.temperature
 
     def visit(start: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_table = carry
@@ -267,10 +235,8 @@ def _backward(
             d_hidden, d_rows = carry
             logits = _logits(rows, hidden[j], static) if kept is None else kept
             logp = logits - logsumexp[j][None, None]
-            weight = of_logprob[j][None, None]
-            if static.with_entropy:
-                weight = weight + of_entropy[j][None, None] * (logp + entropy[j][None, None])
-            chosen = jnp.where(_is_target(ids, targets[j]), of_logprob[j][None, None], 0.0)
+            weight = weights[j][None, None]
+            chosen = jnp.where(_is_target(ids, targets[j]), weight, 0.0)
             d_logits = chosen - jnp.exp(logp) * weight
             if static.cap is not None:  # multiply by the derivative of the cap
                 d_logits = d_logits * (1 - (logits * static.temperature / static.cap) ** 2)
@@ -317,14 +283,9 @@ def _each_block(
     return carry
 
 
-def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
+def _lift(sums: _Sums, top: Float32[Array, "m n"]) -> _Sums:
     """Return the sums rescaled to `top`, a larger maximum of the logits."""
-    rise = top - sums.top
-    scale = jnp.exp(-rise)
-    weighted = sums.weighted
-    if static.with_entropy:
-        weighted = (weighted - sums.total * rise) * scale
-    return _Sums(top, sums.total * scale, weighted, sums.chosen)
+    return _Sums(top, sums.total * jnp.exp(sums.top - top), sums.chosen)
 
 
 def _block(

@@ -11,57 +11,56 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tba_jax.models.fused_logprobs import fused_logprobs, fused_logprobs_and_entropy
+from tba_jax.models.fused_logprobs import fused_logprobs
 
 TEMPERATURE = 0.7
 B, T, D, V = 8, 7, 8, 48
 
 
 def inputs(b=B, t=T, d=D, v=V, dtype=np.float32, scale=1.0):
-    """(hidden, table, targets, cotangents of log-prob and entropy)."""
+    """(hidden, table, targets, cotangent of the log-probs)."""
     rng = np.random.default_rng(0)
     return (
         jnp.asarray(rng.normal(size=(b, t, d), scale=scale), dtype),
         jnp.asarray(rng.normal(size=(v, d)), dtype),
         jnp.asarray(rng.integers(0, v, (b, t)), jnp.int32),
-        jnp.asarray(rng.normal(size=(2, b, t)), jnp.float32),
+        jnp.asarray(rng.normal(size=(b, t)), jnp.float32),
     )
 
 
 def naive(hidden, table, targets):
     """All logits at once, as the definition says."""
     logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, table) / TEMPERATURE)
-    chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-    return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
 
 
 def with_gradients(function):
-    """(log-probs, entropies, hidden gradient, table gradient) of `function`."""
+    """(log-probs, hidden gradient, table gradient) of `function`."""
 
-    def run(hidden, table, targets, cotangents):
+    def run(hidden, table, targets, cotangent):
         values, pull = jax.vjp(lambda h, w: function(h, w, targets), hidden, table)
-        return *values, *pull((cotangents[0], cotangents[1]))
+        return values, *pull(cotangent)
 
     return run
 
 
 def fused(**sizes):
     sizes = {"temperature": TEMPERATURE, "chunk_tokens": 1000} | sizes
-    return with_gradients(functools.partial(fused_logprobs_and_entropy, **sizes))
+    return with_gradients(functools.partial(fused_logprobs, **sizes))
 
 
-def in_float64(hidden, table, targets, cotangents):
+def in_float64(hidden, table, targets, cotangent):
     """What `naive` gives in float64 for exactly these inputs."""
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(x, np.float64)) for x in (hidden, table))
-        cotangents = jnp.asarray(np.asarray(cotangents, np.float64))
-        out = jax.jit(with_gradients(naive))(*wide, targets, cotangents)
+        cotangent = jnp.asarray(np.asarray(cotangent, np.float64))
+        out = jax.jit(with_gradients(naive))(*wide, targets, cotangent)
         return [np.asarray(x) for x in out]
 
 
 def check(got, wanted, tolerance):
     """Every entry within `tolerance` of the largest one of its array."""
-    for name, x, y in zip(("logprob", "entropy", "d_hidden", "d_table"), got, wanted, strict=True):
+    for name, x, y in zip(("logprob", "d_hidden", "d_table"), got, wanted, strict=True):
         x = np.asarray(x, np.float64)
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
 
@@ -97,27 +96,16 @@ def test_kept_logits_are_not_made_again(spare, products):
     assert sum(eqn.primitive.name == "dot_general" for eqn in equations) == products
 
 
-def test_without_entropy_the_same(wanted):
-    run = functools.partial(
-        fused_logprobs, temperature=TEMPERATURE, chunk_tokens=23, vocab_block=20
-    )
-    hidden, table, targets, cotangents = inputs()
-    values, pull = jax.vjp(lambda h, w: run(h, w, targets), hidden, table)
-    got = values, *pull(cotangents[0])
-    expected = in_float64(hidden, table, targets, cotangents * jnp.array([1.0, 0.0])[:, None, None])
-    check((got[0], expected[1], *got[1:]), expected, 2e-6)
-
-
 @pytest.mark.parametrize("kept_bytes", [0, 4 * B * T * V])
 def test_bfloat16_inputs_lose_no_more_than_the_products_of_the_gradient(kept_bytes):
     run = fused(vocab_block=20, chunk_tokens=23, kept_bytes=kept_bytes)
     got = jax.jit(run)(*(data := inputs(dtype=jnp.bfloat16)))
-    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    assert [x.dtype for x in got] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
     expected = in_float64(*data)
     # Products of bfloat16 are exact in float32: the values lose nothing.
-    check((*got[:2], *expected[2:]), expected, 2e-6)
+    check((got[0], *expected[1:]), expected, 2e-6)
     # The gradient of the logits and the results are rounded to 8 bits (4e-3) once each.
-    check((*expected[:2], *got[2:]), expected, 8e-3)
+    check((expected[0], *got[1:]), expected, 8e-3)
 
 
 def test_a_bfloat16_table_gradient_is_summed_in_float32():
@@ -127,17 +115,16 @@ def test_a_bfloat16_table_gradient_is_summed_in_float32():
     data = (hidden, data[1], jnp.zeros_like(data[2]), jnp.ones_like(data[3]))
     got = jax.jit(fused(chunk_tokens=1))(*data)
     expected = in_float64(*data)
-    check((*expected[:3], got[3]), expected, 8e-3)
+    check((*expected[:2], got[2]), expected, 8e-3)
 
 
 def test_logits_of_any_size_are_finite():
     # Logits up to some 10,000: p is 0 or 1 in float32, but never 0/0 or inf - inf.
     data = inputs(scale=1000.0)
     got, expected = jax.jit(fused(vocab_block=20))(*data), in_float64(*data)
-    # Such logits are rounded by up to 1e-3, and log-probs and entropies (here 0) with them.
-    for x, y in zip(got[:2], expected[:2], strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=4e-3)
-    check((*expected[:2], *got[2:]), expected, 4e-3)
+    # Such logits are rounded by up to 1e-3, and log-probs with them.
+    np.testing.assert_allclose(got[0], expected[0], rtol=0, atol=4e-3)
+    check((expected[0], *got[1:]), expected, 4e-3)
 
 
 def _equations(jaxpr):
@@ -181,9 +168,8 @@ def collectives(compiled):
 def divided(mesh, rows, vocabulary, **sizes):
     """(compiled program, its inputs on the devices of `mesh`)."""
     by_row, by_token = NamedSharding(mesh, P(rows)), NamedSharding(mesh, P(vocabulary))
-    of_both = NamedSharding(mesh, P(None, rows))
-    data = jax.device_put(inputs(), (by_row, by_token, by_row, of_both))
-    program = jax.jit(fused(**sizes), out_shardings=(by_row, by_row, by_row, by_token))
+    data = jax.device_put(inputs(), (by_row, by_token, by_row, by_row))
+    program = jax.jit(fused(**sizes), out_shardings=(by_row, by_row, by_token))
     return program.lower(*data).compile(), data
 
 
@@ -213,13 +199,6 @@ def test_a_divided_vocabulary_stays_where_it_is(wanted):
     # Sums of each token, and its hidden gradient, once.
     assert sorted(collectives(compiled))[-1] == ("all-reduce", B * T * D)
     assert sum(size for _, size in collectives(compiled)) <= B * T * (D + 4)
-    assert {name for name, _ in collectives(compiled)} == {"all-reduce"}
-
-
-def test_rows_and_vocabulary_divided_at_once(wanted):
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-    compiled, data = divided(mesh, "data", "model", vocab_shards=4, vocab_block=5, chunk_tokens=23)
-    check(compiled(*data), wanted, 2e-6)
     assert {name for name, _ in collectives(compiled)} == {"all-reduce"}
 
 
