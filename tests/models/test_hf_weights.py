@@ -3,6 +3,9 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +17,7 @@ from fake_models import FAMILIES, assert_equal, load_folder, make_folder, shardi
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
-from tba_jax.models import shard_writer, transformer
+from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, families, folders, hf_weights, safetensors_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -246,10 +249,9 @@ def test_damaged_weights_are_named(tmp_path, damage):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
-@pytest.mark.parametrize(("value", "block"), [(np.nan, 2**21), (-np.inf, 256)])
-def test_values_that_are_not_finite_are_refused(tmp_path, monkeypatch, dtype, value, block):
-    """In weights that are put together on the host, and in those that are filled in blocks."""
-    monkeypatch.setattr(shard_writer, "BLOCK_BYTES", block)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_values_that_are_not_finite_are_refused(tmp_path, monkeypatch, dtype, value):
+    monkeypatch.setattr(hf_weights, "_BLOCK_BYTES", 256)
     make_folder(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = {name: x.astype(dtype) for name, x in load_file(file).items()}
@@ -429,3 +431,111 @@ def test_saved_stories_weights_equal_the_original_files(tmp_path):
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name])
     assert (tmp_path / "tokenizer.json").read_bytes() == (STORIES / "tokenizer.json").read_bytes()
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("family", "rules"),
+    [
+        ("llama", {"embed": "fsdp"}),  # replicated over data
+        ("llama", {"layers": "data", "embed": "fsdp"}),
+        ("gpt_neox", {"embed": "fsdp", "heads": "data", "mlp": "data", "kv_heads": "data"}),
+    ],
+)
+def test_a_sharded_load_equals_the_plain_one(tmp_path, mesh, family, rules, monkeypatch):
+    monkeypatch.setattr(hf_weights, "_BLOCK_BYTES", 200)  # several blocks per tensor
+    config, params = make_folder(tmp_path, family=family)
+    shardings = shardings_of(config, mesh, rules)
+    loaded = load_folder(tmp_path, shardings=shardings)[1]
+    assert_equal(loaded, params)
+    jax.tree.map(lambda x, sharding: x.sharding == sharding or pytest.fail(), loaded, shardings)
+
+
+def test_only_its_own_slice_travels_to_a_device(tmp_path, mesh, monkeypatch):
+    config, params = make_folder(tmp_path)
+    sent = {}
+    device_put = jax.device_put
+
+    def spy(x, device, **how):
+        sent[device] = sent.get(device, 0) + x.nbytes
+        return device_put(x, device, **how)
+
+    monkeypatch.setattr(jax, "device_put", spy)
+    load_folder(tmp_path, shardings=shardings_of(config, mesh, {"embed": "fsdp"}))
+    # Every leaf has an embed axis.
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert sent == dict.fromkeys(jax.devices(), total // 4)
+
+
+def test_without_shardings_arrays_follow_their_users(tmp_path):
+    make_folder(tmp_path)
+    params = load_folder(tmp_path)[1]
+    other = jax.device_put(np.float32(2), jax.devices()[1])
+    assert (params["final_norm"] * jnp.broadcast_to(other, 16)).devices() == other.devices()
+
+
+LOAD_IN_PROCESSES = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+import numpy as np
+from jax.sharding import Mesh
+from fake_models import random_params, tiny_config
+from fake_models import load_folder, shardings_of
+from tba_jax.models.hf import hf_weights
+
+config = tiny_config()
+whole = random_params(config)
+# One leaf belongs to one process alone.
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
+shardings = shardings_of(config, mesh, {"embed": "fsdp", "heads": "data"})
+first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+shardings["final_norm"] = first
+_, params, hf_config = load_folder(sys.argv[1], shardings=shardings)
+shards = jax.tree.map(lambda x: x.addressable_shards, params)
+jax.tree.map(
+    lambda x, want: [np.testing.assert_array_equal(s.data, want[s.index]) for s in x],
+    shards, whole, is_leaf=lambda x: isinstance(x, list),
+)
+assert len(shards["layers"]["q"]) == 4
+assert len(shards["final_norm"]) == 1 - jax.process_index()
+params["final_norm"] = whole["final_norm"]
+hf_weights.save(sys.argv[1] + "/again", config, params, hf_config)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_each_process_loads_its_own_part_and_all_save_together(tmp_path):
+    config, params = make_folder(tmp_path)
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD_IN_PROCESSES, str(tmp_path), address, str(i)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=child_environment(),
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for out, err in outputs:
+        assert out.splitlines()[-1:] == ["done"], err
+    assert_equal(load_folder(tmp_path / "again")[1], params)
+
+
+def child_environment():
+    path = os.pathsep.join(str(x) for x in (Path(__file__).parents[1], Path(__file__).parents[2]))
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
