@@ -42,17 +42,19 @@ def settings(overrides):
     return [override for override in overrides if not override.startswith("JAX_")]
 
 
-def command(workdir, *overrides, config="configs/math.py", flags=()):
-    """argv of a small run."""
+def arguments(workdir, *overrides, config="configs/math.py"):
+    """Flags of a small run."""
     return [
-        sys.executable,
-        "-m",
-        "tba_jax.main",
         f"--config={ROOT / config}",
         f"--workdir={workdir}",
         *(f"--config.{override}" for override in (*SMALL, *settings(overrides))),
-        *flags,
     ]
+
+
+def command(workdir, *overrides, config="configs/math.py", flags=()):
+    """argv of a small run."""
+    main = [sys.executable, "-m", "tba_jax.main"]
+    return [*main, *arguments(workdir, *overrides, config=config), *flags]
 
 
 def environment(cache, overrides=()):
@@ -111,6 +113,18 @@ def losses(workdir):
     }
 
 
+def report(workdir):
+    """report.json of a run."""
+    return json.loads((Path(workdir) / "report.json").read_text())
+
+
+def is_balanced(ledger):
+    """Every response that was generated is under one heading."""
+    gone = sum(count for name, count in ledger.items() if name.startswith("evicted"))
+    gone += sum(ledger["rejected"].values()) + ledger.get("lost", 0)
+    return ledger["generated"] == ledger["outbox"] + ledger["stored"] + gone > 0
+
+
 def wait_for(condition, *, process, timeout=120.0):
     """Poll until `condition()`; fails when the process ends or the time is over."""
     end = time.monotonic() + timeout
@@ -150,14 +164,6 @@ def kill_after(process, workdir, reached, num_steps, rng, most_s=0.1):
         time.sleep(0.05)
 
 
-def arguments(workdir, *overrides):
-    return [
-        f"--config={ROOT / 'configs/math.py'}",
-        f"--workdir={workdir}",
-        *(f"--config.{override}" for override in (*SMALL, *POD, *settings(overrides))),
-    ]
-
-
 def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
     """The launcher, without waiting."""
     return subprocess.Popen(
@@ -167,7 +173,7 @@ def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
             "tba_jax.launch_processes",
             f"--num_processes={num_processes}",
             "--",
-            *arguments(workdir, *overrides),
+            *arguments(workdir, *POD, *overrides),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.integration.commands import is_balanced
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1500.0
 NUM_LINES = 40
@@ -154,10 +156,7 @@ def below(pid):
 def check(workdir, num_steps):
     """Every response under one heading, every ticket once, every step once; the report."""
     report = json.loads((workdir / "report.json").read_text())
-    ledger = report["ledger"]
-    gone = sum(count for name, count in ledger.items() if name.startswith("evicted_"))
-    gone += ledger["lost"] + sum(ledger["rejected"].values())
-    assert ledger["generated"] == ledger["outbox"] + ledger["stored"] + gone, ledger
+    assert is_balanced(report["ledger"]), report["ledger"]
     assert report["steps"] == num_steps and report["eval"]["after"]["step"] == num_steps, report
     events = [json.loads(line) for line in (workdir / "schedule.jsonl").read_text().splitlines()]
     rounds = [(e["searcher"], e["round"]) for e in events if e["event"] == "round"]

@@ -2,7 +2,6 @@
 """A user's own task through the real command: chat data, TRL's reward functions, bad input."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -47,16 +46,15 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def custom(tmp_path, reward="rewards.py:accuracy_reward", data="data.jsonl", **more):
+def custom(tmp_path, reward="rewards.py:accuracy_reward"):
     return (
         "task.name=custom",
-        f"task.data_path={tmp_path / data}",
+        f"task.data_path={tmp_path / 'data.jsonl'}",
         f"task.reward={reward}",
         "task.max_prompt_tokens=64",
         "num_steps=3",
         "eval.period=0",
         "checkpoint.period=0",
-        *(f"{field}={value}" for field, value in more.items()),
     )
 
 
@@ -111,47 +109,28 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path,
     assert step["search/reward_mean"] == pytest.approx(sum(weighted), abs=0.25)
 
 
-def gsm8k_rows():
-    """Rows in the format of GSM8K."""
-    return [
-        {"question": f"Tom has {a} pens and buys {b}. How many?", "answer": f"{a}+{b} #### {a + b}"}
-        for a in range(10)
-        for b in range(5)
-    ]
-
-
-def chat_rows():
-    return [{"messages": [{"role": "user", "content": f"Add {n} and 1."}]} for n in range(50)]
-
-
-OWN_REWARDS = """
+OWN_REWARD = """
 def number(completions, answer, **kwargs):
     return [float(a.split("#### ")[-1] in c) + len(c) / 100 for a, c in zip(answer, completions)]
-
-def polite(completions, **kwargs):
-    return [len(message[0]["content"]) / 16 for message in completions]
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("reward", ["number", "polite"])
-def test_own_model_data_and_reward_are_one_command_with_three_settings(
-    reward, cache, tmp_path, chat_model
-):
-    """Questions and answers; a chat model with messages."""
-    (tmp_path / "rewards.py").write_text(OWN_REWARDS)
-    model, data = START_MODEL, tmp_path / "data.jsonl"
-    if reward == "number":
-        write_rows(data, gsm8k_rows())
-    else:
-        write_rows(data, chat_rows())
-        model = chat_model
+def test_own_model_data_and_reward_are_one_command_with_three_settings(cache, tmp_path):
+    """Questions and answers in the format of GSM8K."""
+    (tmp_path / "rewards.py").write_text(OWN_REWARD)
+    rows = [
+        {"question": f"Tom has {a} pens and buys {b}. How many?", "answer": f"{a}+{b} #### {a + b}"}
+        for a in range(10)
+        for b in range(5)
+    ]
+    write_rows(tmp_path / "data.jsonl", rows)
     workdir = tmp_path / "run"
     settings = {
-        "model.path": model,
-        "task.data_path": data,
-        "task.reward": f"{tmp_path}/rewards.py:{reward}",
+        "model.path": START_MODEL,
+        "task.data_path": tmp_path / "data.jsonl",
+        "task.reward": f"{tmp_path}/rewards.py:number",
         "num_steps": 2,  # besides the three, for a short test
     }
     flags = [f"--config.{name}={value}" for name, value in settings.items()]
@@ -168,47 +147,14 @@ def test_own_model_data_and_reward_are_one_command_with_three_settings(
     assert sorted(losses(workdir)) == [1, 2] and (workdir / "report.html").exists()
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-ROW = {"prompt": "1+1", "target": "2"}
-PLAIN = """
-def accuracy_reward(completions, target, **kwargs):
-    return [float(t in c) for c, t in zip(completions, target)]
-
-def wrong_length(completions, **kwargs):
-    return [1.0]
-
-def needs_level(completions, level):
-    return [1.0] * len(completions)
-"""
-
-
-@pytest.mark.parametrize(
-    ("changes", "text", "message"),
-    [
-        ({}, '{"text": "1+1", "target": "2"}', "data.jsonl, line 41: no column 'prompt'; got"),
-        # The same from further places; their messages are tested without a process as well.
-        slow(
-            {"reward": "rewards.py:needs_level"}, "", "needs the argument 'level', but the data has"
-        ),
-        slow(
-            {"reward": "rewards.py:wrong_length"},
-            "",
-            "rewards.py:wrong_length returned 1 rewards for 16 completions; want a list",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_that_names_its_place(cache, tmp_path, changes, text, message):
-    write_rows(tmp_path / "data.jsonl", [{**ROW, "prompt": f"{i}+1"} for i in range(40)])
+def test_bad_input_is_one_line_that_names_its_place(cache, tmp_path):
+    write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}+1", "target": "2"} for i in range(40)])
     with open(tmp_path / "data.jsonl", "a") as file:
-        file.write(text)
-    (tmp_path / "rewards.py").write_text(PLAIN)
-    overrides = custom(tmp_path, **changes, **{"task.num_eval_prompts": 1})
-    done = run(tmp_path / "run", *overrides, cache=cache, cwd=tmp_path)
-    assert done.returncode in (1, 2), done.stderr
+        file.write('{"text": "1+1", "target": "2"}')
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    done = run(tmp_path / "run", *custom(tmp_path), cache=cache, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and message in errors[0], done.stderr
+    assert len(errors) == 1 and "data.jsonl, line 41: no column 'prompt'; got" in errors[0]
     assert "Traceback" not in done.stderr
-    assert not os.path.exists(tmp_path / "run" / "report.json")
+    assert not (tmp_path / "run" / "report.json").exists()

@@ -2,9 +2,7 @@
 """A fleet on a Ray cluster of this machine, whose processes are killed while it runs."""
 
 import os
-import random
 import signal
-import time
 
 import pytest
 from fleets import Fleet, below, check
@@ -46,22 +44,6 @@ def test_an_interrupted_fleet_is_resumed_by_the_same_command(tmp_path):
     assert again.end() == 0, again.told()
     assert "resumed" in again.told()
     check(again.workdir, 8)
-
-
-@pytest.mark.slow
-def test_random_kills_leave_every_response_under_one_heading(tmp_path):
-    """Five kills of random processes; `FLEET_SEED` repeats a run."""
-    seed = int(os.environ.get("FLEET_SEED", random.randrange(10**6)))
-    print(f"FLEET_SEED={seed}")
-    draws = random.Random(seed)
-    fleet = Fleet(tmp_path / "run", num_steps=16, **{"fleet.max_searchers": 3})
-    for number in range(5):
-        fleet.until_step(1 + number * 12 // 5)
-        time.sleep(draws.uniform(0.0, 5.0))
-        name = draws.choice(["SearcherProcess", "SearcherProcess", "TrainerProcess"])
-        fleet.kill(name, draws.randrange(3))
-    assert fleet.end() == 0, fleet.told()
-    check(fleet.workdir, 16)
 
 
 GROUP = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}

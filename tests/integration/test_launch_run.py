@@ -2,14 +2,13 @@
 """launch/tpu.sh end to end: two workers of a fake slice run one pod job on loopback."""
 
 import json
-import re
 import shutil
 
 import pytest
 from commands import SMALL, lines
 from launch_cloud import ROOT, Cloud
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # The workers find one another by JAX_COORDINATOR_ADDRESS and the like, which the fake machines have
 # instead of a TPU's metadata, and train together in one work directory on the share.
@@ -70,25 +69,3 @@ def test_two_workers_train_from_create_to_delete(cloud):
     assert "This run is finished" in cloud.tpu("logs", "--lines=3").stdout
     cloud.tpu("delete")
     assert cloud.homes() == []
-
-
-@pytest.mark.slow
-def test_training_resumes_after_a_preemption_in_the_middle(cloud):
-    cloud.settings(JOB=job("num_steps=40", "checkpoint.period=5"), POLL_S="1")
-    running = cloud.start("run", "--restart-on-preemption")
-    cloud.wait_for(lambda: len(steps(cloud)) >= 13, process=running, timeout=300)
-    cloud.preempt()
-    assert cloud.homes() == []
-    cut = steps(cloud)[-1]
-    assert cut < 40, "preempted too late to show anything"
-    assert running.wait(300) == 0, cloud.output(running)
-    out = cloud.output(running)
-    assert "deleting what is left of it" in out and "the job is done on every worker" in out
-    logged = cloud.tpu("logs", "--lines=100").stdout
-    # Killed without a warning: it goes on from a checkpoint, and no step is missing.
-    [step] = re.findall(r"^\[w-0\] .*resumed .* at step (\d+) of 40", logged, re.M)
-    assert 10 <= int(step) <= cut
-    assert steps(cloud) == list(range(1, 41))
-    assert (cloud.bucket / "run" / "report.html").exists()
-    assert len(cloud.calls("queued-resources", "create")) == 2
-    cloud.tpu("delete")

@@ -109,17 +109,3 @@ def test_llama_preset_on_shrunken_models(cache, tmp_path):
     assert [r["train/reference_temperature"] for r in steps] == pytest.approx(
         [1.0 + 0.2 * i / 2000 for i in range(4)]
     )
-
-
-@pytest.mark.slow
-def test_a_missing_victim_is_one_line(cache, tmp_path):
-    done = run(
-        tmp_path / "run",
-        *TOY,
-        "victim.path=/no/such/victim",
-        cache=cache,
-        config="configs/redteam.py",
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "/no/such/victim" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1

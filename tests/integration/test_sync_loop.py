@@ -8,16 +8,14 @@ import signal
 import jax
 import numpy as np
 import pytest
-from commands import SYNC, lines, losses, run, start, wait_for
+from commands import SYNC, is_balanced, lines, losses, run, start, wait_for
 from fake_models import load_folder
 
 import tba_jax
 from tba_jax.commands import evaluate, export
 from tba_jax.commands import saved as saved_run
-from tba_jax.flow.records import unflatten
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run import model_parts
-from tba_jax.run.checkpoint import load_host_state
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +56,7 @@ def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(reference, 
 def test_report_and_ledger_of_a_finished_run(reference):
     report = json.loads((reference / "report.json").read_text())
     ledger = report["ledger"]
-    evicted = sum(v for k, v in ledger.items() if k.startswith("evicted"))
-    rejected = sum(ledger["rejected"].values())
-    assert ledger["generated"] == 8 * 4 * 16
-    assert ledger["generated"] == (ledger["outbox"] + ledger["stored"] + evicted + rejected)
+    assert ledger["generated"] == 8 * 4 * 16 and is_balanced(ledger)
     assert report["eval"]["before"]["n"] == report["eval"]["after"]["n"] == 16
     assert report["steps"] == 8
     assert report["time_to_first_step_s"] < report["wall_s"]
@@ -79,21 +74,6 @@ def test_another_config_in_the_same_directory_is_refused_with_the_difference(ref
     assert done.returncode == 2
     assert "optimizer.learning_rate: 'linear(0.0002, 0, warmup=5)' -> 0.5" in done.stderr
     assert (reference / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_exact_lag_makes_every_staleness_the_lag(cache, tmp_path):
-    done = run(
-        tmp_path / "run", *SYNC, "search.exact_lag=2", "replay.recency_prob=1.0", cache=cache
-    )
-    assert done.returncode == 0, done.stderr
-    histograms = [
-        record["buffer/staleness_histogram"]
-        for record in lines(tmp_path / "run" / "metrics.jsonl")
-        if "buffer/staleness_histogram" in record
-    ]
-    # Steps 0, 1 and 2 train on version 0; from then on the data is exactly two steps old.
-    assert histograms == [[[min(step, 2), 64]] for step in range(8)]
 
 
 def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
@@ -126,11 +106,7 @@ def test_the_buffer_of_a_checkpoint_has_the_stored_responses(reference):
 def test_a_finished_run_is_not_run_again(reference, cache):
     before = {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()}
     done = run(reference, *SYNC, cache=cache)
-    assert (
-        done.returncode == 0
-        and "This run is finished" in done.stdout
-        and "--workdir=DIR" in done.stdout
-    )
+    assert done.returncode == 0 and "This run is finished" in done.stdout
     assert {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()} == before
 
 
@@ -156,12 +132,7 @@ def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path
         (64, [3, 8, 8, 8]),
         (32, [8, 8]),
     ]
-    _, state = load_host_state(str(workdir))
-    arrays = state.parts["buffer"].arrays
+    stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
     tokenizer = Tokenizer.load(str(model_parts.START_MODEL))
-    stored = {
-        tokenizer.decode(np.frombuffer(tokens, np.int32)) for tokens in unflatten(arrays, "tokens")
-    }
-    assert {f"{i:03d}" for i in range(160)} <= stored
-    assert np.isfinite(arrays["row_reward"]).all()
-    assert np.isfinite(arrays["row_reference_logprob"]).all()
+    assert {f"{i:03d}" for i in range(160)} <= {tokenizer.decode(y.response_tokens) for y in stored}
+    assert all(np.isfinite((y.reward, y.reference_logprob)).all() for y in stored)
