@@ -11,7 +11,7 @@ from tba_jax.decoding.requests import Response, Statistics
 from tba_jax.environments.episode import SingleTurnSession
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.admission import Admission
 from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
@@ -133,7 +133,9 @@ class World:
             clock=lambda: 0.0,
         )
         self.searcher = Searcher(parts)
-        self.admission: Any = admission or Admission(Demand(2, 1.0, max_staleness, 1), [3])
+        self.admission: Any = admission or Admission(
+            [3], num_prompts=2, share=1.0, max_staleness=max_staleness
+        )
         self.search = ContinuousSearch(self.searcher, self.admission, swaps_in_flight=in_flight)
 
     def run(self, num_chunks):

@@ -14,7 +14,7 @@ from tba_jax.remote.messages import (
 )
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.searcher_table import RemoteSearcher, ServerSettings
-from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.admission import Admission
 from tba_jax.replay.outbox import Outbox
 
 IDENTITY = {"code": "1", "model": "m"}
@@ -50,7 +50,7 @@ class House:
         self.now, self.lines = 0.0, []
         self.searchers = [RemoteSearcher(i, Outbox(outbox_bytes)) for i in range(num_searchers)]
         self.outboxes = {each.index: each.outbox for each in self.searchers}
-        self.demand = Demand(prompts, 1.0, max_staleness, 1)
+        self.demand = {"num_prompts": prompts, "share": 1.0, "max_staleness": max_staleness}
         self.epoch = 0
         self.taken, self.saved = [], None
         self.open_server()
@@ -59,7 +59,7 @@ class House:
     def open_server(self):
         self.epoch += 1
         unmerged = sum(outbox.num_groups for outbox in self.outboxes.values())
-        self.admission = Admission(self.demand, list(self.outboxes), unmerged)
+        self.admission = Admission(list(self.outboxes), unmerged=unmerged, **self.demand)
         self.service = EvaluationService(Figures(), lambda: self.now)
         self.server = SearchServer(
             ServerSettings(str(self.epoch), IDENTITY, S, heartbeat_timeout_s=10.0, max_tickets=4),
@@ -79,7 +79,7 @@ class House:
     def merge(self):
         commits = [c for outbox in self.outboxes.values() for c in outbox.take()]
         self.taken += [(c.searcher, c.round) for c in commits]
-        self.admission.update(step=0, version=0, num_merged=len(commits), num_fresh=0)
+        self.admission.update(step=0, num_merged=len(commits), num_fresh=0)
 
     def save(self):
         states = [(each.outbox.state(), each.state()) for each in self.searchers]

@@ -163,10 +163,9 @@ def fake_workdir(
         "ledger": {
             "generated": generated,
             "outbox": 128,
-            "stored": generated - 128 - 900 - 2100 - 17,
-            "evicted_capacity": 2100,
+            "stored": generated - 128 - 3000 - 17,
+            "evicted_capacity": 3000,
             "evicted_bytes": 0,
-            "duplicate": 900,
             "rejected": {"reward_timeout": 14, "reward_error": 3},
             "used": 256 * made_steps,
             "trained_unique": min(generated, 180 * made_steps),

@@ -101,16 +101,12 @@ def _buffer(config: Config) -> None:
 
 def _driver(config: Config) -> None:
     """Refuse settings that the driver does not support, or that deadlock the trainer."""
-    mode = MODES[config.placement]
     need(
-        not config.search.exact_lag
-        or config.driver == "sync"
-        or not (mode.spans_hosts or mode.has_remote_searchers),
+        config.search.exact_lag == 0 or config.driver == "sync",
         "search.exact_lag",
         config.search.exact_lag,
-        "with driver=async it needs searchers in the trainer's process, and "
-        f"placement={config.placement} has other processes",
-        "Set --config.placement=auto or --config.driver=sync.",
+        "with driver=async the staleness of data varies",
+        "Set --config.driver=sync, or bound it with --config.replay.max_staleness.",
     )
     if config.search.swap == "in_flight":
         need(
@@ -135,13 +131,6 @@ def _driver(config: Config) -> None:
         _strict_bound(config)
     if config.search.exact_lag:
         need(
-            config.search.swap != "in_flight",
-            "search.swap",
-            config.search.swap,
-            "with search.exact_lag all tokens of a response have one version",
-            "Set --config.search.swap=auto.",
-        )
-        need(
             config.search.initial_fill == 0,
             "search.initial_fill",
             config.search.initial_fill,
@@ -152,13 +141,6 @@ def _driver(config: Config) -> None:
 
 def _strict_bound(config: Config) -> None:
     """Refuse settings under which the trainer cannot keep a strict staleness bound."""
-    need(
-        not config.search.exact_lag,
-        "replay.late",
-        config.replay.late,
-        f"search.exact_lag={config.search.exact_lag} gives all data the same staleness",
-        "Set --config.replay.late=train.",
-    )
     steps = config.replay.max_staleness + 1
     groups = int(max(1, config.replay.recency_prob * steps) * config.batch.num_prompts)
     most = groups * config.search.samples_per_prompt

@@ -22,9 +22,10 @@ math
     reset to the policy. Ratios are not bounded. Log-ratios of a group are centred by their mean
     under the current policy. Not run by us.
 tba_prime_2, tba_prime_10
-    `math` on data exactly 2 and 10 steps old, as in the paper's code of November 2025. Log-ratios
-    are centred by their mean under the sampler. Token ratios are at most 8, and token log-ratios
-    at most 10. Searchers sample for later steps while the trainer trains. Not run by us.
+    `math` on data at most 2 and 10 steps old (exactly that old in the paper's code of November
+    2025; here with --config.driver=sync --config.search.exact_lag=2 or 10). Log-ratios are centred
+    by their mean under the sampler. Token ratios are at most 8, and token log-ratios at most 10.
+    Searchers sample for later steps while the trainer trains. Not run by us.
 qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
     `math` with models of 2025 and their chat templates. qwen3_4b, gpt_oss_20b and qwen3_30b_a3b
     train adapters. The command `python -m tba_jax.plan` prints placement and mesh for your
@@ -162,8 +163,7 @@ for _lag in (2, 10):
             "importance_cap": 8.0,
             "kl_clamp": 10.0,
         },
-        "search": {**_MATH["search"], "exact_lag": _lag},
-        "replay": {"recency_prob": 1.0},
+        "replay": {**_MATH["replay"], "max_staleness": _lag, "late": "wait"},
     }
 
 _ONE_DEVICE = {"placement": "shared", "num_searchers": 1, "mesh": {}}

@@ -53,7 +53,7 @@ class TicketQuota:
                 return True
             return False
 
-    def commit(self, searcher: int, latency_s: float, version: int) -> None:
+    def commit(self, searcher: int, version: int) -> None:
         """Do nothing: the search server counts open tickets."""
 
     def __len__(self) -> int:

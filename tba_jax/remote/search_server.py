@@ -152,7 +152,7 @@ class SearchServer:
                 is_given = record.next_ticket < record.searcher.num_given_rounds
                 if not is_given and not self._admission.admit(key.searcher, heartbeat.version):
                     break
-                opened = OpenTicket(self._clock(), heartbeat.version, is_given)
+                opened = OpenTicket(heartbeat.version, is_given)
                 record.open_tickets[record.next_ticket] = opened
                 tickets.append(record.next_ticket)
                 record.next_ticket += 1
@@ -179,8 +179,7 @@ class SearchServer:
                 record.outbox.put(commit)
                 ticket = record.open_tickets.pop(commit.round)
                 if not ticket.is_given:
-                    latency_s = self._clock() - ticket.admitted_s
-                    self._admission.commit(key.searcher, latency_s, ticket.version)
+                    self._admission.commit(key.searcher, ticket.version)
                 record.num_groups += 1
                 record.searcher.decoded_tokens += commit.report.metrics.tokens
                 record.staleness += self._step - commit.version

@@ -38,7 +38,7 @@ class TicketAdmission(Protocol):
         """Return whether this searcher may start a ticket with weights of this version."""
         ...
 
-    def commit(self, searcher: int, latency_s: float, version: int) -> None:
+    def commit(self, searcher: int, version: int) -> None:
         """Count a ticket as finished."""
         ...
 
@@ -69,12 +69,10 @@ class OpenTicket(NamedTuple):
     """A ticket that a searcher may have started.
 
     Attributes:
-        admitted_s: time of admission.
         version: policy version that the searcher had at that time.
         is_given: whether the ticket has given responses, which need no admission.
     """
 
-    admitted_s: float
     version: int
     is_given: bool = False
 

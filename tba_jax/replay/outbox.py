@@ -9,7 +9,7 @@ committed once.
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tba_jax.flow.rounds import RoundCommit, check_commit, pack_commits, unpack_commits
@@ -105,21 +105,10 @@ class Outbox:
             if max_rounds is not None:
                 count = min(count, max_rounds)
             commits = [self._pending.popleft() for _ in range(count)]
-            self._count_out(commits)
+            for commit in commits:
+                self._num_bytes -= commit.num_bytes
+                self._num_pending -= commit.generated
             return commits
-
-    def take_below(self, number: int) -> list[RoundCommit]:
-        """Remove and return the waiting commits below this round number, in order of numbers."""
-        with self._lock:
-            taken = sorted((c for c in self._pending if c.round < number), key=lambda c: c.round)
-            self._pending = deque(c for c in self._pending if c.round >= number)
-            self._count_out(taken)
-            return taken
-
-    def _count_out(self, commits: Iterable[RoundCommit]) -> None:
-        for commit in commits:
-            self._num_bytes -= commit.num_bytes
-            self._num_pending -= commit.generated
 
     @property
     def committed(self) -> tuple[int, Mapping[str, Any] | None]:

@@ -9,7 +9,7 @@ publications train on responses of version 0, which are sampled in advance.
 
 driver=async: searchers sample while the trainer trains. A searcher is two threads of this process
 (decoding and grading), or a part of another process. Trainer and searchers wait for each other only
-with `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
+with `replay.max_staleness` and `replay.pace`.
 
 `follow` is the driver of a trainer process that does not own the replay buffer.
 
@@ -27,10 +27,9 @@ from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import NO_COUNTS, RoundReport
 from tba_jax.remote.step_server import StepClient
 from tba_jax.replay.admission import Admission, RoundAdmission
-from tba_jax.replay.exact_lag import ExactLag, quota_of
 from tba_jax.run.errors import Watchdog
 from tba_jax.run.loop import Search, loop, starved
-from tba_jax.run.model_parts import make_demand, swaps_in_flight
+from tba_jax.run.model_parts import swaps_in_flight
 from tba_jax.run.run import Run
 from tba_jax.run.search_process import (
     POLL_S,
@@ -47,7 +46,6 @@ from tba_jax.weights.transport import DELIVERY_S, PublishedWeights
 
 _WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the first measurements
 _CHECK_S = 0.05  # seconds between two checks for a failure
-_LATE_SHARE = 0.05  # smallest share of late responses that is reported
 # A run counts as starved after it has merged this many batches of groups without a step. The number
 # is large because a policy that repeats its responses may add few new ones for some time.
 _STARVED_BATCHES = 20
@@ -161,13 +159,10 @@ class SynchronousSearch(Search):
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """Train until the last step or an interruption, in the process that owns the buffer.
 
-    With `search.exact_lag=D`, a step waits for the responses sampled from the weights published D
-    publications ago. A publication waits until all tickets of the previous weights have started.
-
     Raises:
         WorkerError: a searcher or the weight poller failed; its cause has the traceback.
     """
-    admission = make_exact_lag(run) if run.config.search.exact_lag else make_admission(run)
+    admission = make_admission(run)
     with serving(run, admission) as service:
         AsynchronousSearch(run, service, admission).drive(interrupted)
         if run.search.remote:  # evaluate before the searchers of other processes end
@@ -176,20 +171,14 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
 
 def make_admission(run: Run) -> Admission:
     """Return the admission of the tickets of all searchers."""
-    unmerged = sum(outbox.num_groups for outbox in run.search.outboxes)
+    config = run.config
     return Admission(
-        make_demand(run.config), [searcher.index for searcher in run.search.searchers], unmerged
-    )
-
-
-def make_exact_lag(run: Run) -> ExactLag:
-    """Return the admission that gives the responses of all searchers an exact staleness."""
-    config, outboxes = run.config, {s.index: s.outbox for s in run.search.searchers}
-    return ExactLag(
-        config.search.exact_lag,
-        sync_period=config.sync_period,
-        quota=quota_of(config.batch.num_prompts, config.sync_period, list(outboxes)),
-        outboxes=outboxes,
+        [searcher.index for searcher in run.search.searchers],
+        num_prompts=config.batch.num_prompts,
+        share=config.replay.recency_prob,
+        max_staleness=config.replay.max_staleness,
+        initial=-(-config.search.initial_fill // config.search.samples_per_prompt),
+        unmerged=sum(outbox.num_groups for outbox in run.search.outboxes),
     )
 
 
@@ -202,48 +191,22 @@ def searches_of(run: Run, admission: SearcherAdmission) -> list[ContinuousSearch
     ]
 
 
-def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
-    """Return a sentence for each waste, bias or delay of responses, with the setting to change."""
-    lines = run.buffer.warnings()
-    bound, latency = run.config.replay.max_staleness, admission.latency()
-    if bound and latency is not None and latency.late_share > _LATE_SHARE:
-        fate = {
-            "train": "were trained late",
-            "wait": "made the trainer wait",
-        }[run.config.replay.late]
-        delay = (
-            f"; weights arrive {latency.behind_steps} steps late" if latency.behind_steps else ""
-        )
-        lines.append(
-            f"{latency.late_share:.0%} of responses exceed replay.max_staleness={bound} and {fate} "
-            f"(mean latency {latency.mean_steps:.1f} steps of {latency.step_s:.2f} s, 95 % within "
-            f"{latency.p95_steps:.1f}{delay}). Set --config.replay.max_staleness="
-            f"{latency.feasible} to cover 95 %"
-        )
-    return lines
-
-
 def failed_requests(run: Run) -> dict[str, int]:
     """Return, as metrics, the failed requests of searchers to their server since the last step."""
     return {f"search/{name}": number for name, number in run.search.take_failures().items()}
 
 
 class AsynchronousSearch(Search):
-    """`loop.Search` of driver=async: searchers sample concurrently with the trainer.
-
-    Args:
-        admission: admits tickets; an `ExactLag` also fixes the staleness of every response.
-    """
+    """`loop.Search` of driver=async: searchers sample concurrently with the trainer."""
 
     publishes_first = False
 
     def __init__(
-        self, run: Run, service: SearchService | NoSearchService, admission: Admission | ExactLag
+        self, run: Run, service: SearchService | NoSearchService, admission: Admission
     ) -> None:
         self._run = run
         self._service = service
         self._admission = admission
-        self._lag = admission if isinstance(admission, ExactLag) else None
         self._stop = StopFlag()  # Shared by all workers.
         self._watchdog = Watchdog(run.config.log.watchdog_s)
         self._searches = searches_of(run, admission)
@@ -252,8 +215,6 @@ class AsynchronousSearch(Search):
             for i, s in enumerate(self._searches)
         ]
         self._idle_before = [searcher.idle_s for searcher in run.search.local]
-        self._merged_below = 0  # Exact lag: all tickets with lower numbers are merged.
-        self._committed = 0
         self._num_merged = 0
         self._merged_before = 0  # Number of merged groups at the last step.
         self._reports: list[RoundReport] = []  # Reports of merges that `must_wait` did.
@@ -326,19 +287,9 @@ class AsynchronousSearch(Search):
         """Raise the failure of a thread."""
         self._stop.check()
 
-    def may_publish(self) -> bool:
-        return self._lag is None or self._lag.has_begun(self._run.trainer.version)
-
     def merge(self) -> list[RoundReport]:
-        """Merge the responses that are due, and reset the watchdog if responses arrived."""
-        lag, step = self._lag, self._run.trainer.step_index
-        if lag is None:
-            reports = self._run.trainer.merge()
-        elif lag.is_due(step):
-            self._merged_below = lag.due(step)
-            reports = self._run.trainer.merge(below=self._merged_below)
-        else:
-            reports = []
+        """Merge the finished responses, and reset the watchdog if responses arrived."""
+        reports = self._run.trainer.merge()
         self._report_progress()
         if reports:
             self._watchdog.kick()
@@ -349,25 +300,20 @@ class AsynchronousSearch(Search):
         self._request_evaluation(step)
 
     def must_wait(self, step: int) -> bool:
-        is_late = self._lag is not None and self._merged_below < self._lag.due(step)
-        if is_late or self._admission.holds(step):
+        settings = self._run.config.replay
+        if settings.late != "wait":
+            return False
+        if self._admission.has_open_below(step - settings.max_staleness + 1):
             return True
-        if self._run.config.replay.late == "wait":
-            self._reports += self.merge()  # merge responses that would be late after this step
+        self._reports += self.merge()  # merge responses that would be late after this step
         return False
 
     def wait(self) -> None:
-        """Sleep for `POLL_S` while searchers are behind the exact lag or a staleness bound.
-
-        Committed responses reset the watchdog; without them the watchdog ends the run.
-        """
+        """Sleep for `POLL_S` while searchers work on responses that are almost late."""
         run, start = self._run, self._run.clock()
         self._stop.wait(POLL_S)
         run.trainer.counters.wait_s += run.clock() - start
         self._record_evaluations()
-        if self._lag is not None and (committed := self._lag.num_committed) > self._committed:
-            self._committed = committed
-            self._watchdog.kick()
 
     def no_batch(self) -> list[RoundReport]:
         """Wait and merge; raise StarvedError if many merged responses did not fill a batch."""
@@ -378,9 +324,9 @@ class AsynchronousSearch(Search):
         return reports
 
     def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
+        del values
         run = self._run
         self._merged_before = run.trainer.num_merged_groups
-        self._admission.note_step(values["train/step_s"])
         self._report_progress()
         self._record_evaluations()
         self._count()
@@ -470,7 +416,6 @@ class AsynchronousSearch(Search):
         merged, self._num_merged = self._num_merged, trainer.num_merged_groups
         self._admission.update(
             step=trainer.step_index,
-            version=trainer.version,
             num_merged=self._num_merged - merged,
             num_fresh=self._run.buffer.num_fresh_groups,
         )
@@ -478,7 +423,7 @@ class AsynchronousSearch(Search):
             self._warn_at = math.inf
             needs_behavior = self._run.config.objective.built.needs_behavior
             spent = low_ess_warnings(trainer.strata) if needs_behavior else []
-            for line in [*diagnostics(self._run, self._admission), *spent]:
+            for line in [*self._run.buffer.warnings(), *spent]:
                 self._run.logs.progress.note(line)
 
     def _record_evaluations(self) -> None:

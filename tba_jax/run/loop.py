@@ -43,10 +43,6 @@ class Search:
     def check(self) -> None:
         """Raise the failure of a searcher."""
 
-    def may_publish(self) -> bool:
-        """Return whether the next weights may be published now."""
-        return True
-
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
         """Process a publication, before the merge."""
 
@@ -95,9 +91,6 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
         search.check()
         step = trainer.step_index
         if is_sync_due:
-            if publishes and not search.may_publish():
-                search.wait()
-                continue
             is_sync_due = False
             if publishes:
                 extra["sync/publish_s"] = trainer.publish()

@@ -30,7 +30,6 @@ from tba_jax.models.quantized import Quantization
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
-from tba_jax.replay.admission import Demand
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.settings import need
@@ -439,29 +438,13 @@ def make_buffer(config: Config) -> ReplayBuffer:
 def _pace(config: Config) -> Literal["off", "trainer"]:
     """Return replay.pace, or "off" if a wait for fresh responses would never end.
 
-    With driver=sync the trainer would wait for its own thread. With an exact lag all responses that
-    a step may use are already merged.
+    With driver=sync the trainer would wait for its own thread.
     """
-    waits = config.driver == "async" and not config.search.exact_lag
-    return config.replay.pace if waits else "off"
-
-
-def make_demand(config: Config) -> Demand:
-    """Return the trainer's demand for responses."""
-    return Demand(
-        prompts=config.batch.num_prompts,
-        share=config.replay.recency_prob,
-        max_staleness=config.replay.max_staleness,
-        sync_period=config.sync_period,
-        initial=-(-config.search.initial_fill // config.search.samples_per_prompt),
-        is_strict=config.replay.late == "wait",
-    )
+    return config.replay.pace if config.driver == "async" else "off"
 
 
 def swaps_in_flight(config: Config) -> bool:
-    """Return whether searchers load newer weights between chunks; False with an exact lag."""
-    if config.search.exact_lag:
-        return False
+    """Return whether searchers load newer weights between chunks."""
     if config.search.engine == "openai" and not config.task.environment:
         return True  # a response keeps the version that it began with
     needs_behavior = config.objective.built.needs_behavior

@@ -331,11 +331,10 @@ def remote_searchers(config: Config, indices: Iterable[int]) -> tuple[RemoteSear
 def outbox_bytes(config: Config) -> int:
     """Return the size in bytes of an outbox at which its searcher waits.
 
-    The size is unlimited with driver=sync and with an exact lag, which limit searchers in another
-    way: a full outbox would hold back responses that the trainer waits for.
+    The size is unlimited with driver=sync: a full outbox would hold back responses that the trainer
+    waits for.
     """
-    is_bounded = config.driver == "async" and not config.search.exact_lag
-    return config.search.outbox_bytes if is_bounded else sys.maxsize
+    return config.search.outbox_bytes if config.driver == "async" else sys.maxsize
 
 
 def build_searchers(

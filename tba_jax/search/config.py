@@ -98,7 +98,7 @@ class SearchSettings(Section):
     )
     exact_lag: int = field(
         0,
-        "fixed staleness of all training data, in publications; 0: the staleness varies",
+        "with driver=sync: fixed staleness of all training data, in publications; 0: none",
         at_least=0,
     )
 

@@ -66,8 +66,8 @@ class SearcherAdmission(Protocol):
         """Return whether this searcher may begin a prompt; if so, count the prompt as open."""
         ...
 
-    def commit(self, searcher: int, latency_s: float, version: int) -> None:
-        """Count a group as committed, `latency_s` after its admission with this version."""
+    def commit(self, searcher: int, version: int) -> None:
+        """Count a group as committed that was admitted with this version."""
         ...
 
 
@@ -216,7 +216,7 @@ class ContinuousSearch:
                 )
             )
             self.searcher.decoded_tokens += num_tokens
-            self._admission.commit(self.searcher.index, end_s - f.start_s, f.version)
+            self._admission.commit(self.searcher.index, f.version)
 
 
 class RoundQuota(SearcherAdmission, Protocol):

@@ -162,24 +162,16 @@ class Trainer:
         self.counters.add_sync(end - start)
         return end - start
 
-    def merge(
-        self, max_rounds: int | None = None, *, below: int | None = None
-    ) -> list[RoundReport]:
+    def merge(self, max_rounds: int | None = None) -> list[RoundReport]:
         """Move finished rounds into the buffer and check the ledger.
 
         Args:
-            max_rounds: maximum number per outbox (exact lag in the synchronous driver); None: all.
-            below: merge only rounds below this number, in order (exact lag with concurrent
-                searchers); None: all.
+            max_rounds: maximum number per outbox, for an exact lag; None: all.
 
         Returns:
             The report of each merged round, for the search metrics.
         """
-        commits = [
-            commit
-            for outbox in self._outboxes
-            for commit in (outbox.take(max_rounds) if below is None else outbox.take_below(below))
-        ]
+        commits = [commit for outbox in self._outboxes for commit in outbox.take(max_rounds)]
         if commits:
             self._buffer.merge(commits, self.step_index)
             self.num_merged_groups += sum(len(c.groups) for c in commits)

@@ -147,7 +147,7 @@ def test_ledger_adds_up_or_says_so(full, tmp_path):
     assert "Every sampled response is accounted for." in Page(full[1]).text
     assert "rejected: reward timeout 14" in Page(full[1]).text
     run = report.load_run(full[0])
-    ledger = {"generated": 100, "stored": 60, "duplicate": 30, "rejected": {"reward_nan": 5}}
+    ledger = {"generated": 100, "stored": 60, "evicted_bytes": 30, "rejected": {"reward_nan": 5}}
     broken = dataclasses.replace(run, report={**run.report, "ledger": ledger})
     assert "add up to 95, +5 short" in report_page._ledger(broken)
 

@@ -73,7 +73,7 @@ def test_a_searcher_over_the_bound_waits():
     assert len(ids(world.outbox.take())) == 4
     assert not world.search.step() and world.stream.position == 4
     world.version = 1
-    world.admission.update(step=1, version=1, num_merged=4, num_fresh=2)
+    world.admission.update(step=1, num_merged=4, num_fresh=2)
     assert world.search.step() and world.stream.position == 6
 
 
