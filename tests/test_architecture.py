@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tba_jax"
 
@@ -142,32 +140,6 @@ def test_modules_at_the_top_only_call_a_command():
     } == set()
 
 
-@pytest.mark.parametrize(
-    "name, text, problem",
-    [
-        (
-            "train/trainer.py",
-            "from tba_jax.search.searcher import S",
-            "train.trainer imports search",
-        ),
-        ("flow/rounds.py", "from tba_jax.models import lora", "flow.rounds imports models"),
-        ("replay/draws.py", "import tba_jax.run.build", "replay.draws imports run.build"),
-    ],
-)
-def test_an_upward_import_is_seen(tmp_path, name, text, problem):
-    path = tmp_path / name
-    path.parent.mkdir()
-    path.write_text(text + "\n")
-    (found,) = upward(modules(tmp_path))
-    assert found.startswith(problem)
-
-
-def test_a_circle_is_seen(tmp_path):
-    for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
-        (tmp_path / f"{name}.py").write_text(f"from tba_jax import {other}\n")
-    assert circles(modules(tmp_path)) == [{"a", "b", "c"}]
-
-
 def test_packages_are_empty():
     allowed = {PACKAGE / "__init__.py"}  # the version and the names of the Python API
     full = [
@@ -216,14 +188,6 @@ def wide_functions(package: Path) -> dict[str, int]:
 def test_functions_fit_on_a_screen_and_take_ten_arguments():
     assert long_functions(PACKAGE) == {}
     assert wide_functions(PACKAGE) == WIDE
-
-
-def test_a_long_and_a_wide_function_are_seen(tmp_path):
-    arguments = ", ".join(f"a{i}" for i in range(11))
-    (tmp_path / "wide.py").write_text(f"class A:\n    def f(self, {arguments}):\n        pass\n")
-    (tmp_path / "long.py").write_text("def g():\n" + "    pass\n" * 80)
-    assert wide_functions(tmp_path) == {"A.f": 11}
-    assert long_functions(tmp_path) == {"g": 81}
 
 
 def test_configs_cannot_be_imported_by_accident():

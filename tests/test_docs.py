@@ -69,12 +69,6 @@ def test_links_between_pages_resolve(path):
     assert broken_links(path) == []
 
 
-def test_a_broken_link_is_seen(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A title\n[a](#a-title) [b](#b) [c](gone.md) [d](https://x.org/y)\n")
-    assert broken_links(page) == ["#b", "gone.md"]
-
-
 def test_every_decision_has_a_number_of_its_own():
     found = {}
     for path in sorted(RECORDS.glob("*.md")):
@@ -150,22 +144,6 @@ def test_files_and_names_on_a_page_exist(path):
 def test_files_and_names_in_the_sources_exist():
     found = {name_of(path): gone(path.read_text()) for path in SOURCES}
     assert {name: names for name, names in found.items() if names} == {}
-
-
-def test_a_name_that_is_gone_is_seen():
-    text = (
-        "`run/gone.py` tba_jax/run/ tba_jax/nowhere tba_jax.run.gone tba_jax.api.load_run x/y.py "
-        "`api.load_run` `api.gone` `search.top_p` `search.gone` `search.searcher` "
-        "--config.search.top_p=1 --config.gone=1 --config.driver=sync"
-    )
-    assert gone(text, ["tba_jax/run/build.py"]) == [
-        "run/gone.py",
-        "tba_jax/nowhere",
-        "api.gone",
-        "search.gone",
-        "--config.gone",
-        "tba_jax.run.gone",
-    ]
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -64,9 +64,3 @@ def test_recipe_works(title, copy):
             assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             ran += 1
     assert ran, "a recipe ends with something that is run"
-
-
-def test_an_edit_that_no_longer_fits_is_seen():
-    assert edited("a\nb\nc\n", " a\n-b\n+d\n") == "a\nd\nc\n"
-    with pytest.raises(AssertionError, match="want these lines once, found 0"):
-        edited("a\nb\n", "-c\n+d\n")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The notebook of a first run works as it is written, and shows a real run where it is read."""
 
-import base64
 import json
 import os
 import subprocess
@@ -72,30 +71,3 @@ def test_what_the_notebook_proposes_is_a_config():
         "math", driver="sync", search={"exact_lag": 16}, replay={"pace": "off"}
     )
     assert (more.objective.beta.plain, late.search.exact_lag) == (0.02, 16)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_kernel_of_jupyter_draws_the_curves_again_while_it_trains(tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
-    nbformat = pytest.importorskip("nbformat")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    source = SHORT.replace("num_steps=3", "num_steps=60")
-    cell = nbformat.v4.new_code_cell(
-        f"from tba_jax import load_config, run_training\nrun_training({source}, 'run')"
-    )
-    pictures = []
-
-    class Client(nbclient.NotebookClient):
-        def process_message(self, message, cell, cell_index):
-            if message["msg_type"] == "update_display_data":
-                pictures.append(message["content"]["data"].get("image/png", ""))
-            return super().process_message(message, cell, cell_index)
-
-    notebook = nbformat.v4.new_notebook(cells=[cell])
-    Client(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert len(pictures) >= 2 and len(set(pictures)) == len(pictures)
-    assert base64.b64decode(pictures[-1]).startswith(b"\x89PNG")
-    shown = [o for o in cell["outputs"] if "image/png" in o.get("data", {})]
-    assert [o["data"]["image/png"] for o in shown] == pictures[-1:]

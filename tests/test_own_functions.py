@@ -102,20 +102,6 @@ def test_a_reward_in_this_process_names_failures():
         source.score(["p"] * 2, ["nan", "bad"], {"answer": ["2"] * 2})
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda completions, colour: [1.0], "needs the argument 'colour'"),
-        (lambda completions: 1 / 0, "ZeroDivisionError"),
-        (lambda completions: ["x"], "want a list with one float or None per completion"),
-        (lambda completions: [], "returned 0 rewards for 1 completions"),
-    ],
-)
-def test_a_reward_of_another_form_is_refused_before_the_run(function, message):
-    with pytest.raises(ValueError, match=message):
-        in_process(function).check()
-
-
 def test_names_of_functions():
     assert importable_name(build_report) == "tba_jax.report.build:build_report"
     assert importable_name(lambda: None) == ""

@@ -6,8 +6,6 @@ import importlib
 import pytest
 
 OPTIONS = [
-    ("decode", "--repeats=0", "--repeats=0; wanted at least 1"),
-    ("decode", "--max_new_tokens=4", "--max_new_tokens=4; wanted at least 8"),
     ("rl_step", "--peers=verl", "unknown peer 'verl'"),
     ("rl_step", "--group=1", "got --group=1; wanted at least 2"),
     ("rl_step", "--micro_batch_rows=12", "does not divide the 128 rows of a step"),

@@ -93,8 +93,3 @@ def test_the_command_of_a_card_makes_the_same_config_again(arguments):
     assert program == "tba_jax.main"
     assert fields(*again) == config
     assert len(again) == len(arguments)
-
-
-def test_a_config_that_is_no_preset_is_named_as_the_users_own():
-    config = fields("--config=math") | {"name": "default"}
-    assert command(config) == "python -m tba_jax.main --config=YOUR_CONFIG.py"

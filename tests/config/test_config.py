@@ -17,9 +17,7 @@ from tba_jax.config.devices import cpu_devices, validate_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     SETTINGS,
-    Config,
     ConfigError,
-    difference,
     flatten,
     freeze,
     get_field,
@@ -139,7 +137,6 @@ def test_no_field_is_dead():
     ("changes", "message"),
     [
         ({"num_steps": 0}, "config.num_steps = 0: must be at least 1"),
-        ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
         ({"objective.group_size": 32}, "a group needs objective.group_size=32 responses"),
         (
             {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
@@ -152,7 +149,6 @@ def test_no_field_is_dead():
         ({"reference.reset_period": 5}, "Set --config.reference.placement=trainer"),
         ({"replay.max_staleness": 1, "sync_period": 4}, "some data would always be late"),
         ({"replay.late": "wait"}, "replay.late = 'wait': without replay.max_staleness no response"),
-        ({"optimizer.learning_rate": "linear(0, 1)"}, "learning_rate = .*: must start above 0"),
         ({"task.data_path": "/no/such/folder"}, "no such folder or file"),
         (
             {"task.chat": True},
@@ -167,10 +163,6 @@ def test_no_field_is_dead():
         (
             {"task.name": "redteam", "victim.template": "{question}"},
             r"must contain \{attack\} once",
-        ),
-        (
-            {"lora.modules": ("q", "embed")},
-            "must be some of q, q_gate, k, v, o, gate, up, down, delta_q, ",
         ),
         ({"search.engine": "openai"}, "config.search.engine = 'openai': the server receives the"),
         *(
@@ -190,8 +182,6 @@ def test_no_field_is_dead():
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
             "task.reward and reward.model_path are 2 rewards, and each needs a weight",
         ),
-        ({"eval.gold_reward": "a:b", "eval.gold_model": "m"}, "also sets a gold reward"),
-        ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
         ({"seed": 2**64}, "config.seed = 18446744073709551616: must be below 2,147,483,648"),
         ({"objective.beta": 1e300}, "config.objective.beta = 1e.300: must be a finite number"),
         ({"reward.num_workers": 100_000}, r"num_workers = 100000: must lie in \[0, 512\]. The def"),
@@ -234,12 +224,6 @@ def test_placements_that_the_devices_do_not_allow(changes, num_devices, message)
     validate(config)
     with pytest.raises(ConfigError, match=message):
         validate_devices(config, num_devices)
-
-
-def test_difference_ignores_what_a_resume_may_change():
-    old = flatten(Config())
-    new = {**old, "report.period_s": 5.0, "checkpoint.period": 7, "optimizer.learning_rate": 1.0}
-    assert difference(old, new) == ["optimizer.learning_rate: 0.0001 -> 1.0"]
 
 
 def run_main(*arguments, cwd=ROOT):
@@ -304,7 +288,6 @@ def test_micro_batches_divide_over_the_trainer(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.fsdp": 2, "model.remat": "none"}, "model.remat=layers"),
         ({"search.min_new_tokens": 49}, "must not exceed search.max_new_tokens = 48"),
     ],
 )

@@ -187,8 +187,6 @@ def test_a_fleet_bounds_the_ratios_of_exact_trajectory_balance():
     [
         {"placement": "shared"},
         {"objective.importance": "none"},
-        {"objective.kl_clamp": 1.0},
-        {"objective.name": "rloo"},
         {"task.name": "custom", "task.data_path": "rows.jsonl", "task.start_path": "start.jsonl"},
     ],
 )

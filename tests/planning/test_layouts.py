@@ -11,7 +11,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.models.hf import config_json
-from tba_jax.planning import chips, estimates, fitting, layouts
+from tba_jax.planning import chips, fitting, layouts
 from tba_jax.planning.shapes import config_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -74,21 +74,6 @@ def test_every_slice_gets_a_placement_that_it_accepts(
     if config.placement == "pod":
         hosts = {d.process_index for d in devices}
         assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
-
-
-@pytest.mark.parametrize(
-    ("changes", "nearest"),
-    [
-        ({}, 3.1),  # as the compiled programs: docs/lab/plans.md
-        ({"replay.recency_prob": 0.2}, 5.9),
-        ({"search.num_slots": 8}, 0.9),
-    ],
-)
-def test_the_trainer_gets_the_share_of_the_work_that_it_has(changes, nearest):
-    """Fewer slots read the weights more often; less fresh data needs fewer searchers."""
-    config = replace(freeze(PRESETS["get_config"]("gsm8k")), changes)
-    shape = config_json.transformer_config(config_of(RHO))
-    assert 8 * estimates.trainer_share(config, shape) == pytest.approx(nearest, abs=0.1)
 
 
 def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():

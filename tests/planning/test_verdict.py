@@ -66,16 +66,6 @@ def test_memory_is_residents_and_the_hungriest_program():
     assert trainer.over_bytes == searcher.over_bytes == 0
 
 
-def test_parts_that_take_turns_share_a_device():
-    (both,) = occupancies(facts(shares_devices=True), programs())
-    # The trainer publishes (3 GiB) between two chunks of a round, so the cache is there.
-    assert both.peak_bytes == (2 + 4 + 3 + 5 + 3 + 4 * 0.25) * GIB and both.largest == "trainer"
-    alone = facts(shares_devices=True, config=CONFIG | {"driver": "sync"})
-    (both,) = occupancies(alone, programs())
-    # Searching is at its fullest with the trainer's state beside it, or publishing without a cache.
-    assert both.peak_bytes == (2 + 4 + 3 + 5 + 1 + 4 * 0.25) * GIB and both.largest == "searcher"
-
-
 def test_advice_names_what_is_missing_and_what_each_setting_frees():
     compiled = programs(temporaries=30.0)
     (line,) = advice(facts(), compiled, occupancies(facts(), compiled))
