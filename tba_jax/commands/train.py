@@ -223,18 +223,13 @@ def _parsed(argv: Sequence[str]) -> list[str]:
     """Return the arguments that are not flags.
 
     Raises:
-        UserError: a flag is malformed; the error also lists problems of the other arguments.
+        ConfigError: a flag is malformed.
     """
-    try:
-        _GIVEN[:] = written_out(argv)
-        rest = parse_flags(_GIVEN, flags.FLAGS)
-        if _CONFIG.value is not None:
-            freeze(_CONFIG.value)  # reads the schedules
-        return rest
-    except ConfigError as error:
-        from tba_jax.run.shared import command_problems
-
-        raise UserError(listed(command_problems(argv) or error.args)) from error
+    _GIVEN[:] = written_out(argv)
+    rest = parse_flags(_GIVEN, flags.FLAGS)
+    if _CONFIG.value is not None:
+        freeze(_CONFIG.value)  # reads the schedules
+    return rest
 
 
 def _check(config: Config) -> None:

@@ -60,31 +60,6 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
         raise ConfigError(message) from error
 
 
-def usable_part(argv: Sequence[str]) -> tuple[Config | None, list[str]]:
-    """Return the valid settings and the errors of a command line.
-
-    Returns:
-        The config with all valid settings (None if `--config` is missing or invalid), and the error
-        of each invalid setting.
-    """
-    names = [a for a in argv if a.startswith("--config=")]
-    given = [a for a in argv if a.startswith("--config.") and "=" in a]
-    if not names:
-        return None, ["settings need a config, and no --config is given; try --config=math"]
-    try:
-        override(None, names)
-    except ConfigError as error:
-        return None, [*error.args]
-    kept, problems = [], []
-    for argument in given:
-        try:
-            override(None, [*names, argument])
-            kept.append(argument)
-        except ConfigError as error:
-            problems += error.args
-    return override(None, [*names, *kept]), problems
-
-
 def override(config: Config | None, arguments: Sequence[str]) -> Config:
     """Return a config with `--config.FIELD=VALUE` arguments applied.
 

@@ -3,47 +3,25 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from tba_jax.config.resolved import transport_of, writes_versions
-from tba_jax.config.schema import SETTINGS, Config, get_field, replace
+from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.devices.placement import MODES
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
-from tba_jax.settings import ConfigError, Setting, check_all, need
+from tba_jax.settings import check_all, need
 from tba_jax.tasks.registry import entry_of
 from tba_jax.train.objectives.registry import free_of_behavior
 
 
 def validate(config: Config) -> None:
-    """Check ranges, choices and combinations.
+    """Check ranges and choices of all settings; if they are right, check combinations.
 
     Raises:
         ConfigError: every violation, with field, value, rule and remedy.
     """
-    broken: dict[str, Any] = {}
-
-    def check(name: str, setting: Setting) -> None:
-        try:
-            check_all(partial(setting.check, get_field(config, name)))
-        except ConfigError:
-            broken[name] = setting.default
-            raise
-
-    def apply(rule: Callable[[Config], None], sound: Config) -> None:
-        try:
-            check_all(partial(rule, sound))
-        except ConfigError as error:
-            # A setting outside its range is reported once.
-            lines = [line for line in error.args if not any(name in line for name in broken)]
-            if lines:
-                raise ConfigError(*lines) from error
-
-    def check_rules() -> None:
-        sound = replace(config, broken) if broken else config
-        check_all(*(partial(apply, rule, sound) for rule in _RULES))
-
-    check_all(*(partial(check, *item) for item in SETTINGS.items()), check_rules)
+    check_all(*(partial(x.check, get_field(config, name)) for name, x in SETTINGS.items()))
+    check_all(*(partial(rule, config) for rule in _RULES))
 
 
 def _sections(config: Config) -> None:

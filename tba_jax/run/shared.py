@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from tba_jax.config.command_line import usable_part
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.resolved import allows_forks, transport_of, writes_versions
 from tba_jax.config.rules import validate
@@ -435,12 +434,6 @@ def all_problems(config: Config) -> Iterator[None]:
         if found := problems(config):
             raise UserError(listed(found)) from error
         raise
-
-
-def command_problems(argv: Sequence[str]) -> list[str]:
-    """Return the errors in a command's settings, and in the files and models that they name."""
-    config, found = usable_part(argv)
-    return found if config is None else [*found, *problems(config)]
 
 
 def problems(config: Config) -> list[str]:

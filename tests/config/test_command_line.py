@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.commands import evaluate, export, sweep
-from tba_jax.config.command_line import override, usable_part
+from tba_jax.config.command_line import override
 from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
 ROOT = Path(__file__).parents[2]
@@ -113,9 +113,3 @@ def test_commands_refuse_an_address_of_what_they_write(
     assert command.main(arguments) == code
     assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_settings_without_a_config_are_refused_with_an_example():
-    config, problems = usable_part(["--workdir=run", "--config.search.engine=openai"])
-    assert config is None
-    assert problems == ["settings need a config, and no --config is given; try --config=math"]
