@@ -67,15 +67,6 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
     )
 
 
-def mesh_exists(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> bool:
-    """Return whether `mesh_shape` finds a mesh."""
-    try:
-        mesh_shape(size, config, model_config, hosts)
-    except PlacementError:
-        return False
-    return True
-
-
 def mesh_fields(mesh: MeshShape) -> dict[str, Any]:
     """Return the config fields of a trainer's mesh."""
     return {f"mesh.{axis}": size for axis, size in mesh._asdict().items()}
@@ -93,9 +84,10 @@ def holds_trainer(
 
     The smallest step has the fewest rows of a micro-batch and the most recomputation.
     """
-    if not mesh_exists(size, config, model_config, hosts):
+    try:
+        mesh = mesh_shape(size, config, model_config, hosts)
+    except PlacementError:
         return False
-    mesh = mesh_shape(size, config, model_config, hosts)
     rows = -(-micro_batch_options(config, mesh.num_parts)[0] // mesh.num_parts)
     trial = _with(config, "model", remat=_remats(config, wants_products=False)[-1])
     needed = estimates.held_bytes(config, model_config) / mesh.num_param_parts

@@ -205,7 +205,10 @@ def _trainer_programs(
     )
     batch = abstract_batch(config, placement)
     batch = placed_shapes(batch, shardings.of_batch(batch))
-    publish, params = _publication(config, model_config, placement)
+    # Versions on disk keep the trainer's mesh.
+    target = mesh if writes_versions(config) else placement.publication_mesh
+    publish = model_parts.make_publication_program(config, model_config, target)
+    params = state.params
     frozen = _frozen(config, model_config, placement)
     held = state_bytes_by_kind(state) | _frozen_bytes(frozen)
     is_packed = isinstance(batch, PackedBatch)
@@ -495,20 +498,6 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
         ),
         **of_responses,
     )
-
-
-def _publication(
-    config: Config, model_config: TransformerConfig, placement: Placement
-) -> tuple[Any, Any]:
-    """Return (publish program, shapes of the published weights)."""
-    mesh = publication_mesh(config, placement)
-    program = model_parts.make_publication_program(config, model_config, mesh)
-    return program, model_parts.abstract_state(config, model_config, placement.trainer_mesh).params
-
-
-def publication_mesh(config: Config, placement: Placement) -> Mesh:
-    """Return the mesh of the published weights; versions on disk keep the trainer's mesh."""
-    return placement.trainer_mesh if writes_versions(config) else placement.publication_mesh
 
 
 def abstract_weights(

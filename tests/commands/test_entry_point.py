@@ -14,7 +14,7 @@ from tba_jax.commands import export, report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.overview import COMMANDS
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import is_finished, saved_config
+from tba_jax.run.workdir import saved_config
 from tba_jax.storage.whole_files import write_json
 
 
@@ -99,15 +99,6 @@ def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
     assert (
         "was written by another version of tba_jax: this version does not know search.speed" in line
     )
-
-
-@pytest.mark.parametrize("content", ["{", '{"eval": {"after": 3}}'])
-def test_a_damaged_report_is_made_again(content, tmp_path):
-    (tmp_path / "report.html").write_text("")
-    (tmp_path / "report.json").write_text(content)
-    assert not is_finished(tmp_path, 6)
-    write_json(tmp_path / "report.json", {"eval": {"after": {"step": 6}}})
-    assert is_finished(tmp_path, 6)
 
 
 def test_a_process_for_user_code_imports_nothing_of_the_command_that_started_it():

@@ -27,11 +27,6 @@ def test_a_sentence_is_said_once_and_names_the_setting():
     assert said([(0.15, 0.7)] * 10) == [] and said([(0.9, 0.9)] * 2) == []
 
 
-def test_a_policy_that_has_learned_may_give_equal_rewards():
-    lines = said([(0.0, 0.5)] * 60 + [(0.0, 1.0)] * 10)
-    assert [line for line in lines if "same reward" in line] == []
-
-
 @pytest.mark.parametrize(
     ("fields", "share", "expected"),
     [

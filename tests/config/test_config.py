@@ -203,16 +203,6 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
     [
         ({"placement": "split"}, 1, "needs a device for searchers, and this process sees 1"),
         (
-            {"placement": "split", "num_searchers": 4},
-            4,
-            "num_searchers = 4: placement=split leaves 3 devices",
-        ),
-        (
-            {"mesh.fsdp": 2, "placement": "split", "search.num_devices": 3},
-            4,
-            "leaves 2 devices for searchers of 3 each. Set --config.search.num_devices=2",
-        ),
-        (
             {"mesh.fsdp": 4, "search.num_devices": 3},
             4,
             "must divide the trainer's 4 devices, which .* --config.search.num_devices=1",

@@ -7,7 +7,7 @@ from tba_jax.config.command_line import override
 from tba_jax.config.notes import notes
 from tba_jax.config.presets import names
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, make_config
+from tba_jax.config.schema import Config
 
 # ml_collections loads config files through a deprecated function of importlib.
 
@@ -51,10 +51,3 @@ def test_miniatures_and_the_default_have_nothing_to_say():
 )
 def test_a_shortened_run_says_what_it_does_not_reach(name, num_steps, said):
     assert notes(override(None, [f"--config={name}", f"--config.num_steps={num_steps}"])) == said
-
-
-def test_a_run_that_ends_before_its_schedule_changes_says_when_it_would():
-    fields = {"optimizer.learning_rate": "cosine(1, 0, 10, warmup=5, hold=20)"}
-    (note,) = notes(make_config({**fields, "num_steps": 25}))
-    assert note.endswith("still at 1; the schedule changes the value only from step 25 on")
-    assert notes(make_config({**fields, "num_steps": 35})) == []

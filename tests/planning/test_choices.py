@@ -104,13 +104,6 @@ def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
     kept = {"batch.micro_batch_rows": 32, "model.remat": "dots"}
     assert chosen([GPU] * 8) == chosen([GPU] * 4 + [other] * 4, "whole_hosts") == kept
     assert chosen([GPU] * 2 + [other] * 2, "pod") == {"batch.micro_batch_rows": 256}
-    # Given rows of packed sequences: seven micro-batches of one group, or two of four, of which one
-    # is empty.
-    config, shape = preset("gsm8k")
-    config = replace(config, {"model.remat": "layers"})
-    for devices, rows in (([GPU] * 2, 20), ([GPU, other], 80)):
-        found = sizes(config, shape, 18e9, MeshShape(fsdp=2), devices)
-        assert found == {"batch.micro_batch_rows": rows}
     tpus = [types.SimpleNamespace(platform="tpu", process_index=i) for i in range(2)]
     assert not fitting.crosses_network(tpus)
 

@@ -196,14 +196,3 @@ def test_terminal_gets_one_line_and_is_given_back():
     assert "step 4/4  held-out pass@1 41.0% -> 87.5%  reward 0.500" in final
     assert all(len(line) <= 80 for line in final.splitlines()) and "…" in final
     assert "note 1" in text and raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
-
-
-def test_importing_metrics_and_report_is_light():
-    script = (
-        "import sys, tba_jax.report.writers, tba_jax.report;"
-        "print([m for m in ('matplotlib', 'rich', 'jax', 'wandb') if m in sys.modules])"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert out.stdout.strip() == "[]"
