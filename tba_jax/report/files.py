@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.report.jsonl import stream_jsonl
-from tba_jax.report.lines import wrong_metrics
+from tba_jax.report.lines import wrong_config, wrong_metrics, wrong_report
 from tba_jax.report.series import Metrics
 from tba_jax.storage.whole_files import read_json
 
@@ -141,18 +141,29 @@ def assemble(workdir: Path, metrics: Metrics) -> Run:
     resolved = _read_json(workdir / "config.json")
     for name in ("config", "versions", "chosen"):
         if not isinstance(resolved.get(name, {}), dict):
-            raise ValueError(
-                f"{workdir / 'config.json'}: `{name}` is a {type(resolved[name]).__name__}, "
-                "expected an object. Remove the file to build the report without it"
+            raise _damaged(
+                workdir / "config.json",
+                f"`{name}` is a {type(resolved[name]).__name__}, wanted an object",
             )
+    config, report = flat(resolved.get("config", {})), _read_json(workdir / "report.json")
+    for name, wrong in (
+        ("config.json", wrong_config(config)),
+        ("report.json", wrong_report(report)),
+    ):
+        if wrong:
+            raise _damaged(workdir / name, wrong)
     return Run(
         workdir=workdir,
-        report=_read_json(workdir / "report.json"),
-        config=flat(resolved.get("config", {})),
+        report=report,
+        config=config,
         versions=resolved.get("versions", {}),
         metrics=metrics,
         chosen=resolved.get("chosen", {}),
     )
+
+
+def _damaged(path: Path, why: object) -> ValueError:
+    return ValueError(f"{path} is damaged ({why}). Remove the file to build the report without it")
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -161,6 +172,4 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}). Remove the file to build the report without it"
-        ) from error
+        raise _damaged(path, error) from error

@@ -240,7 +240,7 @@ def _ledger(run: Run) -> str:
         return ""
     rows = [(label, ledger.get(name) or 0) for name, label in LEDGER_ROWS.items()]
     rejected = ledger.get("rejected") or {}
-    rows += [(f"rejected: {name.replace('_', ' ')}", count) for name, count in rejected.items()]
+    rows += [(f"rejected: {name.replace('_', ' ')}", n or 0) for name, n in rejected.items()]
     total = sum(count for _, count in rows)
     balance = (
         "Every sampled response is accounted for."
@@ -276,7 +276,8 @@ def _ledger(run: Run) -> str:
 
 def _economy(told: Mapping[str, Any]) -> str:
     """Return a sentence on the share of responses that were trained on, and on their bias."""
-    if told.get("trained_share") is None:
+    names = ("trained_share", "length_rank", "effective_m", "late_share")
+    if any(told.get(name) is None for name in names):
         return ""
     text = (
         f" The trainer used {percent(told['trained_share'])} of the groups while "
@@ -321,11 +322,11 @@ def _fleet(run: Run) -> str:
     text = (
         f"{fleet['searchers']:.0f} of {fleet['slots']:.0f} searchers were connected at the end, "
         f"on {fleet['hosts']:.0f} hosts. Searchers died or missed their heartbeat "
-        f"{fleet.get('searchers_lost', 0):.0f} times and rejoined {fleet['rejoined']:.0f} times; "
+        f"{fleet['searchers_lost']:.0f} times and rejoined {fleet['rejoined']:.0f} times; "
         f"{fleet['lost']:.0f} tickets were lost and their prompts drawn again; "
         f"{fleet['put_bytes'] / 1e6:,.1f} MB of responses were received"
     )
-    if "put_p50_s" in fleet:
+    if fleet.get("put_p50_s") is not None and fleet.get("put_p99_s") is not None:
         text += f", acknowledged after {fleet['put_p50_s']:.2f} s (99 %: {fleet['put_p99_s']:.2f})"
     cells = [
         (

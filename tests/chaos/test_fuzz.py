@@ -26,7 +26,8 @@ NAMES = st.sampled_from(
     "config crc32c run_id files versions eval after before step steps event sync chunk round "
     "searcher version tickets begins trajectory_ids weights bucket start_s end_s eval/metric "
     "train/loss staleness_histogram samples ledger kinds host machine pid began beat released "
-    "question answer prompt model_type weight_map".split()
+    "question answer prompt model_type weight_map report driver num_steps kinds host fleet "
+    "by_searcher wall_s staleness economy rejected generated config_changes".split()
 )
 JSON = st.recursive(
     st.none()
@@ -73,8 +74,8 @@ def keep(folder):
 
 
 READERS = {
-    "config.json": (saved_config, run_id_of),
-    "report.json": (lambda folder: is_finished(folder, 3),),
+    "config.json": (saved_config, run_id_of, report),
+    "report.json": (lambda folder: is_finished(folder, 3), report),
     "metrics.jsonl": (keep, report, lambda folder: read_jsonl(folder / "metrics.jsonl")),
     "schedule.jsonl": (lambda folder: read_jsonl(folder / "schedule.jsonl"), report),
     "heartbeat.json": (hold,),
