@@ -124,14 +124,6 @@ def test_an_unusable_argument_is_one_line(arguments, text, tmp_path, cache):
     check_one_line(command("main", *given, folder=tmp_path, cache=cache), text)
 
 
-@SLOW
-def test_a_reward_that_clears_its_modules_trains(tmp_path, cache):
-    arguments = write_inputs(tmp_path)
-    write_reward(tmp_path, "sys.modules.clear()")
-    done = command("main", f"--workdir={tmp_path}/run", *arguments, folder=tmp_path, cache=cache)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-
-
 def test_a_reward_that_clears_its_modules_and_fails_shows_its_own_traceback_alone(tmp_path, cache):
     arguments = write_inputs(tmp_path)
     write_reward(tmp_path, "raise KeyError(sys.modules.clear())")
@@ -192,13 +184,3 @@ def test_a_report_whose_output_cannot_be_written(is_full, finished, cache):
         check_one_line(done, "standard output or a file cannot be used: No space left on device")
     else:
         assert (done.returncode, done.stderr) == (141, "")
-
-
-@SLOW
-def test_a_log_with_other_names_of_metrics_is_one_line(finished, tmp_path, cache):
-    workdir = tmp_path / "run"
-    shutil.copytree(finished, workdir)
-    log = workdir / "metrics.jsonl"
-    log.write_text(log.read_text().replace('"eval/', '"evaluation/'))
-    done = command("report", str(workdir), folder=tmp_path, cache=cache)
-    check_one_line(done, "metrics.jsonl, line 1")

@@ -4,9 +4,7 @@
 import shutil
 
 import pytest
-from commands import SYNC, losses, run, start, wait_for
-
-from tba_jax.run.checkpoint import load_host_state
+from commands import SYNC, losses, run
 
 QUICK = (*SYNC, "eval.period=0")
 
@@ -33,34 +31,6 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_one_line(cache, tmp_p
     (workdir / "checkpoints" / "2").rename(tmp_path / "moved away")
     done = run(workdir, *overrides, cache=cache)
     assert done.returncode == 0 and sorted(losses(workdir)) == [1, 2], done.stderr
-
-
-@pytest.mark.slow
-def test_a_second_process_is_refused_without_effect_on_the_first(cache, tmp_path):
-    workdir = tmp_path / "run"
-    first = start(workdir, *QUICK, "num_steps=60", "checkpoint.period=5", cache=cache)
-    wait_for(lambda: losses(workdir), process=first)
-    second = run(workdir, *QUICK, "num_steps=60", "checkpoint.period=5", cache=cache)
-    assert second.returncode == 2
-    assert f"error: process {first.pid} on " in second.stderr, second.stderr
-    assert len(second.stderr.strip().splitlines()) == 1, second.stderr
-    out, err = first.communicate(timeout=150)
-    assert first.returncode == 0, err
-    assert sorted(losses(workdir)) == list(range(1, 61))
-    assert load_host_state(str(workdir))[0] == 60
-
-
-@pytest.mark.slow  # run/test_lock.py has the heartbeat
-def test_a_work_directory_that_is_deleted_ends_the_run(cache, tmp_path):
-    workdir = tmp_path / "run"
-    overrides = (*QUICK, "num_steps=400", "checkpoint.period=0")
-    process = start(workdir, *overrides, cache=cache)
-    wait_for(lambda: len(losses(workdir)) >= 3, process=process)
-    shutil.rmtree(workdir)
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 1
-    assert f"error: the work directory {workdir} was deleted or moved" in err, err
-    assert len(err.strip().splitlines()) == 1, err
 
 
 @pytest.mark.slow

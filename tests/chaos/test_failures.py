@@ -7,13 +7,11 @@ import os
 import random
 import resource
 import shutil
-import signal
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
-from commands import ROOT, SYNC, children, kill_after, lines, losses, run, start, wait_for
+from commands import ROOT, SYNC, kill_after, lines, losses, run, start, wait_for
 
 from tba_jax.run.checkpoint import load_host_state
 
@@ -28,8 +26,6 @@ def folder(tmp_path):
     """A user's folder with a file of reward functions."""
     (tmp_path / "my_rewards.py").write_text(
         textwrap.dedent("""
-        import hashlib
-        import os
         import time
 
         def raises(prompts, completions, answer, **columns):
@@ -40,17 +36,6 @@ def folder(tmp_path):
 
         def sleeps(prompts, completions, **columns):
             time.sleep(600)
-
-        def hangs_on_three(prompts, completions, **columns):
-            for prompt, completion in zip(prompts, completions):
-                name = "hangs-" + hashlib.md5((prompt + completion).encode()).hexdigest()
-                num_known = sum(f.startswith("hangs-") for f in os.listdir())
-                # A long response is hardly ever drawn twice.
-                if len(completion) > 8 and num_known < 3:
-                    open(name, "w").close()
-                if os.path.exists(name):
-                    time.sleep(600)
-            return [len(c) / 20 for c in completions]
         """)
     )
     return tmp_path
@@ -86,15 +71,6 @@ def assert_complete(workdir, num_steps):
     if tickets:  # of an asynchronous run
         assert set(rounds) <= tickets == set(range(len(tickets)))
     return report
-
-
-def reward_processes(pid):
-    """The children that score (another one is multiprocessing's resource tracker)."""
-    return [
-        child
-        for child in children(pid)
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
 
 
 @pytest.mark.slow
@@ -133,27 +109,6 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     assert f'File "{folder}/my_rewards.py"' in done.stderr
     assert done.stderr.count("ZeroDivisionError") == 2  # in the message, and in the traceback
     assert "pool.py" not in done.stderr  # the user's frames only
-
-
-@pytest.mark.slow  # test_reward_pool.py has the parts
-def test_hung_rewards_are_rejected_by_name_and_a_killed_worker_is_replaced(cache, folder):
-    workdir = folder / "run"
-    process = start(
-        workdir,
-        "task.reward=my_rewards:hangs_on_three",
-        "reward.timeout_s=0.3",
-        "num_steps=6",
-        *QUIET,
-        cache=cache,
-        cwd=folder,
-    )
-    wait_for(lambda: losses(workdir), process=process)
-    (victim,) = reward_processes(process.pid)
-    os.kill(victim, signal.SIGKILL)
-    out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, err
-    rejected = assert_complete(workdir, 6)["ledger"]["rejected"]
-    assert set(rejected) == {"reward_timeout"} and rejected["reward_timeout"] >= 3
 
 
 @pytest.mark.slow
@@ -229,23 +184,6 @@ def test_run_continues_when_there_is_room_again(full_disk, continued):
     assert f"resumed {workdir} at step" in done.stdout
     assert_complete(workdir, 16)
     assert sorted(os.listdir(workdir / "checkpoints")) == ["12", "16"]
-
-
-@pytest.mark.slow
-def test_sigterm_in_the_middle_of_a_save(cache, tmp_path):
-    workdir = tmp_path / "run"
-    overrides = ("num_steps=500", "eval.period=0", "checkpoint.period=1")
-    process = start(workdir, *overrides, "sync.transport=checkpoint", cache=cache)
-    wait_for(lambda: len(losses(workdir)) >= 2, process=process)
-    wait_for(lambda: list(workdir.rglob("*orbax-checkpoint-tmp*")), process=process)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 128 + signal.SIGTERM and not err, err
-    stopped_at = json.loads((workdir / "report.json").read_text())["steps"]
-    assert load_host_state(str(workdir))[0] == stopped_at
-    assert not list(workdir.rglob("*orbax-checkpoint-tmp*"))
-    versions = json.loads((workdir / "versions.json").read_text())["versions"]
-    assert sorted(int(p.name) for p in (workdir / "weights").iterdir()) == versions
 
 
 def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):

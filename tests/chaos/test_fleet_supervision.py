@@ -7,7 +7,6 @@ import time
 
 import pytest
 from fleets import Fleet, check
-from listening import beyond_loopback
 
 pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
@@ -77,14 +76,3 @@ def test_a_trainer_that_dies_alone_is_replaced_while_searchers_live_on(tmp_path)
     report = check(fleet.workdir, 60)
     restarts = fleet.metrics("fleet/trainer_restarts")
     assert restarts[0] == 0 and restarts[-1] == 1 == report["fleet"]["trainer_restarts"]
-
-
-@pytest.mark.parametrize("trainer_hosts", [1, 2])
-def test_a_local_fleet_listens_on_loopback_alone(trainer_hosts, tmp_path):
-    fields = {"fleet.trainer_hosts": trainer_hosts, "mesh.data": trainer_hosts}
-    fleet = Fleet(tmp_path / "run", num_steps=100_000, **fields)
-    fleet.until_step(3)
-    reachable = beyond_loopback([fleet.process.pid, *fleet.pids()])
-    fleet.process.send_signal(signal.SIGTERM)
-    assert fleet.end() == 128 + signal.SIGTERM, fleet.told()
-    assert reachable == {}

@@ -45,19 +45,6 @@ def test_a_signal_that_would_end_the_process_saves_first(cache, tmp_path, number
 
 
 @SLOW
-def test_a_run_under_nohup_goes_on(cache, tmp_path):
-    workdir = tmp_path / "run"
-    argv = ["nohup", *command(workdir, *SHORT)]
-    process = subprocess.Popen(
-        argv, env=environment(cache), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    wait_for(lambda: losses(workdir), process=process, timeout=DEADLINE_S)
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0 and (workdir / "report.json").exists()
-
-
-@SLOW
 @pytest.mark.parametrize("reader", ["head -1", "head -1 2>&1"])
 def test_a_reader_that_goes_away_costs_lines_and_no_steps(cache, tmp_path, reader):
     workdir = tmp_path / "run"

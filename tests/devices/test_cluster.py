@@ -7,7 +7,6 @@ What needs real processes is in integration/test_pod.py and chaos/test_lost_peer
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from tba_jax.devices.cluster import (
@@ -50,20 +49,6 @@ def test_a_part_of_an_address_is_refused(flags, environment, message):
 @pytest.mark.parametrize("coordinator", ["127.0.0.1:1", "127.0.1.1:1", "localhost:1", "[::1]:1"])
 def test_a_loopback_coordinator_listens_on_loopback(coordinator):
     assert bind_address(coordinator) == coordinator
-
-
-@pytest.mark.parametrize("coordinator", ["10.0.0.1:1", "host:1", "[fe80::1]:1", ""])
-def test_any_other_coordinator_listens_on_every_interface(coordinator):
-    assert bind_address(coordinator) is None
-
-
-def test_one_process_talks_to_itself():
-    cluster = Cluster()
-    assert cluster.is_primary
-    assert cluster.gather(np.array([1, 2])).tolist() == [[1, 2]]
-    assert cluster.gather_json({"a": None}) == [{"a": None}]
-    assert cluster.broadcast_json([1.5]) == [1.5]
-    cluster.close()
 
 
 def test_only_the_failure_of_a_collective_is_a_lost_peer():

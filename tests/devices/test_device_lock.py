@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.devices.device_lock import DeviceLock, DeviceLockError, device_lock_for
-from tba_jax.devices.site import ANY_DEVICE, Site, any_device
+from tba_jax.devices.site import Site
 from tba_jax.devices.worker import StopFlag, Worker
 
 
@@ -34,17 +34,6 @@ def mesh_of(*ids):
 def test_a_lock_exists_where_programs_of_several_devices_can_meet(meshes, wants_lock):
     lock = device_lock_for([mesh_of(*ids) for ids in meshes], timeout_s=1.0)
     assert (lock is not None) == wants_lock
-
-
-def test_equal_sites_are_the_same_devices_under_the_same_lock():
-    lock = DeviceLock(1.0)
-    pair, single = Site(mesh_of(0, 1), lock), Site(mesh_of(3), lock)
-    assert len({pair, Site(mesh_of(0, 1), lock), Site(mesh_of(0, 1)), single}) == 3
-    assert Site(mesh_of(1, 0), lock) != pair
-    assert pair.program_site == pair and pair.is_divided
-    # One compiled program serves every single device.
-    assert single.program_site == Site(mesh_of(4)).program_site == any_device("cpu")
-    assert not single.is_divided and not ANY_DEVICE.is_divided
 
 
 def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():

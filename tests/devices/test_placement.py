@@ -2,7 +2,6 @@
 """Who gets which device, what chips refuse, and weights that pass between groups of devices."""
 
 import dataclasses
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,10 @@ from tba_jax.devices.placement import (
     Asked,
     MeshShape,
     PlacementError,
-    PlacementName,
     arrange,
     pod_layout,
 )
-from tba_jax.devices.sharding import MESH_AXES, hand_over, place
+from tba_jax.devices.sharding import hand_over
 from tba_jax.settings import ConfigError
 
 
@@ -147,10 +145,6 @@ def test_whole_hosts_refuses_a_placement_without_searchers():
         pod_layout(devices, 8)
 
 
-def test_every_value_of_the_field_has_a_record():
-    assert tuple(MODES) == get_args(PlacementName)
-
-
 @pytest.mark.parametrize(
     ("kind", "hosts", "trainer", "sizes"),
     [
@@ -213,10 +207,3 @@ def test_what_lies_where_it_is_wanted_is_not_copied():
     wanted = NamedSharding(mesh("x", shape=(1,)), P())
     out = hand_over({"w": array}, {"w": wanted})["w"]
     assert out.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
-
-
-def test_a_placement_publishes_where_the_trainer_keeps_the_weights():
-    got = place("split", jax.devices(), Asked(MeshShape(2, 2, 1), num_searchers=2))
-    assert got.trainer_mesh.shape == dict(zip(MESH_AXES, (2, 2, 1), strict=True))
-    assert got.publication_mesh == got.trainer_mesh
-    assert [m.devices.item() for m in got.searcher_meshes] == jax.devices()[4:6]

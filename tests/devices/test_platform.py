@@ -8,13 +8,9 @@ import os
 import sys
 from types import SimpleNamespace
 
-import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from tba_jax.devices.platform import platform_of, prepare_process, return_free_memory
-from tba_jax.devices.site import ANY_DEVICE, Site, any_device
 
 
 def device(platform, version=""):
@@ -34,18 +30,6 @@ def device(platform, version=""):
 )
 def test_a_device_has_a_platform(given, wanted):
     assert platform_of(given) == wanted
-
-
-def test_an_unknown_platform_is_refused():
-    with pytest.raises(ValueError, match="platform 'METAL' is not supported; wanted cpu, cuda"):
-        platform_of(device("METAL"))
-
-
-def test_a_site_has_the_platform_of_its_devices():
-    assert Site(Mesh(np.array(jax.devices()[:2]), ("model",))).platform == "cpu"
-    assert any_device("cuda").platform == any_device("cuda").program_site.platform == "cuda"
-    assert ANY_DEVICE.platform == "any"
-    assert any_device("cuda") != any_device("tpu")
 
 
 @pytest.mark.parametrize(("has_files", "expected"), [(False, "cpu"), (True, None)])

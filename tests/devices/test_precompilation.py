@@ -51,20 +51,6 @@ def test_the_first_call_finds_the_program(compiled):
     ahead.close(timeout_s=10)
 
 
-def test_what_is_no_job_is_not_waited_for(compiled):
-    begin = threading.Event()
-
-    def slow():
-        assert begin.wait(60)
-        return jax.jit(lambda x: x).lower(jnp.ones(3))
-
-    ahead = Precompiler({"slow": slow}).start()
-    ahead.wait("other")  # while the thread is held up
-    begin.set()
-    ahead.wait("slow")
-    ahead.close(timeout_s=10)
-
-
 def test_a_failed_compilation_fails_its_waiters_and_those_of_later_programs():
     def broken(x):
         raise ValueError("these shapes do not fit")
@@ -75,17 +61,3 @@ def test_a_failed_compilation_fails_its_waiters_and_those_of_later_programs():
         with pytest.raises(WorkerError, match="compiler failed: ValueError: these shapes do not"):
             ahead.wait(name)
     ahead.close(timeout_s=10)
-
-
-def test_after_closing_no_thread_waits():
-    begin = threading.Event()
-
-    def slow():
-        assert begin.wait(60)
-        return jax.jit(lambda x: x).lower(jnp.ones(3))
-
-    ahead = Precompiler({"slow": slow, "never": lambda: pytest.fail("begun")}).start()
-    ahead.close(timeout_s=0)
-    ahead.wait("never")
-    begin.set()
-    assert Precompiler({}).start().wait("anything") is None

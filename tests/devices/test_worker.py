@@ -49,15 +49,6 @@ def test_close_waits_for_the_step_under_way_and_counts_steps():
     assert worker.idle_total_s == 0.0
 
 
-def test_idle_time_is_counted_when_there_is_nothing_to_do():
-    stop = StopFlag()
-    worker = Worker("w", lambda: False, stop, idle_s=0.01).start()
-    time.sleep(0.2)
-    worker.close(5.0)
-    assert worker.steps == 0
-    assert 0.05 < worker.idle_total_s < 5.0
-
-
 def test_a_step_that_never_ends_is_reported_with_stacks(capfd):
     stop = StopFlag()
     release = threading.Event()

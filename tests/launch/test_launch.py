@@ -78,17 +78,6 @@ def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
     assert words == ["bash", "tba_jax-test/worker.sh", "start", "python job.py 'a b'"]
 
 
-def test_a_dry_run_of_the_restarting_run_shows_what_a_preemption_adds(cloud):
-    cloud.settings(JOB="python job.py")
-    out = cloud.tpu("run", "--restart-on-preemption", "--dry-run").stdout
-    before, after = out.split("# after a preemption")
-    assert "worker.sh start" in before
-    verbs = [line.split()[5] for line in after.splitlines() if "queued-resources" in line]
-    assert verbs == ["list", "list", "delete", "create", "list"]
-    assert "worker.sh setup" in after
-    assert cloud.calls() == []
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -118,16 +107,6 @@ def test_an_unknown_verb_option_or_settings_file_is_one_error(cloud):
     done = cloud.tpu("run", "--restart-on-preemption", "--detach", code=2)
     assert "has to watch the job" in done.stderr
     assert "usage: launch/tpu.sh VERB" in cloud.tpu("help").stdout
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "runtime"),
-    [("v4-8", "tpu-ubuntu2204-base"), ("v5p-32", "v2-alpha-tpuv5"), ("v6e-8", "v2-alpha-tpuv6e")],
-)
-def test_the_runtime_version_follows_the_accelerator(cloud, accelerator, runtime):
-    cloud.settings(JOB="true", ACCELERATOR=accelerator, PROVISIONING="on-demand")
-    out = cloud.tpu("create", "--dry-run").stdout
-    assert f"--accelerator-type={accelerator} --runtime-version={runtime}\n" in out
 
 
 def test_a_job_from_create_to_delete(cloud):
@@ -189,19 +168,6 @@ def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     assert "stopped on request; the same command resumes" in cloud.output(watching)
 
 
-@pytest.mark.slow
-def test_a_job_that_ignores_sigterm_is_killed_with_what_it_started(cloud):
-    job = "bash -c 'trap \"\" TERM; sleep 300 & echo began >$BUCKET/began-0; wait; sleep 300'"
-    cloud.settings(JOB=job, STOP_TIMEOUT_S="1")
-    cloud.tpu("create")
-    cloud.tpu("setup")
-    cloud.tpu("run", "--detach")
-    cloud.wait_for(lambda: cloud.bucket_lines("began-0"))
-    assert "did not end in 1 s; killing it" in cloud.tpu("stop").stdout
-    for home in cloud.homes():
-        assert cloud.processes(home) == []
-
-
 def test_a_preempted_run_is_made_anew_and_resumes(cloud):
     cloud.settings(JOB=counting(4))
     running = cloud.start("run", "--restart-on-preemption")
@@ -234,16 +200,6 @@ def test_a_job_that_saved_because_of_a_signal_is_not_done(cloud):
     assert len(cloud.calls("queued-resources", "create")) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["worker.sh setup", "worker.sh start"])
-def test_a_preemption_at_any_moment_is_made_up_for(cloud, moment):
-    cloud.settings(JOB="true")
-    cloud.preempt_at(moment)
-    out = cloud.tpu("run", "--restart-on-preemption").stdout
-    assert "the job is done on every worker" in out
-    assert len(cloud.calls("queued-resources", "create")) == 2
-
-
 def test_without_the_flag_a_preemption_ends_the_run_and_create_replaces_the_slice(cloud):
     cloud.settings(JOB=waiting())
     cloud.tpu("create")
@@ -264,20 +220,6 @@ def test_a_failing_job_ends_the_run_with_its_last_lines(cloud):
     assert "w-1 exited-3" in done.stdout
     assert "[w-1] the reason" in done.stdout
     assert len(cloud.calls("queued-resources", "create")) == 1, "not taken for a preemption"
-
-
-@pytest.mark.slow
-def test_workers_that_do_not_answer_for_a_while_are_not_lost(cloud):
-    cloud.settings(JOB=counting(3))
-    cloud.tpu("create")
-    cloud.tpu("setup")
-    cloud.tpu("run", "--detach")
-    running = cloud.start("run")
-    cloud.wait_for(lambda: "watching" in cloud.output(running), process=running)
-    cloud.fail(ssh=3)
-    assert running.wait(60) == 0, cloud.output(running)
-    assert cloud.failing()["ssh"] == 0
-    assert len(cloud.calls("queued-resources", "create")) == 1
 
 
 def test_an_answer_that_cannot_be_had_is_not_taken_for_nothing(cloud):

@@ -67,35 +67,6 @@ def test_an_unadmitted_ticket_is_refused_and_its_message_leaves_no_trace():
     house.check()
 
 
-def test_searchers_rewind_after_a_restore_and_sample_again():
-    house = House()
-    caller = house.join().starts[0].key
-    house.request(caller, 4, 0)
-    house.server.put(caller, [ticket(0, 0)])
-    house.save()
-    house.server.put(caller, [ticket(0, 1)])
-    house.merge()
-    house.restore()
-    assert house.server.put(caller, [ticket(0, 2)]).status == "rewind"
-    assert house.request(caller, 1, 4).status == "rewind"
-    start = house.join().starts[0]
-    assert start.position["next_round"] == 1
-    assert house.request(start.key, 1, 1).tickets == (1,)
-    assert house.server.put(start.key, [ticket(0, 1)]).status == "ok"
-    house.merge()
-    assert house.taken == [(0, 0), (0, 1)]
-    house.check()
-
-
-def test_a_lost_response_is_sent_again():
-    house = House()
-    caller = house.join().starts[0].key
-    assert house.request(caller, 2, 0).tickets == (0, 1)
-    assert house.request(caller, 2, 0).tickets == (0, 1)
-    assert house.request(caller, 2, 2).tickets == (2, 3)
-    assert house.admission.num_under_way == 4
-
-
 def test_back_pressure_and_admission_hold_searchers_back():
     house = House(max_staleness=1, prompts=2)
     first, second = (start.key for start in house.join(0, 1).starts)
@@ -191,18 +162,6 @@ def test_searchers_lease_evaluation_shards_and_leases_of_a_lost_one_are_withdraw
     assert finished.evaluation == list(enumerate(who)) and house.service.wanted == ()
 
 
-@pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_a_clock_jump_loses_no_searcher(jump):
-    house = House()
-    caller = house.join().starts[0].key
-    house.request(caller, 2, 0)
-    house.now += jump
-    assert not house.server.lose_silent_searchers()
-    house.now += 1.0
-    assert house.request(caller, 0, 2).status == "ok"
-    house.check()
-
-
 @pytest.mark.parametrize(
     "identity, why",
     [
@@ -218,14 +177,6 @@ def test_a_process_with_other_code_or_model_is_refused(identity, why):
     assert welcome.starts == ()
     assert re.search(why, welcome.refusal)
     assert "no searcher 7" in House().join(7).refusal
-
-
-def test_requests_after_the_end_are_answered_ended():
-    house = House()
-    caller = house.join().starts[0].key
-    house.server.close()
-    assert house.request(caller, 1, 0).status == "ended"
-    assert house.join().refusal == "the run has ended"
 
 
 def test_searchers_of_a_trainer_that_failed_wait_for_another():

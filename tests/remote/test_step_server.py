@@ -11,7 +11,6 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.worker import WorkerError
 from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
 from tba_jax.remote.step_server import StepClient, StepRequest, StepServer, step_handlers
-from tba_jax.run.errors import is_mendable
 
 
 def request(process, step, wants_stop=False, is_publishing=False):
@@ -48,16 +47,6 @@ def test_a_request_that_cannot_be_is_refused(sent, words):
     server.answer(1, b"y")
     with pytest.raises(ValueError, match=words):
         server.request(sent)
-
-
-def test_facts_are_those_of_the_newest_request():
-    server = StepServer([1, 2], timeout_s=5.0)
-    server.request(request(1, 0, wants_stop=True))
-    server.request(request(2, 0, is_publishing=True))
-    assert server.wants_stop and server.is_publishing
-    server.request(request(1, 0))
-    server.request(request(2, 0))
-    assert not server.wants_stop and not server.is_publishing
 
 
 def test_the_owner_waits_for_everyone_and_names_who_is_missing():
@@ -108,15 +97,6 @@ def test_an_owner_that_is_gone_is_one_clear_line(owner):
         steps.wait(0, lambda: (False, False))
     assert isinstance(raised.value.__cause__, PeerError)
     assert "the first trainer process has not responded" in str(raised.value)
-
-
-def test_a_wrong_token_is_one_clear_line(owner):
-    _, channel = owner
-    wrong = channel.endpoint._replace(token="another run's")
-    steps = StepClient(Channel(lambda: wrong, timeout_s=5.0), 1, timeout_s=5.0)
-    with pytest.raises(WorkerError, match="refuses the token of this run") as raised:
-        steps.wait(0, lambda: (False, False))
-    assert is_mendable(raised.value.__cause__)
 
 
 def test_a_failure_of_this_process_ends_its_wait(owner):

@@ -86,17 +86,6 @@ def test_train_state_may_be_donated_once_save_has_returned(tmp_path, is_divided)
     checkpoints.close()
 
 
-def test_a_relative_folder_works(tmp_path, monkeypatch):
-    # The default work directory, runs/NAME-seedN, is one; Orbax refuses relative paths.
-    monkeypatch.chdir(tmp_path)
-    checkpoints = Checkpoints("run/checkpoints")
-    checkpoints.save(1, {"w": jnp.arange(3.0)}, HOST)
-    checkpoints.close()
-    step, host = load_host_state("run")
-    assert (step, host.parts["clock"].meta["elapsed_s"]) == (1, 1.5)
-    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
-
-
 def test_no_run_and_no_checkpoint_are_said(tmp_path):
     with pytest.raises(CheckpointError, match="holds no run"):
         load_host_state(str(tmp_path))

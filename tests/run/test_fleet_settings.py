@@ -11,11 +11,8 @@ from tba_jax.config.resolved import writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
-from tba_jax.remote.searcher_table import RemoteSearcher
-from tba_jax.replay.outbox import Outbox
 from tba_jax.run.errors import FleetError, UserError, is_mendable
 from tba_jax.run.ray_cluster import train_fleet
-from tba_jax.run.search_parts import Search
 from tba_jax.run.shared import open_sites, place_run
 
 FLEET = {"placement": "fleet", "task.name": "arithmetic"}
@@ -62,27 +59,3 @@ def test_a_trainer_group_has_all_devices_of_its_processes():
     assert sites.trainer.mesh.shape == {"data": 1, "fsdp": 2, "model": 1}
     assert sites.publication.mesh == sites.trainer.mesh
     assert sites.searchers == () and sites.num_searchers == 4
-
-
-@pytest.mark.parametrize("changes", [{}, {"fleet.trainer_hosts": 2}, {"placement": "whole_hosts"}])
-def test_a_strict_bound_is_kept_where_weights_are_written_to_disk(changes):
-    strict = {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "trainer"}
-    validate(make_config({**FLEET, **strict, **changes}))
-
-
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_the_trainer_of_a_fleet_has_no_searchers(num_devices):
-    config = make_config({**FLEET, "mesh.fsdp": num_devices})
-    validate_devices(config, 2)
-    sites = open_sites(config, place_run(config, jax.devices()[:2]))
-    assert sites.trainer.mesh.size == num_devices
-    assert sites.searchers == () and sites.num_searchers == 4
-    with pytest.raises(ValueError, match="the trainer's mesh needs 4 devices"):
-        validate_devices(make_config({**FLEET, "mesh.fsdp": 4}), 2)
-
-
-def test_the_first_of_a_trainer_group_keeps_count_of_searchers_as_a_checkpoint_names_them():
-    keepers = tuple(RemoteSearcher(i, Outbox(100)) for i in range(2))
-    first, other = Search(None, remote=keepers), Search(None)
-    assert list(first.parts()) == ["outbox_0", "outbox_1", "searcher_0", "searcher_1"]
-    assert first.num_skipped == 0 and not other.parts()

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -72,25 +71,6 @@ def test_a_holder_elsewhere_with_a_heartbeat_is_left_alone(tmp_path):
     (tmp_path / "heartbeat.json").unlink()  # it ends
     with Hold(tmp_path, sleep=None):
         pass
-
-
-def test_of_many_threads_one_takes_a_directory(tmp_path):
-    together, got, refused = threading.Barrier(12), [], []
-
-    def race():
-        together.wait(30.0)
-        try:
-            got.append(Hold(tmp_path))
-        except UserError as error:
-            refused.append(str(error))
-
-    threads = [threading.Thread(target=race) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    assert len(got) == 1 and len(refused) == 11
-    got[0].release()
 
 
 def test_the_heartbeat_reports_a_deleted_directory(tmp_path):

@@ -61,18 +61,6 @@ def test_what_is_done_again_is_dropped(saved, tmp_path, is_known):
     assert resume(tmp_path, saved if is_known else None) == ([], [0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_what_was_saved_is_not_read(saved, tmp_path):
-    path = tmp_path / "schedule.jsonl"
-    first, rest = path.read_bytes().split(b"\n", 1)
-    path.write_bytes(b"?" * len(first) + b"\n" + rest)
-    display, logs = opened(tmp_path)
-    logs.restore(saved)
-    logs.cut_back(3, lambda r: True, lambda e: e["step"] <= 3)
-    logs.close()
-    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()[1:]] == [1, 2, 3]
-    assert display.notes == []
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "schedule.jsonl"])
 def test_a_log_that_was_cut_or_lost_is_named_and_says_so_itself(saved, tmp_path, name):
     path = tmp_path / name

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that continues with another number of searchers: nothing lost, nothing double."""
 
-import numpy as np
 import pytest
 from fake_rounds import distinct_responses, make_buffer, make_commit
 
@@ -88,10 +87,3 @@ def test_what_waits_is_merged_and_no_round_number_comes_again(num_searchers):
     for name in ("trainer", "clock", "evaluations"):
         assert after.parts[name] == before.parts[name]
     assert buffer.ledger()["rejected"] == {"reward_error": 8}
-
-
-def test_groups_that_wait_for_their_first_use_still_do():
-    before, after = make_state(), with_searchers(make_state(), 3, make_buffer)
-    waiting = {tuple(group[:2]) for group in before.parts["buffer"].meta["fresh"]}
-    assert waiting <= {tuple(group[:2]) for group in after.parts["buffer"].meta["fresh"]}
-    np.testing.assert_array_equal(restored(after)[0].num_fresh_groups, len(waiting) + 2)

@@ -12,7 +12,6 @@ from tba_jax.devices.site import reading_mesh
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.run.model_parts import groups_stay_whole, make_decoder
-from tba_jax.run.shared import place_run
 from tba_jax.search.sampler import sampling_settings
 
 CONFIG = tiny_config()
@@ -57,18 +56,6 @@ def test_searchers_draw_as_the_config_says_and_report_the_truncated_distribution
     gain = (out.token_logprobs - full)[free]
     assert len(gain) and gain.min() > -1e-5 and gain.max() < -np.log(0.6) + 1e-5
     assert gain.max() > 0.1  # something was cut off
-
-
-def test_the_mesh_and_the_searchers_of_a_config():
-    config = make_config(
-        {"mesh.fsdp": 2, "mesh.model": 2, "num_searchers": 2, "search.num_devices": 2}
-    )
-    got = place_run(config, jax.devices())
-    assert got.trainer_mesh.shape == {"data": 1, "fsdp": 2, "model": 2}
-    assert [m.devices.tolist() for m in got.searcher_meshes] == [
-        jax.devices()[4:6],
-        jax.devices()[6:8],
-    ]
 
 
 def test_a_model_is_read_on_as_many_devices_as_divide_it():

@@ -3,7 +3,6 @@
 
 import contextlib
 import json
-import os
 import types
 
 import jax
@@ -20,7 +19,6 @@ from tba_jax.rewards import kinds
 from tba_jax.rewards.kinds import RewardKind
 from tba_jax.rewards.source import ScoreResult, Verdict
 from tba_jax.run.shared import make_episodes, make_gold, make_grader, make_rewards, make_task
-from tba_jax.settings import ConfigError, need
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"
@@ -78,18 +76,6 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
 
 
-def test_reward_processes_are_half_of_the_cores_unless_the_config_says(tokenizer, monkeypatch):
-    config, task = of_task("arithmetic")
-    for cores, wanted in ((1, 1), (2, 1), (9, 4), (64, 32), (208, 32)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
-        assert kinds.workers_by_cores() == wanted
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
-    for asked, wanted in ((0, 2), (3, 3)):
-        given = replace(config, {"reward.num_workers": asked})
-        with contextlib.closing(make_rewards(given, task, tokenizer, SITES)) as source:
-            assert len(source._workers) == wanted
-
-
 def test_a_learned_reward_and_a_reward_model_are_summed(tokenizer, monkeypatch):
     class Constant:
         def score(self, prompts, completions, columns, *, completion_ids, has_eos):
@@ -145,29 +131,6 @@ def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp
         make_episodes(learned, task, tokenizer, environments)
     environments.is_agent = False
     make_episodes(learned, task, tokenizer, environments)
-
-
-def test_a_learned_reward_is_one_record(tokenizer, monkeypatch):
-    """A config names it; it gets the settings, the columns and the searchers' devices."""
-    found = []
-
-    def make(settings, use):
-        found.append((settings.reward.timeout_s, tuple(use.row[1]), use.sites))
-        return "source"
-
-    def check(settings):
-        need(settings.reward.timeout_s > 1, "reward.timeout_s", 1, "must be 2", "Raise it.")
-
-    kind = RewardKind(make, check, lambda settings: {"judge of tests": "some/model"})
-    monkeypatch.setitem(kinds.KINDS, "fake", kind)
-    config, task = of_task("arithmetic", reward="fake")
-    validate(config)
-    assert make_rewards(config, task, tokenizer, SITES) == "source"
-    assert found == [(10.0, ("answer",), SITES)]
-    with pytest.raises(ConfigError, match="reward.timeout_s = 1: must be 2"):
-        validate(replace(config, {"reward.timeout_s": 1.0}))
-    with pytest.raises(ConfigError, match="or be one of victim, fake"):
-        validate(replace(config, {"task.reward": "fakes"}))
 
 
 def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
