@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
 from tba_jax.models import model as models
 from tba_jax.models.hf import config_json, hf_weights
@@ -179,6 +180,26 @@ def random_params(config, seed=0):
         lambda x: jax.numpy.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype),
         abstract_params(config),
     )
+
+
+ONE_LAYER = tiny_config(num_layers=1, tie_embeddings=False)
+
+
+@functools.cache
+def tiny_decoder(**changes):
+    """A decoder of `ONE_LAYER` in float32: tokens 0 and 1 end a response, 2 pads.
+
+    One for all tests of a session, so that each of its programs is traced once.
+    """
+    arguments = {
+        "compute_dtype": jnp.float32,
+        "eos_ids": (0, 1),
+        "pad_id": 2,
+        "prompt_buckets": (6,),
+        "max_length": 26,
+        "chunk_steps": 4,
+    }
+    return Decoder(ONE_LAYER, **(arguments | changes))
 
 
 def write_word_tokenizer(folder, size, *, eos, pad, shift=0):

@@ -79,28 +79,22 @@ def implied(logits):
 
 
 def shape(name, v=LARGE):
-    rng = np.random.default_rng(1)
-    if name == "zipf, sorted":
+    x = np.random.default_rng(1).normal(size=v)
+    if name == "normal 3":
+        x *= 3
+    elif name == "zipf, sorted":
         x = -1.1 * np.log(np.arange(1, v + 1))
-    elif name == "heavy tail":
-        x = 2 * rng.standard_t(3, v)
-    elif name == "one dominant":
-        x = rng.normal(size=v)
-        x[12345] = 26.0
     else:
-        x = rng.normal(size=v) * float(name.removeprefix("normal "))
+        x[12345] = 26.0
     return x.astype(np.float32)
 
 
-SHAPES = ["normal 3", "zipf, sorted", "heavy tail", "one dominant"]
-
-
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["normal 3", "zipf, sorted", "one dominant"])
 def test_the_drawn_distribution_is_the_softmax(name):
     """Exact over all pairs of words, given the masses; about 7e-8 of total variation is rounding.
 
-    Out of reach although p > 1e-12: none for normal 1, zipf and the heavy tail; 2, 778 and 372
-    tokens of 152,064 for normal 3, normal 6 and the dominant token, 5e-9 of the mass in all.
+    Out of reach although p > 1e-12: none for zipf; 2 and 372 tokens of 152,064 for normal 3 and
+    the dominant token, 5e-9 of the mass in all.
     """
     logits = shape(name)
     q, p = implied(logits), softmax64(logits)
@@ -110,7 +104,7 @@ def test_the_drawn_distribution_is_the_softmax(name):
     # Half a unit of 2^-31, of the whole or of a block; twice that for the float32 shares.
     assert p[lost].max(initial=0) < 5e-10
     assert p[lost].sum() < 1e-8
-    assert lost.sum() <= {"normal 3": 10, "normal 6": 1000, "one dominant": 500}.get(name, 0)
+    assert lost.sum() <= {"normal 3": 10, "one dominant": 500}.get(name, 0)
 
 
 def test_draws_at_full_size_follow_the_softmax_and_report_it():
@@ -200,20 +194,9 @@ def test_greedy_is_the_first_of_the_largest():
 def test_mixed_rows_are_each_what_they_are_alone(is_truncated):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32))
     temperature = np.where(np.arange(40) % 2, 0.8, 0.0)
-    mixed = draw(
-        logits,
-        words(40),
-        settings(40, temperature, 0.9, 20),
-        is_truncated=is_truncated,
-        mode="mixed",
-    )
-    alone = draw(
-        logits,
-        words(40),
-        settings(40, 0.8, 0.9, 20),
-        is_truncated=is_truncated,
-        mode="sampled",
-    )
+    one = functools.partial(draw, logits, words(40), is_truncated=is_truncated)
+    mixed = one(settings(40, temperature, 0.9, 20), mode="mixed")
+    alone = one(settings(40, 0.8, 0.9, 20), mode="sampled")
     for got, sampled, greedy in zip(mixed, alone, (logits.argmax(-1), np.zeros(40)), strict=True):
         np.testing.assert_array_equal(got, np.where(temperature > 0, sampled, greedy))
 
@@ -270,16 +253,13 @@ def test_a_truncated_draw_is_the_plain_draw_of_the_kept_tokens():
     [
         (1.0, 1, 1),
         (1.0, 2, 4),  # three tie for the second place
-        (1.0, 5, 5),
         (0.0, 0, 1),  # the most probable token always stays
         (0.39, 0, 1),
         (0.41, 0, 4),
-        (0.9, 0, 5),
         (0.59, 5, 4),  # of the five, renormalised to 0.412 and thrice 0.155, and 0.124
         (0.87, 5, 4),
         (0.88, 5, 5),
         (1.0, 0, 6),
-        (1.0, 99, 6),
     ],
 )
 def test_ties_and_limits(top_p, top_k, num_kept):
