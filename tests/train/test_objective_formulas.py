@@ -340,34 +340,18 @@ def test_value_and_gradient_are_those_of_the_formula(name):
     np.testing.assert_allclose(gradient, expected, atol=1e-8 * max(1, largest) + 1e-7 * largest)
 
 
-def test_values_are_pulled_to_what_advantages_say_and_by_nothing_else():
-    made = problem()
-    objective = named("ppo", gae_lambda=0.7)
-
-    def loss(values):
-        return loss_of(
-            objective, jnp.asarray(made.policy), SimpleNamespace(**vars(made) | {"values": values})
-        )
-
-    with jax.enable_x64(True):
-        gradient = jax.grad(loss)(jnp.asarray(made.values))
-    expected, tokens = np.zeros_like(made.values), (made.mask.sum(-1) * WEIGHTS).sum()
-    reward = made.reward - BETA * (made.behavior.sum(-1) - made.reference.sum(-1))
-    for i, j in zip(*np.nonzero(WEIGHTS), strict=True):
-        counted = made.mask[i, j]
-        a = advantages(made.values[i, j][counted], reward[i, j], 0.7)
-        # (V - target) / N for each of the w times that it was drawn; target = A + V.
-        expected[i, j, counted] = -0.1 * WEIGHTS[i, j] * a / tokens
-    np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-15)
-
-
-def test_advantages_and_what_values_are_fitted_to_are_those_that_the_step_began_with():
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_values_are_pulled_to_what_advantages_say_when_the_step_began(has_begun):
+    """Of an update that is not a step's first, the values that it began with are given."""
     made = problem()
     begun = np.where(made.mask, np.random.default_rng(8).normal(size=made.mask.shape), 0.0)
+    begun = begun if has_begun else made.values
     objective = named("ppo", gae_lambda=0.7)
 
     def loss(policy, values):
-        changed = SimpleNamespace(**vars(made) | {"values": values, "begun": begun})
+        changed = SimpleNamespace(
+            **vars(made) | {"values": values, "begun": begun if has_begun else None}
+        )
         return loss_of(objective, policy, changed)
 
     with jax.enable_x64(True):

@@ -50,26 +50,6 @@ def test_rloo_without_a_kl_has_a_gradient_and_ignores_the_reference(group):
     assert np.isnan(found.metrics["tb_loss"])  # there is no target to be far from
 
 
-def test_two_prompts_in_a_batch_equal_each_alone(group):
-    # The official code reshapes (k, -1) rows laid out prompt by prompt and averages axis 0, which
-    # mixes prompts as soon as a micro-batch holds two of them.
-    policy, reference, reward = group
-    together = TB(summed(policy, reference, reward), 0.1)
-    residual = tb_residual(policy, reference, reward, beta=0.1)
-    alone = [TB(summed(*(x[i : i + 1] for x in group)), 0.1) for i in range(3)]
-    np.testing.assert_allclose(together.loss, np.mean([x.loss for x in alone]), rtol=1e-6)
-    log_z = vargrad_log_z(summed(*group), residual)
-    np.testing.assert_allclose(log_z, [x.metrics["log_z"] for x in alone], rtol=1e-6)
-
-    def buggy_log_z(residual):
-        p, k = residual.shape
-        mean = -residual.reshape(-1).reshape(k, -1).mean(0)
-        return jnp.tile(mean, k).reshape(p, k)[:, 0]
-
-    wrong = buggy_log_z(residual)
-    assert np.abs(np.asarray(wrong - log_z)).max() > 1.0
-
-
 def test_a_given_log_z_is_used_and_gets_the_gradient_of_a_square():
     policy, reference = jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -1.0]])
     reward, log_z = jnp.array([[0.5, 0.0]]), jnp.array([0.7])

@@ -6,19 +6,16 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tba_jax.api import load_config
 from tba_jax.config.schema import flatten, unflatten
 from tba_jax.settings import ConfigError, Schedule
-from tba_jax.train.objectives.base import GroupData, Objective, Totals
+from tba_jax.train.objectives.base import Objective
 from tba_jax.train.objectives.registry import (
     call_objective,
     free_of_behavior,
     make_objective,
-    objective_names,
     own_names,
     own_settings,
 )
@@ -57,52 +54,6 @@ def test_names_are_known_without_jax():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["True", "False"]
-
-
-def random_groups(p=4, k=3, t=5, seed=0):
-    """Unequal lengths and weights, drawn by something near the policy."""
-    rng = np.random.default_rng(seed)
-    length = rng.integers(1, t + 1, (p, k))
-    mask = np.arange(t) < length[..., None]
-    tokens = np.where(mask, rng.normal(-2, 1, (3, p, k, t)), 0).astype(np.float32)
-    weight = rng.integers(1, 4, (p, k)).astype(np.float32)
-    policy, behavior, reference = (jnp.asarray(x) for x in tokens)
-    return GroupData(
-        policy_logprob=policy.sum(-1),
-        policy_token_logprobs=policy,
-        behavior_token_logprobs=behavior,
-        reference_logprob=reference.sum(-1),
-        reference_token_logprobs=reference,
-        mask=jnp.asarray(mask),
-        reward=jnp.asarray(rng.normal(size=(p, k)), jnp.float32),
-        weight=jnp.asarray(weight),
-        length=jnp.asarray(length, jnp.int32),
-        staleness=jnp.asarray(rng.integers(0, 9, (p, k)), jnp.int32),
-        log_z=None,
-        totals=Totals(*(jnp.float32(x) for x in (p, weight.sum(), (mask.sum(-1) * weight).sum()))),
-    )
-
-
-@pytest.mark.parametrize("name", objective_names())
-def test_losses_of_disjoint_groups_add_up_to_the_batchs(name):
-    """What lets a batch be worked on in parts; a plain mean in an objective would fail here."""
-    objective, data = make_objective(name), random_groups()
-    if "log_z" in objective.heads:
-        data = data._replace(log_z=jnp.arange(4.0) / 5)
-    if "value" in objective.heads:
-        data = data._replace(token_values=jnp.sin(data.policy_token_logprobs))
-    if objective.needs_advantages:
-        data = data._replace(token_advantages=jnp.cos(data.policy_token_logprobs))
-    assert hash(objective) == hash(make_objective(name))
-    whole = objective(data, 0.3)
-    arrays = {n: x for n, x in data._asdict().items() if n != "totals" and x is not None}
-    parts = [
-        objective(data._replace(**{n: x[i : i + 1] for n, x in arrays.items()}), 0.3)
-        for i in range(4)
-    ]
-    # float32 sums of a dozen numbers of order 1
-    np.testing.assert_allclose(sum(x.loss for x in parts), whole.loss, rtol=1e-5)
-    assert abs(float(whole.loss)) > 1e-3
 
 
 OWN_FILE = """

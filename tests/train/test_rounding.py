@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fake_batches import CONFIG, DIVISIBLE, SETTINGS, broken, make_batch, make_mesh
+from fake_batches import CONFIG, SETTINGS, broken, make_batch, make_mesh
 from fake_models import random_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,7 +21,7 @@ from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.rounding import rounded_like, rounding_key, stochastically_rounded
-from tba_jax.train.state import init_state, step_shardings
+from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 
 KEY = rounding_key(0, jnp.int32(0))
@@ -81,7 +81,7 @@ def test_draws_follow_seed_step_and_place_and_not_the_devices():
 
 
 @functools.cache
-def consistent(**changes):
+def consistent():
     """AdamW shown the same gradient at every step, of another size for every weight."""
 
     def direction(params):
@@ -93,7 +93,7 @@ def consistent(**changes):
     def fixed(updates, params):
         return jax.tree.map(lambda u, d: d.astype(u.dtype), updates, direction(params))
 
-    settings = OptimizerSettings(learning_rate=RATE, clip_norm=0.0, **changes)
+    settings = OptimizerSettings(learning_rate=RATE, clip_norm=0.0)
     return optax.chain(
         optax.stateless(fixed), make_optimizer(settings, optax.constant_schedule(RATE))
     )
@@ -132,9 +132,8 @@ def fifty_steps(dtype, settings, optimizer):
     return vector(start), vector(jax.device_get(state.params))
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
-def test_fifty_consistent_steps_move_weights_as_far_as_in_float32(name):
-    optimizer = consistent(name=name)
+def test_fifty_consistent_steps_move_weights_as_far_as_in_float32():
+    optimizer = consistent()
     start, exact = fifty_steps(jnp.float32, SETTINGS, optimizer)
     _, nearest = fifty_steps(jnp.bfloat16, SETTINGS, optimizer)
     _, stochastic = fifty_steps(jnp.bfloat16, STOCHASTIC, optimizer)
@@ -154,7 +153,7 @@ def test_fifty_consistent_steps_move_weights_as_far_as_in_float32(name):
 
 
 def test_a_step_that_is_not_finite_leaves_bfloat16_parameters_as_they_are():
-    optimizer = consistent(name="adamw")
+    optimizer = consistent()
     step = step_of(STOCHASTIC, optimizer)
     state = init_state(narrow_params(CONFIG), optimizer, keep_reference=False)
     state, _ = step(state, make_batch())
@@ -182,29 +181,6 @@ def test_a_learned_log_z_stays_float32_and_exact():
     for got, want in zip(*map(jax.tree.leaves, heads), strict=True):
         assert got.dtype == np.float32 and np.abs(want).max() > 0
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_divided_step_rounds_as_one_device_does():
-    """Gradients of a mesh differ by rounding, so a draw may fall to the other side now and then."""
-    settings = replace(STOCHASTIC, remat="layers")
-    optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-3), optax.constant_schedule(1e-3))
-    results = []
-    for shape in ((1, 1, 1), (2, 2, 2)):
-        shardings = step_shardings(DIVISIBLE, optimizer, make_mesh(shape), keep_reference=False)
-        params = jax.device_put(narrow_params(DIVISIBLE), shardings.state.params)
-        state = jax.device_put(init_state(params, optimizer, keep_reference=False), shardings.state)
-        step = make_train_step(
-            DIVISIBLE, optimizer, optax.constant_schedule(1e-3), settings, shardings
-        )
-        results.append(jax.device_get(step(state, make_batch())[0].params))
-    start = jax.tree.leaves(
-        jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(DIVISIBLE))
-    )
-    one, eight = (jax.tree.leaves(tree) for tree in results)
-    differ = np.concatenate([(a != b).ravel() for a, b in zip(one, eight, strict=True)])
-    moved = np.concatenate([(a != b).ravel() for a, b in zip(one, start, strict=True)])
-    assert moved.mean() > 0.3 and differ.mean() < 0.01
 
 
 def test_the_config_says_how_and_refuses_what_has_nothing_to_round():

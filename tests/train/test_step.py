@@ -69,16 +69,7 @@ def assert_close_metrics(got, expected):
 # K = 4: whole groups, parts of groups, single rows, a group and space for half of one.
 @pytest.mark.parametrize(
     ("objective", "micro_batch_rows"),
-    [
-        slow("tb", 8),
-        ("tb", 2),
-        ("rloo", 6),
-        slow("tb", 4),
-        slow("tb", 1),
-        slow("tb", 6),
-        slow("rloo", 8),
-        slow("rloo", 2),
-    ],
+    [("tb", 2), ("rloo", 6), slow("rloo", 4), slow("tb", 1)],
 )
 def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
     cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows >= 4}
@@ -114,19 +105,6 @@ def test_train_step_metrics_against_numpy():
     assert np.isfinite(metrics["train/sampler_gap"])  # step 0, versions 0
     stale = batch._replace(versions=np.full((4, 4), -1, np.int32))
     assert np.isnan(run_step(stale)[1]["train/sampler_gap"])
-
-
-def test_mask_eos_changes_only_responses_with_an_eos():
-    batch = make_batch()
-    with_eos = np.array(batch.tokens)
-    for i in range(4):
-        for j in range(4):
-            with_eos[4 * i + j, 4 + batch.response_lengths[i, j] - 1] = 2
-    masked = replace(SETTINGS, scoring=replace(SCORING, mask_eos=True))
-    plain = run_step(batch)[1]["train/loss"]
-    assert run_step(batch, masked)[1]["train/loss"] == plain
-    ended = batch._replace(tokens=with_eos)
-    assert run_step(ended, masked)[1]["train/loss"] != run_step(ended)[1]["train/loss"]
 
 
 def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
@@ -172,9 +150,7 @@ def assert_close_metrics_of_layouts(got, expected):
 
 
 # All at once; micro-batches of which some are padding, with groups in several, and with whole ones.
-@pytest.mark.parametrize(
-    ("objective", "micro_batch_rows"), [("tb", 4), slow("tb", 0), slow("tb", 3), slow("rloo", 4)]
-)
+@pytest.mark.parametrize(("objective", "micro_batch_rows"), [("tb", 4), slow("rloo", 3)])
 def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
     cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows == 4}
     rows = make_batch(row_length=18, **cut)
@@ -190,9 +166,7 @@ def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
     assert_close_metrics_of_layouts(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize(
-    ("row_length", "micro_batch_rows"), [(0, 0), slow(18, 0), slow(18, 4), slow(0, 4)]
-)
+@pytest.mark.parametrize(("row_length", "micro_batch_rows"), [(0, 0), slow(18, 4)])
 def test_an_empty_slot_is_as_if_its_prompt_were_not_there(row_length, micro_batch_rows):
     draws = make_draws(p=3)
     empty = draws[1]._replace(trajectories=(), weights=(), trajectory_ids=())
@@ -233,7 +207,7 @@ def test_a_step_that_is_not_finite_changes_only_the_counters():
 # Storage of parameters and optimiser, dtype of matmul inputs.
 @pytest.mark.parametrize(
     ("param_dtype", "compute_dtype"),
-    [slow("float32", "float32"), slow("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+    [slow("float32", "bfloat16"), ("bfloat16", "bfloat16")],
 )
 @pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
 def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):
@@ -258,9 +232,7 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtyp
     assert losses[-1] < 0.7 * losses[0], losses
 
 
-@pytest.mark.parametrize(
-    ("micro_batch_rows", "keep_reference"), [(2, True), slow(0, False), slow(8, True)]
-)
+@pytest.mark.parametrize(("micro_batch_rows", "keep_reference"), [(2, True), slow(0, False)])
 def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
     schedule = optax.constant_schedule(1e-3)
     optimizer = make_optimizer(OptimizerSettings("adamw", b2=0.99, weight_decay=0.01), schedule)
@@ -289,19 +261,6 @@ def test_remat_and_micro_batches_take_less_memory():
     assert layers < 0.8 * dots < 0.8 * 0.8 * none, (none, dots, layers)
     # A quarter of the rows at a time, and a sum of gradients, small in this model.
     assert temporaries(micro_batch_rows=8) < 0.4 * none
-
-
-def test_temperatures_that_are_off_leave_the_numbers_as_they_are():
-    expected, expected_metrics = run_step(make_batch())
-    target = Target(
-        Schedule(0.1),
-        Schedule(1.0, 1.0, 7, "linear"),
-        Schedule(1.0, 1.0, 3, "linear"),
-    )
-    off = replace(SETTINGS, target=target)
-    state, metrics = run_step(make_batch(), off)
-    assert metrics.keys() == expected_metrics.keys()
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
 
 
 def test_temperatures_move_with_the_step_and_scale_the_target():
