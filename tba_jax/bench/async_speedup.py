@@ -76,14 +76,14 @@ class Figures(NamedTuple):
     Attributes:
         step_s: seconds per step.
         search_s, train_s: busy seconds of searching and training per step.
-        generated: generated responses per trained response.
+        replay_ratio: draws per merged response over the whole run.
         staleness: mean staleness in steps.
     """
 
     step_s: float
     search_s: float
     train_s: float
-    generated: float
+    replay_ratio: float
     staleness: float
 
 
@@ -157,34 +157,25 @@ def read(workdir: Path, skip: int) -> Figures:
         ValueError: the logs of the run are incomplete.
     """
 
-    def lines(name: str) -> Iterator[dict[str, Any]]:
-        with (workdir / name).open() as file:
-            yield from map(json.loads, file)
-
-    steps = [x for x in lines("schedule.jsonl") if x["event"] == "step" and x["step"] >= skip - 1]
+    with (workdir / "metrics.jsonl").open() as file:
+        steps = [x for x in map(json.loads, file) if "train/loss" in x and x["step"] >= skip]
     if len(steps) < 2:
         raise ValueError(
             f"{workdir} has {len(steps)} steps after --skip={skip}; wanted two. Raise --num_steps"
         )
-    first, last = steps[0]["end_s"], steps[-1]["end_s"]
-    num = len(steps) - 1
-    train = sum(x["end_s"] - x["start_s"] for x in steps[1:])
-    rounds = [
-        x for x in lines("schedule.jsonl") if x["event"] == "round" and first < x["end_s"] <= last
-    ]
-    # Tickets of a searcher overlap: the searcher is busy while any ticket runs.
-    busy, until = 0.0, first
-    for start, end in sorted((x["start_s"], x["end_s"]) for x in rounds):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    metrics = [x for x in lines("metrics.jsonl") if "train/loss" in x and x["step"] > skip]
-    trained = sum(sum(count for _, count in x["buffer/staleness_histogram"]) for x in metrics)
+    first, last, timed = steps[0], steps[-1], steps[1:]
+    num = len(timed)
+    step_s = (last["time_s"] - first["time_s"]) / num
+    if "search/idle_s" in last:  # a searcher that works concurrently with the trainer
+        search_s = step_s - (last["search/idle_s"] - first["search/idle_s"]) / num
+    else:
+        search_s = sum(x["search/round_s"] for x in timed) / num
     return Figures(
-        step_s=(last - first) / num,
-        search_s=busy / num,
-        train_s=train / num,
-        generated=sum(x["generated"] for x in rounds) / trained,
-        staleness=statistics.mean(x["buffer/staleness_mean"] for x in metrics),
+        step_s=step_s,
+        search_s=search_s,
+        train_s=sum(x["train/step_s"] for x in timed) / num,
+        replay_ratio=last["buffer/replay_ratio"],
+        staleness=statistics.mean(x["buffer/staleness_mean"] for x in timed),
     )
 
 
@@ -256,7 +247,7 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
             "s a step": "{step_s:.3f}",
             "searching": "{search_s:.3f}",
             "training": "{train_s:.3f}",
-            "generated/trained": "{generated:.2f}",
+            "draws/merged": "{replay_ratio:.2f}",
             "staleness": "{staleness:.2f}",
         },
     )

@@ -5,7 +5,7 @@
     python -m tba_jax.bench.rl_step --peers=trl --peer_python=trl/bin/python --json
 
 A step samples responses to a batch of prompts, scores them under the reference, and trains on them
-once, in one thread. Our side is the main command's synchronous driver, read from its schedule log,
+once, in one thread. Our side is the main command's synchronous driver, read from its metrics,
 with its own choices unless flags say otherwise. TRL gets the same checkpoint, prompts, reward,
 optimiser and KL coefficient, without gradient checkpointing, and its own micro-batches. Responses
 are sampled, so the sides have equal shapes and not equal texts; their mean length is reported.

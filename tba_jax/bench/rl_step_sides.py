@@ -7,6 +7,7 @@ Invariant: prompts have the requested number of tokens under the tokenizer writt
 side gets the same reward.
 """
 
+import itertools
 import json
 import resource
 import sys
@@ -103,7 +104,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     config = choose(config, {})
     validate(config)
     train(config, workdir)
-    steps = step_times(read_jsonl(workdir / "schedule.jsonl"))[job["warm_steps"] :]
+    steps = step_times(read_jsonl(workdir / "metrics.jsonl"))[max(0, job["warm_steps"] - 1) :]
     return {
         "steps": steps,
         "mean_response_tokens": float(np.mean([x["response_length"] for x in steps])),
@@ -149,29 +150,25 @@ def run_config(job: Mapping[str, Any]) -> Config:
     )
 
 
-def step_times(events: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the seconds of each step's parts, and the mean length of its responses.
+def step_times(records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Return the seconds of the parts of each step but the first, and its mean response length.
 
     Args:
-        events: schedule log of a synchronous run that publishes at every step.
+        records: metrics of a synchronous run that publishes at every step and has no evaluation
+            between its steps.
     """
+    steps = [x for x in records if "train/loss" in x]
     out = []
-    for step in (x for x in events if x["event"] == "step"):
-        number = step["step"]
-        (sync,) = (x for x in events if x["event"] == "sync" and x["step"] == number)
-        rounds = [x for x in events if x["event"] == "round" and x["merge_step"] == number]
-        # Evaluations are between publication and search, and are not part of a step.
-        pauses = (x for x in events if x["event"] == "eval" and x["step"] == number)
-        step_s = step["end_s"] - sync["start_s"] - sum(x["end_s"] - x["start_s"] for x in pauses)
+    for before, step in itertools.pairwise(steps):
         parts = {
-            "decode_s": sum(x["decode_s"] for x in rounds),
-            "reference_s": sum(x["reward_s"] + x["reference_s"] for x in rounds),
-            "train_s": step["end_s"] - step["start_s"],
+            "decode_s": step["search/decode_s"],
+            "reference_s": step["search/reward_s"] + step["search/reference_s"],
+            "train_s": step["train/step_s"],
         }
-        generated = sum(x["generated"] for x in rounds)
-        length = sum(x["response_length_mean"] * x["generated"] for x in rounds) / generated
-        rest = step_s - sum(parts.values())
-        out.append({"step_s": step_s, **parts, "rest_s": rest, "response_length": length})
+        step_s = step["time_s"] - before["time_s"]
+        length = step["search/response_length_mean"]
+        rest_s = step_s - sum(parts.values())
+        out.append({"step_s": step_s, **parts, "rest_s": rest_s, "response_length": length})
     return out
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A finished round: its groups, metrics and times.
 
-A searcher commits a `RoundCommit` to the buffer; the logs keep a `RoundReport`. A searcher that
-decodes without rounds commits tickets: a ticket is a round of one prompt, and tickets may finish in
-any order. Invariants: a commit that `check_commit` accepts counts every response once, and a commit
-that is packed for a file is restored exactly.
+A searcher commits a `RoundCommit` to the buffer; its `RoundReport` has the metrics. A searcher
+that decodes without rounds commits tickets: a ticket is a round of one prompt, and tickets may
+finish in any order. Invariants: a commit that `check_commit` accepts counts every response once,
+and a commit that is packed for a file is restored exactly.
 """
 
 import dataclasses
@@ -88,13 +88,13 @@ class RoundMetrics(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """Metrics and times of a round, for the logs."""
+    """Metrics and times of a round."""
 
     metrics: RoundMetrics
     times: PhaseTimes
 
     def record(self) -> dict[str, float]:
-        """Return the fields of a `round` event, which are flat and JSON-compatible."""
+        """Return all fields, flat and JSON-compatible."""
         metrics = self.metrics._asdict()
         further = metrics.pop("further")
         return {**self.times._asdict(), **metrics, **further}
@@ -127,6 +127,10 @@ def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
     busy = sum(times.decode_s for _, times in reports)
     out = {
         "search/rounds": float(len(reports)),
+        "search/decode_s": busy,
+        "search/reward_s": sum(times.reward_s for _, times in reports),
+        "search/reference_s": sum(times.reference_s for _, times in reports),
+        "search/round_s": sum(times.end_s - times.start_s for _, times in reports),
         "search/tokens_per_s": sum(m.tokens for m in metrics) / max(busy, 1e-9),
         "search/reward_mean": mean_known([m.reward_mean for m in metrics]),
         "search/response_length_mean": mean_known([m.response_length_mean for m in metrics]),

@@ -55,8 +55,7 @@ class ReplayBuffer:
 
         Merges at one step count as one merge: while the trainer waits, later merges add to the
         newest data. A merge without a trajectory does not change which groups are fresh. Rounds
-        that are merged together or one by one give the same buffer, so a schedule log can be
-        replayed.
+        that are merged together or one by one give the same buffer.
 
         Args:
             commits: rounds in the order they were taken from the outboxes.

@@ -81,12 +81,6 @@ class Outbox:
         with self._lock:
             return self._is_committed(number)
 
-    def is_merged(self, number: int) -> bool:
-        """Return whether the round of this number is finished and was taken."""
-        with self._lock:
-            is_waiting = any(commit.round == number for commit in self._pending)
-            return self._is_committed(number) and not is_waiting
-
     def lose(self, count: int) -> None:
         """Count responses that were begun and lost; a negative number corrects an earlier count."""
         with self._lock:

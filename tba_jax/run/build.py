@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -324,7 +324,6 @@ def build_trainer(
     batches: Batches,
     outboxes: Sequence[Outbox],
     transport: Transport,
-    log_event: Callable[[Mapping[str, Any]], None],
 ) -> Trainer:
     """Build the trainer of a process.
 
@@ -354,7 +353,6 @@ def build_trainer(
         outboxes=outboxes,
         transport=transport,
         batches=batches,
-        log_event=log_event,
         clock=shared.clock,
     )
 
@@ -440,7 +438,6 @@ def build(
             batches=batches,
             outboxes=() if shared.is_follower else search.outboxes,
             transport=search.transport,
-            log_event=logs.schedule.append,
         )
         evaluations = EvaluationService(evaluator, clock)
         run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead, link=link)

@@ -5,7 +5,7 @@ The owner of the replay buffer owns the queue of evaluation shards. Searchers of
 take shards from the queue; searchers of other processes lease shards from the search server.
 
 Invariants: `restore` restores everything that `host_state` saves. If a log is shorter than its
-checkpoint recorded, the display and the schedule log name it (tests/run/test_logs.py).
+checkpoint recorded, the display names it (tests/run/test_logs.py).
 """
 
 import dataclasses
@@ -57,7 +57,6 @@ class Logs:
 
     Args:
         metrics: all writers of metrics, including `own` and the display.
-        schedule: log of the order of events.
         own: writer of metrics.jsonl; None in processes other than 0.
         samples: writer of samples.jsonl; None in processes other than 0.
     """
@@ -66,13 +65,11 @@ class Logs:
         self,
         metrics: MultiWriter,
         progress: ProgressDisplay,
-        schedule: JsonlWriter,
         own: JsonlWriter | None,
         samples: JsonlWriter | None,
     ) -> None:
         self.metrics = metrics
         self.progress = progress
-        self.schedule = schedule
         self.samples = samples
         self._own = own
         self._saved: dict[str, int] = {}
@@ -85,27 +82,24 @@ class Logs:
         """Store the saved lengths, which `cut_back` uses."""
         self._saved = dict(state.meta)
 
-    def cut_back(self, step: int, is_kept_metric: Wanted, is_kept_event: Wanted) -> None:
+    def cut_back(self, step: int, is_kept: Wanted) -> None:
         """Drop lines of work that will be repeated, and report files that lost lines.
 
         Args:
             step: step of the restored checkpoint; 0 without a checkpoint.
-            is_kept_metric: whether a line of metrics.jsonl or samples.jsonl stays.
-            is_kept_event: whether a line of the schedule log stays.
+            is_kept: whether a line of metrics.jsonl or samples.jsonl stays.
         """
         lost = [found for file in self._files() if (found := self._lost(file)) is not None]
         for file in self._files():
             start = self._saved.get(file.path.name, 0)
             if any(one.path == file.path for one in lost):
                 start = 0  # check every line: the file was replaced or cut
-            file.keep(is_kept_event if file is self.schedule else is_kept_metric, start)
+            file.keep(is_kept, start)
         for path, then, now in lost:
             self.progress.note(
                 f"{path} is not whole: it had {then:,} bytes when checkpoint {step} was written, "
                 f"and has {now:,} now. The report lacks the lost lines"
             )
-            facts = {"log": path.name, "num_bytes": then, "found_bytes": now}
-            self.schedule.append({"event": "lost", "step": step, **facts})
 
     def _lost(self, file: JsonlWriter) -> "_Lost | None":
         then = self._saved.get(file.path.name)
@@ -114,13 +108,12 @@ class Logs:
         return _Lost(file.path, then, file.num_bytes())
 
     def _files(self) -> list[JsonlWriter]:
-        return [file for file in (self.schedule, self._own, self.samples) if file is not None]
+        return [file for file in (self._own, self.samples) if file is not None]
 
     def close(self) -> None:
         """Close all files."""
         self.progress.close()
         self.metrics.close()
-        self.schedule.close()
         if self.samples is not None:
             self.samples.close()
 
@@ -147,13 +140,7 @@ def open_logs(
     own = JsonlWriter(workdir / "metrics.jsonl") if cluster.is_primary else None
     samples = JsonlWriter(workdir / "samples.jsonl") if cluster.is_primary else None
     sinks = [*([own] if own else []), progress, *extra]
-    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id))
-    return Logs(MultiWriter(sinks), progress, schedule, own, samples)
-
-
-def schedule_name(process_id: int) -> str:
-    """Return the file name of a process's schedule log."""
-    return "schedule.jsonl" if process_id == 0 else f"schedule.{process_id}.jsonl"
+    return Logs(MultiWriter(sinks), progress, own, samples)
 
 
 class Samples:
@@ -396,9 +383,6 @@ class Run:
         step, evaluation, start_s = finished
         end = self.clock()
         values = evaluation.metrics()
-        self.logs.schedule.append(
-            {"event": "eval", "step": step, "version": step, "start_s": start_s, "end_s": end}
-        )
         self.logs.metrics.write(
             step,
             {"time_s": end, **{f"eval/{k}": v for k, v in values.items()}, "eval/version": step},
@@ -531,26 +515,12 @@ class Run:
 def forget_after(run: Run, step: int) -> None:
     """Drop log lines of work after the restored checkpoint, which will be repeated.
 
-    A metrics line of step n was written after update n. A schedule event has the number of updates
-    before its start.
+    A line of step n was written after update n.
     """
     last_eval_step = run.evaluated.last_eval_step
 
-    def is_kept_metric(record: Mapping[str, Any]) -> bool:
+    def is_kept(record: Mapping[str, Any]) -> bool:
         is_evaluation = "eval/n" in record or record.get("of") == "eval"
         return record["step"] <= (last_eval_step if is_evaluation else step)
 
-    # Keep rounds of searchers that are now on other hosts: they are logged only here.
-    searchers = {searcher.index: searcher for searcher in run.search.searchers}
-
-    def is_kept_event(record: Mapping[str, Any]) -> bool:
-        if record["event"] == "eval":
-            return record["step"] <= last_eval_step
-        searcher = searchers.get(record.get("searcher", -1))
-        # An interruption may save rounds that were merged at this step.
-        if record["event"] == "round":
-            return searcher is None or searcher.outbox.is_merged(record["round"])
-        # Weights are published again at the restored step, which changes nothing.
-        return record["step"] < step or (record["event"] == "sync" and record["step"] == step)
-
-    run.logs.cut_back(step, is_kept_metric, is_kept_event)
+    run.logs.cut_back(step, is_kept)

@@ -11,7 +11,7 @@ share no memory with its state.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,7 +98,6 @@ class Trainer:
         outboxes: outbox of each searcher.
         transport: destination of published weights.
         batches: source of plans and batches.
-        log_event: schedule log.
         clock: seconds since the run began.
 
     Attributes:
@@ -119,13 +118,11 @@ class Trainer:
         outboxes: Sequence[Outbox],
         transport: Transport,
         batches: Batches,
-        log_event: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
     ) -> None:
         self.state = state
         self.step_index = int(state.step)
         self.counters = Counters()
-        self.last_event: Mapping[str, Any] = {}
         self.num_merged_groups = 0
         self.version = self.step_index
         self.strata: dict[str, float] = {}
@@ -136,31 +133,17 @@ class Trainer:
         self._outboxes = outboxes
         self._transport = transport
         self._batches = batches
-        self._log_event = log_event
         self._clock = clock
         self._waiting_since: float | None = None
-
-    def _log(self, event: Mapping[str, Any]) -> None:
-        self.last_event = event
-        self._log_event(event)
 
     def publish(self) -> float:
         """Publish the current weights as this step's version; return the pause in seconds."""
         start = self._clock()
         self._transport.publish(self.step_index, self.state.params)
         self.version = self.step_index
-        end = self._clock()
-        self._log(
-            {
-                "event": "sync",
-                "step": self.step_index,
-                "version": self.step_index,
-                "start_s": start,
-                "end_s": end,
-            }
-        )
-        self.counters.add_sync(end - start)
-        return end - start
+        pause_s = self._clock() - start
+        self.counters.add_sync(pause_s)
+        return pause_s
 
     def merge(self, max_rounds: int | None = None) -> list[RoundReport]:
         """Move finished rounds into the buffer and check the ledger.
@@ -179,24 +162,6 @@ class Trainer:
         self._buffer.check_ledger(
             sum(c.pending for c in counts), sum(c.generated - c.lost for c in counts)
         )
-        for commit in commits:
-            rejected: dict[str, int] = {}
-            for group in commit.groups:
-                for reason, count in group.rejected.items():
-                    rejected[reason] = rejected.get(reason, 0) + count
-            self._log(
-                {
-                    "event": "round",
-                    "searcher": commit.searcher,
-                    "round": commit.round,
-                    "version": commit.version,
-                    "prompt_ids": [g.prompt.prompt_id for g in commit.groups],
-                    "generated": commit.generated,
-                    "rejected": rejected,
-                    "merge_step": self.step_index,
-                    **commit.report.record(),
-                }
-            )
         return [commit.report for commit in commits]
 
     def step(self, wants_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
@@ -249,19 +214,6 @@ class Trainer:
         step = self.step_index
         self.step_index += 1
         self.counters.trained_tokens += int(values["train/response_tokens"])
-        if draws:
-            self._log(
-                {
-                    "event": "step",
-                    "step": step,
-                    "start_s": start,
-                    "end_s": end,
-                    "wait_s": waited,
-                    "trajectory_ids": [list(d.trajectory_ids) for d in draws],
-                    "weights": [list(d.weights) for d in draws],
-                    "bucket": _bucket(batch),
-                }
-            )
         values.update(
             {
                 "train/wait_batch_s": waited,
@@ -292,16 +244,3 @@ class Trainer:
             "buffer/fresh_fraction": float(np.mean([d.is_fresh for d in draws])),
             "buffer/repeat_fraction": sum(d.num_repeats for d in draws) / len(staleness),
         }
-
-
-def _bucket(batch: Batch | PackedBatch) -> list[int]:
-    """Return the compiled shape of a batch; lengths are in tokens.
-
-    Padded: [rows, prompt, response]. Rows of several responses: [rows, prompt, number of
-    responses, response]. Packed: [rows, tokens].
-    """
-    rows, length = batch.tokens.shape
-    if isinstance(batch, PackedBatch):
-        return [rows, length]
-    _, c, response = batch.behavior_token_logprobs.shape
-    return [rows, length - c * response, *([] if c == 1 else [c]), response]

@@ -13,32 +13,32 @@ from tba_jax.models.transformer import num_params
 from tba_jax.run.model_parts import START_MODEL
 
 
-def write(folder, rounds, steps):
-    """Logs of a run: (start, end, generated) of tickets; (start, end) of steps."""
+def write(folder, times, **figures):
+    """Metrics of a run whose steps end at these times."""
     folder.mkdir()
-    events = [
-        {"event": "round", "start_s": a, "end_s": b, "generated": n} for a, b, n in rounds
-    ] + [{"event": "step", "step": i, "start_s": a, "end_s": b} for i, (a, b) in enumerate(steps)]
-    (folder / "schedule.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     lines = [
         {
             "step": i,
+            "time_s": time_s,
             "train/loss": 1.0,
+            "train/step_s": 2.0,
             "buffer/staleness_mean": float(i),
-            "buffer/staleness_histogram": [[0, 6], [2, 2]],
+            "buffer/replay_ratio": 0.5 * i,
+            **{f"search/{name}": values[i - 1] for name, values in figures.items()},
         }
-        for i in range(1, len(steps) + 1)
+        for i, time_s in enumerate(times, start=1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
 
 
-def test_a_step_is_timed_from_end_to_end_and_tickets_that_overlap_count_once(tmp_path):
-    steps = [(0.0, 9.0), (12.0, 14.0), (16.0, 18.0), (20.0, 22.0)]
-    rounds = [(0.0, 8.0, 8), (14.0, 15.0, 4), (14.5, 16.0, 4), (18.0, 21.0, 8), (21.5, 23.0, 8)]
-    write(tmp_path / "run", rounds, steps)
+def test_a_step_is_timed_from_end_to_end(tmp_path):
+    times = [9.0, 14.0, 18.0, 22.0]
+    write(tmp_path / "run", times, round_s=[8.0, 1.0, 2.0, 3.0])
     found = read(tmp_path / "run", skip=2)
-    # Steps 3 and 4, from 14 s to 22 s; the last ticket ends after them.
-    assert found == Figures(step_s=4.0, search_s=2.5, train_s=2.0, generated=1.0, staleness=3.5)
+    # Steps 3 and 4, from 14 s to 22 s.
+    assert found == Figures(step_s=4.0, search_s=2.5, train_s=2.0, replay_ratio=2.0, staleness=3.5)
+    write(tmp_path / "async", times, idle_s=[5.0, 6.0, 7.0, 9.0])
+    assert read(tmp_path / "async", skip=2).search_s == 2.5
     with pytest.raises(ValueError, match="has 1 steps after --skip=4; wanted two"):
         read(tmp_path / "run", skip=4)
 

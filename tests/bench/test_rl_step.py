@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RL-step benchmark: what it reads from a schedule, and that its load is what it says."""
+"""The RL-step benchmark: what it reads from the metrics, and that its load is what it says."""
 
 import json
 
@@ -10,34 +10,31 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import num_params
 
 
-def event(name, **fields):
-    return {"event": name, **fields}
+def record(step, time_s, decode_s, reward_s, reference_s, train_s):
+    return {
+        "step": step,
+        "time_s": time_s,
+        "train/loss": 1.0,
+        "train/step_s": train_s,
+        "search/decode_s": decode_s,
+        "search/reward_s": reward_s,
+        "search/reference_s": reference_s,
+        "search/response_length_mean": 10.0 * step,
+    }
 
 
-def a_round(merge_step, decode_s, length, generated):
-    times = {"decode_s": decode_s, "reward_s": 0.25, "reference_s": 1.0}
-    of = {"merge_step": merge_step, "generated": generated, "response_length_mean": length}
-    return event("round", **of, **times)
-
-
-def test_the_parts_of_a_step_come_from_its_own_events():
-    events = [
-        event("sync", step=0, start_s=1.0, end_s=1.5),
-        event("eval", step=0, start_s=1.5, end_s=4.5),
-        a_round(0, 2.0, 10.0, 1),
-        a_round(0, 3.0, 20.0, 3),
-        event("step", step=0, start_s=13.0, end_s=20.0),
-        event("sync", step=1, start_s=20.5, end_s=21.0),
-        a_round(1, 4.0, 30.0, 2),
-        event("step", step=1, start_s=30.0, end_s=31.5),
+def test_the_parts_of_a_step_come_from_its_own_line():
+    records = [
+        {"step": 0, "time_s": 4.5, "eval/n": 1},
+        record(1, 20.0, 5.0, 0.5, 2.0, 7.0),
+        record(2, 31.5, 4.0, 0.25, 1.0, 1.5),
+        record(3, 40.0, 3.0, 0.25, 1.0, 1.5),
     ]
-    # 1 to 20 without the evaluation's 3; two rounds of 2 and 3 s, 1.25 s each for rewards and
-    # reference; lengths weighted by responses: (10 + 60) / 4.
-    first = {"step_s": 16.0, "decode_s": 5.0, "reference_s": 2.5, "train_s": 7.0, "rest_s": 1.5}
-    second = {"step_s": 11.0, "decode_s": 4.0, "reference_s": 1.25, "train_s": 1.5, "rest_s": 4.25}
-    assert rl_step_sides.step_times(events) == [
-        {**first, "response_length": 17.5},
-        {**second, "response_length": 30.0},
+    second = {"step_s": 11.5, "decode_s": 4.0, "reference_s": 1.25, "train_s": 1.5, "rest_s": 4.75}
+    third = {"step_s": 8.5, "decode_s": 3.0, "reference_s": 1.25, "train_s": 1.5, "rest_s": 2.75}
+    assert rl_step_sides.step_times(records) == [
+        {**second, "response_length": 20.0},
+        {**third, "response_length": 30.0},
     ]
 
 

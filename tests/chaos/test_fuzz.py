@@ -77,7 +77,6 @@ READERS = {
     "config.json": (saved_config, run_id_of, report),
     "report.json": (lambda folder: is_finished(folder, 3), report),
     "metrics.jsonl": (keep, report, lambda folder: read_jsonl(folder / "metrics.jsonl")),
-    "schedule.jsonl": (lambda folder: read_jsonl(folder / "schedule.jsonl"), report),
     "heartbeat.json": (hold,),
     "versions.json": (lambda folder: Versions(folder).named(),),
     "checkpoints/3/digests.json": (lambda f: digests.damage(epath.Path(f / "checkpoints/3")),),

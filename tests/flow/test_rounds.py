@@ -3,6 +3,7 @@
 
 import json
 import math
+from unittest.mock import ANY
 
 import pytest
 from fake_rounds import make_report
@@ -48,6 +49,8 @@ def test_search_metrics_are_means_over_rounds_and_leave_out_what_is_nan():
     ]
     assert summarise_rounds(reports) == {
         "search/rounds": 2.0,
+        **dict.fromkeys(("search/decode_s", "search/reward_s", "search/reference_s"), ANY),
+        "search/round_s": sum(times.end_s - times.start_s for _, times in reports),
         "search/tokens_per_s": 80.0,
         "search/reward_mean": 0.5,
         "search/response_length_mean": 2.0,

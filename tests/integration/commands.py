@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main command on the embedded start model, shrunk to seconds, in a process of its own."""
 
+import collections
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from tba_jax.flow.rounds import unpack_commits
+from tba_jax.run.checkpoint import load_host_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,3 +206,27 @@ def child(pod, process_id):
         check=True,
     )
     return int(listing.stdout.split()[0])
+
+
+def assert_every_ticket_once(workdir):
+    """A ticket of the asynchronous driver is merged once or waits in an outbox, if committed."""
+    config = json.loads((workdir / "config.json").read_text())["config"]
+    size = config["search.samples_per_prompt"]
+    _, host_state = load_host_state(str(workdir))
+    stored, meta = host_state.parts["buffer"]
+    searchers = [meta["settings"][i][0] for i in stored["row_settings"].tolist()]
+    rows = collections.Counter(zip(searchers, stored["row_round"].tolist(), strict=True))
+    assert rows and max(rows.values()) <= size
+    num_merged = 0
+    for name in host_state.parts:
+        if not name.startswith("outbox_"):
+            continue
+        arrays, outbox = host_state.parts[name]
+        position = outbox["position"]
+        committed = set(range(position["next_round"])) | {n for n, _ in position["ahead"]}
+        waiting = [commit.round for commit in unpack_commits(arrays, outbox)]
+        merged = {n for searcher, n in rows if name == f"outbox_{searcher}"}
+        assert len(set(waiting)) == len(waiting) and not merged & set(waiting)
+        assert merged | set(waiting) <= committed
+        num_merged += len(committed) - len(waiting)
+    assert meta["counters"]["generated"] == num_merged * size

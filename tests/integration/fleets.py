@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.integration.commands import is_balanced
+from tests.integration.commands import assert_every_ticket_once, is_balanced
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1500.0
@@ -158,9 +158,8 @@ def check(workdir, num_steps):
     report = json.loads((workdir / "report.json").read_text())
     assert is_balanced(report["ledger"]), report["ledger"]
     assert report["steps"] == num_steps and report["eval"]["after"]["step"] == num_steps, report
-    events = [json.loads(line) for line in (workdir / "schedule.jsonl").read_text().splitlines()]
-    rounds = [(e["searcher"], e["round"]) for e in events if e["event"] == "round"]
-    assert len(set(rounds)) == len(rounds), "a ticket came twice"
-    steps = [e["step"] for e in events if e["event"] == "step"]
-    assert steps == list(range(num_steps)), steps
+    assert_every_ticket_once(workdir)
+    metrics = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = [x["step"] for x in metrics if "train/loss" in x]
+    assert steps == list(range(1, num_steps + 1)), steps
     return report

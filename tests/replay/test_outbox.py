@@ -53,7 +53,6 @@ def test_rounds_that_end_out_of_order_are_each_committed_once():
     assert outbox.committed == (0, None)
     assert [outbox.is_committed(i) for i in range(6)] == [False, True, False, True, True, False]
     assert [c.round for c in outbox.take(1)] == [1]
-    assert [outbox.is_merged(i) for i in range(4)] == [False, True, False, False]
     arrays, meta = outbox.state()
     outbox = Outbox(10**6)
     outbox.restore(PartState(arrays, json.loads(json.dumps(meta))))

@@ -37,32 +37,30 @@ def saved(tmp_path):
         if step == 4:
             state = logs.state()
         logs.metrics.write(step, {})
-        logs.schedule.append({"event": "step", "step": step})
         logs.samples.append({"step": step})
     logs.close()
     return state
 
 
 def resume(folder, state):
-    """The display's notes, and steps of both logs."""
+    """The display's notes, and steps of the metrics."""
     display, logs = opened(folder)
     if state is not None:
         logs.restore(state)
-    logs.cut_back(3, lambda r: r["step"] <= 3, lambda e: e["step"] <= 3)
+    logs.cut_back(3, lambda r: r["step"] <= 3)
     logs.close()
     samples = read_jsonl(folder / "samples.jsonl")
     assert [r["step"] for r in samples] == [0, 1, 2, 3]
-    files = (read_jsonl(folder / name) for name in ("metrics.jsonl", "schedule.jsonl"))
-    return display.notes, *([r["step"] for r in records] for records in files)
+    return display.notes, [r["step"] for r in read_jsonl(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_is_done_again_is_dropped(saved, tmp_path, is_known):
-    assert resume(tmp_path, saved if is_known else None) == ([], [0, 1, 2, 3], [0, 1, 2, 3])
+    assert resume(tmp_path, saved if is_known else None) == ([], [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "schedule.jsonl"])
-def test_a_log_that_was_cut_or_lost_is_named_and_says_so_itself(saved, tmp_path, name):
+def test_a_log_that_was_cut_or_lost_is_named(saved, tmp_path):
+    name = "metrics.jsonl"
     path = tmp_path / name
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]))
@@ -72,14 +70,6 @@ def test_a_log_that_was_cut_or_lost_is_named_and_says_so_itself(saved, tmp_path,
         f"{path} is not whole: it had {had} bytes when checkpoint 3 was written, and has {has} "
         "now. The report lacks the lost lines"
     ]
-    told = read_jsonl(tmp_path / "schedule.jsonl")[-1]
-    assert told == {
-        "event": "lost",
-        "step": 3,
-        "log": name,
-        "num_bytes": had,
-        "found_bytes": has,
-    }
     path.unlink()
     notes, *_ = resume(tmp_path, saved)
     assert len(notes) == 1 and f"{name} is not whole" in notes[0] and "has 0 now" in notes[0]
@@ -88,5 +78,5 @@ def test_a_log_that_was_cut_or_lost_is_named_and_says_so_itself(saved, tmp_path,
 def test_a_log_of_something_else_is_not_taken_for_the_runs(saved, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i, "text": "x" * i}) + "\n" for i in range(60)))
-    notes, metrics, _ = resume(tmp_path, saved)
+    notes, metrics = resume(tmp_path, saved)
     assert len(notes) == 1 and metrics == [0, 1, 2, 3]
