@@ -27,6 +27,31 @@ TOLERANCE = 1e-5
 BFLOAT16_KL = 1e-3
 
 
+# Largest logit of the embedded start model over the texts of the tests, rounded up.
+START_MODEL_LOGIT = 16.0
+
+
+def logprob_bound(config, length, largest_logit):
+    """Bound of the difference of a token's log-prob in two float32 programs of one model.
+
+    The programs add the same terms in other orders. A logit ends a chain of n sums: of a layer, the
+    projections of its input (hidden_size terms), attention (length), its output (num_heads times
+    head_dim), and both halves of the MLP (hidden_size, mlp_size); then the logit (hidden_size) and
+    the normaliser (vocab_size). Each sum rounds by at most 2^-24 of a partial sum, which is about
+    as large as the largest logit. Roundings are independent of each other, so n of them add up as a
+    random walk, to sqrt(n) of one (Higham and Mary, 2019). A log-prob is a logit less a normaliser,
+    and there are two programs: four such errors, which add up to twice one.
+
+    Args:
+        length: number of tokens of prompt and response.
+        largest_logit: absolute value, over the texts that are compared.
+    """
+    heads = config.num_heads * config.head_dim
+    of_layer = 2 * config.hidden_size + length + heads + config.mlp_size
+    num_sums = config.num_layers * of_layer + config.hidden_size + config.vocab_size
+    return 2 * num_sums**0.5 * 2.0**-24 * largest_logit
+
+
 def bfloat16_kl(config):
     """Bound of that divergence.
 

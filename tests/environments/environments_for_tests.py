@@ -33,19 +33,6 @@ class Game:
         return f"{self.prompt}:{text}", 1.0, text == "end"
 
 
-WAYS = ("hang", "die", "raise", "type", "flood", "nan", "good", "good")
-
-
-class Misbehaving(Game):
-    """Fails in a way that the prompt decides."""
-
-    def init(self, prompt):
-        self.way = WAYS[sum(map(ord, prompt)) % len(WAYS)]
-
-    def step(self, text):
-        return ("", float(len(text) % 2), True) if self.way == "good" else super().step(self.way)
-
-
 class Dice:
     """Draws from both global generators."""
 

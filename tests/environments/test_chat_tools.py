@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools in the format of a chat model, over a decode session that says what the test wants."""
 
-import time
 from pathlib import Path
 
+import fake_sessions
 import numpy as np
 import pytest
+from fake_sessions import Scripted
 from qwen_tokenizer import qwen_like_tokenizer
 
-from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.environments.chat import RendererFormat
 from tba_jax.environments.episodes import Episodes
 from tba_jax.environments.pool import EnvironmentPool
@@ -18,31 +18,6 @@ from tba_jax.rewards.source import Verdict
 pytest.importorskip("renderers", reason="the extra `chat-tools` is not installed")
 FILE = Path(__file__).with_name("environments_for_tests.py")
 END = "<|im_end|>"
-
-
-class Scripted:
-    """A decode session whose turns are given; each is sampled with log-prob -1."""
-
-    num_slots, room, version = 4, 4, 7
-
-    def __init__(self, tokenizer, turns):
-        self.tokenizer, self.turns, self.contexts, self.is_idle = tokenizer, turns, [], True
-
-    def submit(self, prompt, keys, settings, temperatures):
-        self.contexts.append(prompt)
-        self.is_idle = False
-        return len(self.contexts) - 1
-
-    def forget(self, conversation):
-        self.forgotten = conversation
-
-    def step(self):
-        if self.is_idle:
-            return []
-        number, self.is_idle = len(self.contexts) - 1, True
-        tokens = self.tokenizer.encode(self.turns[number], add_bos=False)
-        logprobs = np.full(len(tokens), -1, np.float32)
-        return [Response(number, 0, tokens, logprobs, True, 7, 7, 1.0)]
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +39,9 @@ def played(pool, tokenizer, turns, messages):
     inner = Scripted(tokenizer, turns)
     episodes = Episodes(pool, tokenizer, 8, chat=chat, schemas=pool.schemas)
     episodes.check_template()
-    session = episodes.over(inner)
     tokens = tokenizer.encode("<|im_start|>", add_bos=False)
     prompt = Prompt(0, "", tokens, {"prompt": messages, "start": 3})
-    session.submit(prompt, np.zeros((1, 2), np.uint32), SamplingSettings(4000), np.ones(1))
-    found, end = [], time.monotonic() + 60
-    while not found:
-        assert time.monotonic() < end
-        found = session.step()
-        time.sleep(0.002)
-    return found[0], inner
+    return fake_sessions.played(episodes, inner, prompt), inner
 
 
 def call(name, arguments):

@@ -145,16 +145,10 @@ def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
         pool.close()
 
 
-def test_one_name_in_two_files_is_two_environments_and_no_two_tools(tmp_path):
+def test_one_name_in_two_files_is_two_environments(tmp_path):
     """Also where both files import a neighbour of one name."""
     source = (
-        "from words import WORD\n"
-        "class Game:\n"
-        "    def reset(self, **row):\n"
-        "        return WORD\n"
-        "def look() -> str:\n"
-        '    """Look."""\n'
-        "    return WORD\n"
+        "from words import WORD\nclass Game:\n    def reset(self, **row):\n        return WORD\n"
     )
     pools = []
     for word in ("one", "two"):
@@ -162,8 +156,6 @@ def test_one_name_in_two_files_is_two_environments_and_no_two_tools(tmp_path):
         (tmp_path / word / "words.py").write_text(f"WORD = {word!r}\n")
         (tmp_path / word / "game.py").write_text(source)
         pools.append(EnvironmentPool(f"{tmp_path / word}/game.py:Game", timeout_s=5.0))
-    names = ",".join(f"{tmp_path / word}/game.py:look" for word in ("one", "two"))
-    tools = EnvironmentPool(names, timeout_s=5.0)
     try:
         for pool in pools:
             pool.check()
@@ -171,10 +163,8 @@ def test_one_name_in_two_files_is_two_environments_and_no_two_tools(tmp_path):
         for environment in environments:
             environment.begin({"prompt": "p"})
         assert [answer(each).observation for each in environments] == ["one", "two"]
-        with pytest.raises(ValueError, match="two of the tools look, look have one name"):
-            tools.check()
     finally:
-        for pool in (*pools, tools):
+        for pool in pools:
             pool.close()
 
 

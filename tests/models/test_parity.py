@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_adapters import read_adapters
 from fake_models import (
     BFLOAT16_KL,
     GOLDEN,
@@ -149,7 +150,7 @@ def test_peft_reads_the_adapters_that_a_server_gets_and_writes_the_same(family, 
     # Float32 products summed in another order.
     np.testing.assert_allclose(adapted(base, adapters, policy), want, rtol=0, atol=1e-5)
     model.save_pretrained(tmp_path / "theirs")
-    found, read = adapter_files.read(tmp_path / "theirs", config)
+    found, read = read_adapters(tmp_path / "theirs", config)
     assert found.adapters.scale == policy.adapters.scale
     jax.tree.map(np.testing.assert_array_equal, read, adapters)
 

@@ -15,15 +15,12 @@ from tba_jax.rewards.functions import (
     split_functions,
     trial_error,
 )
-from tba_jax.rewards.pool import RewardFailure, RewardPool
+from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import part_means
 
 FUNCTIONS = '''
 import asyncio
 import dataclasses
-import os
-import sys
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -57,16 +54,6 @@ def sometimes(completions, **kwargs):
 def never(completions, **kwargs):
     return [None] * len(completions)
 
-def fails(completions, **kwargs):
-    if "fail" in completions:
-        raise RuntimeError("broken on purpose")
-    if "hang" in completions:
-        time.sleep(600)
-    return [1.0] * len(completions)
-
-def numpy_array(completions, **kwargs):
-    return np.arange(len(completions), dtype=np.float32)
-
 def fractions(completions, **kwargs):
     return [Fraction(1, 2), np.float16(0.5), True, np.array(3)][: len(completions)]
 
@@ -99,8 +86,6 @@ class Reward:
 
     def __call__(self, completions, **kwargs):
         return [neighbour.BONUS + Bonus().value for _ in completions]
-
-instance = Reward()
 '''
 
 
@@ -131,12 +116,9 @@ def call(path, name, completions, prompts=None, **keywords):
         ("only_ids", [1.0, 2.0, 3.0]),
         ("no_prompts", [1.0, 0.0, 0.0]),
         ("optional", [1.0, 1.0, 1.0]),
-        ("numpy_array", [0.0, 1.0, 2.0]),
         ("fractions", [0.5, 0.5, 1.0]),
         ("coroutine", [2.0, 2.0, 2.0]),
-        ("instance", [1.5, 1.5, 1.5]),
         ("Reward", [1.5, 1.5, 1.5]),
-        ("sometimes", [1.0, 1.0, 1.0]),
         ("never", [None, None, None]),
     ],
 )
@@ -165,7 +147,6 @@ def test_a_file_hides_no_module_of_that_name(path):
             None,
             "loaded: it needs 'no_such_package', which is not installed",
         ),
-        ("{path}:nothing", None, r"AttributeError: there is no 'nothing' in /.*\.py\. Want"),
         ("no_such.module:f", None, "No module named 'no_such'. Want package.module:function"),
         ("{path}:np", None, "is a module, not a function"),
     ],
@@ -193,12 +174,12 @@ def test_names_of_several_functions():
             split_functions(text)
 
 
-def make_pool(path, *names, weights=(), timeout_s=1.0, max_failure_rate=1.0):
+def make_pool(path, *names, weights=()):
     return RewardPool(
         ",".join(f"{path}:{name}" for name in names),
         num_workers=1,
-        timeout_s=timeout_s,
-        max_failure_rate=max_failure_rate,
+        timeout_s=1.0,
+        max_failure_rate=1.0,
         weights=weights,
     )
 
@@ -215,25 +196,6 @@ def test_weighted_sum_of_the_functions_that_apply(path):
     assert math.isnan(result.parts["sometimes"][1])
     means = part_means(result.parts)
     assert means["reward_part_sometimes"] == 1.0 and means["reward_part_length"] == 3.0
-    pool.close()
-
-
-def test_an_item_that_one_function_fails_on_has_no_reward(path):
-    pool = make_pool(path, "length", "fails")
-    result = pool.score([""] * 4, ["ab", "fail", "hang", "abc"], {})
-    assert result.rewards == [3.0, None, None, 4.0]
-    assert result.reasons == [None, "reward_error", "reward_timeout", None]
-    assert result.parts["length"] == [2.0, 4.0, 4.0, 3.0]
-    assert [math.isnan(v) for v in result.parts["fails"]] == [False, True, True, False]
-    pool.close()
-
-
-def test_none_of_all_functions_is_no_reward_and_counts_as_a_failure(path):
-    pool = make_pool(path, "sometimes", "never", max_failure_rate=0.5)
-    result = pool.score([""] * 2, ["a", "skip"], {})
-    assert (result.rewards, result.reasons) == ([1.0, None], [None, "reward_none"])
-    with pytest.raises(RewardFailure, match="failed on 2 of 3 items {'reward_none': 2}"):
-        pool.score([""] * 3, ["a", "skip", "skip"], {})
     pool.close()
 
 

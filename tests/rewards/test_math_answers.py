@@ -34,20 +34,6 @@ def rewards_of(completions, gold):
     return math_reward(prompts=[""] * n, completions=completions, answer=[gold] * n)
 
 
-def test_equal_answers_may_be_written_differently():
-    right = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"$\boxed{\dfrac12}$", r"\boxed{2^{-1}}"]
-    wrong = [
-        r"\boxed{\frac{1}{3}}",
-        "0.5",
-        r"\boxed{}",
-        r"\boxed{\text{half?}}",
-        "",
-        r"\boxed{",
-    ]
-    assert rewards_of(right, r"so it is $\boxed{\frac{1}{2}}$.") == [1.0] * len(right)
-    assert rewards_of(wrong, r"so it is $\boxed{\frac{1}{2}}$.") == [0.0] * len(wrong)
-
-
 def test_chat_messages_are_graded_as_their_text():
     replies = [[{"role": "assistant", "content": text}] for text in (r"\boxed{2}", "2")]
     assert rewards_of(replies, "2") == [1.0, 0.0]
@@ -83,11 +69,6 @@ def test_written_pairs_get_their_verdicts():
     known = [(p["gold"], p["answer"]) for p in PAIRS if p["verdict"] != p["right"]]
     assert len(known) == 4
     assert wrong_verdicts == known
-
-
-def test_a_full_stop_is_no_mistake_and_another_base_is_one():
-    assert rewards_of([r"\boxed{42.}", r"\boxed{42.0}", r"\boxed{4.2}"], "42") == [1.0, 1.0, 0.0]
-    assert rewards_of([r"\boxed{2516_{8}}", r"\boxed{2516_9}"], "2516_8") == [1.0, 0.0]
 
 
 @pytest.mark.slow

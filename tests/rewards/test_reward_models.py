@@ -75,15 +75,6 @@ def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
     assert got[1] != got[2]
 
 
-def test_missing_eos_replaces_the_score(folder):
-    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
-    plain = score(load(folder), rows).rewards
-    model = load(folder, missing_eos=-1.0)
-    got = score(model, rows, has_eos=[True, False])
-    np.testing.assert_allclose(got.rewards, [plain[0], -1.0], atol=1e-6)
-    assert got.reasons == [None, None]
-
-
 def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     """The policy's ids mean other words; the scores are those of the words, eos set anew."""
     rows = [row.copy() for row in np.load(GOLDEN / f"{NAME}.npz")["tokens"]]
@@ -116,15 +107,6 @@ def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_
     got = plain.score(*chat, **arguments).rewards
     others = np.concatenate([row[:3], response])
     np.testing.assert_allclose(got, score(plain, [others], 3).rewards, atol=1e-6)
-
-
-def test_a_copy_on_another_device_scores_there_and_alike(folder):
-    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
-    model = load(folder)
-    there = model.on(one(jax.devices()[3]))
-    assert model.on(one(jax.devices()[0])) is model
-    assert {d for x in jax.tree.leaves(there._params) for d in x.devices()} == {jax.devices()[3]}
-    np.testing.assert_array_equal(score(there, rows).rewards, score(model, rows).rewards)
 
 
 def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(folder):

@@ -9,14 +9,6 @@ from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import ScoreResult, summed
 
 
-def test_rewards_are_summed_by_weight_and_parts_are_kept_before_it():
-    first = ScoreResult([1.0, 2.0], [None] * 2, "", {"f": [1.0, 0.5], "g": [0.0, 1.5]})
-    second = ScoreResult([10.0, -4.0], [None] * 2, "")
-    got = summed(("", "model"), (first, second), (1.0, 0.5))
-    assert got.rewards == [6.0, 0.0] and got.reasons == [None, None]
-    assert got.parts == {"f": [1.0, 0.5], "g": [0.0, 1.5], "model": [10.0, -4.0]}
-
-
 def test_what_one_fails_on_has_no_reward_and_what_one_does_not_apply_to_has():
     first = ScoreResult(
         [None, None, 3.0, None],

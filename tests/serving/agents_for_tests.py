@@ -51,28 +51,10 @@ def talk(base_url, row):
     return num / 10
 
 
-def chat(base_url, row):
-    """Two turns of a chat."""
-    messages = [{"role": "user", "content": row["prompt"]}]
-    for _ in range(2):
-        found = post(base_url, "/chat/completions", messages=messages, max_tokens=8)
-        messages += [found["choices"][0]["message"], {"role": "user", "content": "1+1"}]
-    return 1.0
-
-
 def arithmetic(base_url, row):
     """One turn; the reward is 1 for the right answer."""
     choice = complete(base_url, row["prompt"])
     return float(choice["text"].endswith(f"={row['answer']}"))
-
-
-def with_openai(base_url, row):
-    """An agent in another interpreter, with OpenAI's client."""
-    script = Path(__file__).with_name("openai_client.py")
-    command = [os.environ["AGENT_PYTHON"], str(script), base_url, "agent"]
-    done = subprocess.run(command, input=json.dumps(row), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
 
 
 def with_verifiers(base_url, row):

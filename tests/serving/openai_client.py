@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program of a user with an OpenAI client; run by the interpreter of a venv that has `openai`.
 
-python openai_client.py BASE_URL plain|tools|many|agent
+python openai_client.py BASE_URL plain|tools
 """
 
-import asyncio
 import json
 import sys
 
@@ -76,44 +75,5 @@ def tools():
     assert call.function.name == "add" and deltas[-1].finish_reason == "tool_calls"
 
 
-def agent():
-    """Two turns, the first one streamed; prints the reward of the second."""
-    row = json.load(sys.stdin)
-    ask = {"model": "policy", "max_tokens": 12, "stop": ["+"]}
-    with CLIENT.completions.create(prompt=row["prompt"], stream=True, **ask) as stream:
-        chunks = [chunk.choices[0] for chunk in stream]
-    text = row["prompt"] + "".join(chunk.text for chunk in chunks)
-    if chunks[-1].finish_reason == "stop" and "=" not in text:
-        text += "+"
-    try:
-        CLIENT.completions.create(model="policy", prompt=text, temperature=0.5)
-    except openai.BadRequestError as error:
-        assert "the training run samples with 1.0" in error.body["message"]
-    last = CLIENT.completions.create(prompt=text + " 1+1", **ask)
-    print(float("2" in last.choices[0].text))
-
-
-async def many():
-    client = openai.AsyncOpenAI(base_url=URL, api_key="secret", max_retries=0)
-    limit = asyncio.Semaphore(64)
-
-    async def one(i):
-        async with limit:
-            found = await client.completions.create(
-                model="start",
-                prompt=f"{i % 10}+{i % 7}-1=",
-                max_tokens=8,
-                seed=i,
-                extra_body={"return_token_ids": True},
-            )
-            return found.choices[0].model_extra["token_ids"]
-
-    found = await asyncio.gather(*(one(i) for i in range(1000)))
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    if WHAT == "many":
-        asyncio.run(many())
-    else:
-        {"plain": plain, "tools": tools, "agent": agent}[WHAT]()
+    {"plain": plain, "tools": tools}[WHAT]()

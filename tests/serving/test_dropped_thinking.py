@@ -4,13 +4,13 @@
 tests/data/qwen3.jinja is the chat template of Qwen3-8B, byte for byte (Apache 2.0).
 """
 
-import time
 from pathlib import Path
 
+import fake_sessions
 import numpy as np
 from qwen_tokenizer import qwen_like_tokenizer
 
-from tba_jax.decoding.requests import Response, SamplingSettings
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.chat import TemplateFormat
 from tba_jax.environments.episodes import Episodes
 from tba_jax.flow.trajectory import Prompt
@@ -24,50 +24,20 @@ START, END = "<|im_start|>", "<|im_end|>\n"
 TURNS = [f"<think>\nhm {i}\n</think>\n\nanswer {i}<|im_end|>" for i in range(3)]
 
 
-class Scripted:
-    """A decode session whose turns are given; each is sampled with log-prob -1."""
-
-    num_slots, room, version, is_idle = 4, 4, 7, True
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.contexts = tokenizer, []
-
-    def submit(self, prompt, keys, settings, temperatures):
-        self.contexts.append(prompt)
-        self.is_idle = False
-        return len(self.contexts) - 1
-
-    def forget(self, conversation): ...
-
-    def step(self):
-        if self.is_idle:
-            return []
-        number, self.is_idle = len(self.contexts) - 1, True
-        tokens = self.tokenizer.encode(TURNS[number], add_bos=False)
-        logprobs = np.full(len(tokens), -1, np.float32)
-        return [Response(number, 0, tokens, logprobs, True, 7, 7, 1.0)]
-
-
 def played(tokenizer):
     """The episode of an agent, and the session that sampled it."""
     limits = SamplingSettings(4000)
     served = Served("policy", tokenizer, TemplateFormat(tokenizer), tokenizer.eos_ids, 4000, limits)
     pool = AgentPool(f"{FILE}:thinking", served, timeout_s=30.0, allows_forks=True)
-    inner = Scripted(tokenizer)
+    inner = fake_sessions.Scripted(tokenizer, TURNS)
     try:
         pool.check()
-        session = Episodes(pool, tokenizer, 8, is_agent=True).over(inner)
+        episodes = Episodes(pool, tokenizer, 8, is_agent=True)
         start = tokenizer.encode(START, add_bos=False)
         prompt = Prompt(0, "", start, {"prompt": "7+5"})
-        session.submit(prompt, np.zeros((1, 2), np.uint32), limits, np.ones(1))
-        found, end = [], time.monotonic() + 60
-        while not found:
-            assert time.monotonic() < end
-            found = session.step()
-            time.sleep(0.002)
+        return fake_sessions.played(episodes, inner, prompt), inner
     finally:
         pool.close()
-    return found[0], inner
 
 
 def test_a_template_that_drops_thinking_makes_a_path_that_begins_at_the_prompt(tmp_path):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three tasksets written with verifiers' classes, run through its `Env` and its training client.
+"""Two tasksets written with verifiers' classes, run through its `Env` and its training client.
 
-    python verifiers_tasksets.py BASE_URL MODEL_FOLDER [single|turns|compacted]
+    python verifiers_tasksets.py BASE_URL MODEL_FOLDER [turns|compacted]
 
 Prints the branches of every trace with their tokens and log-probs, and the reward. Without a name
 all tasksets run. Run by the interpreter of a venv that has `verifiers`.
@@ -48,13 +48,6 @@ def load(**changes):
     ]
 
 
-class Single(vf.Taskset[Sum]):
-    """One answer."""
-
-    def load(self):
-        return load()
-
-
 class Turns(vf.Taskset[Sum]):
     """Three turns of one conversation."""
 
@@ -86,7 +79,7 @@ class Loop(vf.Harness[vf.HarnessConfig]):
         return ProgramResult(0, "", "")
 
 
-TASKSETS = {"single": Single, "turns": Turns, "compacted": Compacted}
+TASKSETS = {"turns": Turns, "compacted": Compacted}
 for name, own in {**TASKSETS, "loop": Loop}.items():
     module = ModuleType(f"tba_{name}")
     module.__all__ = [own.__name__]

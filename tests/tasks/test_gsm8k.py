@@ -2,7 +2,6 @@
 """The tasks that read question-and-answer files, and the registry."""
 
 import os
-import subprocess
 import sys
 import types
 
@@ -94,47 +93,8 @@ def test_problems_of_math_500_are_never_trained_on(monkeypatch):
     assert ["\na\n" in task.train_problem(0)[0], "\nc\n" in task.train_problem(1)[0]] == [True] * 2
 
 
-GOOD = '{"question": "q", "answer": "#### 1"}'
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("not json", r"train\.jsonl, line 3: not JSON \(.*\); got 'not json'"),
-        ('["q", "a"]', r"line 3: \['q', 'a'\] is not an object with named columns"),
-        ('{"question": "q"}', r"line 3: keys \['question'\]; wanted text in column 'answer'"),
-        ('{"question": "q", "answer": 1}', "line 3: answer = 1; wanted text in column 'answer'"),
-    ],
-)
-def test_bad_row_is_named(tmp_path, line, message):
-    write(tmp_path, "train", GOOD, "", line)
-    task = get_task("gsm8k", str(tmp_path))
-    with pytest.raises(ValueError, match=message):
-        task.train_size()
-
-
-def test_missing_or_empty_file_is_named(tmp_path):
-    task = get_task("gsm8k", str(tmp_path))
-    with pytest.raises(ValueError, match=r"train\.jsonl cannot be read \(No such file"):
-        task.train_size()
-    write(tmp_path, "test", "")
-    with pytest.raises(ValueError, match=r"test\.jsonl has no rows"):
-        task.eval_size()
-
-
-def test_hub_without_its_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[hub\]'"):
-        get_task("gsm8k", "").train_size()
-
-
-def test_tasks_and_rewards_import_nothing_heavy():
-    script = (
-        "import sys, tba_jax.search.prompts, tba_jax.rewards.pool, tba_jax.tasks;"
-        "heavy = {'jax', 'flax', 'grain', 'transformers', 'datasets', 'math_verify', 'sympy'};"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert out.stdout == "[]\n"
+def test_bad_row_is_named(tmp_path):
+    good = '{"question": "q", "answer": "#### 1"}'
+    write(tmp_path, "train", good, "", '{"question": "q", "answer": 1}')
+    with pytest.raises(ValueError, match="line 3: answer = 1; wanted text in column 'answer'"):
+        get_task("gsm8k", str(tmp_path)).train_size()
