@@ -224,7 +224,7 @@ def assert_same_gradient(got, wanted):
         return np.concatenate([x.ravel() for x in jax.tree.leaves(jax.device_get(tree))])
 
     got, wanted = flat(got), flat(wanted)
-    assert np.linalg.norm(wanted) > 0.1
+    assert np.linalg.norm(wanted) > 0.01  # of the smallest, cispo, 0.08
     # The model computes in float32: single entries are off by a little more.
     assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
 
