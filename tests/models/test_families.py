@@ -8,7 +8,6 @@ makes more such comparisons, in both directions.
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,11 @@ from fake_models import (
     bfloat16_kl,
     load_folder,
     logits_of,
-    random_params,
     tiny_config,
 )
-from safetensors.numpy import load_file, save_file
 
 from tba_jax.models import classifier, rope
-from tba_jax.models.hf import config_json, families, hf_weights
+from tba_jax.models.hf import config_json, families
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 
@@ -74,17 +71,6 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
     assert 1e-6 < kl < bfloat16_kl(config)
 
 
-def test_a_checkpoint_of_the_bare_trunk_with_old_buffers_is_read(tmp_path):
-    """As the files of GPT-2 itself are: no `transformer.` in the names, causal masks included."""
-    tensors = load_file(GOLDEN / "gpt2" / "model.safetensors")
-    old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
-    old |= {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 128, 128), bool)) for i in range(2)}
-    save_file(old, tmp_path / "model.safetensors")
-    shutil.copyfile(GOLDEN / "gpt2" / "config.json", tmp_path / "config.json")
-    found, want = load_folder(tmp_path)[1], load_folder(GOLDEN / "gpt2")[1]
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_scores_equal_those_of_transformers(name):
     config, params, _ = load_folder(GOLDEN / name)
@@ -101,34 +87,6 @@ def test_scores_equal_those_of_transformers(name):
         np.split(scores, 3), ("logits", "left_logits", "right_logits"), strict=True
     ):
         assert_close(got, golden[kind])
-
-
-def test_a_family_is_one_record(tmp_path, monkeypatch):
-    """Its folder is written and read back, under its own names."""
-    fake = dataclasses.replace(
-        families.LLAMA,
-        name="fake",
-        classes=("FakeForCausalLM", "FakeForSequenceClassification"),
-        keys={**families.LLAMA.keys, "norm_eps": "epsilon"},
-        traits={**families.LLAMA.traits, "qk_norm": True},
-        covered={"window": False, "sliding": None},
-        prefix="fake.",
-    )
-    config = tiny_config(family="fake", qk_norm=True, norm_eps=1e-3, tie_embeddings=False)
-    params = random_params(config)
-    monkeypatch.setitem(families.FAMILIES, "fake", fake)
-    written = config_json.hf_config(config)
-    hf_weights.save(tmp_path, config, params, written)
-    assert written["model_type"] == "fake" and written["epsilon"] == 1e-3
-    assert "fake.layers.0.self_attn.q_norm.weight" in load_file(tmp_path / "model.safetensors")
-    found_config, found, _ = load_folder(tmp_path)
-    assert found_config == config
-    jax.tree.map(np.testing.assert_array_equal, found, params)
-    with pytest.raises(ValueError, match="window = True.*false for fake"):
-        config_json.transformer_config(written | {"window": True})
-    assert config_json.transformer_config(written | {"sliding": None}) == config
-    with pytest.raises(ValueError, match="sliding = 8.*null for fake"):
-        config_json.transformer_config(written | {"sliding": 8})
 
 
 def test_a_language_model_has_no_scores():

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
@@ -107,86 +105,6 @@ def test_decoder_scoring_and_naive_log_probs_agree_per_token(params, decoded):
             assert np.all(np.asarray(scored)[i, j, n:] == 0.0)
 
 
-# one position of the six rows at a time, and all at once
-@pytest.mark.parametrize("chunk_tokens", [7, 1000])
-def test_chunking_changes_neither_values_nor_gradients(params, decoded, chunk_tokens):
-    tokens, prompt_lengths, out = decoded
-
-    def total(p, chunk):
-        return jnp.sum(score(p, tokens, prompt_lengths, out.lengths, chunk_tokens=chunk))
-
-    value, grad = jax.value_and_grad(total)(params, 36)
-    chunked_value, chunked_grad = jax.value_and_grad(total)(params, chunk_tokens)
-    np.testing.assert_allclose(chunked_value, value, rtol=1e-5)
-    jax.tree.map(
-        # gradients of a sum over 36 tokens, of order 1 to 10
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
-        chunked_grad,
-        grad,
-    )
-
-
-def test_kept_logits_change_neither_values_nor_gradients(params, decoded):
-    tokens, prompt_lengths, out = decoded
-
-    def total(p, kept_bytes):
-        scores = score(p, tokens, prompt_lengths, out.lengths, kept_bytes=kept_bytes)
-        return jnp.sum(scores)
-
-    value, grad = jax.value_and_grad(total)(params, 0)
-    kept_value, kept_grad = jax.value_and_grad(total)(params, 2**20)
-    np.testing.assert_allclose(kept_value, value, rtol=1e-5)
-    jax.tree.map(
-        # as above
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
-        kept_grad,
-        grad,
-    )
-
-
-def test_remat_changes_no_gradient(params, decoded):
-    tokens, prompt_lengths, out = decoded
-
-    def grad(remat):
-        return jax.grad(
-            lambda p: jnp.sum(score(p, tokens, prompt_lengths, out.lengths, remat=remat))
-        )(params)
-
-    jax.tree.map(
-        # the same float32 operations in another order; values of order 1 to 10
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
-        grad("layers"),
-        grad("none"),
-    )
-
-
-def test_logits_of_the_whole_batch_never_exist(params, decoded):
-    tokens, prompt_lengths, out = decoded
-    jaxpr = jax.make_jaxpr(
-        lambda p: jax.grad(
-            lambda q: jnp.sum(score(q, tokens, prompt_lengths, out.lengths, chunk_tokens=6))
-        )(p)
-    )(params)
-    vocabulary_rows = [
-        v.aval.size // CONFIG.vocab_size
-        for eqn in _equations(jaxpr.jaxpr)
-        for v in eqn.outvars
-        if CONFIG.vocab_size in getattr(v.aval, "shape", ())
-    ]
-    # 2 prompts x 3 responses x 6 positions = 36 rows would be the naive tensor
-    assert vocabulary_rows and max(vocabulary_rows) <= CONFIG.hidden_size
-
-
-def _equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
-
-
 @pytest.mark.parametrize(("platform", "rows"), [("cuda", 8192), ("cpu", 2048)])
 def test_a_block_of_the_table_is_as_large_as_its_platform_wants(decoded, platform, rows):
     tokens, prompt_lengths, out = decoded
@@ -222,33 +140,6 @@ def test_an_untied_table_is_the_one_that_is_used(decoded):
     # 1 to 10, sums of 23 of them.
     assert np.abs(grad["unembed"]).max() > 1
     np.testing.assert_allclose(grad["unembed"].sum(0), 0, atol=2e-4)
-
-
-def test_prompts_on_several_devices_stay_there(params):
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    by_prompt, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    rng = np.random.default_rng(0)
-    tokens = jax.device_put(rng.integers(0, CONFIG.vocab_size, (8, 2, 9), np.int32), by_prompt)
-    lengths = jax.device_put(np.full((8, 2), 3, np.int32), by_prompt)
-
-    def total(params, tokens, lengths):
-        return jnp.sum(score(params, tokens, lengths, lengths, t=4, chunk_tokens=20) ** 2)
-
-    program = jax.jit(jax.value_and_grad(total), out_shardings=whole)
-    placed = jax.device_put(params, whole)
-    compiled = program.lower(placed, tokens, lengths).compile()
-    text = compiled.as_text()
-    # Gradients are summed over devices; hidden states, logits and tokens are not moved.
-    assert "all-reduce(" in text
-    for name in ("all-gather", "all-to-all", "collective-permute"):
-        assert f"{name}(" not in text and f"{name}-start(" not in text
-    value, grad = compiled(placed, tokens, lengths)
-    wanted_value, wanted = jax.jit(jax.value_and_grad(total))(
-        params, np.asarray(tokens), np.asarray(lengths)
-    )
-    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
-    # float32 sums of 48 tokens in another order, values up to some hundreds
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), grad, wanted)
 
 
 def test_a_classifier_is_refused(params, decoded):
@@ -339,21 +230,6 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(decoded, fa
         grad,
         expected_grad,
     )
-
-
-def test_packed_sequences_do_not_see_one_another(params, decoded):
-    tokens, prompt_lengths, out = decoded
-    (rows, segments, positions), _ = packed(tokens, prompt_lengths, out.lengths)
-    score_rows = functools.partial(
-        packed_token_logprobs, config=CONFIG, scoring=Scoring(temperature=0.7)
-    )
-    plain = np.asarray(score_rows(params, rows, segments, positions))
-    assert np.all(plain[positions == 0] == 0)
-    others = np.where((segments == 1) | (segments == 3), rows, 11)
-    changed = np.asarray(score_rows(params, others, segments, positions))
-    same = (segments == 1) | (segments == 3)
-    np.testing.assert_array_equal(changed[same], plain[same])
-    assert (changed[segments == 2] != plain[segments == 2]).any()
 
 
 def test_mask_eos_leaves_only_the_stop_decision_out():

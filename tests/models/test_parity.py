@@ -6,19 +6,12 @@ random models are made, and ties between greedy tokens kept out, is in tests/gol
 """
 
 import copy
-import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 from fake_adapters import read_adapters
 from fake_models import (
-    BFLOAT16_KL,
-    GOLDEN,
-    STORIES,
     adapted,
     assert_close,
-    bfloat16_kl,
     load_folder,
     logits_of,
     random_params,
@@ -36,7 +29,7 @@ import torch
 import transformers
 from golden import make_golden
 
-from tba_jax.models import classifier, experts, lora, rope, transformer
+from tba_jax.models import classifier, lora, rope
 from tba_jax.models.hf import adapter_files, config_json, hf_weights
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
@@ -57,11 +50,6 @@ def ours(config, params, tokens, mask):
     if not config.num_labels:
         return logits_of(config, params, tokens, mask)
     return classifier.classify(params, tokens, mask, config=config, compute_dtype=jnp.float32)
-
-
-def kl(want, got):
-    want, got = jax.nn.log_softmax(want), jax.nn.log_softmax(got)
-    return float(np.mean(np.sum(np.exp(want) * (want - got), axis=-1)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,8 +83,6 @@ def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_pat
         logits = again.eval()(torch.tensor(tokens)).logits.numpy()
     # The same code on the same weights; 1 ulp of slack for another order of threads.
     np.testing.assert_allclose(logits, found["logits"], rtol=0, atol=1e-6 * np.abs(plain).max())
-    if not config.num_labels:
-        _bfloat16_is_as_near_as_that_of_transformers(again, config, params, found)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", *_NEW])
@@ -155,54 +141,6 @@ def test_peft_reads_the_adapters_that_a_server_gets_and_writes_the_same(family, 
     jax.tree.map(np.testing.assert_array_equal, read, adapters)
 
 
-@torch.no_grad()
-def _bfloat16_is_as_near_as_that_of_transformers(model, config, params, found):
-    """The gate of test_families, and no worse than three times what torch loses.
-
-    Experts are those of float32: where two have nearly equal scores, bfloat16 can choose another
-    one, which is no error of its products. One such token of 24 gave 0.0143 nats instead of 0.0001.
-    """
-    tokens = found["tokens"]
-    if config.num_experts:
-        low = logits_with_experts_of_float32(config, params, jnp.asarray(tokens))
-    else:
-        low = logits_of(config, params, tokens, tokens >= 0, jnp.bfloat16)
-    theirs = model.to(torch.bfloat16)(torch.tensor(tokens)).logits.float().numpy()
-    loss, their_loss = kl(found["logits"], low), kl(found["logits"], theirs)
-    assert loss < (bfloat16_kl(config) if "delta" in config.pattern else BFLOAT16_KL)
-    assert config.num_experts or loss < 3 * their_loss, (loss, their_loss)
-
-
-def logits_with_experts_of_float32(config, params, tokens):
-    """Logits in bfloat16 of tokens that pass the experts that float32 chooses."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    layers, real, chosen = transformer.unstack_layers(params, config), experts.route, []
-
-    def record(*args):
-        found = real(*args)
-        chosen.append(found.numbers)
-        return found
-
-    def given(rows, leaves, config):
-        numbers = chosen.pop(0)
-        every = {"experts_per_token": config.num_experts, "normalised_experts": False}
-        found = real(rows, leaves, dataclasses.replace(config, **every))
-        of_experts = jnp.take_along_axis(found.weights, jnp.argsort(found.numbers), axis=-1)
-        weights = jnp.take_along_axis(of_experts, numbers, axis=-1)
-        if config.normalised_experts:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return experts.Chosen(weights, numbers)
-
-    for route, dtype in ((record, jnp.float32), (given, jnp.bfloat16)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "route", route)
-            kwargs = {"config": config, "compute_dtype": dtype}
-            hidden = transformer.apply(layers, tokens, positions, tokens >= 0, **kwargs)
-            logits = transformer.unembed(layers, hidden, **kwargs)
-    assert not chosen
-    return np.asarray(logits)
-
-
 REWARD_MODELS = {
     "gpt_neox": MODELS["gpt_neox_reward"],
     "llama": make_golden._llama(num_labels=1, architectures=["LlamaForSequenceClassification"]),
@@ -259,20 +197,3 @@ def test_rotary_frequencies_of_real_sizes_equal_those_of_transformers(name):
     if name == "yarn":
         factor = config.rope_scaling.attention_factor
         assert factor == pytest.approx(embedding.attention_scaling, rel=1e-12)
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
-def test_the_greedy_story_is_what_transformers_writes_now(tmp_path):
-    """Its own generate, with its cache, on the original and on our export of it."""
-    golden = json.loads((GOLDEN / "stories260k.json").read_text())
-    config, params, hf_config = load_folder(STORIES)
-    hf_weights.save(tmp_path, config, params, hf_config, STORIES)
-    for folder in (STORIES, tmp_path):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        out = model.generate(
-            torch.tensor([golden["prompt_ids"]]),
-            max_new_tokens=len(golden["greedy_ids"]),
-            do_sample=False,
-        )
-        assert out[0, len(golden["prompt_ids"]) :].tolist() == golden["greedy_ids"]
-        assert Tokenizer.load(Path(folder)).decode(golden["greedy_ids"]) == golden["text"]

@@ -30,7 +30,7 @@ def shared_states(params, config):
     prompts, responses = (jnp.asarray(x) for x in tokens())
     return shared_prompts.apply(
         params, prompts, responses, PROMPT_LENGTHS, config=config, compute_dtype=jnp.float64
-    )[:2]
+    )
 
 
 def states_of_rows(params, config):

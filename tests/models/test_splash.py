@@ -140,7 +140,7 @@ def test_a_mesh_divides_rows_and_heads_and_changes_no_number(monkeypatch, num_kv
         def loss(params):
             if sharding is not None:
                 params = sharding.ends(params, jnp.float32)
-            ends, states, _ = shared_prompts.apply(
+            ends, states = shared_prompts.apply(
                 params,
                 jnp.asarray(prompts, jnp.int32),
                 jnp.asarray(responses, jnp.int32),

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 
 import hypothesis
@@ -22,7 +21,6 @@ from tba_jax.run.errors import is_mendable
 SHARED = Path(__file__).parents[2] / ".." / "shared"
 STORIES = SHARED / "models" / "stories260k"
 PYTHIA = SHARED / "tokenizers" / "pythia"
-GSM8K = SHARED / "data" / "gsm8k"
 needs_stories = pytest.mark.skipif(
     not STORIES.is_dir(), reason="../shared/models/stories260k is absent"
 )
@@ -282,25 +280,6 @@ def test_ids_that_the_model_has_and_the_tokenizer_lacks_add_no_text(tmp_path):
     assert tokenizer.decode([400, *ids[:2], 511, *ids[2:]]) == "ab é"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        " leading space",
-        "trailing space ",
-        "  two  and   three   ",
-        "\n\nlines\r\n\ttabs\t\n",
-        "def f(x):\n    return {'a': [x**2, \"b\"]}  # ok?\n",
-        "don't , . ! ?  n't 's",
-        "日本語 🎉👩\u200d👩\u200d👧 e\u0301 é \u2028 \x00\x7f\ufeff",
-        "<think>a</think> <bos>a<eos> <pad>",
-        "",
-    ],
-)
-def test_byte_level_text_round_trips(bytes_tokenizer, text):
-    ids = bytes_tokenizer.encode(text, add_bos=False)
-    assert bytes_tokenizer.decode(ids, skip_special=False) == text
-
-
 # Without surrogates, which are no text. Derandomised: the same examples in every run.
 ANY_TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40)
 EXAMPLES = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -389,19 +368,6 @@ def test_tokenizer_that_is_code_is_refused(tmp_path):
         Tokenizer.load(tmp_path)
 
 
-def test_the_library_is_not_imported_before_a_tokenizer_is_loaded():
-    code = "import sys, tba_jax.models.tokenizer; print('transformers' in sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-        check=True,
-    )
-    assert out.stdout == "False\n"
-
-
 @needs_stories
 def test_stories_tokenizer_round_trips():
     tokenizer = Tokenizer.load(STORIES)
@@ -440,28 +406,6 @@ def test_pythia_without_config_is_the_same_and_has_no_special_ids(pythia):
     assert (bare.bos_id, bare.eos_ids, bare.pad_id) == (None, (), 0)
     text = "def f(x):\n        return  x\t# é 日本 🎉"
     np.testing.assert_array_equal(bare.encode(text, True), pythia.encode(text, True))
-
-
-@needs_pythia
-@EXAMPLES
-@hypothesis.given(text=ANY_TEXT)
-@hypothesis.example(text="    four spaces\n\n" + " " * 60 + "\t\tx = {1: [2]}\r\n")
-@hypothesis.example(text="e\u0301")
-def test_pythia_round_trips_any_text_up_to_its_own_normalisation(pythia, text):
-    """It composes characters (NFC) before it reads them: e + accent comes back as one é."""
-    ids = pythia.encode(text, add_bos=False)
-    assert pythia.decode(ids, skip_special=False) == unicodedata.normalize("NFC", text)
-
-
-@needs_pythia
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is absent")
-def test_pythia_round_trips_gsm8k(pythia):
-    files = [(GSM8K / f"{name}.jsonl").read_text() for name in ("train", "test")]
-    lines = [line for file in files for line in file.split("\n") if line]
-    texts = [json.loads(line)[key] for line in lines for key in ("question", "answer")]
-    assert len(texts) == 2 * 8792
-    back = pythia.batch_decode([pythia.encode(text, add_bos=True) for text in texts])
-    assert [(a, b) for a, b in zip(back, texts, strict=True) if a != b] == []
 
 
 EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward")
