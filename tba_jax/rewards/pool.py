@@ -103,6 +103,7 @@ class _Worker:
         """
         if self._process is None or not self._process.is_alive():
             self._start()
+        process = self._process
         try:
             self._connection.send((function, arguments))
             if self._connection.poll(timeout_s):
@@ -111,7 +112,7 @@ class _Worker:
             self.kill()
             if self._closed.is_set():
                 raise RuntimeError(_CLOSED) from None
-            raise _Crashed(f"exit code {self._process.exitcode}") from None
+            raise _Crashed(f"exit code {process and process.exitcode}") from None
         self.kill()
         raise TimeoutError
 
