@@ -415,7 +415,8 @@ class RewardPool:
                     send(_Task(function, items))
             while pending:
                 done, _ = futures.wait(pending, return_when=futures.FIRST_COMPLETED)
-                for future in done:
+                # In the order of the items, so that the first failure is always the same one.
+                for future in [future for future in pending if future in done]:
                     task = pending.pop(future)
                     rewards, reason, text = self._outcome(future, task.function)
                     if not reason:

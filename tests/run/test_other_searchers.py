@@ -65,9 +65,9 @@ def restored(state, **settings):
 
 
 def stored(state):
-    """Everything stored, as comparable values: prompt, reward, version, count, uses."""
+    """Everything stored, as comparable values: prompt, reward, version, uses."""
     arrays = state.parts["buffer"].arrays
-    columns = ("prompt_id", "reward", "version_min", "count", "uses")
+    columns = ("prompt_id", "reward", "version_min", "uses")
     return sorted(zip(*(arrays[f"row_{name}"].tolist() for name in columns), strict=True))
 
 
