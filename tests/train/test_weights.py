@@ -205,7 +205,6 @@ SHARED, PACKED = {"shares_prompts": True}, {"row_length": 18}
         ("tb_vargrad", {**PACKED, **PARTS}),
         slow("tb_learned", {**PACKED, **WHOLE}),
         ("rloo_vargrad", {**PACKED, **SHARED, **WHOLE}),
-        slow("dapo_vargrad", {**PACKED, **SHARED, **PARTS}),
     ],
 )
 def test_a_step_on_weights_is_that_on_repeated_rows(name, layout):
