@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Game:
-    """Has gym's `step`; what it is told says what it does."""
+    """Has gym's `step`; the action names its behaviour."""
 
     def init(self, prompt):
         self.prompt = prompt
