@@ -2,6 +2,7 @@
 """Entry point of every command: failures become one line on standard error and an exit code."""
 
 import ctypes
+import logging
 import os
 import select
 import signal
@@ -29,8 +30,10 @@ def run_command(main: Callable[[], int]) -> int:
     exit code of SIGPIPE.
     """
     prepare_process()
-    # Orbax warns about folders that it only reads, and logs one failure with several tracebacks.
+    # Orbax warns about folders that it only reads, and logs one failure with several tracebacks;
+    # asyncio adds one for each array that it could not write.
     absl_logging.set_verbosity(absl_logging.FATAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
     try:
         try:
             code = main()

@@ -95,7 +95,6 @@ BROKEN = {
     ),
     "several rules of one section and of one check": (
         {
-            "placement": "fleet",
             "task__reward": "{}/rewards.py:scroe",
             "reference__reset_period": 5,
             "search__samples_per_prompt": 300,
