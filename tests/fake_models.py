@@ -14,6 +14,8 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
 from tba_jax.models import model as models
 from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig, apply, unembed
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,6 +52,26 @@ def logprob_bound(config, length, largest_logit):
     of_layer = 2 * config.hidden_size + length + heads + config.mlp_size
     num_sums = config.num_layers * of_layer + config.hidden_size + config.vocab_size
     return 2 * num_sums**0.5 * 2.0**-24 * largest_logit
+
+
+_SCORING = Scoring()
+_score = jax.jit(token_logprobs, static_argnames=("response_bucket", "config", "scoring"))
+
+
+def scored_tokens(config, params, prompt, response, scoring=_SCORING, multiple=64):
+    """Log-probs float32 [t] of the tokens of a response, by the trainer's scorer.
+
+    Args:
+        prompt, response: token IDs, one-dimensional.
+        multiple: of the row's length, so that responses share a program.
+    """
+    n, t = len(prompt), -(-len(response) // multiple) * multiple
+    row = np.zeros((1, 1, -(-n // 16) * 16 + t), np.int32)
+    row[0, 0, -t - n : -t] = prompt
+    row[0, 0, row.shape[-1] - t : row.shape[-1] - t + len(response)] = response
+    lengths = np.array([[n]]), np.array([[len(response)]])
+    found = _score(params, row, *lengths, response_bucket=t, config=config, scoring=scoring)
+    return np.asarray(found)[0, 0, : len(response)]
 
 
 def bfloat16_kl(config):

@@ -8,12 +8,11 @@ import numpy as np
 import optax
 import pytest
 from fake_batches import SCORING, SETTINGS
-from fake_models import random_params, tiny_config
+from fake_models import random_params, scored_tokens, tiny_config
 
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
-from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.settings import Schedule
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
@@ -39,11 +38,8 @@ FROM_CONTEXT = game((2 * FIRST + 1) % 4)
 
 def logprobs(params, tokens, is_sampled):
     """Of the marked tokens of every episode."""
-    n = len(tokens)
-    lengths = np.full((n, 1), 3, np.int32)
-    rows = Padding((4,), (3,), 0).rows([PROMPT] * n, tokens[:, None], lengths)
-    marks = np.broadcast_to(is_sampled, (n, 1, 3))
-    return np.asarray(Reference(make_reference_program(CONFIG, SCORE), params)(*rows, marks))[:, 0]
+    rows = [scored_tokens(CONFIG, params, PROMPT, y, SCORE, multiple=3) for y in tokens]
+    return (np.stack(rows) * np.array(is_sampled)).sum(1)
 
 
 def trained(tokens, reward, is_sampled, num_steps):

@@ -3,11 +3,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from commands import ROOT, environment, lines, losses, run
+from commands import ROOT, lines, losses, run
 
 START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
 TEMPLATE = (
@@ -107,54 +105,3 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path,
     ]
     # Not quite the mean reward: format_reward's mean leaves out what it does not apply to.
     assert step["search/reward_mean"] == pytest.approx(sum(weighted), abs=0.25)
-
-
-OWN_REWARD = """
-def number(completions, answer, **kwargs):
-    return [float(a.split("#### ")[-1] in c) + len(c) / 100 for a, c in zip(answer, completions)]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_own_model_data_and_reward_are_one_command_with_three_settings(cache, tmp_path):
-    """Questions and answers in the format of GSM8K."""
-    (tmp_path / "rewards.py").write_text(OWN_REWARD)
-    rows = [
-        {"question": f"Tom has {a} pens and buys {b}. How many?", "answer": f"{a}+{b} #### {a + b}"}
-        for a in range(10)
-        for b in range(5)
-    ]
-    write_rows(tmp_path / "data.jsonl", rows)
-    workdir = tmp_path / "run"
-    settings = {
-        "model.path": START_MODEL,
-        "task.data_path": tmp_path / "data.jsonl",
-        "task.reward": f"{tmp_path}/rewards.py:number",
-        "num_steps": 2,  # besides the three, for a short test
-    }
-    flags = [f"--config.{name}={value}" for name, value in settings.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "tba_jax.main", "--config=custom", f"--workdir={workdir}", *flags],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1400,
-        env=environment(cache),
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and "chosen: task.max_prompt_tokens=" in done.stdout
-    assert sorted(losses(workdir)) == [1, 2] and (workdir / "report.html").exists()
-
-
-def test_bad_input_is_one_line_that_names_its_place(cache, tmp_path):
-    write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}+1", "target": "2"} for i in range(40)])
-    with open(tmp_path / "data.jsonl", "a") as file:
-        file.write('{"text": "1+1", "target": "2"}')
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    done = run(tmp_path / "run", *custom(tmp_path), cache=cache, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "data.jsonl, line 41: no column 'prompt'; got" in errors[0]
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "run" / "report.json").exists()

@@ -122,28 +122,6 @@ def test_pods_of_two_and_four_make_the_losses_of_one_and_four_resume_on_fewer(ca
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_an_asynchronous_job_goes_on_with_other_host_counts(cache, tmp_path):
-    """On two, one and two processes: nothing lost, nothing double, and training goes on."""
-    workdir, stored = tmp_path / "run", 0
-    fields = ("JAX_NUM_CPU_DEVICES=4", "num_searchers=2")
-    for number, num_steps in ((2, 8), (1, 12), (2, 16)):
-        if stored:
-            # The horizon is part of the config; what is tested is the state.
-            edit_config(workdir, num_steps=num_steps)
-        steps = f"num_steps={num_steps}"
-        code, out, err = run_pod(number, workdir, steps, *fields, cache=cache)
-        assert code == 0, err
-        assert not stored or f"at step {num_steps - 4} of {num_steps}" in out
-        final = report(workdir)
-        assert final["processes"] == number
-        assert is_balanced(final["ledger"])
-        assert final["ledger"]["stored"] >= stored
-        stored = final["ledger"]["stored"]
-        assert sorted(losses(workdir)) == list(range(1, num_steps + 1))
-
-
 def edit_config(workdir, **fields):
     path = workdir / "config.json"
     content = read_json(path)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every implementation of attention against the einsum, at every padding."""
 
-import dataclasses
 import functools
 
 import jax
@@ -15,13 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.lowering import weight_shardings
 from tba_jax.devices import site as site_module
-from tba_jax.devices.site import Site, any_device
+from tba_jax.devices.site import Site
 from tba_jax.evaluation.metrics import make_distance_program
 from tba_jax.models import attention, cudnn_attention, splash, transformer
 from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.scoring import Scoring
-from tba_jax.models.shardings import ComputeSharding, param_shardings
-from tba_jax.search.reference import make_reference_program
 from tba_jax.search.start_data import make_start_program
 
 B, S, G, R, E = 4, 12, 2, 3, 16
@@ -102,9 +99,9 @@ def test_sequences_of_a_packed_row_do_not_see_one_another(implementation):
     assert all(np.isfinite(g).all() for g in grads)
 
 
-@pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(
+    ("shares", "has_sinks", "window"), [(False, False, None), (False, True, 2), (True, True, 2)]
+)
 def test_a_mask_of_pairs_is_what_the_einsum_sees(shares, has_sinks, window):
     """What cuDNN is given for packed rows, here to XLA: values and gradients, at an odd length."""
     segments = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4], [1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]])
@@ -137,14 +134,20 @@ def test_a_mask_of_pairs_is_what_the_einsum_sees(shares, has_sinks, window):
 
 
 @DTYPES
-@pytest.mark.parametrize("implementation", ["xla", "xla_tpu"])
-def test_the_einsum_is_softmax_attention_of_what_is_visible(dtype, implementation):
+@pytest.mark.usefixtures("splash_of_any_length")
+@pytest.mark.parametrize("implementation", ["xla", "xla_tpu", "splash"])
+def test_each_implementation_is_softmax_attention_of_what_is_visible(dtype, implementation):
+    """Splash is interpreted here; test_splash compiles it."""
     q, k, v = sequences(dtype)
     visible = np.tril(np.ones((S, S), bool))[None] & MASK[:, None, :]
     visible |= np.eye(S, dtype=bool) & ~MASK[:, :, None]  # padded queries: anything finite
     out = compiled(implementation)[0](q, k, v, MASK)
     assert out.dtype == dtype
     assert_close_where_valid(out, by_hand(q, k, v, visible), dtype)
+    if dtype == jnp.float32 and implementation != "xla":
+        gradients = (compiled(name)[1](q, k, v, MASK) for name in (implementation, "xla"))
+        for one, other in zip(*gradients, strict=True):
+            assert_close_where_valid(one, other)
 
 
 @pytest.mark.usefixtures("splash_of_any_length")
@@ -156,27 +159,6 @@ def test_padding_is_never_read_and_comes_out_finite():
         assert np.isfinite(out).all()
         other = compiled(name)[0](q, jnp.where(padded, 1e3, k), jnp.where(padded, 1e3, v), MASK)
         np.testing.assert_array_equal(np.asarray(out)[MASK], np.asarray(other)[MASK])
-
-
-def test_gradients_of_the_einsum_are_the_same_in_either_order_of_axes():
-    args = (*sequences(), MASK)
-    for one, other in zip(compiled("xla_tpu")[1](*args), compiled("xla")[1](*args), strict=True):
-        assert_close_where_valid(one, other)
-
-
-@DTYPES
-@pytest.mark.usefixtures("splash_of_any_length")
-def test_splash_attention_equals_the_einsum(dtype):
-    """Interpreted here; test_splash compiles it."""
-    args = (*sequences(dtype), MASK)
-    assert_close_where_valid(compiled("splash")[0](*args), compiled("xla")[0](*args), dtype)
-
-
-@pytest.mark.usefixtures("splash_of_any_length")
-def test_gradients_of_splash_attention_equal_those_of_the_einsum():
-    args = (*sequences(), MASK)
-    for one, other in zip(compiled("splash")[1](*args), compiled("xla")[1](*args), strict=True):
-        assert_close_where_valid(one, other)
 
 
 @pytest.fixture
@@ -260,50 +242,32 @@ def test_auto_is_flash_attention_where_the_platform_has_it(dtype, head_dim, on_c
         assert attention.choose("auto", platform, dtype, head_dim) == "xla"
 
 
-def test_flash_attention_needs_a_mesh_that_divides_all_heads_alike():
-    """With whole key/value heads each device would compute all heads, or the program be refused."""
+def test_kernels_get_only_what_they_support():
+    """Scores, head sizes, sequences of two blocks at least, and meshes that divide all heads."""
+    sinks, plain = jnp.asarray(SINKS), attention.PLAIN
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
-    for spec, names in (
-        (PartitionSpec(None, "model"), ("splash", "cudnn")),
-        (PartitionSpec(None, None), ("xla_tpu", "xla")),
+    divided, whole = (
+        {"sharding": NamedSharding(mesh, PartitionSpec(None, x))} for x in ("model", None)
+    )
+    for name, scores, head_dim, options, wanted in (
+        ("cudnn", plain, 128, {}, "cudnn"),
+        ("cudnn", attention.Scores(4), 128, {}, "cudnn"),
+        ("cudnn", attention.Scores(4, sinks=sinks), 120, {}, "cudnn"),
+        ("cudnn", attention.Scores(4, sinks=sinks), 128, {}, "xla"),
+        ("cudnn", attention.Scores(cap=30.0), 64, {}, "xla"),
+        ("splash", plain, 256, {}, "splash"),
+        ("splash", attention.Scores(sinks=sinks), 64, {}, "xla_tpu"),
+        ("xla", attention.Scores(4), 64, {}, "xla"),
+        ("splash", plain, 64, {"length": 255}, "xla_tpu"),
+        ("splash", plain, 64, {"length": 256}, "splash"),
+        ("cudnn", plain, 64, {"length": 1}, "cudnn"),
+        ("splash", plain, 64, divided, "splash"),
+        ("cudnn", plain, 64, divided, "cudnn"),
+        # Each device would compute all heads, or the program be refused.
+        ("splash", plain, 64, whole, "xla_tpu"),
+        ("cudnn", plain, 64, whole, "xla"),
     ):
-        sharding = NamedSharding(mesh, spec)
-        for asked, wanted in zip(("splash", "cudnn"), names, strict=True):
-            assert attention.PLAIN.allowed(asked, 64, sharding=sharding) == wanted
-
-
-def test_splash_is_for_whole_sequences_of_at_least_two_blocks():
-    for name, length, wanted in (
-        ("splash", 255, "xla_tpu"),
-        ("splash", 256, "splash"),
-        ("cudnn", 1, "cudnn"),
-    ):
-        assert attention.PLAIN.allowed(name, 64, length=length) == wanted
-
-
-def test_the_key_that_stands_for_sinks_has_16_bits_of_them():
-    none = jnp.zeros((1, 3, G * R, E), jnp.bfloat16), *[jnp.zeros((1, 3, G, E), jnp.bfloat16)] * 2
-    found = jax.jit(cudnn_attention._with_sinks)(*none, jnp.asarray(SINKS))
-    q, k, v = (np.asarray(x, np.float64) for x in found)
-    scores = np.einsum("bsghe,bcge->bsghc", q.reshape(1, 3, G, R, -1), k) / E**0.5
-    wanted = np.broadcast_to(SINKS, (1, 3, G, R))
-    np.testing.assert_allclose(scores[..., 0], wanted, rtol=2**-16)
-    assert not scores[..., 1:].any() and not v.any()
-
-
-def test_kernels_get_only_scores_that_they_support():
-    sinks = jnp.asarray(SINKS)
-    for name, scores, head_dim, wanted in (
-        ("cudnn", attention.PLAIN, 128, "cudnn"),
-        ("cudnn", attention.Scores(4), 128, "cudnn"),
-        ("cudnn", attention.Scores(4, sinks=sinks), 120, "cudnn"),
-        ("cudnn", attention.Scores(4, sinks=sinks), 128, "xla"),
-        ("cudnn", attention.Scores(cap=30.0), 64, "xla"),
-        ("splash", attention.PLAIN, 256, "splash"),
-        ("splash", attention.Scores(sinks=sinks), 64, "xla_tpu"),
-        ("xla", attention.Scores(4), 64, "xla"),
-    ):
-        assert scores.allowed(name, head_dim) == wanted
+        assert scores.allowed(name, head_dim, **options) == wanted
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
@@ -376,23 +340,6 @@ def test_kernels_run_on_each_devices_part_of_a_mesh():
         run(q, k, v, MASK, sharding=jax.NamedSharding(mesh, jax.P(None, None, "model")))
 
 
-@pytest.mark.parametrize("asked, chosen", [("auto", "cudnn"), ("xla", "xla")])
-def test_an_architecture_can_do_without_kernels(asked, chosen):
-    config = dataclasses.replace(tiny_config(), head_dim=64, attention=asked)
-    sharding = ComputeSharding(config, any_device("cuda"))
-    assert transformer.choose_attention(config, jnp.bfloat16, sharding) == chosen
-    decoder = Decoder(
-        config,
-        compute_dtype=jnp.bfloat16,
-        eos_ids=(),
-        pad_id=0,
-        prompt_buckets=(8,),
-        max_length=16,
-        site=any_device("cuda"),
-    )
-    assert decoder.implementation == chosen
-
-
 @pytest.fixture
 def cudnn_calls(monkeypatch):
     """Devices count as GPUs, and cuDNN's attention has JAX's rule for its arguments on a mesh.
@@ -430,7 +377,6 @@ def test_programs_of_several_gpus_use_cudnn_where_they_divide_all_heads(cudnn_ca
     config = tiny_config(num_kv_heads=num_kv_heads, head_dim=8, vocab_size=24)
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     site = Site(mesh)
-    trained = jax.device_put(random_params(config), param_shardings(config, mesh))
     held = jax.device_put(
         transformer.unstack_layers(random_params(config), config), weight_shardings(config, mesh)
     )
@@ -447,11 +393,9 @@ def test_programs_of_several_gpus_use_cudnn_where_they_divide_all_heads(cudnn_ca
         site=site,
     )
     assert decoder.implementation == "cudnn"
-    reference = make_reference_program(config, scoring, site)
     start = make_start_program(config, scoring, max_new_tokens=2, site=site)
     distances = make_distance_program(config, scoring, site)
     for program in (
-        lambda: reference(trained, tokens, *lengths, response_bucket=2),
         lambda: start(held, tokens, *lengths),
         lambda: distances(held, held, tokens, lengths[0], lengths[0], t=2),
         lambda: decoder.prefill(held, tokens, lengths[0]),

@@ -49,24 +49,3 @@ def test_products_of_rows_for_other_devices_reach_neither_result_nor_gradient(mo
     for got, expected in zip(jax.tree.leaves(found(mesh)), jax.tree.leaves(wanted), strict=True):
         # Float32 sums in another order.
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_gradient_of_recomputed_experts_does_not_repeat_their_last_product():
-    config = tiny_config(family="qwen3_moe")
-    layer = jax.tree.map(lambda x: x[0], random_params(config)["layers"])
-    leaves = {name: layer[name] for name in experts.LEAVES if name in layer}
-    rows = jnp.ones((8, config.hidden_size))
-
-    @jax.checkpoint
-    def layer_of(rows, leaves):
-        return rows + experts.feed_forward(rows, leaves, config=config)
-
-    def num_products(program):
-        return str(jax.make_jaxpr(program)(rows, leaves)).count("ragged_dot_general[")
-
-    def loss(rows, leaves):
-        return jnp.sum(layer_of(rows, leaves))
-
-    assert num_products(loss) == 3
-    # Three products, two of them again, and two gradients of each.
-    assert num_products(jax.grad(loss, argnums=(0, 1))) == 3 + 2 + 2 * 3

@@ -89,13 +89,6 @@ def test_scores_equal_those_of_transformers(name):
         assert_close(got, golden[kind])
 
 
-def test_a_language_model_has_no_scores():
-    config = tiny_config()
-    with pytest.raises(ValueError, match="num_labels = 0.*ForSequenceClassification"):
-        tokens = jnp.zeros((1, 2), int)
-        classifier.classify({}, tokens, tokens == 0, config=config, compute_dtype=jnp.float32)
-
-
 @pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
 def test_the_greedy_story_is_that_of_transformers():
     golden = json.loads((GOLDEN / "stories260k.json").read_text())
@@ -105,13 +98,6 @@ def test_the_greedy_story_is_that_of_transformers():
     greedy = found[0, len(golden["prompt_ids"]) - 1 : -1].tolist()
     assert greedy == golden["greedy_ids"] and len(greedy) == 64
     assert Tokenizer.load(STORIES).decode(greedy) == golden["text"]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_config_of_transformers_survives_our_writing(name):
-    config = config_json.transformer_config(json.loads((GOLDEN / name / "config.json").read_text()))
-    assert config_json.transformer_config(config_json.hf_config(config)) == config
-    assert bool(config.num_labels) == (name in CLASSIFIERS)
 
 
 LLAMA3 = rope.Llama3Scaling(8.0, 1.0, 4.0, 8192)
@@ -146,11 +132,8 @@ def test_every_architecture_is_read_back_as_written(changes):
     ("changes", "message"),
     [
         ({"o_bias": True}, "no Hugging Face family 'llama' with o_bias = True"),
-        ({"qk_norm": True}, "'llama' with qk_norm = True"),
         ({"family": "qwen2", "qkv_bias": False}, "'qwen2' with qkv_bias = False"),
-        ({"family": "gpt2", "positions": "rotary"}, "'gpt2' with positions = 'rotary'"),
         ({"family": "gpt_neox", "num_kv_heads": 2}, "'gpt_neox' with num_kv_heads = 2"),
-        ({"rotary_fraction": 0.5}, "'llama' with rotary_fraction = 0.5"),
     ],
 )
 def test_what_a_family_cannot_express_is_not_exported(changes, message):
@@ -161,71 +144,49 @@ def test_what_a_family_cannot_express_is_not_exported(changes, message):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
+        # What the model does not implement.
         ("llama", {"model_type": "gemma4"}, r"model_type = 'gemma4'.*llama, qwen2, qwen3"),
         ("llama", {"architectures": ["LlamaForTokenClassification"]}, "TokenClassification'.*or"),
-        ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "DoubleHeadsModel'.*GPT2LMHead"),
         ("llama", {"hidden_act": "relu"}, r"hidden_act = 'relu'.*covers: silu"),
-        ("gpt2", {"activation_function": "relu"}, r"activation_function = 'relu'"),
         ("qwen2", {"mlp_bias": True}, r"mlp_bias = True.*false for qwen2"),
         ("qwen2", {"use_sliding_window": True}, r"use_sliding_window = True"),
         ("qwen3", {"layer_types": ["sliding_attention"]}, r"layer_types = 'sliding_attention'"),
+        ("qwen3_5_text", {"layer_types": ["mamba"] * 4}, "layer_types = 'mamba'.*linear_attention"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types of 1 layers"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.*'dynamic'"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters.*'longrope'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, r"'linear' but no rope_scaling.factor"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "one entry per full_attention"),
         ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5.*1.0 for llama"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, r"quant_method = 'awq'"),
-        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder = True"),
         ("gpt2", {"add_cross_attention": True}, r"add_cross_attention = True.*covers: false"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx = True"),
         ("gpt2", {"scale_attn_weights": False}, r"scale_attn_weights = False.*covers: true"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\].*\[\] for qwen3_moe"),
+        ("gpt_oss", {"swiglu_limit": 3.0}, "swiglu_limit = 3.0.*7.0 for gpt_oss"),
+        # Sizes that do not fit each other, or are absent.
         ("llama", {"num_hidden_layers": None}, r"llama model lacks num_hidden_layers"),
-        ("gpt2", {"n_embd": None}, r"gpt2 model lacks n_embd"),
         ("gpt_neox", {"hidden_size": 18}, "hidden_size = 18, not a multiple of its 4"),
-    ],
-)
-def test_settings_the_model_does_not_implement_are_refused_by_name(family, changes, message):
-    written = config_json.hf_config(tiny_config(family=family))
-    with pytest.raises(ValueError, match=message):
-        config_json.transformer_config(written | changes)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
+        ("mistral", {"sliding_window": 65}, "sliding_window = 65, above max_position_embeddings"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5, above num_experts = 4"),
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "delta_key_heads = 3, delta_value_heads = 4"),
+        # Values of another type or range.
         ("llama", {"hidden_size": "64"}, r"hidden_size = '64'; wanted a whole number from 1 to"),
-        ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5; wanted a whole number"),
         ("llama", {"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000; .*1 to 10,000"),
-        ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0; wanted"),
-        ("llama", {"num_key_value_heads": -4}, "num_key_value_heads = -4; wanted"),
-        ("gpt2", {"n_head": True}, "n_head = True; wanted a whole number"),
-        ("gpt2", {"n_embd": []}, r"n_embd = \[\]; wanted a whole number"),
         ("gpt2", {"n_positions": 10**4000}, r"n_positions = 10+\.\.\.; wanted"),
         ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'; wanted true"),
-        ("qwen3", {"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6'; wanted a number above 0"),
         ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; wanted"),
         ("llama", {"model_type": []}, r"model_type = \[\]; wanted text"),
-        ("llama", {"hidden_act": {}}, r"hidden_act = \{\}; wanted text"),
-        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures = 'Llama.*wanted a list"),
         ("llama", {"architectures": [1]}, r"architectures = \[1\]; wanted a list of texts"),
         ("llama", {"layer_types": 3}, "layer_types = 3; wanted a list"),
-        ("llama", {"quantization_config": "awq"}, "quantization_config = 'awq'; wanted an object"),
         ("llama", {"rope_scaling": [2]}, r"rope_scaling = \[2\]; wanted an object"),
-        (
-            "llama",
-            {"rope_scaling": {"type": "linear", "factor": "two"}},
-            "rope_scaling.factor = 'two'; wanted a number above 0",
-        ),
         ("llama", {"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta\) = -1.0; wanted"),
-        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": "all"}}, "_pct = 'all'; wanted"),
     ],
 )
-def test_values_that_are_none_are_refused_by_name(family, changes, message):
+def test_settings_that_are_wrong_or_not_implemented_are_refused_by_name(family, changes, message):
     written = config_json.hf_config(tiny_config(family=family))
     with pytest.raises(ValueError, match=message) as info:
         config_json.transformer_config(json.loads(json.dumps(written)) | changes)
-    assert "\n" not in str(info.value) and len(str(info.value)) < 250
+    assert "\n" not in str(info.value) and len(str(info.value)) < 600
 
 
 def test_settings_without_effect_at_inference_are_accepted():
@@ -290,25 +251,6 @@ _NEOX = dataclasses.replace(
                 rope_scaling=LLAMA3,
             ),
         ),
-        (  # Qwen2.5 with its documented extension; the factor of attention is 1 + 0.1 ln 4
-            {
-                "model_type": "qwen2",
-                "intermediate_size": 40,
-                "rope_scaling": {
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                    "type": "yarn",
-                },
-            },
-            dataclasses.replace(
-                _OURS,
-                family="qwen2",
-                norm_eps=1e-6,
-                qkv_bias=True,
-                max_positions=32768,
-                rope_scaling=rope.YarnScaling(4.0, 32768, 1.1386294361119891),
-            ),
-        ),
         (  # Qwen3 leaves out its head_dim of 128
             {"model_type": "qwen3", "intermediate_size": 40, "num_key_value_heads": 2},
             dataclasses.replace(
@@ -332,10 +274,6 @@ _NEOX = dataclasses.replace(
                 "classifier_dropout": 0.1,
             },
             dataclasses.replace(_NEOX, rope_theta=25000.0),
-        ),
-        (
-            {"model_type": "gpt_neox", "intermediate_size": 40},
-            dataclasses.replace(_NEOX, rotary_fraction=0.25),
         ),
         (  # GPT-2 of the hub
             {

@@ -200,17 +200,3 @@ def test_a_divided_vocabulary_stays_where_it_is(wanted):
     assert sorted(collectives(compiled))[-1] == ("all-reduce", B * T * D)
     assert sum(size for _, size in collectives(compiled)) <= B * T * (D + 4)
     assert {name for name, _ in collectives(compiled)} == {"all-reduce"}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"vocab_shards": 5}, "vocab_shards=5 does not divide the 48 rows"),
-        ({"chunk_tokens": 0}, "chunk_tokens = 0; wanted a positive number"),
-        ({"vocab_block": -1}, "vocab_block = -1; wanted"),
-        ({"temperature": 0.0}, "temperature = 0.0; wanted"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(fused(**sizes), *inputs())

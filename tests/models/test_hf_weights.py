@@ -3,9 +3,6 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -84,36 +81,23 @@ def test_several_files_are_read_by_their_index(tmp_path):
     del weight_map["model.norm.weight"]
     write_index(tmp_path, weight_map)
     assert_equal(load_folder(tmp_path)[1], params)
-
-
-def test_an_absent_file_is_named(tmp_path):
-    make_folder(tmp_path)
-    split_folder(tmp_path)
-    (tmp_path / "model-1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"index\.json lists missing files: model-1\.safetensors"):
-        load_folder(tmp_path)
-
-
-def test_a_tensor_that_its_file_lacks_is_named(tmp_path):
-    make_folder(tmp_path)
-    weight_map = split_folder(tmp_path)
     name = "model.embed_tokens.weight"
     weight_map[name] = next(f for f in weight_map.values() if f != weight_map[name])
     write_index(tmp_path, weight_map)
     with pytest.raises(ValueError) as caught:
         load_folder(tmp_path)
     line = f"named by the index but absent from their file: {name} ({weight_map[name]})"
-    assert line in str(caught.value)
-    assert "missing:" not in str(caught.value)
+    assert line in str(caught.value) and "missing:" not in str(caught.value)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"index\.json lists missing files: model-1\.safetensors"):
+        load_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "not valid JSON"),
         (b"\xff\xfe\x00", "not valid JSON"),
         (b"[]", "no JSON object"),
-        (b"{}", "wanted a weight_map"),
         (b'{"weight_map": {"a": 3}}', "wanted a weight_map"),
         (b'{"weight_map": {"a": "../model.safetensors"}}', "files of the same folder"),
     ],
@@ -191,43 +175,28 @@ def test_the_dtype_of_the_parameters_is_kept_when_saving(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "code"),
-    [
-        (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
-        *((np.int8, "I8"), (np.int32, "I32"), (np.uint8, "U8"), (np.bool_, "BOOL")),
-    ],
-)
-def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
+def test_quantised_tensors_are_refused_by_name(tmp_path):
     make_folder(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
-    save_file(tensors, tmp_path / "model.safetensors")
-    message = rf"of a dtype other than F64, F32, F16, BF16: model\.norm\.weight \({code}\)"
-    with pytest.raises(ValueError, match=message):
-        load_folder(tmp_path)
-
-
-def test_parameters_of_other_dtypes_are_not_saved(tmp_path):
-    config, params = make_folder(tmp_path)
-    params = jax.tree.map(lambda x: x.astype(jnp.int8), params)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight has dtype int8.*Convert"):
-        hf_weights.save(tmp_path, config, params, folders.load_config(tmp_path))
+    for dtype, code in ((ml_dtypes.float8_e4m3fn, "F8_E4M3"), (np.int8, "I8"), (np.bool_, "BOOL")):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
+        save_file(tensors, tmp_path / "model.safetensors")
+        message = rf"of a dtype other than F64, F32, F16, BF16: model\.norm\.weight \({code}\)"
+        with pytest.raises(ValueError, match=message):
+            load_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         lambda data: data[:-10],
-        lambda data: data[:20],
-        lambda data: b"",
         lambda data: data + b"more",
         lambda data: b"\xff" * 8 + data[8:],
         lambda data: data[:8] + b"}" + data[9:],
         lambda data: data.replace(b'"F32"', b'"X99"', 1),
         lambda data: data.replace(b"[23,16]", b"[23,17]", 1),
     ],
-    ids=["end", "header", "empty", "longer", "length", "json", "dtype", "shape"],
+    ids=["end", "longer", "length", "json", "dtype", "shape"],
 )
 def test_damaged_weights_are_named(tmp_path, damage):
     make_folder(tmp_path)
@@ -255,13 +224,6 @@ def test_values_that_are_not_finite_are_refused(tmp_path, monkeypatch, dtype, va
     message = r"model.safetensors: layers/up of layer 1 has values that are not finite\. Download"
     with pytest.raises(ValueError, match=message):
         load_folder(tmp_path)
-
-
-def test_a_config_that_is_nested_without_end_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=r"config\.json: not valid JSON") as info:
-        folders.load_config(tmp_path)
-    assert len(str(info.value)) < 300
 
 
 def test_pickled_weights_are_refused(tmp_path):
@@ -335,19 +297,11 @@ def test_large_models_are_saved_as_several_files(tmp_path, monkeypatch):
     hf_weights.save(tmp_path, config, params, hf_config)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
-    count = len(files)
-    assert count >= 4
-    assert files[1] == f"model-00002-of-{count:05}.safetensors"
-    there = {p.name for p in tmp_path.iterdir()}
-    assert there == {*files, "config.json", "model.safetensors.index.json"}
-    whole = {}
+    assert len(files) >= 4 and files[1] == f"model-00002-of-{len(files):05}.safetensors"
     for file in files:
         tensors = load_file(tmp_path / file)
         assert sum(x.nbytes for x in tensors.values()) <= 4000
         assert {index["weight_map"][name] for name in tensors} == {file}
-        whole |= tensors
-    assert whole.keys() == single.keys()
-    assert_equal(whole, single)
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in single.values())
     assert_equal(load_folder(tmp_path)[1], params)
     # And back: nothing of the files is left to be mixed with the one.
@@ -456,66 +410,3 @@ def test_without_shardings_arrays_follow_their_users(tmp_path):
     params = load_folder(tmp_path)[1]
     other = jax.device_put(np.float32(2), jax.devices()[1])
     assert (params["final_norm"] * jnp.broadcast_to(other, 16)).devices() == other.devices()
-
-
-LOAD_IN_PROCESSES = """
-import sys
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
-import numpy as np
-from jax.sharding import Mesh
-from fake_models import random_params, tiny_config
-from fake_models import load_folder, shardings_of
-from tba_jax.models.hf import hf_weights
-
-config = tiny_config()
-whole = random_params(config)
-# One leaf belongs to one process alone.
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
-shardings = shardings_of(config, mesh, {"embed": "fsdp", "heads": "data"})
-first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-shardings["final_norm"] = first
-_, params, hf_config = load_folder(sys.argv[1], shardings=shardings)
-shards = jax.tree.map(lambda x: x.addressable_shards, params)
-jax.tree.map(
-    lambda x, want: [np.testing.assert_array_equal(s.data, want[s.index]) for s in x],
-    shards, whole, is_leaf=lambda x: isinstance(x, list),
-)
-assert len(shards["layers"]["q"]) == 4
-assert len(shards["final_norm"]) == 1 - jax.process_index()
-params["final_norm"] = whole["final_norm"]
-hf_weights.save(sys.argv[1] + "/again", config, params, hf_config)
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_each_process_loads_its_own_part_and_all_save_together(tmp_path):
-    config, params = make_folder(tmp_path)
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        address = f"localhost:{s.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOAD_IN_PROCESSES, str(tmp_path), address, str(i)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=child_environment(),
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for out, err in outputs:
-        assert out.splitlines()[-1:] == ["done"], err
-    assert_equal(load_folder(tmp_path / "again")[1], params)
-
-
-def child_environment():
-    path = os.pathsep.join(str(x) for x in (Path(__file__).parents[1], Path(__file__).parents[2]))
-    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}

@@ -25,18 +25,12 @@ from fake_batches import (
 from fake_models import adapted, logits, random_params, tiny_config, trained_adapters
 from jax.sharding import Mesh
 
-from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
-from tba_jax.devices import sharding
-from tba_jax.devices.placement import Asked, MeshShape
 from tba_jax.models import lora
 from tba_jax.models.quantized import quantize
 from tba_jax.models.shardings import param_shardings
-from tba_jax.models.transformer import param_axes, unstack_layers
-from tba_jax.run.search_parts import make_references
-from tba_jax.run.shared import open_sites
+from tba_jax.models.transformer import unstack_layers
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
@@ -135,15 +129,6 @@ def test_matrices_that_a_model_lacks_are_refused():
         lora.with_adapters(tiny_config(family="gpt2"), 4, 16.0, ("q", "gate"))
 
 
-def test_every_axis_of_an_adapter_is_named_as_that_of_its_matrix():
-    axes = param_axes(POLICY)["layers"]
-    assert axes["q_lora_a"] == ("layers", "embed", "rank")
-    assert axes["q_lora_b"] == ("layers", "rank", "heads", "head_dim")
-    assert axes["o_lora_a"] == ("layers", "heads", "head_dim", "rank")
-    assert axes["o_lora_b"] == ("layers", "rank", "embed")
-    assert axes["down_lora_a"] == ("layers", "mlp", "rank")
-
-
 def test_adapters_begin_alike_on_any_devices():
     policy = lora.with_adapters(DIVISIBLE, 4, 16.0, ("q", "up"))
     _, shardings = lora.split(param_shardings(policy, make_mesh((1, 4, 2))))
@@ -205,29 +190,6 @@ def test_only_adapters_are_trained_and_have_optimiser_state():
     # Scored with the adapters that the reference kept, which are still nothing.
     assert abs(float(metrics["train/kl_reference"])) > 1e-2
     assert not np.any(state.reference_params["layers"]["q_lora_b"])
-
-
-@pytest.mark.slow
-def test_a_learned_log_z_is_trained_beside_adapters():
-    schedule = optax.constant_schedule(0.05)
-    optimizer = optax.adam(schedule)
-    settings = replace(SETTINGS, objective=TrajectoryBalance("paper", "learned"))
-    base, mesh = random_params(DIVISIBLE), make_mesh((1, 2, 2))
-    policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ("q",))
-    shardings = step_shardings(policy, optimizer, mesh, keep_reference=False, log_z_layers=1)
-    adapters = lora.init_adapters(policy, 0, shardings.state.params)
-    state = make_init_state(optimizer, shardings)(adapters)
-    step = make_train_step(policy, optimizer, schedule, settings, shardings)
-    base, batch = (
-        jax.device_put(base, shardings.base),
-        jax.device_put(make_batch(), shardings.batch),
-    )
-    losses = []
-    for _ in range(12):
-        state, metrics = step(state, batch, base)
-        losses.append(float(metrics["train/loss"]))
-    assert losses[-1] < 0.7 * losses[0], losses
-    assert np.any(state.log_z_head.weight) and np.any(state.params["layers"]["q_lora_b"])
 
 
 @pytest.mark.slow
@@ -323,19 +285,3 @@ def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, mo
     if kind == "checkpoint":
         transport.close()
         assert json.loads((tmp_path / "versions.json").read_text())["versions"] == [4, 6]
-
-
-@pytest.mark.parametrize("has_adapters", [True, False])
-def test_a_reference_beside_the_trainer_shares_a_base_that_is_frozen(has_adapters):
-    placement = sharding.place("shared", jax.devices(), Asked(MeshShape(), num_searchers=2))
-    config, policy = Config(), POLICY if has_adapters else CONFIG
-    base = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, placement.trainer_mesh))
-    found = make_references(config, policy, (2,), open_sites(config, placement), base)
-    (reference,) = found.values()
-
-    def pointers(tree):
-        return [x.addressable_data(0).unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
-
-    # What is trained is donated, so there a reference needs a copy.
-    shared = [a == b for a, b in zip(pointers(base), pointers(reference.params), strict=True)]
-    assert set(shared) == {has_adapters}

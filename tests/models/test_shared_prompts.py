@@ -49,22 +49,29 @@ def states_of_rows(params, config):
     return hidden[:, 0, X - 1], hidden[:, :, X:]
 
 
-def packed_states(params, config):
-    """Two rows: prompts 0 and 1, each before its responses; prompt 2 before its, and padding."""
+def packed_states(params, config, is_shared=True):
+    """Two rows: prompts 0 and 1, each before its responses; prompt 2 before its, and padding.
+
+    Without sharing each response has a prompt of its own before it.
+    """
     prompts, responses = tokens()
-    blocks = [
-        [(0, i, prompts[i, X - n :]), *((j + 1, i, y) for j, y in enumerate(responses[i]))]
-        for i, n in enumerate(PROMPT_LENGTHS)
-    ]
-    rows = np.zeros((5, 2, 64), np.int32)  # tokens, segments, positions, contexts, is_prompt
+    blocks = []
+    for i, n in enumerate(PROMPT_LENGTHS):
+        prompt, block = (0, i, prompts[i, X - n :]), []
+        for j, y in enumerate(responses[i]):
+            block += [prompt] if j == 0 or not is_shared else []
+            block.append((j + 1, i, y))
+        blocks.append(block)
+    # tokens, segments, positions, contexts, is_prompt
+    rows = np.zeros((5, 2, 64 if is_shared else 80), np.int32)
     where = {}
     for row, block in ((0, blocks[0] + blocks[1]), (1, blocks[2])):
-        end = 0
+        end = segment = 0
         for j, i, y in block:
             at = slice(end, end + len(y))
             # A prompt has the segment of the response behind it.
             first = 0 if j == 0 else PROMPT_LENGTHS[i]
-            segment = i * C + max(j, 1)
+            segment += j == 0 or (is_shared and j > 1)
             values = (y, segment, first + np.arange(len(y)), i + 1, j == 0)
             for x, value in zip(rows, values, strict=True):
                 x[row, at] = value
@@ -77,7 +84,7 @@ def packed_states(params, config):
         segments > 0,
         config=config,
         compute_dtype=jnp.float64,
-        visible=attention.packed(segments, contexts, is_prompt > 0),
+        visible=attention.packed(segments, *((contexts, is_prompt > 0) if is_shared else ())),
     )
     ends = jnp.stack([hidden[row, at.stop - 1] for row, at in (where[i, 0] for i in range(B))])
     each = [hidden[where[i, j + 1]] for i in range(B) for j in range(C)]
@@ -88,7 +95,11 @@ def packed_states(params, config):
 BY_DEFAULT = ("llama", "gpt_neox")
 
 
-@pytest.mark.parametrize("states", [shared_states, packed_states])
+def states_of_separate_segments(params, config):
+    return packed_states(params, config, is_shared=False)
+
+
+@pytest.mark.parametrize("states", [shared_states, packed_states, states_of_separate_segments])
 @pytest.mark.parametrize("family", [f if f in BY_DEFAULT else slow(f) for f in FAMILIES])
 def test_states_and_gradients_are_those_of_rows_of_their_own(family, states):
     config, rng = tiny_config(family=family), np.random.default_rng(1)

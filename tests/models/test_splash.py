@@ -14,7 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.devices.site import Site, any_device
-from tba_jax.models import attention, shared_prompts, splash, transformer
+from tba_jax.models import attention, shared_prompts, transformer
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.planning import chips
 
@@ -85,24 +85,6 @@ def test_responses_behind_their_prompt_see_what_two_parts_show_them(head_dim, le
         return run
 
     assert_same(attend("splash"), attend("xla"), args, weight)
-
-
-@pytest.mark.parametrize(
-    ("own", "prompt", "length"),
-    [(256, 128, 70), (512, 256, 128), (1024, 128, 384), (1024, 128, 512)],
-)
-def test_the_mask_of_responses_is_made_block_by_block(own, prompt, length):
-    mask = splash._AfterPrompt(own, prompt, length)
-    rows, columns = np.ogrid[:own, : own + prompt]
-    is_own = (rows // length == columns // length) & (columns <= rows)
-    wanted = np.where(columns < own, is_own, True)
-    blocks = wanted.reshape(own // 128, 128, -1, 128).swapaxes(1, 2)
-    for i, j in np.ndindex(*blocks.shape[:2]):
-        index = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
-        np.testing.assert_array_equal(mask[index], blocks[i, j])
-    if length == 128:  # each block of queries: its own keys and the prompt's
-        is_seen = blocks.any((2, 3))
-        np.testing.assert_array_equal(is_seen.sum(1), 1 + prompt // 128)
 
 
 @pytest.mark.parametrize("length", [40, slow(400)])

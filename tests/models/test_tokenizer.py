@@ -141,10 +141,6 @@ def test_special_ids(tmp_path, special, declared, bos_id, eos_ids, pad_id):
     np.testing.assert_array_equal(first, [3] if bos_id is None else [bos_id, 3])
 
 
-def test_eos_of_config_json_counts(tmp_path):
-    assert make_folder(tmp_path, model={"eos_token_id": 4}).eos_ids == (1, 4)
-
-
 def test_one_token_for_bos_eos_and_pad_as_in_gpt2(tmp_path):
     same = {f"{name}_token": "<eos>" for name in ("bos", "eos", "pad")}
     tokenizer = write_folder(tmp_path, byte_level(), settings=same)
@@ -210,11 +206,6 @@ def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path, messages, m
         make_folder(tmp_path, template=TEMPLATE).format_chat(messages)
 
 
-def test_missing_chat_template_is_one_clear_error(tmp_path):
-    with pytest.raises(ValueError, match="no chat template. Use plain prompts"):
-        make_folder(tmp_path).format_chat([{"role": "user", "content": "a"}])
-
-
 def test_complete_texts_are_cut_inside_their_special_tokens(tmp_path):
     library = byte_level(adds_bos=True, adds_eos=True)
     tokenizer = write_folder(tmp_path, library, special=("bos", "eos"))
@@ -262,24 +253,6 @@ def test_unreachable_eos_is_dropped_and_an_error_when_it_is_the_only_one(tmp_pat
         write_folder(tmp_path, byte_level(), model={"vocab_size": 50}, **kwargs)
 
 
-def test_bos_that_the_model_lacks_is_an_error_when_it_would_be_added(tmp_path):
-    settings = {"bos_token": "<pad>"}
-    library = byte_level()
-    assert write_folder(tmp_path, library, settings=settings, model={"vocab_size": 262}).bos_id
-    library.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<pad> $A", special_tokens=[("<pad>", PAD)]
-    )
-    with pytest.raises(ValueError, match=r"beginning-of-sequence token '<pad>' has id 262"):
-        write_folder(tmp_path, library, settings=settings, model={"vocab_size": 262})
-
-
-def test_ids_that_the_model_has_and_the_tokenizer_lacks_add_no_text(tmp_path):
-    """Models pad their embedding to a round number of rows, and may sample such a row."""
-    tokenizer = write_folder(tmp_path, byte_level(), model={"vocab_size": 512})
-    ids = tokenizer.encode("ab é", add_bos=False)
-    assert tokenizer.decode([400, *ids[:2], 511, *ids[2:]]) == "ab é"
-
-
 # Without surrogates, which are no text. Derandomised: the same examples in every run.
 ANY_TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40)
 EXAMPLES = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -291,11 +264,6 @@ def test_any_text_round_trips(bytes_tokenizer, text):
     ids = bytes_tokenizer.encode(text, add_bos=False)
     assert bytes_tokenizer.decode(ids, skip_special=False) == text
     assert bytes_tokenizer.decode(ids) == text  # no special token can come out of plain text
-
-
-def test_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json and no tokenizer\.model there"):
-        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
@@ -315,26 +283,19 @@ FILES = ("generation_config.json", "config.json", "tokenizer.json", "tokenizer_c
     [
         *((name, lambda content: [content], f"{name}: holds no JSON object") for name in FILES),
         *(
-            (name, lambda content, x=x: {"eos_token_id": x}, f"{name}: eos_token_id = .*; want a")
-            for name in ("generation_config.json", "config.json")
-            for x in (["a"], "a", 1.5, True, {"a": 1}, [[1]])
+            ("config.json", lambda content, x=x: {"eos_token_id": x}, "eos_token_id = .*; want a")
+            for x in (["a"], 1.5, True)
         ),
-        *(
-            ("config.json", lambda content, x=x: {"vocab_size": x}, "vocab_size = .*, want a whole")
-            for x in ("a", [3], 1.5)
-        ),
+        ("config.json", lambda content: {"vocab_size": 1.5}, "vocab_size = .*, want a whole"),
         *(
             ("tokenizer.json", lambda content, x=x: vocabulary(content, {"a": x}), "token 'a' has")
-            for x in (-3, 1.5, "x", 2**31)
+            for x in (-3, "x", 2**31)
         ),
         ("tokenizer.json", lambda content: vocabulary(content, {"a": 4, "b": 4}), "the same ID 4"),
         ("tokenizer.json", lambda content: added(content, id=4), "'b' and '<bos>' have the same"),
-        ("tokenizer.json", lambda content: added(content, id=-3), "token '<bos>' has the ID -3"),
         ("tokenizer.json", lambda content: {**content, "added_tokens": ["x"]}, "added token 'x'; "),
-        ("tokenizer.json", lambda content: {**content, "added_tokens": "x"}, "want a list"),
         ("tokenizer.json", lambda content: {**content, "model": None}, "the tokenizer cannot be"),
         ("tokenizer_config.json", lambda content: {**content, "eos_token": 3}, "tokenizer cannot"),
-        ("tokenizer_config.json", lambda _: {"tokenizer_class": 3}, "the tokenizer cannot be read"),
     ],
 )
 def test_a_file_with_unusable_values_is_named(tmp_path, file, change, message):
@@ -381,31 +342,19 @@ def test_stories_tokenizer_round_trips():
     assert tokenizer.vocab_size == 512
 
 
-@pytest.fixture(scope="module")
-def pythia(tmp_path_factory):
-    """Pythia's tokenizer.json beside what matters of its config.json."""
-    path = tmp_path_factory.mktemp("pythia")
-    shutil.copy(PYTHIA / "tokenizer.json", path)
-    config = {"model_type": "gpt_neox", "vocab_size": 50304, "bos_token_id": 0, "eos_token_id": 0}
-    (path / "config.json").write_text(json.dumps(config))
-    return Tokenizer.load(path)
-
-
 @needs_pythia
-def test_pythia_special_ids(pythia):
+def test_pythia_special_ids(tmp_path):
+    shutil.copy(PYTHIA / "tokenizer.json", tmp_path)
+    config = {"model_type": "gpt_neox", "vocab_size": 50304, "bos_token_id": 0, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pythia = Tokenizer.load(tmp_path)
     assert (pythia.bos_id, pythia.eos_ids, pythia.vocab_size) == (0, (0,), 50277)
     assert not pythia.adds_bos
     # Ids of GPT-NeoX's published vocabulary: no space and a space before the same word differ.
     np.testing.assert_array_equal(pythia.encode(" lead<|endoftext|>", add_bos=True), [1421, 0])
     assert pythia.decode([0, 1421, 0]) == " lead"
-
-
-@needs_pythia
-def test_pythia_without_config_is_the_same_and_has_no_special_ids(pythia):
     bare = Tokenizer.load(PYTHIA)
     assert (bare.bos_id, bare.eos_ids, bare.pad_id) == (None, (), 0)
-    text = "def f(x):\n        return  x\t# é 日本 🎉"
-    np.testing.assert_array_equal(bare.encode(text, True), pythia.encode(text, True))
 
 
 EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward")
@@ -444,28 +393,6 @@ def test_a_tokenizer_without_code_is_read_as_transformers_reads_it(name):
         for skip_special in (False, True):
             for row in (ids, drawn):
                 assert ours.decode(row, skip_special) == theirs.decode(row, skip_special)
-
-
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizerFast"}),
-        ("tokenizer_config.json", {"add_prefix_space": True}),
-        ("tokenizer_config.json", {"eos_token": "<end>"}),  # is added to the vocabulary
-        ("tokenizer_config.json", {"chat_template": "{{ messages }}"}),
-        ("special_tokens_map.json", {"eos_token": "<eos>"}),
-    ],
-)
-def test_what_transformers_adds_something_to_is_read_by_it(tmp_path, file, change):
-    folder = shutil.copytree(folders.resolve("embedded:start_model"), tmp_path / "model")
-    path = folder / file
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | change))
-    library, settings = (
-        json.loads((folder / name).read_text())
-        for name in ("tokenizer.json", "tokenizer_config.json")
-    )
-    assert not tokenizer_module._says_everything(folder, library, settings)
 
 
 def test_an_embedded_tokenizer_is_loaded_without_transformers():

@@ -8,11 +8,8 @@ import threading
 import time
 from collections import Counter
 
-import pytest
-
 from tba_jax.rewards.functions import Missing
-from tba_jax.rewards.pool import RewardPool
-from tba_jax.rewards.remote_judge import Judge, last_number
+from tba_jax.rewards.remote_judge import Judge
 
 
 @contextlib.contextmanager
@@ -104,32 +101,3 @@ def test_requests_are_at_once_and_the_rate_is_limited():
         start = time.monotonic()
         limited(["p"] * 16, texts)
         assert time.monotonic() - start >= 15 / 20
-
-
-def test_prompts_are_filled_in_once_and_the_last_number_counts():
-    bodies = []
-    judge = Judge("http://x/v1", model="m", prompt="{prompt} {completion} {answer} {other}")
-    bodies.append(judge._body("{answer}", "{prompt}", {"answer": "7"}))
-    assert bodies[0]["messages"][0]["content"] == "{answer} {prompt} 7 {other}"
-    assert last_number("3 of 10, so 0.5") == 0.5
-    with pytest.raises(ValueError, match="no number"):
-        last_number("none")
-
-
-def test_a_reward_process_asks_the_judge_and_counts_what_is_missing(tmp_path):
-    with serving(moody) as (url, _):
-        file = tmp_path / "mine.py"
-        file.write_text(
-            "import sys\nfrom tba_jax.rewards.remote_judge import Judge\n"
-            "assert not {'jax', 'transformers'} & {*sys.modules}\n"
-            f"judge = Judge({url!r}, model='m', prompt='{{completion}}', timeout_s=1, retries=0)\n"
-        )
-        pool = RewardPool(f"{file}:judge", num_workers=1, timeout_s=30, max_failure_rate=1.0)
-        try:
-            texts = ["good 8", "slow", "nonsense", "always limited"]
-            found = pool.score(["p"] * 4, texts, {})
-        finally:
-            pool.close()
-    assert found.rewards == [8.0, None, None, None]
-    assert found.reasons == [None, "judge_timeout", "judge_nonsense", "judge_rate_limit"]
-    assert "p" in found.first_traceback

@@ -12,12 +12,12 @@ from fake_models import load_folder, write_word_tokenizer
 from jax.sharding import Mesh
 
 from tba_jax.devices.device_lock import DeviceLock
-from tba_jax.devices.site import Site, any_device
+from tba_jax.devices.site import Site
 from tba_jax.models.hf import folders
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards import reward_models
-from tba_jax.rewards.reward_models import RewardModel, gold_dtype
+from tba_jax.rewards.reward_models import RewardModel
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # A golden classifier with one label, by tests/golden/make_golden.py; other families are compared
@@ -132,11 +132,6 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
         assert held < 0.8 * sum(x.nbytes for x in leaves)  # embeddings and norms stay whole
     back = there.on(one(jax.devices()[0]))
     np.testing.assert_array_equal(score(back, rows).rewards, want)
-
-
-def test_the_gold_model_is_in_bfloat16_but_on_cpus():
-    dtypes = [gold_dtype(any_device(platform)).name for platform in ("cpu", "tpu", "cuda")]
-    assert dtypes == ["float32", "bfloat16", "bfloat16"]
 
 
 def test_a_score_that_is_not_finite_is_a_named_failure(folder):

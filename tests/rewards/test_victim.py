@@ -6,12 +6,10 @@ import threading
 import jax
 import numpy as np
 import pytest
-from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
+from red_team_models import write_gpt2, write_llama
 
-from tba_jax.evaluation.attacks import SentenceEmbedder
-from tba_jax.models.hf import hf_weights
-from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
-from tba_jax.rewards.config import ATTACK, ClassifierSettings
+from tba_jax.rewards.classifiers import PatternClassifier
+from tba_jax.rewards.config import ATTACK
 from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, Victim, VictimReward
 from tba_jax.run.model_parts import START_MODEL
 
@@ -90,24 +88,3 @@ def test_templates(tmp_path):
         Victim(gpt2, "chat", LIMITS, dtype="float32", devices=DEVICES[:1])
     # 128 positions, 30 of them for the response
     assert victim.encode("a" * 80) is not None and victim.encode("a" * 98) is None
-
-
-def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
-    """The default device has the policy, and perhaps no room for another model beside it."""
-    found, read = [], hf_weights.read
-
-    def watched(*args, **kwargs):
-        params = read(*args, **kwargs)
-        found.append({d for x in jax.tree.leaves(params) for d in x.devices()})
-        return params
-
-    monkeypatch.setattr(hf_weights, "read", watched)
-    there = DEVICES[1]
-    Victim(str(START_MODEL), ATTACK, START_MODEL_LIMITS, dtype="float32", devices=[there])
-    for kind, path, target in (
-        ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
-        ("guard", write_llama(tmp_path / "guard"), "unsafe"),
-    ):
-        make_classifier(ClassifierSettings(kind, path, target), "float32", there)
-    SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
-    assert found == [{there}] * 4

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines that join and leave a cluster, and a cluster that stopped working."""
 
-import threading
-
 import pytest
 
-from tba_jax.devices.worker import StopFlag
-from tba_jax.run.ray_cluster import GCS_TIMEOUT_S, REFUSED_S, Machines
+from tba_jax.run.ray_cluster import GCS_TIMEOUT_S, Machines
 
 
 def node(number, is_alive=True):
@@ -54,33 +51,3 @@ def test_a_control_service_that_does_not_answer_has_a_deadline(was_stopped):
     )
     cluster.machines.poll()
     assert cluster.machines.failure() == ""
-
-
-@pytest.mark.parametrize("is_refused", [True, False])
-def test_a_control_service_that_ended_has_a_short_deadline(is_refused):
-    now = [0.0]
-    machines = Machines(list, "", lambda: now[0], lambda: is_refused)
-    while now[0] <= REFUSED_S:
-        assert machines.failure() == ""
-        now[0] += 1.0
-    assert bool(machines.failure()) == is_refused
-
-
-def test_a_call_that_never_returns_does_not_block_the_driver():
-    called, release, stop = threading.Event(), threading.Event(), StopFlag()
-
-    def nodes():
-        called.set()
-        release.wait(60)
-        return []
-
-    now = [0.0]
-    machines = Machines(nodes, "", lambda: now[0])
-    machines.start(stop)
-    assert called.wait(60)
-    for _ in range(10):
-        now[0] += GCS_TIMEOUT_S / 8
-        failure = machines.failure()
-    assert machines.changes() == [] and "has not answered" in failure
-    stop.set()
-    release.set()

@@ -4,13 +4,11 @@
 import json
 import subprocess
 import sys
-import types
 
 import pytest
 
 from tba_jax.config.command_line import override
-from tba_jax.run.build import check_rewards
-from tba_jax.run.shared import Rewards, make_task, problems
+from tba_jax.run.shared import problems
 
 REWARDS = """
 def score(completions, answer, **kwargs):
@@ -125,21 +123,6 @@ def test_all_problems_of_a_command_are_listed(folder, name):
     found = problems(override(None, command(folder, **fields)[1:]))
     missing = [text for text in expected if not any(text in line for line in found)]
     assert not missing and len(found) == len(expected), found
-
-
-def test_a_trainer_without_searchers_tries_the_reward(folder):
-    config = override(
-        None, command(folder, task__reward="{}/rewards.py:raises", task__num_eval_prompts=4)[1:]
-    )
-    shared = types.SimpleNamespace(
-        config=config,
-        task=make_task(config),
-        rewards=Rewards(None, None),
-        cluster=types.SimpleNamespace(is_primary=True),
-        sites=types.SimpleNamespace(searchers=()),
-    )
-    with pytest.raises(ValueError, match="'undefined' is not defined"):
-        check_rewards(shared)
 
 
 def test_a_sound_command_has_no_problems(folder):

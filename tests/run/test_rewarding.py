@@ -15,9 +15,7 @@ from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards import kinds
-from tba_jax.rewards.kinds import RewardKind
-from tba_jax.rewards.source import ScoreResult, Verdict
+from tba_jax.rewards.source import Verdict
 from tba_jax.run.shared import make_episodes, make_gold, make_grader, make_rewards, make_task
 
 POST = "abcabcabcabcabcabcabcabc:"
@@ -74,22 +72,6 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     copy = set_up.on(SITES[3])
     assert score(copy, tokenizer, "abc") == pytest.approx(own, abs=1e-5)
     assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
-
-
-def test_a_learned_reward_and_a_reward_model_are_summed(tokenizer, monkeypatch):
-    class Constant:
-        def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-            return ScoreResult([2.0] * len(completions), [None] * len(completions), "")
-
-    fake = RewardKind(lambda settings, use: Constant(), models=lambda settings: {"judge": "m"})
-    monkeypatch.setitem(kinds.KINDS, "fake", fake)
-    config, task = of_task("tldr_toy", reward="fake")
-    config = replace(config, {"reward.model_path": REWARD_MODEL})
-    model = make_rewards(replace(config, {"task.reward": ""}), task, tokenizer, SITES)
-    config = replace(config, {"task.reward_weights": (10.0, 3.0)})
-    validate(config)
-    got = score(make_rewards(config, task, tokenizer, SITES), tokenizer, "abc")
-    assert got == pytest.approx(20 + 3 * score(model, tokenizer, "abc"), abs=1e-4)
 
 
 def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_path):

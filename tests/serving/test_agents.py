@@ -10,21 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agents_for_tests import refused
-from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound
+from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_tokens
 from served_model import folder_with_template
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
 from tba_jax.decoding.requests import Response
 from tba_jax.environments.episodes import Episodes
-from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.shared import make_environments
-from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.agents import continues
 from tba_jax.serving.protocol import ApiError
@@ -98,31 +95,17 @@ def drawn(model, environments, rows, *, max_turns=8, swap=None):
     return sorted(found, key=lambda y: y.request)
 
 
-def exactly_scored(model, params, rows, episode):
-    """log pi of each sampled token of an episode, by the scorer in float64 up to the logits."""
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
-        return scored(model, params, rows, episode, "float64")
-
-
-def scored(model, params, rows, episode, dtype="float32"):
-    """log pi of each sampled token of an episode, by the scorer of the reference."""
-    scoring = Scoring(eos_ids=model.tokenizer.eos_ids, compute_dtype=dtype)
-    program = make_reference_program(model.config, scoring)
-    found = []
+def scored(model, params, rows, episode):
+    """log pi of each sampled token of an episode."""
     prompt = model.tokenizer.encode(rows[episode.request]["prompt"], add_bos=True)[:1]
-    for path in episode.paths:
-        tokens, places = episode.tokens[path], np.flatnonzero(episode.is_sampled[path])
-        n, size = len(places), len(tokens)
-        responses = np.zeros((n, 1, LIMIT), np.int32)
-        responses[:, 0, :size] = tokens
-        is_sampled = np.zeros(responses.shape, bool)
-        is_sampled[np.arange(n), 0, places] = True
-        padded = Padding((12,), (LIMIT,), model.tokenizer.pad_id).rows(
-            [prompt] * n, responses, np.full((n, 1), size)
-        )
-        found.append(np.asarray(Reference(program, params)(*padded, is_sampled))[:, 0])
-    return np.concatenate(found)
+    return np.concatenate(
+        [
+            scored_tokens(model.config, params, prompt, episode.tokens[path])[
+                episode.is_sampled[path]
+            ]
+            for path in episode.paths
+        ]
+    )
 
 
 ROWS = [
@@ -180,7 +163,7 @@ def test_a_request_that_continues_no_turn_begins_a_path_of_its_episode(model):
     finally:
         environments.close()
     for y in episodes:
-        own = exactly_scored(model, model.params, rows, y)
+        own = scored(model, model.params, rows, y)
         np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, rtol=0, atol=bound(model))
         assert len(y.paths) == 2 and sum(y.path_lengths) == len(y.tokens)
         assert y.verdict.reward == len(own) / 10  # no token was lost, or counted twice

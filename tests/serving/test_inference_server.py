@@ -13,15 +13,8 @@ from served_model import NUM_SLOTS, ServedAdapters
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.environments.episodes import Episodes, open_session
-from tba_jax.environments.pool import Answer
-from tba_jax.flow.padding import Padding
-from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import lora
-from tba_jax.models.scoring import Scoring
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.serving.inference_server import InferenceServer, ServerError
 from tba_jax.serving.server_session import ServerDecoder
 
@@ -130,70 +123,6 @@ def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, cli
     model.pause(False)
     expected = wanted(model, 3, keys, SamplingSettings(60, stop_ids=()))
     assert_equal(model, session.run(), 3, expected)
-
-
-class Game:
-    """An environment of two turns, and its pool."""
-
-    def __init__(self):
-        self.opened, self.num_turns, self.answer = [], 0, Answer()
-
-    def open(self):
-        self.opened.append(Game())
-        return self.opened[-1]
-
-    def begin(self, row): ...
-
-    def turn(self, text, response):
-        self.num_turns += 1
-        is_over = self.num_turns == 2
-        self.answer = Answer("1+", "done" if is_over else "", 1.0 if is_over else None)
-
-    def end(self):
-        self.answer = Answer(finish="end", reward=0.5)
-
-    def poll(self):
-        return self.answer
-
-    def release(self): ...
-
-
-def test_turns_of_an_episode_have_the_weights_of_their_requests(model, client):
-    game, tokenizer = Game(), model.tokenizer
-    decode = tokenizer.decode
-    stops = StopStrings(("1", "7", "="), lambda ids: decode(ids, skip_special=False))
-    session = open_session(
-        ServerDecoder(client(), tokenizer.eos_ids, stops),
-        adapters_of(model, 3),
-        Episodes(game, tokenizer, max_turns=4),
-        num_slots=4,
-        num_samples=3,
-        version=3,
-    )
-    session.submit(Prompt(0, "", PROMPT, {}), keys_of(8, 3), SamplingSettings(40), np.ones(3))
-    episodes = []
-    while not session.is_idle:
-        if session.version == 3 and any(x.num_turns for x in game.opened):
-            session.swap(adapters_of(model, 4), 4)
-        elif not session.is_waiting:
-            episodes += session.step()
-    assert len(episodes) == 3 and any(y.version_min < y.version_max for y in episodes)
-    program = make_reference_program(model.config, Scoring(eos_ids=tokenizer.eos_ids))
-    for y in episodes:
-        assert not y.token_logprobs[~y.is_sampled].any()
-        for version in {*y.token_versions.tolist()}:
-            own = y.is_sampled & (y.token_versions == version)
-            responses, is_sampled = np.zeros((2, 1, 1, 64), np.int32)
-            responses[0, 0, : len(own)], is_sampled[0, 0, : len(own)] = y.tokens, own
-            padded = Padding((8,), (64,), tokenizer.pad_id).rows(
-                [PROMPT], responses, np.array([[len(own)]])
-            )
-            weights = lora.merge(model.params, adapters_of(model, version), config=model.policy)
-            scored = Reference(program, weights)(*padded, is_sampled.astype(bool))
-            total = y.token_logprobs[own].sum()
-            np.testing.assert_allclose(
-                float(np.asarray(scored)[0, 0]), total, rtol=0, atol=40 * bound(model)
-            )
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,14 @@ import os
 import subprocess
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound
+from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
+from fake_sessions import Scripted
 from qwen_tokenizer import qwen_like_tokenizer
 from served_model import TEMPLATE, ServedModel, folder_with_template
 
-from tba_jax.decoding.requests import Response
 from tba_jax.environments.chat import RendererFormat
-from tba_jax.flow.padding import Padding
-from tba_jax.models.scoring import Scoring
-from tba_jax.run.model_parts import START_MODEL
-from tba_jax.search.reference import Reference, make_reference_program
 from tests.integration import commands
 
 PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]
@@ -64,23 +59,12 @@ def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, tmp_pa
 
 
 def assert_log_probs_are_those_of_the_scorer(rows, model):
-    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
-    program = make_reference_program(config, Scoring(eos_ids=model.tokenizer.eos_ids))
     for row in rows:
         ids, mask = np.array(row["ids"], np.int32), np.array(row["is_sampled"], bool)
         assert mask.any()
-        size = 64 * -(-len(ids) // 64)
-        responses, is_sampled = np.zeros((2, 1, 1, size), np.int32)
-        responses[0, 0, : len(ids) - 1], is_sampled[0, 0, : len(ids) - 1] = ids[1:], mask[1:]
-        padded = Padding((4,), (size,), model.tokenizer.pad_id).rows(
-            [ids[:1]], responses, np.array([[len(ids) - 1]])
-        )
-        scored = Reference(program, params)(*padded, is_sampled.astype(bool))
-        bound = logprob_bound(config, len(ids), START_MODEL_LOGIT)
-        wanted = np.array(row["logprobs"])[mask].sum()
-        np.testing.assert_allclose(
-            float(np.asarray(scored)[0, 0]), wanted, rtol=0, atol=mask.sum() * bound
-        )
+        scored = scored_tokens(model.config, model.params, ids[:1], ids[1:])[mask[1:]]
+        bound = logprob_bound(model.config, len(ids), START_MODEL_LOGIT)
+        np.testing.assert_allclose(np.array(row["logprobs"])[mask], scored, rtol=0, atol=bound)
 
 
 def verifiers_python():
@@ -147,30 +131,16 @@ def test_tasksets_of_verifiers_are_environments_of_a_training_run(tmp_path, monk
     assert record["train/sampler_gap"] < 1e-4
 
 
-class ScriptedSession:
-    """In the place of a decode session: a model that calls a tool."""
-
-    def __init__(self, tokens):
-        self.tokens, self.requests, self.prompts = tokens, [], []
-
-    @property
-    def is_idle(self):
-        return not self.requests
+class ToolCalls(Scripted):
+    """In the place of a decode session: a model that calls a tool in every turn."""
 
     def submit(self, prompt, keys, settings):
-        self.prompts.append(prompt)
-        self.requests.append(len(self.prompts) - 1)
-        return self.requests[-1]
+        return super().submit(prompt, keys, settings, None)
 
     def cancel(self, request): ...
 
     def unfinished(self, request):
         return {}
-
-    def step(self):
-        done, self.requests = self.requests, []
-        zeros = np.zeros(len(self.tokens), np.float32)
-        return [Response(i, 0, self.tokens, zeros, True, 0, 0) for i in done]
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -183,12 +153,13 @@ def test_a_client_calls_tools(python, tmp_path):
     served = model.served._replace(tokenizer=tokenizer, chat=chat, eos_ids=tokenizer.eos_ids)
     served = served._replace(max_length=4096)
     model.application._scopes = lambda path: (model.scope._replace(served=served), path)
-    model.session = ScriptedSession(tokenizer.encode(call, add_bos=False))
+    model.session = ToolCalls(tokenizer, [call] * 3)
     with model.running():
         client(python, model, "tools")
-    first, second, _ = model.session.prompts
+    first, second, _ = model.session.contexts
     # The sampled call is in the second prompt as it was sampled.
-    ids = [*first.tolist(), *model.session.tokens.tolist()]
+    sampled = tokenizer.encode(call, add_bos=False)
+    ids = [*first.tolist(), *sampled.tolist()]
     messages = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "10"}]
-    bridged = chat.bridge(first, model.session.tokens, messages, [])
+    bridged = chat.bridge(first, sampled, messages, [])
     assert bridged[: len(ids)].tolist() == ids and len(second) > len(ids)
