@@ -31,6 +31,8 @@ BFLOAT16_KL = 1e-3
 
 # Largest logit of the embedded start model over the texts of the tests, rounded up.
 START_MODEL_LOGIT = 16.0
+# Largest logit of `random_params` of the tiny models (1.1 to 1.6), rounded up.
+TINY_LOGIT = 2.0
 
 
 def logprob_bound(config, length, largest_logit):
@@ -45,10 +47,11 @@ def logprob_bound(config, length, largest_logit):
     and there are two programs: four such errors, which add up to twice one.
 
     Args:
+        config: of a transformer, or of an encoder with a classifier.
         length: number of tokens of prompt and response.
-        largest_logit: absolute value, over the texts that are compared.
+        largest_logit: absolute value, over the texts that are compared; divided by the temperature.
     """
-    heads = config.num_heads * config.head_dim
+    heads = config.num_heads * getattr(config, "head_dim", config.hidden_size // config.num_heads)
     of_layer = 2 * config.hidden_size + length + heads + config.mlp_size
     num_sums = config.num_layers * of_layer + config.hidden_size + config.vocab_size
     return 2 * num_sums**0.5 * 2.0**-24 * largest_logit

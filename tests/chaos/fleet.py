@@ -3,16 +3,13 @@
 
     python -m tests.chaos.fleet kills --runs=10 --kills=5 [--seed=0] [--out=DIR]
     python -m tests.chaos.fleet trainer --kills=10
-    python -m tests.chaos.fleet changing --runs=5
-    python -m tests.chaos.fleet undisturbed --runs=5
     python -m tests.chaos.fleet machine
 
 `kills`: short runs, in each of which random processes end by SIGKILL at random moments. `trainer`:
-one run, whose trainer alone is killed, again and again. `changing`: main jobs of four searchers, of
-which two are killed and a machine with a fifth comes while they run; `undisturbed`: the same jobs
-left alone. `machine`: searchers' machine is taken away, and another one comes. After every run:
-exit code 0, every response under one heading of the ledger, every ticket once, every step once, and
-nothing is left of it. One JSON line a run; the exit code is 1 when one of them fails.
+one run, whose trainer alone is killed, again and again. `machine`: searchers' machine is taken
+away, and another one comes. After every run: exit code 0, every response under one heading of the
+ledger, every ticket once, every step once, and nothing is left of it. One JSON line a run; the exit
+code is 1 when one of them fails.
 """
 
 import argparse
@@ -28,14 +25,6 @@ from typing import Any
 
 from tests.integration.fleets import Fleet, below, check
 
-# The main job, in as many steps as reach its ceiling nearly.
-JOB = {
-    "num_steps": 60,
-    "batch.num_prompts": 16,
-    "search.prompts_per_round": 16,
-    "checkpoint.period": 10,
-    "task.num_eval_prompts": 256,
-}
 SHORT = {"fleet.max_searchers": 3}
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -79,28 +68,6 @@ def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> di
     result = {"killed_at_step": killed, **_ended(fleet, num_steps), "searchers_lived_on": lived}
     assert lived, "a searcher ended with a trainer"
     return result
-
-
-def undisturbed(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
-    """Four searchers and nothing happens."""
-    del args
-    fields = {**JOB, "fleet.max_searchers": 4, "seed": draws.randrange(1000)}
-    return _ended(Fleet(workdir, **fields), JOB["num_steps"])
-
-
-def changing(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
-    """Four searchers, two killed, a fifth comes."""
-    del args
-    fields = {**JOB, "fleet.max_searchers": 5, "seed": draws.randrange(1000)}
-    with _cluster(num_cpus=5) as cluster:
-        fleet = Fleet(workdir, os.getpid(), **fields, **{"fleet.address": cluster.address})
-        fleet.until_step(15)
-        fleet.kill("SearcherProcess", draws.randrange(4))
-        fleet.until_step(25)
-        cluster.add_node(**NODE)
-        fleet.until_step(35)
-        fleet.kill("SearcherProcess", draws.randrange(4))
-        return _ended(fleet, JOB["num_steps"], has_cluster=False)
 
 
 def machine(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
@@ -173,8 +140,6 @@ def _ended(fleet: Fleet, num_steps: int, *, has_cluster: bool = True) -> dict[st
 SCENES: dict[str, Callable[[Path, random.Random, argparse.Namespace], dict[str, Any]]] = {
     "kills": kills,
     "trainer": trainer,
-    "changing": changing,
-    "undisturbed": undisturbed,
     "machine": machine,
 }
 

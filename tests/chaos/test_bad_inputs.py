@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad inputs and bad storage: each command ends with one line and no traceback."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -45,17 +44,6 @@ def write_reward(folder, statement):
     (folder / "score.py").write_text(REWARD.format(statement=statement))
 
 
-def change(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def change_token_ids(folder, **values):
-    path = folder / "model" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    tokenizer["model"]["vocab"].update(values)
-    path.write_text(json.dumps(tokenizer))
-
-
 def cast_weights_to_int32(folder):
     path = folder / "model" / "model.safetensors"
     save_file({name: x.astype(np.int32) for name, x in load_file(path).items()}, path)
@@ -91,9 +79,6 @@ def check_one_line(done, text):
     [
         (lambda f: replace_by_a_pipe(f / "rows.jsonl"), "rows.jsonl cannot be read (not a regular"),
         (cast_weights_to_int32, "(I32)"),
-        (lambda f: change(f / "model/config.json", eos_token_id=["a"]), "eos_token_id = ['a']"),
-        (lambda f: change_token_ids(f, a=-3), "-3"),
-        (lambda f: change_token_ids(f, a=9, b=9), "9"),
         (lambda f: (f / "score.py").write_text("import os\nos._exit(1)"), "died while it was st"),
     ],
 )

@@ -103,8 +103,6 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
         "'my_reward:raises' cannot be loaded: ModuleNotFoundError: No module named 'my_reward'",
     )
 
-    # A kill in the middle of writing it, before anything ran.
-    (workdir / "config.json").write_text('{"config": {')
     done = run(workdir, "task.reward=my_rewards:one_short", cache=cache, cwd=folder)
     assert_one_error(done, 2, "one_short' returned 0 rewards", "want a list with one float or None")
 

@@ -38,15 +38,6 @@ def test_a_bad_model_path_is_one_line_and_exit_code_1(capsys, tmp_path):
     assert captured.err.count("\n") == 1
 
 
-@needs_stories
-def test_an_impossible_request_is_one_line_and_exit_code_1(capsys):
-    argv = [f"--model={STORIES}", "--prompt=x", "--max_new_tokens=5000"]
-    assert generate.main(argv) == 1
-    assert "the model has 512 positions" in capsys.readouterr().err
-    assert generate.main([f"--model={STORIES}", "--prompt=x", "--chat"]) == 1
-    assert "no chat template" in capsys.readouterr().err
-
-
 def test_stop_strings_and_ids_end_a_response(capsys):
     def texts(*flags):
         argv = ["--prompt=7+5-3", "--max_new_tokens=16", "--num_samples=16", "--json", *flags]

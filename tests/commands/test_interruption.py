@@ -26,24 +26,6 @@ def test_a_signal_is_a_flag_and_a_second_one_has_its_usual_effect(usr1):
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-@contextlib.contextmanager
-def hangups(handler):
-    """Handle SIGHUP so, whatever the session does: under nohup it ignores SIGHUP."""
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_signal_that_was_ignored_stays_ignored():
-    with hangups(signal.SIG_IGN):
-        with contextlib.closing(Interruption()) as interruption:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not interruption()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
 PRINTING = """
 import sys
 from tba_jax.report.writers import ProgressDisplay

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from tba_jax.commands.model_card import command, hub_id, model_card
+from tba_jax.commands.model_card import command, model_card
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import flatten
 from tba_jax.report.page import Run
@@ -63,19 +63,6 @@ def test_a_card_of_a_model_of_the_hub():
         "The licence of [realtreetune/rho-1b-sft-GSM8K](https://huggingface.co/realtreetune/",
     ):
         assert part in text
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
-        ("embedded:start_model", ""),
-        ("runs/x/model", ""),
-        ("", ""),
-    ],
-)
-def test_what_is_an_id_of_the_hub(path, expected):
-    assert hub_id(path) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 """Supervised fine-tuning: it learns the responses, ends them, and refuses unusable files."""
 
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +12,11 @@ from fake_models import load_folder
 from tba_jax.commands import sft
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.flow.packing import Packing
-from tba_jax.flow.padding import Padding
 from tba_jax.models import model as models
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.tasks.examples import Example
 
 
 def write_rows(path, rows):
@@ -57,19 +53,6 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
     texts = tokenizer.batch_decode(decoded.tokens[:, 0])
     assert texts == ["1+1", "-2+7"] and decoded.has_eos.all()
     assert sft.main(arguments) == 1 and "is not empty" in capsys.readouterr().err
-
-
-def test_every_row_comes_once_per_pass_in_an_order_of_the_seed():
-    rows = [Example(np.array([1], np.int32), np.array([i], np.int32)) for i in range(6)]
-    packing = Packing(2, 1, Padding((1,), (1,), 0), 1.0)
-
-    def order(seed):
-        stream = sft.batches(rows, packing, seed)
-        return [next(stream).tokens[:, 1].tolist() for _ in range(6)]
-
-    first = order(0)
-    assert sorted(sum(first[:3], [])) == sorted(sum(first[3:], [])) == list(range(6))
-    assert order(0) == first != order(1)
 
 
 @pytest.fixture(scope="module")
@@ -165,20 +148,3 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message)
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "m").exists()
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--mesh=data", "--mesh=data (.*); wanted sizes of data, fsdp, model, expert"),
-        ("--num_steps=0", "--num_steps=0; wanted a positive number"),
-        ("--eval_share=0.01", "of 14 rows are 0 rows; wanted at least one row to evaluate"),
-    ],
-)
-def test_a_wrong_option_is_named(examples_file, tmp_path, capsys, flag, message):
-    argv = [f"--model={START_MODEL}", f"--data={examples_file}", f"--out={tmp_path}/m", flag]
-    try:
-        assert sft.main(argv) == 1
-    except SystemExit as error:
-        assert error.code == 2
-    assert re.search(message, capsys.readouterr().err)

@@ -51,19 +51,6 @@ def events(folder):
     return (folder / "events").read_text().splitlines()
 
 
-def test_a_grid_has_values_with_commas_in_brackets():
-    grid = parse_grid(
-        "optimizer.learning_rate=1e-5, linear(5e-4, 0, warmup=5);objective.preset=tba"
-    )
-    assert grid == {
-        "optimizer.learning_rate": ["1e-5", "linear(5e-4, 0, warmup=5)"],
-        "objective.preset": ["tba"],
-    }
-    for wrong in ("seed", "seed=", "a=1,,2", "a=1;a=2"):
-        with pytest.raises(ConfigError, match="wanted each field once as FIELD=VALUE,VALUE"):
-            parse_grid(wrong)
-
-
 def test_seeds_vary_slowest_and_bad_points_are_known_before_the_first_run():
     grid = parse_grid("objective.preset=tba,grpo;optimizer.learning_rate=1e-5,-1")
     found = points(ARGUMENTS, grid, [3, 4])

@@ -83,19 +83,6 @@ def test_a_cache_of_other_weights_is_not_used():
     assert [y.version_min for y in found] == [0] * 3 + [7] * 6
 
 
-def test_a_cache_that_two_weights_have_written_is_not_kept():
-    config = tiny_config()
-    params, decoder = random_params(config), make_decoder(config)
-    session = decoder.session(params, num_slots=1, keeps_caches=True)
-    settings = SamplingSettings(TOKENS, stop_ids=())
-    session.submit(PROMPTS[0], row_keys(jax.random.key(0), 1), settings)
-    assert session.step() == []
-    session.swap(jax.tree.map(lambda x: x * 1.1, params), 1)
-    (y,) = session.run()
-    session.submit(np.concatenate([PROMPTS[0], y.tokens]), row_keys(jax.random.key(1), 1), settings)
-    assert len(list(session.run())) == 1 and session.statistics.kept_tokens == 0
-
-
 def test_a_state_after_the_end_of_a_stop_string_is_not_kept():
     """The device decodes to the end of the chunk; keys can be cut, a state cannot."""
     stop = StopStrings(("x",), lambda ids: "".join("x" if i % 5 == 4 else "-" for i in ids))

@@ -138,28 +138,6 @@ def test_draws_from_a_few_tokens_follow_the_tempered_softmax():
     np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-6)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 64, 1000])
-def test_each_token_owns_its_words(vocab_size):
-    """The words in the middle of a block's and an entry's interval draw that token."""
-    logits = np.random.default_rng(0).normal(size=vocab_size).astype(np.float32) * 2
-    block, start, entry = (np.asarray(a) for a in levels(jnp.asarray(logits)))
-    rows, targets = [], []
-    outer, inner = word_share(block), word_share(entry)
-    for j in range(len(block)):
-        for i in np.flatnonzero(entry[j]):
-            middle = [outer[:j].sum() + outer[j] / 2, inner[j, :i].sum() + inner[j, i] / 2]
-            rows.append([int(m * 2**32) for m in middle])
-            targets.append(start[j] + i)
-    assert sorted(targets) == list(range(vocab_size))  # no token twice, none left out
-    b = len(rows)
-    bits = jnp.asarray(np.array(rows, np.uint32))
-    x = jnp.broadcast_to(jnp.asarray(logits), (b, vocab_size))
-    tokens, logprobs = plain(x, bits, settings(b))
-    np.testing.assert_array_equal(tokens, targets)
-    # One ulp at log-probs down to -16, as above.
-    np.testing.assert_allclose(logprobs, np.log(softmax64(logits))[targets], atol=1e-6)
-
-
 # ---- integers
 
 

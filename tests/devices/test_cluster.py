@@ -13,7 +13,6 @@ from tba_jax.devices.cluster import (
     Address,
     Cluster,
     PeerError,
-    bind_address,
     peer_errors,
     resolve_address,
 )
@@ -44,11 +43,6 @@ def test_address_comes_from_flags_then_from_the_environment():
 def test_a_part_of_an_address_is_refused(flags, environment, message):
     with pytest.raises(ValueError, match=message):
         resolve_address(*flags, environment)
-
-
-@pytest.mark.parametrize("coordinator", ["127.0.0.1:1", "127.0.1.1:1", "localhost:1", "[::1]:1"])
-def test_a_loopback_coordinator_listens_on_loopback(coordinator):
-    assert bind_address(coordinator) == coordinator
 
 
 def test_only_the_failure_of_a_collective_is_a_lost_peer():

@@ -147,14 +147,3 @@ def test_a_wait_that_is_too_long_names_the_thread_that_holds_the_devices():
     may_end.set()
     thread.join(10.0)
     assert launch() == 0  # the thread that gave up is no longer in the queue
-
-
-def test_a_program_that_raises_releases_the_lock():
-    lock = DeviceLock(1.0)
-
-    def fail():
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        Site(mesh_of(0, 1), lock).locked(fail)()
-    assert Site(mesh_of(0, 1), lock).locked(lambda: 1)() == 1

@@ -51,15 +51,6 @@ def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
     }
 
 
-def test_variables_of_jax_take_precedence(tmp_path):
-    of_jax, home = tmp_path / "of_jax", tmp_path / "home"
-    note, result = run(XDG_CACHE_HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(of_jax))
-    assert note == f"compiled programs are kept in {of_jax} (JAX_COMPILATION_CACHE_DIR)"
-    assert list(of_jax.glob("jit_*")) and not home.exists()
-    note, result = run(XDG_CACHE_HOME=str(home), JAX_ENABLE_COMPILATION_CACHE="false")
-    assert (note, result) == ("", "compiled") and not home.exists()
-
-
 def test_a_folder_that_cannot_be_written_is_a_note(tmp_path):
     (tmp_path / "file").write_text("")
     note, result = run(XDG_CACHE_HOME=str(tmp_path / "file"))

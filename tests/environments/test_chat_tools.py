@@ -70,24 +70,6 @@ def test_a_class_with_tools_runs_in_the_format_of_the_model(pools, tmp_path, cap
     assert "invalid_json; 1 times failed_tool_call" in line
 
 
-def test_a_turn_that_the_format_cannot_continue_is_a_rejection_by_name(
-    pools, tmp_path, monkeypatch, capsys
-):
-    bridge = RendererFormat.bridge
-
-    def forked(self, prompt, completion, messages, tools):
-        if messages[-1]["content"] == "7":
-            return None
-        return bridge(self, prompt, completion, messages, tools)
-
-    monkeypatch.setattr(RendererFormat, "bridge", forked)
-    turns = [call("add", '{"n": 4}')]
-    messages = [{"role": "user", "content": "Count "}]
-    y, _ = played(pools[0], qwen_like_tokenizer(tmp_path), turns, messages)
-    assert y.verdict == Verdict(None, "environment_template")
-    assert "rejected as environment_template" in capsys.readouterr().err
-
-
 def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episode(
     pools, tmp_path, capsys
 ):

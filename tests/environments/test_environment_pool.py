@@ -145,29 +145,6 @@ def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
         pool.close()
 
 
-def test_one_name_in_two_files_is_two_environments(tmp_path):
-    """Also where both files import a neighbour of one name."""
-    source = (
-        "from words import WORD\nclass Game:\n    def reset(self, **row):\n        return WORD\n"
-    )
-    pools = []
-    for word in ("one", "two"):
-        (tmp_path / word).mkdir()
-        (tmp_path / word / "words.py").write_text(f"WORD = {word!r}\n")
-        (tmp_path / word / "game.py").write_text(source)
-        pools.append(EnvironmentPool(f"{tmp_path / word}/game.py:Game", timeout_s=5.0))
-    try:
-        for pool in pools:
-            pool.check()
-        environments = [pool.open() for pool in pools]
-        for environment in environments:
-            environment.begin({"prompt": "p"})
-        assert [answer(each).observation for each in environments] == ["one", "two"]
-    finally:
-        for pool in pools:
-            pool.close()
-
-
 def test_an_environment_that_hangs_ends_with_the_run_that_was_killed():
     script = FILE.with_name("main_that_is_killed.py")
     command = [sys.executable, str(script), f"{FILE}:Game"]

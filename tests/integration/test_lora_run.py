@@ -13,7 +13,6 @@ from fake_models import load_folder
 
 from tba_jax.commands import evaluate, export
 from tba_jax.commands import saved as saved_run
-from tba_jax.run.checkpoint import load_host_state
 from tba_jax.run.model_parts import START_MODEL
 
 pytestmark = pytest.mark.slow
@@ -86,28 +85,6 @@ def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(
     assert losses(workdir) == losses(reference)
     final, unkilled = (json.loads((w / "report.json").read_text()) for w in (workdir, reference))
     assert final["eval"] == unkilled["eval"]
-
-
-def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
-    done = run(
-        tmp_path / "run",
-        *LORA[:2],
-        "driver=async",
-        "objective.importance=none",
-        "search.swap=in_flight",
-        "num_searchers=2",
-        "JAX_NUM_CPU_DEVICES=4",
-        "mesh.fsdp=2",
-        "reference.placement=trainer",
-        "reference.reset_period=3",
-        "num_steps=12",
-        "batch.num_prompts=2",
-        cache=cache,
-    )
-    assert done.returncode == 0, done.stderr
-    _, host_state = load_host_state(str(tmp_path / "run"))
-    assert len(set(host_state.parts["buffer"].arrays["row_version_max"].tolist())) > 2
-    assert len(losses(tmp_path / "run")) == 12
 
 
 def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cache, tmp_path):

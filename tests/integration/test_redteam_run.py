@@ -69,43 +69,29 @@ def test_the_toy_trains_and_accounts_for_every_attack(cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_gpt2_preset_on_shrunken_models(cache, tmp_path):
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_a_preset_on_shrunken_models(preset, cache, tmp_path):
+    write, judge = (write_gpt2, write_roberta) if preset == "gpt2" else (write_llama, write_llama)
     done = run(
         tmp_path / "run",
         *SHRUNKEN,
-        f"model.path={write_gpt2(tmp_path / 'attacker')}",
-        f"victim.path={write_gpt2(tmp_path / 'victim')}",
-        "victim.template=do {attack}: ",
-        f"classifier.path={write_roberta(tmp_path / 'judge')}",
+        f"model.path={write(tmp_path / 'attacker')}",
+        f"victim.path={write(tmp_path / 'victim')}",
+        *(["victim.template=do {attack}: "] if preset == "gpt2" else []),
+        f"classifier.path={judge(tmp_path / 'judge')}",
         f"eval.embedding_path={write_minilm(tmp_path / 'minilm')}",
         cache=cache,
-        config="configs/redteam.py:gpt2",
+        config=f"configs/redteam.py:{preset}",
     )
     assert done.returncode == 0, done.stderr
     report = check(tmp_path / "run")
     assert math.isfinite(report["eval"]["after"]["cosine_diversity"])
-    first = next(r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r)
-    assert first["train/reward_temperature"] == 2.0
-    # Learned: 0 before the first update.
-    assert first["train/log_z"] == 0.0
-    assert first["train/response_length_mean"] >= 6  # at least 5 tokens, then the end
-
-
-@pytest.mark.slow
-def test_llama_preset_on_shrunken_models(cache, tmp_path):
-    done = run(
-        tmp_path / "run",
-        *SHRUNKEN,
-        f"model.path={write_llama(tmp_path / 'attacker')}",
-        f"victim.path={write_llama(tmp_path / 'victim')}",
-        f"classifier.path={write_llama(tmp_path / 'guard')}",
-        f"eval.embedding_path={write_minilm(tmp_path / 'minilm')}",
-        cache=cache,
-        config="configs/redteam.py:llama",
-    )
-    assert done.returncode == 0, done.stderr
-    check(tmp_path / "run")
     steps = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
-    assert [r["train/reference_temperature"] for r in steps] == pytest.approx(
-        [1.0 + 0.2 * i / 2000 for i in range(4)]
-    )
+    # Learned: 0 before the first update.
+    assert steps[0]["train/log_z"] == 0.0
+    assert steps[0]["train/response_length_mean"] >= 6  # at least 5 tokens, then the end
+    if preset == "gpt2":
+        assert steps[0]["train/reward_temperature"] == 2.0
+    else:
+        warmer = [1.0 + 0.2 * i / 2000 for i in range(4)]
+        assert [r["train/reference_temperature"] for r in steps] == pytest.approx(warmer)

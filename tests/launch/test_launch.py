@@ -200,20 +200,6 @@ def test_a_job_that_saved_because_of_a_signal_is_not_done(cloud):
     assert len(cloud.calls("queued-resources", "create")) == 1
 
 
-def test_without_the_flag_a_preemption_ends_the_run_and_create_replaces_the_slice(cloud):
-    cloud.settings(JOB=waiting())
-    cloud.tpu("create")
-    cloud.tpu("setup")
-    running = cloud.start("run")
-    cloud.wait_for(lambda: "watching" in cloud.output(running), process=running)
-    cloud.preempt()
-    assert running.wait(30) == 2
-    assert "test was taken away; launch/tpu.sh run --restart-on-preemption" in cloud.output(running)
-    assert "create makes it anew" in cloud.tpu("run", code=2).stderr
-    out = cloud.tpu("create").stdout
-    assert "deleting what is left of it" in out and "test is ready" in out
-
-
 def test_a_failing_job_ends_the_run_with_its_last_lines(cloud):
     cloud.settings(JOB="bash -c 'echo the reason; exit $((3 * JAX_PROCESS_ID))'")
     done = cloud.tpu("run", "--restart-on-preemption", code=1)

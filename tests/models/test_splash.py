@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_batches import slow
-from fake_models import random_params, tiny_config
-from jax.sharding import Mesh, SingleDeviceSharding
+from fake_models import tiny_config
+from jax.sharding import SingleDeviceSharding
 
-from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.devices.site import Site, any_device
+from tba_jax.devices.site import any_device
 from tba_jax.models import attention, shared_prompts, transformer
-from tba_jax.models.shardings import ComputeSharding, param_shardings
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.planning import chips
 
 G, R = 2, 2
@@ -108,46 +107,6 @@ def test_packed_rows_that_share_prompts_are_masked_by_pairs(length):
     assert_same(attend("splash"), attend("xla"), args, weight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_kv_heads", [2, 1])
-def test_a_mesh_divides_rows_and_heads_and_changes_no_number(monkeypatch, num_kv_heads):
-    """fsdp 2 and model 2, with and without key/value heads to divide: gradients of layers."""
-    config = tiny_config(num_kv_heads=num_kv_heads, head_dim=16)
-    params = random_params(config)
-    rng = np.random.default_rng(1)
-    prompts, responses = rng.integers(3, 23, (2, 9)), rng.integers(3, 23, (2, 3, 7))
-    lengths = jnp.asarray([9, 4], jnp.int32)
-
-    def gradient(params, sharding):
-        def loss(params):
-            if sharding is not None:
-                params = sharding.ends(params, jnp.float32)
-            ends, states = shared_prompts.apply(
-                params,
-                jnp.asarray(prompts, jnp.int32),
-                jnp.asarray(responses, jnp.int32),
-                lengths,
-                config=config,
-                compute_dtype=jnp.float32,
-                remat="layers",
-                sharding=sharding,
-            )
-            return jnp.sum(ends**2) + jnp.sum(states**2)
-
-        return jax.jit(jax.grad(loss))(params)
-
-    wanted = gradient(params, None)
-    monkeypatch.setattr(attention, "choose", lambda *_: "splash")
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), MESH_AXES)
-    placed = jax.device_put(params, param_shardings(config, mesh))
-    got = gradient(placed, ComputeSharding(config, Site(mesh)))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4 * np.abs(y).max(), rtol=1e-4),
-        got,
-        wanted,
-    )
-
-
 def compiled_layers(topology, head_dim, apply):
     """The program of the gradient of `apply(params, config=..., ...)`, for a TPU."""
     config = tiny_config(
@@ -193,30 +152,20 @@ needs_libtpu = pytest.mark.skipif(
 @pytest.mark.slow
 @needs_libtpu
 @TOPOLOGIES
-def test_layers_behind_a_shared_prompt_compile_for_tpus(topology, head_dim):
-    """Three kernels for the prompts and three for the responses; no scores in memory."""
+def test_layers_compile_for_tpus_without_scores_in_memory(topology, head_dim):
+    """Behind a shared prompt, three kernels for prompts and three for responses; packed, three."""
     b, c, x, t = 2, 4, 320, 384
 
-    def apply(params, **kwargs):
+    def behind_a_prompt(params, **kwargs):
         tokens = (jnp.zeros(shape, jnp.int32) for shape in ((b, x), (b, c, t)))
         return shared_prompts.apply(params, *tokens, jnp.full((b,), x // 2), **kwargs)
 
-    text = compiled_layers(topology, head_dim, apply)
-    assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)) == 6
-    assert not re.search(rf"f32\[[\d,]*{t},({t}|{x}|{x + t})\]", text)
-
-
-@pytest.mark.slow
-@needs_libtpu
-@TOPOLOGIES
-def test_packed_rows_that_share_prompts_compile_for_tpus(topology, head_dim):
-    s = 384
-
-    def apply(params, **kwargs):
-        index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (2, s))
+    def packed(params, **kwargs):
+        index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
         visible = attention.packed(1 + index // 64, 1 + index // 128, index % 128 < 64)
         return transformer.apply(params, index % 23, index, index >= 0, visible=visible, **kwargs)
 
-    text = compiled_layers(topology, head_dim, apply)
-    assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)) == 3
-    assert not re.search(rf"f32\[[\d,]*2,{s},{s}\]", text)
+    for apply, num_kernels in ((behind_a_prompt, 6), (packed, 3)):
+        text = compiled_layers(topology, head_dim, apply)
+        assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)) == num_kernels
+        assert not re.search(rf"f32\[[\d,]*{t},({t}|{x}|{x + t})\]", text)

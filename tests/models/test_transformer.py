@@ -113,9 +113,6 @@ def test_initial_parameters_are_plain_dicts_and_match_their_description():
         assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
     # 23*16 embedding, 16 final norm, and per layer 2*16 norms, q+o 2*16*24, kv 16*2*12, mlp 3*16*20
     assert transformer.num_params(CONFIG) == 368 + 16 + 2 * (32 + 768 + 384 + 960)
-    axes = transformer.param_axes(CONFIG)
-    assert axes["layers"]["q"] == ("layers", "embed", "heads", "head_dim")
-    jax.tree.map(lambda x, names: None if x.ndim == len(names) else pytest.fail(), params, axes)
     # Layers start different, seeds matter, the residual outputs start smaller (std 1/sqrt(24*4)).
     q, o = params["layers"]["q"], params["layers"]["o"]
     assert np.abs(q[0] - q[1]).max() > 0.1

@@ -108,13 +108,6 @@ def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
     assert not fitting.crosses_network(tpus)
 
 
-def test_decode_slots_fit_the_memory():
-    assert "search.num_slots" not in on_gpu(2**30)
-    assert on_gpu(200 * 2**20)["search.num_slots"] == 128
-    assert on_gpu(2**20)["search.num_slots"] == 1
-    assert "search.num_slots" not in on_gpu(2**20, search__num_slots=200)
-
-
 def test_searchers_take_the_devices_that_the_trainer_leaves():
     devices = jax.local_devices()
     found = choices.on_devices(make_config(LENGTHS | {"num_searchers": 0}), SHAPE, devices, 2**36)

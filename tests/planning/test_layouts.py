@@ -149,20 +149,3 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     assert fitting.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=4, expert=4)
     # Two hosts with rows of their own, which bring as many prompts each.
     assert mesh(8, 2, packed_length=0, num_prompts=6) == (2, 4)
-
-
-@pytest.mark.parametrize("packed", [0, 1024])
-def test_each_update_has_its_part_of_every_micro_batch(packed):
-    """Also of one that holds all of a batch, whose 140 rows divide over no 8."""
-    fields = {"batch.packed_length": packed, "task.renderer": "qwen3"}
-    ppo = {"objective.name": "ppo", "objective.scale": None, "objective.minibatches": 4}
-    config = replace(freeze(PRESETS["get_config"]("gsm8k")), fields | ppo)
-    options = fitting.micro_batch_options(config, 2)
-    assert options and all(n % 8 == 0 for n in options)
-    assert not packed or max(options) == 144
-
-
-def test_a_batch_that_no_mesh_of_a_pod_divides_is_refused():
-    pytest.importorskip("libtpu")
-    with pytest.raises(PlacementError, match="divides a batch of 3 prompts .*num_prompts=8"):
-        choose("gsm8k", RHO, "v5e:2x4", **{"batch.num_prompts": 3, "batch.packed_length": 0})

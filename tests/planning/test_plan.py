@@ -167,23 +167,6 @@ def test_sizes_are_lowered_until_the_compiled_programs_fit():
     assert sum("does not fit; trying" in line for line in said) == 4
 
 
-def test_only_open_settings_are_lowered():
-    config = freeze(PRESETS["get_config"]("gsm8k"))
-    config = replace(config, {"batch.micro_batch_rows": 40, "model.remat": "dots"})
-    device = [type("Device", (), {"process_index": 0, "platform": "tpu"})]
-
-    def lowered(*fixed):
-        return compile_one.lowered(config, 1, device, fixed)
-
-    rows, slots, remat = "batch.micro_batch_rows", "search.num_slots", "model.remat"
-    assert lowered()["trainer"] == {rows: 20, remat: "dots"}
-    assert lowered()["searcher"][slots] > 0
-    assert lowered(rows, slots) == {"trainer": {}, "searcher": {}}
-    config = replace(config, {"batch.micro_batch_rows": 20})
-    assert lowered()["trainer"] == {rows: 140, remat: "layers"}
-    assert lowered(remat)["trainer"] == {rows: 16, remat: "dots"}
-
-
 def run(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "tba_jax.plan", *arguments],

@@ -81,15 +81,6 @@ def test_advice_names_what_is_missing_and_what_each_setting_frees():
     assert advice(facts(), programs(), occupancies(facts(), programs())) == []
 
 
-def test_a_program_that_does_not_compile_is_reported():
-    failed = Program("publish", "trainer", failure="the compiler aborted: chips")
-    (line,) = advice(facts(), [failed], [])
-    assert line == "publish does not compile: the compiler aborted: chips"
-    size = {"failure": "too large", "is_too_large": True, "needed_bytes": 40 * GIB}
-    (line,) = advice(facts(), [Program("train_step", "trainer", **size)], [])
-    assert line.startswith("train_step needs more memory than a device has (40.0 GiB")
-
-
 def test_the_balance_compares_device_seconds():
     weighed = balance(facts(), programs())
     # 32 responses x 128 tokens in 16 slots: 256 steps, 32 chunks of 0.1 s, and two prefills.

@@ -2,7 +2,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 from browser import in_browser
 from fake_workdir import fake_workdir
@@ -81,19 +80,3 @@ def test_groups_follow_the_fields_that_are_named(six):
     assert [(g.name, len(g.runs)) for g in by_seed] == [(f"seed={i}", 2) for i in range(3)]
     with pytest.raises(ValueError, match="--group=objective.nam: no config of these runs"):
         groups.group_runs(runs, ["objective.nam"])
-
-
-def test_curves_are_bounded_and_bands_end_with_the_shortest_run(tmp_path, monkeypatch):
-    fake_workdir(tmp_path, num_steps=40)
-    run = load_run(tmp_path)
-    x, _ = groups.curve(run, "search/reward_mean", "tokens")
-    np.testing.assert_array_equal(x, 2000.0 * np.arange(1, 41))
-    monkeypatch.setattr(groups, "POINTS", 8)
-    x, y = groups.curve(run, "search/reward_mean", "step")
-    raw = run.metrics.column("step", "search/reward_mean")[1]
-    np.testing.assert_allclose(x, np.arange(3, 43, 5))
-    np.testing.assert_allclose(y, raw.reshape(8, 5).mean(1))
-    short, long = (np.arange(5.0), np.zeros(5)), (np.arange(9.0), np.ones(9))
-    grid, mean, low, high = groups.band([short, long])
-    assert (grid[-1], mean[0], low[0], high[0]) == (4, 0.5, 0, 1)
-    assert groups.band([short]) is None

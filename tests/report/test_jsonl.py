@@ -4,7 +4,6 @@
 import json
 import math
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -45,25 +44,6 @@ def test_read_jsonl_names_file_and_line_of_damage(tmp_path):
         jsonl.read_jsonl(path)
 
 
-@pytest.mark.timeout(20)
-def test_jsonl_of_many_threads_has_whole_lines(tmp_path):
-    path = tmp_path / "m.jsonl"
-    writer = jsonl.JsonlWriter(path)
-
-    def work(i):
-        for j in range(50):
-            writer.append({"i": i, "j": j, "text": "x" * 500})
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    writer.close()
-    found = sorted((r["i"], r["j"]) for r in lines_of(path))
-    assert found == [(i, j) for i in range(4) for j in range(50)]
-
-
 def log_of(path, num_lines):
     writer = jsonl.JsonlWriter(path)
     for step in range(num_lines):
@@ -86,13 +66,3 @@ def test_keep_does_not_read_what_lies_before_its_start(tmp_path):
         file.seek(start)
         assert [json.loads(line)["step"] for line in file] == [7, 10]
     assert os.listdir(tmp_path) == ["m.jsonl"]
-
-
-def test_a_keep_that_is_refused_changes_nothing(tmp_path):
-    path = tmp_path / "m.jsonl"
-    writer = log_of(path, 3)
-    before = path.read_bytes()
-    with pytest.raises(jsonl.LogError, match=r"m\.jsonl, line 1: has no 'event'"):
-        writer.keep(lambda record: record["event"] == "step")
-    writer.close()
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.jsonl"]

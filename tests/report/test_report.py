@@ -4,17 +4,14 @@ import html.parser
 import json
 import re
 
-import numpy as np
 import pytest
 from fake_workdir import fake_workdir
 
 from tba_jax.commands.report import main
 from tba_jax.report import build as report
 from tba_jax.report import page as report_page
-from tba_jax.report import plots
 from tba_jax.report.document import escaped
-from tba_jax.report.series import Metrics
-from tba_jax.storage.whole_files import read_json, write_json
+from tba_jax.storage.whole_files import write_json
 
 VOID = {"meta", "img", "source", "br", "hr"}
 NAMES = {"accuracy", "reward", "habits", "staleness", "optimisation", "by_staleness"}
@@ -132,17 +129,6 @@ def test_another_headline_and_the_decoding_are_named(tmp_path):
     assert "reward mean 0.4" in page and "greedy decoding" in page and "points" not in page
 
 
-def test_settings_that_the_run_chose_are_listed_with_their_reasons(tmp_path):
-    fake_workdir(tmp_path, num_steps=4)
-    told = dict(read_json(tmp_path / "config.json"))
-    told["chosen"] = {"task.name": "the only <task>"}
-    write_json(tmp_path / "config.json", told)
-    text = report_page.render(report.load_run(tmp_path), {})
-    assert "Chosen by the run" in text and "--config.task.name=arithmetic" in text
-    row = '<th scope="row">task.name</th><td>arithmetic</td><td>the only &lt;task&gt;</td>'
-    assert row in text and Page(text)
-
-
 def test_ledger_adds_up_or_says_so(full, tmp_path):
     assert "Every sampled response is accounted for." in Page(full[1]).text
     assert "rejected: reward timeout 14" in Page(full[1]).text
@@ -158,11 +144,6 @@ def test_interrupted_run_says_so_and_shows_what_there_is(tmp_path):
     assert "after 20 of 40 steps" in page.text
     assert "answers appear when" in page.text
     assert (tmp_path / "plots" / "accuracy.png").exists()
-
-
-def test_run_that_made_no_step(tmp_path):
-    page = built(tmp_path, made_steps=0, evals=False, report=False)
-    assert "No step made yet" in page.text and "0 of 40 steps" in page.text
 
 
 def test_a_page_is_not_replaced_by_one_with_fewer_steps(tmp_path, capsys):
@@ -189,32 +170,6 @@ def test_command_reports_and_refuses(tmp_path, capsys):
     (tmp_path / "run" / "report.json").write_text("{")
     assert main([str(tmp_path / "run")]) == 1
     assert "report.json is damaged (Expecting" in capsys.readouterr().err
-
-
-def test_columns_of_lines_with_other_names():
-    """Lines of a kind are a table; a name of several kinds is one column, in the log's order."""
-    metrics = Metrics(
-        [
-            {"step": 1, "train/a": 2.0},
-            {"step": 2, "eval/b": 3, "eval/metric": "b"},
-            {"train/a": None, "step": 3},
-            {"step": 4, "train/a": 5.0},
-        ]
-    )
-    assert [column.tolist() for column in metrics.column("step", "train/a")] == [[1, 4], [2, 5]]
-    assert [column.tolist() for column in metrics.column("step", "eval/b")] == [[2], [3]]
-    assert metrics.names == ["eval/b", "step", "train/a"]
-    assert metrics.last_step == 4 and [r["step"] for r in metrics.evaluations] == [2]
-
-
-def test_share_interval_solves_the_score_equation():
-    # Wilson's bounds are the shares p whose score (observed - p) / sd(p) is z; z(0.95) = 1.6449.
-    for observed in (0.05, 0.5, 410 / 512):
-        for p in plots.share_interval(observed, 512):
-            score = abs(observed - p) / np.sqrt(p * (1 - p) / 512)
-            assert score == pytest.approx(1.6449, rel=1e-9)
-    low, high = plots.share_interval(1.0, 512)
-    assert 0.99 < low < high == pytest.approx(1.0)
 
 
 def test_the_page_reports_the_use_of_generated_responses(full):

@@ -11,7 +11,6 @@ from hostile import HOSTILE
 from tba_jax.report.document import escaped
 from tba_jax.report.files import load_run
 from tba_jax.report.page import render
-from tba_jax.report.sample_browser import read_samples, wrong_sample
 from tba_jax.report.words import shown
 from tba_jax.storage.whole_files import read_json, write_json
 
@@ -161,14 +160,3 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert seen == [[shown(text), shown(text)] for text in HOSTILE]
     assert made == 0 and scripts == 2  # the page's, and that of this test
     assert not title_hacked or "hacked" in HOSTILE[0]
-
-
-@pytest.mark.parametrize(
-    "facts", [{"of": "x"}, {"tokens": [1]}, {"reward": "1"}, {"parts": {"a": "b"}}, {"version": ""}]
-)
-def test_a_damaged_line_is_named(tmp_path, facts):
-    assert not wrong_sample(line(1, 0)) and wrong_sample(line(1, 0, **facts))
-    path = tmp_path / "samples.jsonl"
-    path.write_text(json.dumps(line(1, 0, **facts)) + "\n")
-    with pytest.raises(ValueError, match=r"samples.jsonl, line 1: .* Remove that line"):
-        read_samples(path, 1000)

@@ -15,15 +15,6 @@ from rich.console import Console
 from tba_jax.report import writers as metrics
 
 
-def test_missing_tracker_packages_name_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"tba_jax\[tensorboard\]"):
-        metrics.TensorBoardWriter(tmp_path, {})
-    with pytest.raises(ValueError, match=r"tba_jax\[wandb\]"):
-        metrics.WandbWriter("p", name="n", workdir=tmp_path, config={})
-
-
 def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
     calls = []
     board = types.SimpleNamespace(
@@ -67,13 +58,6 @@ def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
     assert logged[1] == ("*", {"step_metric": "step"})
     lines = [{"a": 0.5, "e": 3.0, "step": 7}, {"samples/eval": table, "step": 7}]
     assert logged[2:] == [*lines, "finished"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(7.4, "0:07"), (191.6, "3:12"), (3725, "1:02:05"), (-1, "0:00")]
-)
-def test_format_duration(seconds, text):
-    assert metrics.format_duration(seconds) == text
 
 
 class FakeClock:
@@ -149,14 +133,6 @@ def test_a_line_says_what_keeps_a_run_from_learning():
         f"{reward}  length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in first
     )
     assert f"{reward}  length 9.0 tokens  KL 0.0123" in second
-
-
-def test_resumed_display_remembers_where_it_started():
-    clock = FakeClock()
-    display, stream = plain_display(clock)
-    display.resume([{"step": 0, "eval/pass_at_1": 0.4, "time_s": 5.0}, {"step": 9, "time_s": 60.0}])
-    display.write(10, {"eval/pass_at_1": 0.5})
-    assert stream.getvalue() == "[1:00] step  10/100  held-out pass@1 40.0% -> 50.0%\n"
 
 
 TTY_SCRIPT = """

@@ -61,10 +61,6 @@ BROKEN = {
         {"task__data_path": None, "task__reward": None},
         ["task.data_path = '': task custom needs data", "task.reward = '': task custom has no"],
     ),
-    "a missing file, a missing model": (
-        {"task__data_path": "{}/trian.jsonl", "model__path": "{}/model"},
-        ["trian.jsonl': no such folder or file", "/model' is not a folder"],
-    ),
     "a misspelt function, a missing model": (
         {"task__reward": "{}/rewards.py:scroe", "model__path": "{}/model"},
         ["there is no 'scroe' in", "/model' is not a folder"],
