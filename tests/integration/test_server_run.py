@@ -34,7 +34,8 @@ def run_with(model, workdir, *overrides, cache):
 def test_the_policy_learns_from_responses_of_a_server(model, tmp_path, cache):
     records, ledger, _ = run_with(model, tmp_path / "run", cache=cache)
     assert len(records) == 8 and ledger["rejected"] == {}
-    assert records[-1]["train/kl_reference"] > 0.1
+    # The mean log-ratio of trained responses is of either sign: older versions drew some of them.
+    assert abs(records[-1]["train/kl_reference"]) > 0.1
     gaps = [r["train/sampler_gap"] for r in records if r["train/sampler_gap"] is not None]
     # As of searchers in the process with merged adapters (test_lora_run).
     assert gaps and all(gap < 1e-4 for gap in gaps)

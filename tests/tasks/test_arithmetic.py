@@ -5,12 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from fake_models import load_folder
 
 from tba_jax.assets import make_start_model
-from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
 
@@ -87,13 +85,6 @@ def test_worked_responses_are_the_running_totals_and_grade_right():
         assert arithmetic_reward([expression], [text], [str(answer)]) == [1.0]
 
 
-def test_hasty_responses_repeat_the_sign_before_the_last():
-    rng = np.random.default_rng(0)
-    assert arithmetic.hasty_response("7+5-3+8-6+2", rng, slip_prob=0.0) == "=9"
-    assert arithmetic.hasty_response("7+5-3+8+6+2", rng, slip_prob=0.0) == "=25"
-    assert arithmetic.hasty_response("1+1+1+1-4-9", rng, slip_prob=0.0) == "=-9"
-
-
 @pytest.mark.parametrize(
     "text, kind",
     [
@@ -129,22 +120,3 @@ def test_start_model_is_a_small_complete_folder():
     assert config == make_start_model.CONFIG
     assert hf_config["architectures"] == ["LlamaForCausalLM"]
     assert params["embed"].shape == (config.vocab_size, config.hidden_size)
-
-
-def test_start_model_tokenizer_is_one_token_per_character_and_exact():
-    tokenizer = Tokenizer.load(START_MODEL)
-    assert tokenizer.vocab_size == make_start_model.CONFIG.vocab_size
-    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_ids) == (0, 1, (2,))
-    odd_spaces = "  Two  spaces .\n\n 'n't , stay!"  # what a decoder's clean-up would change
-    for text in ("7+5-3+8-6+2:12,9,17,11,13", odd_spaces, make_start_model.CHARACTERS):
-        ids = tokenizer.encode(text, add_bos=True)
-        assert len(ids) == 1 + len(text)
-        assert ids[0] == 1 and 2 not in ids and 3 not in ids
-        assert tokenizer.decode(ids) == text
-    assert tokenizer.encode("é", add_bos=False).tolist() == [3]  # not ASCII: <unk>
-
-
-def test_written_tokenizer_is_the_shipped_one(tmp_path):
-    make_start_model.write_tokenizer(tmp_path)
-    for path in tmp_path.iterdir():
-        assert path.read_bytes() == (START_MODEL / path.name).read_bytes(), path.name
