@@ -54,11 +54,12 @@ def test_a_death_of_a_searcher_is_in_the_metrics_before_it_joins_again(tmp_path)
     fleet.until_step(5)
     assert fleet.kill("SearcherProcess")
     fleet.until_told("Ray restarts it on a free machine")
-    fleet.until_metric("fleet/searchers", 1)
-    assert fleet.metrics("fleet/searchers_lost")[-1] == 1
-    assert " joined again" not in fleet.told()
     fleet.until_metric("fleet/joins", 3)
-    assert fleet.metrics("fleet/searchers")[-1] == 2 and " joined again" in fleet.told()
+    # By the log of steps: on a busy machine a searcher joins again between two steps.
+    names = ("searchers", "searchers_lost", "joins")
+    steps = list(zip(*(fleet.metrics(f"fleet/{name}") for name in names), strict=False))
+    assert (1, 1, 2) in steps and steps[-1] == (2, 1, 3), steps
+    assert " joined again" in fleet.told()
     fleet.process.send_signal(signal.SIGTERM)
     assert fleet.end() == 128 + signal.SIGTERM, fleet.told()
 
