@@ -13,6 +13,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import Facts, HostState
+from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import begin_run, claim, run_id_of, saved_config
 from tba_jax.storage.whole_files import write_json
 from tba_jax.weights.versions import PublicationError, Versions
@@ -75,7 +76,9 @@ def test_a_folder_that_holds_no_such_run_is_refused_and_left_alone(tmp_path, mak
 @pytest.mark.parametrize(
     "left", [(), ("lock",), ("lock", "heartbeat.json", "config.json.unfinished")]
 )
-def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left):
+def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left, monkeypatch):
+    # The heartbeat may be that of another host.
+    monkeypatch.setitem(Hold.__init__.__kwdefaults__, "expire_s", 1.0)
     for name in left:
         (tmp_path / name).write_text("")
     with claim(tmp_path, CONFIG):
