@@ -7,6 +7,7 @@ the placement, which a resumed run may change, is chosen again if it does not su
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,12 @@ from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import MODES, arrange
 from tba_jax.devices.platform import platform_of
-from tba_jax.models.transformer import TransformerConfig
+from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import layouts
 from tba_jax.planning.lengths import with_lengths
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
-from tba_jax.settings import ConfigError
+from tba_jax.settings import ConfigError, Schedule
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -43,6 +44,7 @@ _PLACEMENT = (
     "search.num_devices",
 )
 _DTYPE = "model.compute_dtype"
+_RATE = "optimizer.learning_rate"
 _ROWS = "batch.micro_batch_rows"
 _IMPORTANCE = "objective.importance"
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
@@ -51,6 +53,7 @@ _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "num_searchers": (0, _PLACEMENT),
     _DTYPE: ("auto", (_DTYPE,)),
     "search.num_slots": (0, ("search.num_slots",)),
+    _RATE: (Schedule(0.0), (_RATE,)),
     _ROWS: (0, (_ROWS,)),
     "model.remat": ("auto", ("model.remat",)),
 }
@@ -85,6 +88,8 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
     if not config.task.max_prompt_tokens:
         changed, reason = with_lengths(config)
         config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
+    if config.optimizer.learning_rate == Schedule(0.0):
+        config = _with_rate(config)
     mode = MODES[config.placement]
     if mode.has_remote_searchers:  # the searchers' devices belong to other processes
         return _on_absent_devices(config)
@@ -172,6 +177,21 @@ def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:
     news = tuple((n, reason) for n, value in fields.items() if get_field(config, n) != value)
     earlier = (entry for entry in config.chosen if entry[0] not in dict(news))
     return dataclasses.replace(replace(config, fields), chosen=(*earlier, *news))
+
+
+def _with_rate(config: Config) -> Config:
+    """Return the config with a learning rate for the size of the model.
+
+    1e-4 for adapters; for all N parameters 1e-6 sqrt(7e9 / N), which is close to the rates of the
+    paper's runs (1e-6 at 7B, 3e-6 at 410M to 2.8B; appendix B).
+    """
+    rate, about = 1e-4, "for adapters"
+    if not config.lora.rank:
+        number = num_params(describe_model(config, with_weights=False).config)
+        rate = float(f"{1e-6 * math.sqrt(7e9 / number):.1e}")
+        about = f"for {number:,} parameters"
+    schedule = Schedule(rate, 0.0, shape="linear", warmup=min(10, config.num_steps // 2))
+    return _chosen(config, {_RATE: schedule}, about)
 
 
 def _stabilised(config: Config) -> Config:

@@ -11,7 +11,8 @@ The run derives lengths from the data and the model's context. Without a test sp
 part of the rows.
 
 default
-    Trajectory Balance: 200 steps of 8 prompts x 8 responses.
+    Stabilised Trajectory Balance (importance=token_clip): 200 steps of 16 prompts x 8 responses.
+    The learning rate follows from the number of trained parameters.
 """
 
 from ml_collections import ConfigDict
@@ -28,18 +29,22 @@ PRESETS = {
             "name": "custom",
             "max_prompt_tokens": 0,
             "long_prompts": "skip",
-            "num_eval_prompts": 64,
+            "num_eval_prompts": 256,
         },
-        "batch": {"num_prompts": 8},
-        "objective": {"group_size": 8, "beta": 0.05},
-        "optimizer": {"learning_rate": "linear(1e-5, 0, warmup=10)"},
+        "batch": {"num_prompts": 16},
+        "objective": {
+            "group_size": 8,
+            "beta": "linear(0.2, 0.05)",
+            "importance": "token_clip",
+        },
+        "optimizer": {"learning_rate": 0.0},
         "search": {
             "samples_per_prompt": 8,
             "prompts_per_round": 8,
             "max_new_tokens": 256,
             "initial_fill": 128,
         },
-        "replay": {"recency_prob": 0.5, "pace": "trainer", "max_staleness": 8},
+        "replay": {"recency_prob": 0.95, "pace": "trainer", "max_staleness": 4},
         "eval": {"period": 50},
         "checkpoint": {"period": 50},
     },

@@ -103,7 +103,8 @@ class OptimizerSettings(Section):
     )
     learning_rate: Schedule = field(
         Schedule(1e-4),
-        'learning rate by step, such as "linear(1e-4, 0, warmup=10)"; START is its peak',
+        'learning rate by step, such as "linear(1e-4, 0, warmup=10)"; START is its peak; 0: '
+        "chosen by the number of trained parameters",
         at_least=0,
     )
     b2: float = share(0.999, "AdamW: decay of the squared gradient's mean; b1 is 0.9 and eps 1e-8")
@@ -121,11 +122,11 @@ class OptimizerSettings(Section):
 
     def check(self) -> None:
         need(
-            self.learning_rate.start > 0,
+            self.learning_rate.start > 0 or self.learning_rate == Schedule(0.0),
             "optimizer.learning_rate",
             self.learning_rate.plain,
             "must start above 0",
-            "The default is 1e-4.",
+            "Write 0, without a schedule, for a rate that suits the size of the model.",
         )
 
 

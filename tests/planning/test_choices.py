@@ -154,6 +154,19 @@ def test_a_given_value_stays():
     assert not config.chosen
 
 
+@pytest.mark.parametrize(
+    ("fields", "rate"), [({}, 1.5e-4), ({"lora.rank": 8}, 1e-4), ({"num_steps": 4}, 1.5e-4)]
+)
+def test_a_learning_rate_of_0_is_chosen_for_the_size_of_the_model(fields, rate):
+    """The start model has 296,000 parameters: 1e-6 sqrt(7e9 / 296,000) = 1.54e-4."""
+    config = choices.choose(make_config({"optimizer.learning_rate": 0.0} | fields), {})
+    found = config.optimizer.learning_rate
+    assert (found.start, found.final, found.shape) == (rate, 0.0, "linear")
+    assert found.warmup == min(10, config.num_steps // 2)
+    assert any("optimizer.learning_rate" in line for line in choices.lines(config))
+    assert choices.choose(replace(config, {"seed": 1}), {}).optimizer == config.optimizer
+
+
 FLEET = {"task.max_prompt_tokens": 12, "placement": "fleet", "num_searchers": 1}
 
 
