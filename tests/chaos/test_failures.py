@@ -203,6 +203,7 @@ def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):
     assert_complete(workdir, num_steps)
 
 
+@pytest.mark.slow  # integration/test_sync_loop.py kills such a run once
 def test_a_synchronous_run_that_is_killed_resumes_with_the_same_bits(cache, tmp_path):
     overrides = (*SYNC, "checkpoint.period=2", "eval.period=0")
     kill_and_resume(tmp_path / "run", overrides, kills=1, num_steps=12, cache=cache)

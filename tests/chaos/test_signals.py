@@ -30,7 +30,8 @@ def assert_saved(workdir):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGUSR1, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_that_would_end_the_process_saves_first(cache, tmp_path, number):
     workdir = tmp_path / "run"
     process = start(workdir, *LONG, cache=cache)

@@ -165,38 +165,27 @@ def collectives(compiled):
     return found
 
 
-def divided(mesh, rows, vocabulary, **sizes):
-    """(compiled program, its inputs on the devices of `mesh`)."""
+@pytest.mark.parametrize(
+    ("shape", "rows", "vocabulary", "sizes", "travels"),
+    [
+        # The table gradient over rows, the hidden gradient over the vocabulary; sums of tokens.
+        ((2, 4), "data", "model", {"kept_bytes": 4 * B * T * V}, V * D // 4 + B // 2 * T * (D + 4)),
+        # Only the table gradient.
+        ((4, 1), "data", None, {"vocab_block": 20}, V * D),
+        ((4, 1), "data", None, {"vocab_block": 20, "chunk_tokens": 23}, V * D),
+        # Sums of each token, and its hidden gradient, once.
+        ((1, 8), None, "model", {"vocab_block": 4}, B * T * (D + 4)),
+    ],
+)
+def test_rows_and_vocabulary_stay_where_they_are(wanted, shape, rows, vocabulary, sizes, travels):
+    """Only sums over devices travel."""
+    mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("data", "model"))
     by_row, by_token = NamedSharding(mesh, P(rows)), NamedSharding(mesh, P(vocabulary))
     data = jax.device_put(inputs(), (by_row, by_token, by_row, by_row))
-    program = jax.jit(fused(**sizes), out_shardings=(by_row, by_row, by_token))
-    return program.lower(*data).compile(), data
-
-
-def test_kept_logits_stay_where_their_rows_are(wanted):
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-    compiled, data = divided(mesh, "data", "model", vocab_shards=4, kept_bytes=4 * B * T * V)
+    shards = shape[1] if vocabulary else 1
+    program = jax.jit(fused(vocab_shards=shards, **sizes), out_shardings=(by_row, by_row, by_token))
+    compiled = program.lower(*data).compile()
     check(compiled(*data), wanted, 2e-6)
     found = collectives(compiled)
     assert {name for name, _ in found} == {"all-reduce"}
-    # The table gradient over rows, the hidden gradient over the vocabulary; sums of tokens.
-    assert sum(size for _, size in found) <= V * D // 4 + B // 2 * T * (D + 4)
-
-
-@pytest.mark.parametrize("chunk_tokens", [1000, 23])
-def test_data_parallel_rows_stay_where_they_are(chunk_tokens, wanted):
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    compiled, data = divided(mesh, "data", None, chunk_tokens=chunk_tokens, vocab_block=20)
-    check(compiled(*data), wanted, 2e-6)
-    # Only the table gradient travels: that of a block of 20 and of the block of 8 rows.
-    assert sorted(collectives(compiled)) == [("all-reduce", 8 * D), ("all-reduce", 20 * D)]
-
-
-def test_a_divided_vocabulary_stays_where_it_is(wanted):
-    mesh = Mesh(np.array(jax.devices()[:8]), ("model",))
-    compiled, data = divided(mesh, None, "model", vocab_shards=8, vocab_block=4)
-    check(compiled(*data), wanted, 2e-6)
-    # Sums of each token, and its hidden gradient, once.
-    assert sorted(collectives(compiled))[-1] == ("all-reduce", B * T * D)
-    assert sum(size for _, size in collectives(compiled)) <= B * T * (D + 4)
-    assert {name for name, _ in collectives(compiled)} == {"all-reduce"}
+    assert sum(size for _, size in found) <= travels

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token log-probs: one definition, chunked, equal to the naive form and to the decoder's."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +9,10 @@ from fake_models import TINY_LOGIT, logprob_bound, random_params, tiny_config
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import left_pad
 from tba_jax.models import transformer
-from tba_jax.models.logprobs import packed_token_logprobs, response_mask, token_logprobs
+from tba_jax.models.logprobs import response_mask, token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.models.shardings import ComputeSharding
 
 CONFIG = tiny_config()
 EOS = 2
@@ -105,23 +101,6 @@ def test_decoder_scoring_and_naive_log_probs_agree_per_token(params, decoded):
             assert np.all(np.asarray(scored)[i, j, n:] == 0.0)
 
 
-@pytest.mark.parametrize(("platform", "rows"), [("cuda", 8192), ("cpu", 2048)])
-def test_a_block_of_the_table_is_as_large_as_its_platform_wants(decoded, platform, rows):
-    tokens, prompt_lengths, out = decoded
-    # Two blocks of 8,192 and a rest.
-    config = tiny_config(vocab_size=16_384 + 100, attention="xla")
-    run = functools.partial(
-        score, config=config, sharding=ComputeSharding(config, any_device(platform))
-    )
-    params = random_params(config)
-    args = params, tokens, prompt_lengths, out.lengths
-    found = jax.jit(lambda *x: run(*x)).lower(*args).as_text()
-    assert {n for n in (8192, 2048) if f"tensor<1x{n}x" in found} == {rows}
-    wanted = score(params, tokens, prompt_lengths, out.lengths, config=config)
-    # Sums over the vocabulary in another order.
-    np.testing.assert_allclose(run(*args), wanted, atol=2e-5)
-
-
 def test_an_untied_table_is_the_one_that_is_used(decoded):
     tokens, prompt_lengths, out = decoded
     config = tiny_config(tie_embeddings=False)
@@ -155,72 +134,6 @@ def test_padding_content_and_bucket_change_nothing(params, decoded):
         plain,
         rtol=0,
         atol=BOUND,
-    )
-
-
-def packed(tokens, prompt_lengths, response_lengths, row_length=20):
-    """(tokens, segments, positions) of the responses, as many in a row as fit, in order."""
-    rows = [[]]
-    sequences = {}
-    for i in range(2):
-        for j in range(3):
-            n, m = prompt_lengths[i, j], response_lengths[i, j]
-            sequence = tokens[i, j, 8 - n : 8 + m]
-            if sum(map(len, rows[-1])) + n + m > row_length:
-                rows.append([])
-            sequences[i, j] = len(rows) - 1, sum(map(len, rows[-1])), n, m
-            rows[-1].append(sequence)
-    out = np.zeros((3, len(rows), row_length), np.int32)
-    number = 0
-    for row, members in enumerate(rows):
-        start = 0
-        for sequence in members:
-            number, end = number + 1, start + len(sequence)
-            out[:, row, start:end] = sequence, [number] * len(sequence), range(len(sequence))
-            start = end
-    return out, sequences
-
-
-# Rotated positions; a learned table.
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(decoded, family):
-    tokens, prompt_lengths, out = decoded
-    config = tiny_config(family=family)
-    params = random_params(config)
-    rows, places = packed(tokens, prompt_lengths, out.lengths)
-    assert rows.shape[1] < 6  # something is packed
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def total_packed(params):
-        logprobs = packed_token_logprobs(
-            params,
-            *rows,
-            config=config,
-            scoring=Scoring(temperature=0.7, chunk_tokens=16, kept_bytes=0),
-        )
-        picked = jnp.stack(
-            [
-                jnp.pad(logprobs[row, start + n : start + n + m], (0, 6 - m))
-                for row, start, n, m in places.values()
-            ]
-        ).reshape(2, 3, 6)
-        return jnp.sum(picked**2), picked
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def total(params):
-        logprobs = score(params, tokens, prompt_lengths, out.lengths, config=config)
-        return jnp.sum(logprobs**2), logprobs
-
-    (_, expected), expected_grad = total(params)
-    (_, got), grad = total_packed(params)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=BOUND)
-    jax.tree.map(
-        # gradients of a sum over 36 tokens, of order 1 to 100
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        grad,
-        expected_grad,
     )
 
 
