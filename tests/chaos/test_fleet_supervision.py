@@ -59,7 +59,7 @@ def test_a_death_of_a_searcher_is_in_the_metrics_before_it_joins_again(tmp_path)
     names = ("searchers", "searchers_lost", "joins")
     steps = list(zip(*(fleet.metrics(f"fleet/{name}") for name in names), strict=False))
     assert (1, 1, 2) in steps and steps[-1] == (2, 1, 3), steps
-    assert " joined again" in fleet.told()
+    fleet.until_told(" joined again")
     fleet.process.send_signal(signal.SIGTERM)
     assert fleet.end() == 128 + signal.SIGTERM, fleet.told()
 
