@@ -330,17 +330,14 @@ class SavedRun:
             CheckpointError: there is no readable checkpoint.
         """
 
-        from tba_jax.flow.records import ROW_FIELDS, SettingsTable, unflatten, unpack
+        from tba_jax.flow.records import from_snapshot
         from tba_jax.run.checkpoint import load_host_state
 
-        arrays, meta = load_host_state(str(self.workdir))[1].parts["buffer"]
-        rows = zip(*(arrays[f"row_{name}"].tolist() for name, _ in ROW_FIELDS), strict=True)
-        tokens, extras = (unflatten(arrays, name) for name in ("tokens", "extras"))
-        stored = iter(unpack([*rows], tokens, extras, SettingsTable(meta["settings"])))
-        sizes = arrays["store_sizes"].tolist()
+        saved = load_host_state(str(self.workdir))[1].parts["buffer"]
+        prompts, packed, packer = from_snapshot(*saved)
         return {
-            text: [next(stored) for _ in range(size)]
-            for text, size in zip(meta["prompts"]["texts"], sizes, strict=True)
+            prompt.text: [packer.unpack(y) for y in own]
+            for prompt, own in zip(prompts, packed, strict=True)
         }
 
     def load_policy(self) -> Policy:

@@ -6,7 +6,7 @@ A room's `config.py` holds frozen dataclasses of such fields:
     @dataclasses.dataclass(frozen=True)
     class ReplaySettings(Section):
         capacity_per_prompt: int = field(100, "responses kept per prompt", at_least=1)
-        late: Literal["train", "wait"] = field("train", "what happens to late responses")
+        pace: Literal["off", "trainer"] = field("off", "whether the trainer waits for new data")
 
 The choices of a field are those of its `Literal` type. Validation, the command line, `--dry_run`
 and docs/config.md come from these declarations. Invariant: a message about a setting names field,

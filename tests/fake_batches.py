@@ -72,7 +72,7 @@ def make_draws(p=4, k=4, prompt=4, t=6, seed=0, weights=None):
             trajectories=tuple(trajectory(i, j) for j in range(k) if weights[i, j]),
             weights=tuple(int(w) for w in weights[i] if w),
             is_fresh=True,
-            trajectory_ids=tuple(j for j in range(k) if weights[i, j]),
+            ids=tuple(j for j in range(k) if weights[i, j]),
             num_repeats=0,
         )
         for i in range(p)
@@ -88,7 +88,7 @@ def repeated(draws):
     return [
         d._replace(
             trajectories=repeat(d.trajectories, d.weights),
-            trajectory_ids=repeat(d.trajectory_ids, d.weights),
+            ids=repeat(d.ids, d.weights),
             weights=(1,) * sum(d.weights),
         )
         for d in draws

@@ -5,7 +5,9 @@ import json
 
 import numpy as np
 
+from tba_jax.flow.records import from_snapshot
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
+from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
@@ -45,6 +47,26 @@ def make_report(round, **changes):
     return RoundReport(metrics, PhaseTimes(float(round), round + 0.5, 0.25, 0.125, 0.125))
 
 
+def make_groups(responses, *, round=0, version=0, searcher=0, rejected=None, rewards=None):
+    """Groups with the arguments of `make_commit`."""
+    rejected, rewards = rejected or {}, rewards or {}
+    return [
+        Group(
+            make_prompt(prompt_id),
+            tuple(
+                make_trajectory(
+                    prompt_id, tokens, reward=value, version=version, round=round, searcher=searcher
+                )
+                for tokens, value in zip(
+                    token_lists, rewards.get(prompt_id, [0.0] * len(token_lists)), strict=True
+                )
+            ),
+            rejected.get(prompt_id, {}),
+        )
+        for prompt_id, token_lists in responses.items()
+    ]
+
+
 def make_commit(responses, *, round=0, version=0, searcher=0, rejected=None, rewards=None):
     """One round.
 
@@ -53,18 +75,14 @@ def make_commit(responses, *, round=0, version=0, searcher=0, rejected=None, rew
         rejected: prompt id -> {reason: count}.
         rewards: prompt id -> rewards in the order of the responses; default 0.
     """
-    rejected, rewards = rejected or {}, rewards or {}
-    groups = []
-    for prompt_id, token_lists in responses.items():
-        values = rewards.get(prompt_id, [0.0] * len(token_lists))
-        trajectories = tuple(
-            make_trajectory(
-                prompt_id, tokens, reward=value, version=version, round=round, searcher=searcher
-            )
-            for tokens, value in zip(token_lists, values, strict=True)
-        )
-        group = Group(make_prompt(prompt_id), trajectories, rejected.get(prompt_id, {}))
-        groups.append(group)
+    groups = make_groups(
+        responses,
+        round=round,
+        version=version,
+        searcher=searcher,
+        rejected=rejected,
+        rewards=rewards,
+    )
     return RoundCommit(
         searcher=searcher,
         round=round,
@@ -93,21 +111,17 @@ def assert_same_trajectory(a, b):
 
 def stored(buffer):
     """Sorted (prompt id, tokens) of everything stored, read from the snapshot."""
-    arrays, _ = buffer.state()
-    ends = np.cumsum(arrays["tokens_sizes"])
+    prompts, packed, packer = from_snapshot(*buffer.state())
     return sorted(
-        (int(prompt_id), tuple(arrays["tokens"][end - size : end].view(np.int32).tolist()))
-        for prompt_id, end, size in zip(
-            arrays["row_prompt_id"], ends, arrays["tokens_sizes"], strict=True
-        )
+        (prompt.prompt_id, tuple(packer.unpack(y).response_tokens.tolist()))
+        for prompt, own in zip(prompts, packed, strict=True)
+        for y in own
     )
 
 
 def drawn(draws):
-    """What identifies a batch."""
-    return [
-        (d.prompt.prompt_id, d.is_fresh, d.trajectory_ids, d.weights, d.num_repeats) for d in draws
-    ]
+    """What identifies a batch; None if the buffer waits."""
+    return draws and [(d.prompt.prompt_id, d.is_fresh, d.ids) for d in draws]
 
 
 def prompts_of(draws):
@@ -118,4 +132,4 @@ def prompts_of(draws):
 def json_snapshot(buffer):
     """A snapshot, its description as a file gives it back."""
     arrays, meta = buffer.state()
-    return arrays, json.loads(json.dumps(meta))
+    return PartState(arrays, json.loads(json.dumps(meta)))

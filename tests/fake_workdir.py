@@ -144,7 +144,6 @@ def fake_workdir(
             "trained_share": 0.62,
             "length_rank": 0.41,
             "effective_m": 0.5,
-            "late_share": 0.125,
             "warnings": [
                 "only 62% of the groups that were merged have been trained on: use <less>"
             ],

@@ -144,7 +144,7 @@ def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
             trajectories=tuple(trajectory(i, j) for j in range(k)),
             weights=(1,) * k,
             is_fresh=True,
-            trajectory_ids=tuple(range(k)),
+            ids=tuple(range(k)),
             num_repeats=0,
         )
         for i in range(p)

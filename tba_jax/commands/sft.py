@@ -95,7 +95,7 @@ def _in_order(examples: Sequence[Example], packing: Packing) -> Iterator[Any]:
     size = packing.num_prompts
     for start in range(0, len(examples), size):
         draws = [_draw(x) for x in examples[start : start + size]]
-        empty = draws[0]._replace(trajectories=(), weights=(), trajectory_ids=())
+        empty = draws[0]._replace(trajectories=(), weights=(), ids=())
         yield packing.batch([*draws, *[empty] * (size - len(draws))])
 
 
@@ -114,7 +114,7 @@ def _draw(example: Example) -> Draw:
         sampling_temperature=1.0,
         finish_reason="eos",
     )
-    return Draw(Prompt(0, "", example.prompt, {}), (response,), (1,), True, (0,), 0)
+    return Draw(Prompt(0, "", example.prompt, {}), (response,), True, (0,), (1,), 0)
 
 
 def fine_tune(

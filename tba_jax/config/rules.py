@@ -97,16 +97,15 @@ def _driver(config: Config) -> None:
             f"{', '.join(free_of_behavior())}.",
         )
     if config.replay.max_staleness:
+        least = (config.search.exact_lag + 1) * config.sync_period - 1
         need(
-            config.replay.max_staleness >= config.sync_period - 1,
+            config.replay.max_staleness >= least,
             "replay.max_staleness",
             config.replay.max_staleness,
-            f"data merged at a sync is up to sync_period - 1 = {config.sync_period - 1} steps "
-            "stale at its last fresh use, so some data would always be late",
-            "Lower sync_period, or raise replay.max_staleness.",
+            f"with sync_period={config.sync_period} and search.exact_lag={config.search.exact_lag} "
+            f"responses are up to {least} steps stale at their last fresh use",
+            f"Set --config.replay.max_staleness={least} or more, or 0 for no limit.",
         )
-    if config.replay.late == "wait":
-        _strict_bound(config)
     if config.search.exact_lag:
         need(
             config.search.initial_fill == 0,
@@ -115,20 +114,6 @@ def _driver(config: Config) -> None:
             "an exact lag merges a fixed number of rounds at every publication",
             "Set --config.search.initial_fill=0 or --config.search.exact_lag=0.",
         )
-
-
-def _strict_bound(config: Config) -> None:
-    """Refuse settings under which the trainer cannot keep a strict staleness bound."""
-    steps = config.replay.max_staleness + 1
-    groups = int(max(1, config.replay.recency_prob * steps) * config.batch.num_prompts)
-    most = groups * config.search.samples_per_prompt
-    need(
-        config.search.initial_fill <= most,
-        "search.initial_fill",
-        config.search.initial_fill,
-        f"some responses would be late: the first {steps} steps take {most} fresh responses",
-        "Lower search.initial_fill, or raise replay.max_staleness.",
-    )
 
 
 def _pod(config: Config) -> None:

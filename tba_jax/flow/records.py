@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and trajectories as bytes and table rows, as outbox and buffer store them.
+"""Trajectories as bytes, as the replay buffer, checkpoints and messages hold them.
 
-Token IDs and log-probs are bytes. Scalar fields are one row of a numpy table. Values that many
-trajectories share are an index into a table of settings. A million dataclass objects would take
-several times the memory of their tokens. Invariant: unpacking returns exactly the packed values.
+A packed trajectory is one byte string: a head of numbers, then its arrays. Values that many
+trajectories share are in the table of a `Packer`. A snapshot is flat arrays and JSON-compatible
+metadata. Invariant: unpacking returns exactly the packed values.
 """
 
 import itertools
@@ -13,183 +13,164 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.trajectory import FinishReason, Prompt, Trajectory
+from tba_jax.flow.trajectory import FinishReason, Group, Prompt, Trajectory
 
-# The scalar fields of a trajectory, in this order.
-ROW_FIELDS = (
-    ("prompt_id", "<i8"),
-    ("reward", "<f8"),
-    ("reference_logprob", "<f8"),
-    ("version_min", "<i4"),
-    ("version_max", "<i4"),
-    ("round", "<i4"),
-    ("settings", "<i4"),
-)
-ROW_DTYPE = np.dtype(list(ROW_FIELDS))
-
-# The saved form of a part: flat arrays and JSON-compatible metadata.
 Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
+# Numbers of a trajectory: prompt ID, reward and reference log-prob; oldest and newest version,
+# round, row of the shared values, tokens, paths, spans of versions, and a bit for each array.
+_HEAD = struct.Struct("<q2d8i")
+# Arrays of a trajectory, [t] each, with their bits; those that are None are left out.
+_ARRAYS = (
+    (1, "response_tokens", np.dtype("<i4")),
+    (2, "behavior_token_logprobs", np.dtype("<f4")),
+    (4, "token_advantages", np.dtype("<f4")),
+    (8, "reference_token_logprobs", np.dtype("<f4")),
+    (16, "is_sampled", np.dtype(bool)),
+)
 
-class Settings(NamedTuple):
-    """Values that many trajectories share and that are stored once."""
+
+class Shared(NamedTuple):
+    """Values that many trajectories share."""
 
     searcher: int
     sampling_temperature: float
     finish_reason: FinishReason
     part_names: tuple[str, ...]
-    has_advantages: bool = False
-    num_paths: int = 1
-    num_spans: int = 0
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> "Settings":
-        """Return the settings of one row that `SettingsTable.to_json` returned."""
-        searcher, temperature, finish, names, *further = row
-        return cls(searcher, temperature, finish, tuple(names), *further)
 
 
-class SettingsTable:
-    """Numbered combinations of settings; a new combination gets the next number."""
-
-    def __init__(self, rows: Iterable[Sequence[Any]] = ()) -> None:
-        self._index: dict[Settings, int] = {}
-        self._rows: list[Settings] = []
-        for row in rows:
-            self.index(Settings.from_row(row))
-
-    def index(self, settings: Settings) -> int:
-        """Return the index of these settings; new settings are added to the table."""
-        found = self._index.setdefault(settings, len(self._rows))
-        if found == len(self._rows):
-            self._rows.append(settings)
-        return found
-
-    def __getitem__(self, index: int) -> Settings:
-        return self._rows[index]
-
-    def to_json(self) -> list[list[Any]]:
-        """Return all settings as rows of JSON values, from which SettingsTable can be made."""
-        return [[*row[:3], list(row.part_names), *row[4:]] for row in self._rows]
-
-
-def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
-    """Return the scalar fields of `y` in the order of ROW_FIELDS."""
-    settings = Settings(
-        y.searcher,
-        y.sampling_temperature,
-        y.finish_reason,
-        tuple(y.reward_parts),
-        y.token_advantages is not None,
-        len(y.paths),
-        len(y.version_spans),
-    )
-    return (
-        y.prompt_id,
-        y.reward,
-        y.reference_logprob,
-        y.version_min,
-        y.version_max,
-        y.round,
-        table.index(settings),
-    )
-
-
-def pack_tokens(y: Trajectory) -> bytes:
-    """Return the response's token IDs, 4 bytes each; equal bytes mean equal responses."""
-    return np.ascontiguousarray(y.response_tokens, "<i4").tobytes()
-
-
-def pack_extras(y: Trajectory) -> bytes:
-    """Return behavior log-probs (float32), reward parts (float64), advantages, paths, `is_sampled`.
-
-    Advantages are float32, or absent. Path lengths are int32, absent for a single path.
-    `is_sampled` has a bit per token, in words of 4 bytes; it is absent if the policy sampled every
-    token. Then come version spans, as pairs of int32.
-    """
-    parts = y.reward_parts.values()
-    logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
-    packed = logprobs + struct.pack(f"<{len(parts)}d", *parts)
-    if y.token_advantages is not None:
-        packed += np.ascontiguousarray(y.token_advantages, "<f4").tobytes()
-    packed += np.array(y.path_lengths, "<i4").tobytes()
-    if y.is_sampled is not None:
-        bits = np.packbits(y.is_sampled).tobytes()
-        packed += bits + bytes(-len(bits) % 4)
-    packed += np.array(y.version_spans, "<i4").tobytes()
-    return packed
-
-
-def unpack(
-    rows: Sequence[Sequence[Any]],
-    tokens: Sequence[bytes],
-    extras: Sequence[bytes],
-    table: SettingsTable,
-) -> list[Trajectory]:
-    """Return trajectories from the results of the three pack functions; arrays are read-only views.
+class Packer:
+    """Converts trajectories to bytes and back.
 
     Args:
-        rows: Python numbers in the order of ROW_FIELDS; further numbers are ignored.
-        tokens: return value of `pack_tokens`.
-        extras: return value of `pack_extras`.
-        table: the table with which the rows were packed.
+        table: rows of `Shared`, as `table` of another packer.
+
+    Attributes:
+        table: distinct shared values; only grows.
     """
-    # One conversion for all trajectories: a pair of arrays for each would take a third of the time.
-    all_tokens = np.frombuffer(b"".join(tokens), np.int32)
-    all_extras = np.frombuffer(b"".join(extras), np.float32)
-    start = extra_start = 0
-    out = []
-    for row, token_bytes, extra_bytes in zip(rows, tokens, extras, strict=True):
-        prompt_id, reward, reference_logprob, version_min, version_max, round_, settings = row[:7]
-        shared = table[settings]
-        searcher, temperature, finish_reason, part_names = shared[:4]
-        parts: Mapping[str, float] = {}
-        if part_names:
-            values = struct.unpack_from(f"<{len(part_names)}d", extra_bytes, len(token_bytes))
-            parts = dict(zip(part_names, values, strict=True))
-        count = len(token_bytes) // 4
-        end = len(token_bytes) + 8 * len(part_names)
-        advantages = None
-        if shared.has_advantages:
-            first = extra_start + end // 4
-            advantages = all_extras[first : first + count]
-            end += len(token_bytes)
-        path_lengths: tuple[int, ...] = ()
-        if shared.num_paths > 1:
-            path_lengths = struct.unpack_from(f"<{shared.num_paths}i", extra_bytes, end)
-            end += 4 * shared.num_paths
-        spans_at = len(extra_bytes) - 8 * shared.num_spans
-        spans = struct.iter_unpack("<2i", extra_bytes[spans_at:])
-        is_sampled = None
-        if spans_at > end:
-            bits = np.frombuffer(extra_bytes, np.uint8, offset=end)
-            is_sampled = np.unpackbits(bits, count=count).astype(bool)
-        out.append(
-            Trajectory(
-                prompt_id=prompt_id,
-                response_tokens=all_tokens[start : start + count],
-                reward=reward,
-                reward_parts=parts,
-                behavior_token_logprobs=all_extras[extra_start : extra_start + count],
-                reference_logprob=reference_logprob,
-                version_min=version_min,
-                version_max=version_max,
-                searcher=searcher,
-                round=round_,
-                sampling_temperature=temperature,
-                finish_reason=finish_reason,
-                is_sampled=is_sampled,
-                token_advantages=advantages,
-                path_lengths=path_lengths,
-                version_spans=tuple(spans),
-            )
+
+    def __init__(self, table: Iterable[Sequence[Any]] = ()) -> None:
+        self.table = [Shared(*row[:3], tuple(row[3])) for row in table]
+        self._index = {shared: i for i, shared in enumerate(self.table)}
+
+    def pack(self, y: Trajectory) -> bytes:
+        """Return the trajectory as bytes.
+
+        In this order: head, reward parts (float64), path lengths and version spans (int32), arrays.
+        """
+        names, spans = tuple(y.reward_parts), y.version_spans
+        shared = Shared(y.searcher, y.sampling_temperature, y.finish_reason, names)
+        row = self._index.setdefault(shared, len(self.table))
+        if row == len(self.table):
+            self.table.append(shared)
+        arrays = [(bit, getattr(y, name), dtype) for bit, name, dtype in _ARRAYS]
+        has = sum(bit for bit, x, _ in arrays if x is not None)
+        numbers = (y.prompt_id, y.reward, y.reference_logprob, y.version_min, y.version_max)
+        counts = (len(y.response_tokens), len(y.path_lengths), len(spans))
+        return b"".join(
+            [
+                _HEAD.pack(*numbers, y.round, row, *counts, has),
+                struct.pack(f"<{len(names)}d", *y.reward_parts.values()),
+                struct.pack(f"<{len(y.path_lengths)}i", *y.path_lengths),
+                struct.pack(f"<{2 * len(spans)}i", *itertools.chain.from_iterable(spans)),
+                *(np.asarray(x, dtype).tobytes() for _, x, dtype in arrays if x is not None),
+            ]
         )
-        start += count
-        extra_start += len(extra_bytes) // 4
-    return out
+
+    def unpack(self, packed: bytes) -> Trajectory:
+        """Return the trajectory that `pack` converted; its arrays are read-only views."""
+        prompt_id, reward, reference_logprob, *integers = _HEAD.unpack_from(packed)
+        version_min, version_max, round_, row, count, num_paths, num_spans, has = integers
+        searcher, temperature, finish_reason, part_names = self.table[row]
+        start = _HEAD.size
+        parts, paths, spans = {}, (), ()
+        if part_names:
+            values = struct.unpack_from(f"<{len(part_names)}d", packed, start)
+            parts = dict(zip(part_names, values, strict=True))
+            start += 8 * len(parts)
+        if num_paths or num_spans:
+            values = struct.unpack_from(f"<{num_paths + 2 * num_spans}i", packed, start)
+            paths, ends = values[:num_paths], values[num_paths:]
+            spans = tuple(zip(ends[::2], ends[1::2], strict=True))
+            start += 4 * len(values)
+        arrays: list[Any] = []
+        for bit, _, dtype in _ARRAYS:
+            arrays.append(np.frombuffer(packed, dtype, count, start) if has & bit else None)
+            start += count * dtype.itemsize if has & bit else 0
+        tokens, behavior, advantages, references, is_sampled = arrays
+        return Trajectory(
+            prompt_id,
+            tokens,
+            reward,
+            parts,
+            behavior,
+            reference_logprob,
+            version_min,
+            version_max,
+            searcher,
+            round_,
+            temperature,
+            finish_reason,
+            is_sampled,
+            advantages,
+            paths,
+            spans,
+            references,
+        )
 
 
-def flatten(blobs: Sequence[bytes], name: str) -> dict[str, np.ndarray]:
+def to_snapshot(
+    prompts: Sequence[Prompt], packed: Sequence[Sequence[bytes]], packer: Packer
+) -> Snapshot:
+    """Return prompts, each with its packed trajectories, as a snapshot."""
+    sizes = [len(own) for own in packed]
+    arrays = {
+        "prompt_ids": np.array([p.prompt_id for p in prompts], np.int64),
+        "group_sizes": np.array(sizes, np.int64),
+        **_flatten("prompt_tokens", [p.tokens.astype("<i4").tobytes() for p in prompts]),
+        **_flatten("packed", list(itertools.chain.from_iterable(packed))),
+    }
+    return arrays, {
+        "texts": [p.text for p in prompts],
+        "columns": [dict(p.columns) for p in prompts],
+        "shared": [list(row) for row in packer.table],
+    }
+
+
+def from_snapshot(
+    arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
+) -> tuple[list[Prompt], list[list[bytes]], Packer]:
+    """Return the arguments of `to_snapshot`."""
+    ids, tokens = arrays["prompt_ids"].tolist(), _unflatten(arrays, "prompt_tokens")
+    prompts = [
+        Prompt(prompt_id, text, np.frombuffer(own, np.int32), columns)
+        for prompt_id, text, own, columns in zip(
+            ids, meta["texts"], tokens, meta["columns"], strict=True
+        )
+    ]
+    packed = iter(_unflatten(arrays, "packed"))
+    stores = [list(itertools.islice(packed, size)) for size in arrays["group_sizes"].tolist()]
+    return prompts, stores, Packer(meta["shared"])
+
+
+def pack_groups(groups: Sequence[Group]) -> Snapshot:
+    """Return groups as a snapshot."""
+    packer = Packer()
+    packed = [[packer.pack(y) for y in group.trajectories] for group in groups]
+    arrays, meta = to_snapshot([group.prompt for group in groups], packed, packer)
+    return arrays, {**meta, "rejected": [dict(group.rejected) for group in groups]}
+
+
+def unpack_groups(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Group]:
+    """Inverse of `pack_groups`."""
+    prompts, packed, packer = from_snapshot(arrays, meta)
+    return [
+        Group(prompt, tuple(packer.unpack(x) for x in own), rejected)
+        for prompt, own, rejected in zip(prompts, packed, meta["rejected"], strict=True)
+    ]
+
+
+def _flatten(name: str, blobs: Sequence[bytes]) -> dict[str, np.ndarray]:
     """Return byte strings as two flat arrays: `name` (uint8) and `name_sizes` (int64)."""
     return {
         name: np.frombuffer(b"".join(blobs), np.uint8),
@@ -197,32 +178,7 @@ def flatten(blobs: Sequence[bytes], name: str) -> dict[str, np.ndarray]:
     }
 
 
-def unflatten(arrays: Mapping[str, np.ndarray], name: str) -> list[bytes]:
-    """Inverse of `flatten`."""
-    data = memoryview(np.ascontiguousarray(arrays[name], np.uint8)).cast("B")
+def _unflatten(arrays: Mapping[str, np.ndarray], name: str) -> list[bytes]:
+    data = np.ascontiguousarray(arrays[name], np.uint8).tobytes()
     ends = np.cumsum(arrays[f"{name}_sizes"]).tolist()
-    return [bytes(data[i:j]) for i, j in itertools.pairwise([0, *ends])]
-
-
-def pack_prompts(prompts: Sequence[Prompt]) -> Snapshot:
-    """Return prompts as flat arrays and JSON-compatible metadata."""
-    arrays = flatten([p.tokens.astype("<i4").tobytes() for p in prompts], "prompt_tokens")
-    arrays["prompt_ids"] = np.array([p.prompt_id for p in prompts], np.int64)
-    return arrays, {
-        "texts": [p.text for p in prompts],
-        "columns": [dict(p.columns) for p in prompts],
-    }
-
-
-def unpack_prompts(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Prompt]:
-    """Inverse of `pack_prompts`."""
-    return [
-        Prompt(prompt_id, text, np.frombuffer(tokens, np.int32), columns)
-        for prompt_id, text, tokens, columns in zip(
-            arrays["prompt_ids"].tolist(),
-            meta["texts"],
-            unflatten(arrays, "prompt_tokens"),
-            meta["columns"],
-            strict=True,
-        )
-    ]
+    return [data[i:j] for i, j in itertools.pairwise([0, *ends])]

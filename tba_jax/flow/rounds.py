@@ -15,20 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.records import (
-    ROW_DTYPE,
-    ROW_FIELDS,
-    SettingsTable,
-    Snapshot,
-    flatten,
-    pack_extras,
-    pack_prompts,
-    pack_row,
-    pack_tokens,
-    unflatten,
-    unpack,
-    unpack_prompts,
-)
+from tba_jax.flow.records import Snapshot, pack_groups, unpack_groups
 from tba_jax.flow.trajectory import Group
 
 
@@ -233,50 +220,25 @@ def check_commit(commit: RoundCommit) -> None:
 
 def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:
     """Return commits as flat arrays and JSON-compatible metadata, without loss."""
-    table = SettingsTable()
-    groups = [g for c in commits for g in c.groups]
-    trajectories = [y for g in groups for y in g.trajectories]
-    arrays, prompts = pack_prompts([g.prompt for g in groups])
-    rows = np.array([pack_row(y, table) for y in trajectories], ROW_DTYPE)
-    arrays.update({f"row_{name}": rows[name].copy() for name, _ in ROW_FIELDS})
-    arrays.update(flatten([pack_tokens(y) for y in trajectories], "tokens"))
-    arrays.update(flatten([pack_extras(y) for y in trajectories], "extras"))
-    meta = {
-        "prompts": prompts,
-        "settings": table.to_json(),
-        "groups": [[len(g.trajectories), dict(g.rejected)] for g in groups],
-        "commits": [
-            {
-                "searcher": c.searcher,
-                "round": c.round,
-                "version": c.version,
-                "num_groups": len(c.groups),
-                "prompt_state": dict(c.prompt_state),
-                "generated": c.generated,
-                "wall": c.report.record(),
-            }
-            for c in commits
-        ],
-    }
+    arrays, meta = pack_groups([group for commit in commits for group in commit.groups])
+    meta["commits"] = [
+        {
+            "searcher": c.searcher,
+            "round": c.round,
+            "version": c.version,
+            "num_groups": len(c.groups),
+            "prompt_state": dict(c.prompt_state),
+            "generated": c.generated,
+            "wall": c.report.record(),
+        }
+        for c in commits
+    ]
     return arrays, meta
 
 
 def unpack_commits(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[RoundCommit]:
     """Inverse of `pack_commits`."""
-    table = SettingsTable(meta["settings"])
-    columns = [arrays[f"row_{name}"].tolist() for name, _ in ROW_FIELDS]
-    rows = list(zip(*columns, strict=True))
-    trajectories = iter(
-        unpack(rows, unflatten(arrays, "tokens"), unflatten(arrays, "extras"), table)
-    )
-    groups = iter(
-        [
-            Group(prompt, tuple(itertools.islice(trajectories, count)), rejected)
-            for prompt, (count, rejected) in zip(
-                unpack_prompts(arrays, meta["prompts"]), meta["groups"], strict=True
-            )
-        ]
-    )
+    groups = iter(unpack_groups(arrays, meta))
     return [
         RoundCommit(
             searcher=c["searcher"],

@@ -20,7 +20,7 @@ class Prompt:
     """One prompt x of a task.
 
     Attributes:
-        prompt_id: index in the task's train (or evaluation) split; the key of its buffer store.
+        prompt_id: index in the task's train (or evaluation) split; the key in the replay buffer.
         text: the formatted text that was tokenized.
         tokens: int32 [s], with the beginning-of-sequence token if the model expects it.
         columns: the other columns of the data row (the gold answer, ...), JSON-compatible values,
@@ -62,6 +62,8 @@ class Trajectory:
         path_lengths: number of tokens of each path of an episode that forks; (): one path.
         version_spans: (policy version, number of tokens) of consecutive tokens of one version;
             (): version_max drew every token.
+        reference_token_logprobs: float32 [t], log pi_ref of each token, once the trainer has scored
+            the response; None before.
     """
 
     prompt_id: int
@@ -80,6 +82,7 @@ class Trajectory:
     token_advantages: np.ndarray | None = None
     path_lengths: tuple[int, ...] = ()
     version_spans: tuple[tuple[int, int], ...] = ()
+    reference_token_logprobs: np.ndarray | None = None
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -99,7 +102,7 @@ class Trajectory:
     @property
     def num_bytes(self) -> int:
         """Number of bytes in the arrays of the trajectory."""
-        own = (self.is_sampled, self.token_advantages)
+        own = (self.is_sampled, self.token_advantages, self.reference_token_logprobs)
         more = sum(x.nbytes for x in own if x is not None)
         return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + more
 
@@ -138,17 +141,17 @@ class Draw(NamedTuple):
     """One prompt slot of a batch drawn from the replay buffer.
 
     Attributes:
-        trajectories: n <= K distinct responses; empty if the slot stays empty.
-        weights: draws of responses equal to each trajectory, at least 1; their sum is K, or 0
-            without any.
-        is_fresh: whether the slot is drawn from the newest data, instead of the whole history.
-        trajectory_ids: buffer ID of each trajectory; of equal ones, the ID of the first.
-        num_repeats: repeats among the K draws, because fewer than K distinct responses were stored.
+        trajectories: K responses; a repeated response is the same object again. Empty if the slot
+            stays empty.
+        is_fresh: whether the slot is drawn from new data, instead of the whole history.
+        ids: ID of each response in the buffer.
+        weights: 1 for each response.
+        num_repeats: repeats among the K responses, because fewer than K were stored.
     """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
-    weights: tuple[int, ...]
     is_fresh: bool
-    trajectory_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    weights: tuple[int, ...]
     num_repeats: int

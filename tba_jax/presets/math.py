@@ -163,7 +163,7 @@ for _lag in (2, 10):
             "importance_cap": 8.0,
             "kl_clamp": 10.0,
         },
-        "replay": {**_MATH["replay"], "max_staleness": _lag, "late": "wait"},
+        "replay": {**_MATH["replay"], "max_staleness": _lag},
     }
 
 _ONE_DEVICE = {"placement": "shared", "num_searchers": 1, "mesh": {}}

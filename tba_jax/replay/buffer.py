@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """ReplayBuffer: stores the searchers' responses and draws the trainer's batches.
 
-`ReplayBuffer` chooses the group for each slot of a batch; `Contents` stores and counts. Only the
-trainer's merge writes to the buffer. Invariants: every response that entered is accounted for (the
-ledger), and a restored buffer makes the same next draws as the saved buffer.
+Each prompt has its rows, oldest first, so every limit removes the first row of a prompt. A merged
+group is fresh, that is, in a queue by policy version, while enough of its rows were never drawn.
+
+Invariants: no drawn response exceeds `max_staleness`; the ledger counts every response once; and a
+restored buffer makes the same next draws as the saved buffer, because nothing depends on the order
+of a dictionary or set.
 """
 
+import dataclasses
+import heapq
 import threading
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from tba_jax.flow.rounds import RoundCommit, check_commit
+from tba_jax.flow.records import Packer, from_snapshot, to_snapshot
 from tba_jax.flow.state import PartState
-from tba_jax.flow.trajectory import Draw
+from tba_jax.flow.trajectory import Draw, Group, Trajectory
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.replay.contents import Contents
-from tba_jax.replay.draws import (
-    TRIES,
-    choose,
-    is_wanted,
-    response_log_weights,
-    unite,
-    without_level,
-)
-from tba_jax.replay.ledger import Economy
-from tba_jax.replay.store import ID
+from tba_jax.replay.ledger import Ledger
+from tba_jax.replay.rows import AGE, MergedGroup, Row, Store
 
-# Subtracted from the log-weight of responses drawn before, far more than the range of Gumbel noise.
-_AFTER_ALL_OTHERS = 1e3
+TRIES = 8
+"""Maximum draws per slot; the last draw is trained on even if its rewards are equal."""
+
+_COLUMNS = ("id", "version", "reward", "uses")  # saved values of a row
 
 
 class ReplayBuffer:
@@ -40,261 +40,313 @@ class ReplayBuffer:
         settings: limits and sampling. The age of a response is that of its oldest policy version.
             The byte limit includes an estimate of bookkeeping per row.
         seed: int or sequence of ints for the numpy Generator of every draw.
+
+    Attributes:
+        num_bytes: stored bytes, including estimated bookkeeping.
     """
 
     def __init__(self, settings: ReplaySettings, seed: int | Sequence[int]) -> None:
         self._settings = settings
         self._lock = threading.RLock()
         self._rng = np.random.default_rng(seed)
-        self._contents = Contents(settings)
-        self._plan: list[bool] | None = None  # slot kinds of a batch that waits for data
-        self._step = 0
+        self._clear()
 
-    def merge(self, commits: Sequence[RoundCommit], step: int) -> dict[str, int]:
-        """Add the finished rounds of one sync, then evict down to the limits.
+    def _clear(self) -> None:
+        self._stores: dict[int, Store] = {}  # by prompt
+        self._prompt_ids: list[int] = []  # by `Store.place`
+        self._oldest: list[Row] = []  # heap; a removed row stays until it is on top
+        self._fresh: list[MergedGroup] = []  # oldest version first
+        self._newest: list[MergedGroup] = []  # groups of the newest merge
+        self._newest_step = -1
+        self._num_fresh: int | None = None  # fresh slots of a batch that waits for data
+        self._packer = Packer()
+        self._ledger = Ledger()
+        self._sum_rewards = 0.0
+        self._sum_versions = self._next_id = self._step = self.num_bytes = 0
+
+    # --- merge ---------------------------------------------------------------------------------
+
+    def merge(self, groups: Sequence[Group], step: int) -> dict[str, int]:
+        """Add groups, then remove responses down to the limits.
 
         Merges at one step count as one merge: while the trainer waits, later merges add to the
-        newest data. A merge without a trajectory does not change which groups are fresh. Rounds
-        that are merged together or one by one give the same buffer.
+        newest data. Groups that are merged together or one by one give the same buffer.
 
         Args:
-            commits: rounds in the order they were taken from the outboxes.
+            groups: groups that `check_commit` accepts.
+            step: number of completed optimiser steps.
 
         Returns:
-            Increase of each ledger counter, plus "stored" and "rejected".
-
-        Raises:
-            ValueError: `check_commit` refuses a commit; the buffer is unchanged.
+            Increase of each ledger counter, plus "rejected".
         """
-        for commit in commits:
-            check_commit(commit)
         with self._lock:
-            before = self._contents.totals()
+            before = self._ledger.totals()
             self._step = step
-            for commit in commits:
-                self._contents.take_in(commit, step)
-            return {name: n - before[name] for name, n in self._contents.totals().items()}
+            for group in groups:
+                self._ledger.reject(group.rejected)
+                if group.trajectories:
+                    self._begin_merge(step)
+                    self._insert(group)
+            return {name: n - before[name] for name, n in self._ledger.totals().items()}
 
-    def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
-        """Return whether `sample` would return a batch, with the same fresh and replay slots."""
-        with self._lock:
-            self._step = step
-            plan = self._slot_kinds(num_prompts)
-            fill = self._fresh_fill(num_prompts, group_size)
-            if self._waits and sum(plan) > self._contents.fresh.count(fill):
-                return False
-            return len(self._contents.store) > 0
+    def _begin_merge(self, step: int) -> None:
+        """Forget the merge before; without a bound of staleness its groups are no longer fresh."""
+        if step == self._newest_step:
+            return
+        self._newest_step, self._newest = step, []
+        while self._fresh and not self._settings.max_staleness:
+            self._retire(self._fresh[-1])
 
-    def sample(
-        self,
-        num_prompts: int,
-        group_size: int,
-        step: int,
-    ) -> list[Draw] | None:
-        """Draw a batch: `num_prompts` slots of `group_size` responses.
+    def _insert(self, group: Group) -> None:
+        prompt_id = group.prompt.prompt_id
+        store = self._stores.get(prompt_id)
+        if store is None:
+            store = self._stores[prompt_id] = Store(group.prompt, len(self._prompt_ids))
+            self._prompt_ids.append(prompt_id)
+            self.num_bytes += store.num_bytes
+        version = min(y.version_min for y in group.trajectories)
+        merged = MergedGroup(self._next_id, prompt_id, version)
+        for y in group.trajectories:
+            packed = self._packer.pack(y)
+            row = Row(self._next_id, prompt_id, y.version_min, y.reward, packed, group=merged)
+            self._next_id += 1
+            merged.rows.append(row)
+            insort(store.rows, row)
+            heapq.heappush(self._oldest, row)
+            self._count(row, 1)
+            self._ledger.counters["generated"] += 1
+            self._ledger.lengths[len(y.response_tokens)] += 1
+        self._newest.append(merged)
+        insort(self._fresh, merged, key=AGE)
+        for _ in range(len(store.rows) - self._settings.capacity_per_prompt):
+            self._remove_first(store, "capacity")
+        self._shrink()
+
+    def _count(self, row: Row, sign: int) -> None:
+        """Add a row to the sums (`sign` 1), or subtract it (`sign` -1)."""
+        self._ledger.counters["stored"] += sign
+        self._sum_rewards += sign * row.reward
+        self._sum_versions += sign * row.version
+        self.num_bytes += sign * row.num_bytes
+
+    # --- removal -------------------------------------------------------------------------------
+
+    def _shrink(self) -> None:
+        """Remove responses that are too old at this step, and the oldest beyond `max_bytes`."""
+        bound = self._settings.max_staleness
+        while bound and self._oldest and self._oldest[0].version < self._step - bound:
+            self._remove_oldest("age")
+        while self.num_bytes > self._settings.max_bytes:
+            self._remove_oldest("bytes")
+        if len(self._oldest) > 2 * self.num_trajectories + 1024:  # most are removed rows
+            self._oldest = [row for row in self._oldest if row.packed]
+            heapq.heapify(self._oldest)
+
+    def _remove_oldest(self, reason: str) -> None:
+        row = heapq.heappop(self._oldest)
+        if row.packed:
+            self._remove_first(self._stores[row.prompt_id], reason)
+
+    def _remove_first(self, store: Store, reason: str) -> None:
+        """Remove the oldest row of a prompt; the last row removes the prompt."""
+        row = store.rows.pop(0)
+        self._count(row, -1)
+        self._ledger.counters[f"evicted_{reason}"] += 1
+        row.packed = b""
+        if row.group is not None:
+            row.group.rows.remove(row)
+            self._retire_used(row.group)
+        if not store.rows:
+            self.num_bytes -= store.num_bytes
+            del self._stores[row.prompt_id]
+            last = self._prompt_ids.pop()
+            if last != row.prompt_id:  # the last prompt takes its place
+                self._prompt_ids[store.place] = last
+                self._stores[last].place = store.place
+
+    def _retire_used(self, group: MergedGroup, num_needed: int = 1) -> None:
+        """Retire a fresh group that has fewer unused rows than needed."""
+        if group.is_fresh and group.num_unused < num_needed:
+            self._retire(group)
+
+    def _retire(self, group: MergedGroup) -> None:
+        """Remove a group from the queue of fresh groups."""
+        group.is_fresh = False
+        del self._fresh[bisect_left(self._fresh, AGE(group), key=AGE)]
+        self._ledger.counters["groups_trained" if group.is_trained else "groups_unused"] += 1
+
+    # --- draw ----------------------------------------------------------------------------------
+
+    def draw(self, num_prompts: int, group_size: int, step: int) -> list[Draw] | None:
+        """Draw a batch: `num_prompts` slots of `group_size` responses, fresh slots first.
 
         Each slot is fresh with probability `recency_prob`, else replay.
 
-        A fresh slot draws a group (the responses of one merge to one prompt) that has unused
-        responses. Each group is drawn once, and its unused responses are taken first. Only groups
-        of the newest merge are drawn, or with `max_staleness` groups of all merges, oldest version
-        first. With fewer prompts than slots, as in a task of one prompt, a group is drawn once for
-        every K of its unused responses. If no unused response is left and pace is "off", prompts of
-        the newest merges are drawn again.
+        A fresh slot takes a random one of the fresh groups with the oldest version, and K of its
+        responses, unused ones first. The group stays fresh while K of its responses are unused. If
+        no group is fresh and pace is "off", the slot takes a random group of the newest merge.
 
-        A replay slot draws the next prompt of a shuffle of all prompts, and its responses with the
-        probabilities of `response_log_weights`.
+        A replay slot takes a random prompt, and K of its responses by `choose` with the logits
+        reward / priority_temperature.
 
-        A prompt repeats in a batch only if there are fewer prompts than slots. With fewer than
-        `group_size` responses, all are taken and the rest are repeats. If `is_wanted` rejects a
-        group, another waiting group or a replay draw takes its place, or the slot stays empty.
+        Except for fresh groups, a prompt repeats in a batch only if there are fewer prompts than
+        slots; a fresh slot that finds no group becomes a replay slot. With fewer than K responses,
+        all are taken and the rest are repeats. With `equal_rewards` a slot may be drawn again or
+        stay empty.
 
         Args:
             num_prompts: p.
             group_size: K.
+            step: number of completed optimiser steps.
 
         Returns:
             The slots; None if the trainer must wait: nothing is stored, or pace is "trainer" and
-            there are too few fresh prompts. The kinds of the slots (fresh or replay) stay the same
-            during a wait, so waiting does not bias their shares.
+            there are too few fresh groups. The number of fresh slots stays the same during a wait,
+            so waiting does not bias it.
         """
         with self._lock:
-            if not self.is_ready(num_prompts, group_size, step):
+            self._step = step
+            self._shrink()
+            if self._num_fresh is None:
+                self._num_fresh = int(self._rng.binomial(num_prompts, self._settings.recency_prob))
+            num_fresh = self._num_fresh
+            if not self._stores or self._must_wait(num_fresh, group_size):
                 return None
-            plan = self._slot_kinds(num_prompts)
-            fill = self._fresh_fill(num_prompts, group_size)
+            self._num_fresh = None
             taken: set[int] = set()
-            fresh: list[Draw] = []
-            tries = TRIES * num_prompts
-            while len(fresh) < sum(plan) and (draw := self._draw_fresh(taken, group_size, fill)):
-                tries -= 1
-                if tries < 0 or self._wants(draw):
-                    fresh.append(draw)
-            replay = [self._draw_wanted(taken, group_size) for _ in range(num_prompts - len(fresh))]
-            contents, economy = self._contents, self._contents.economy
-            for pool in (contents.replay, contents.fresh, contents.recent):
-                pool.give_back()
-            num_short = sum(plan) - len(fresh)
-            contents.ledger.counters["fresh_short"] += num_short
-            economy.batches += 1
-            economy.slots += num_prompts
-            economy.fresh_slots += len(fresh) + num_short
-            self._plan = None
-            draws = [fresh.pop() if is_fresh and fresh else replay.pop() for is_fresh in plan]
-            draws, num_skipped = without_level(self._settings, draws)
-            contents.ledger.counters["skipped"] += num_skipped
-            return draws
+            draws = [self._draw_slot(i < num_fresh, group_size, taken) for i in range(num_prompts)]
+            counters, found = self._ledger.counters, sum(draw.is_fresh for draw in draws)
+            counters["batches"] += 1
+            counters["slots"] += num_prompts
+            counters["fresh"] += found
+            counters["fresh_short"] += num_fresh - found
+            return self._without_equal(draws)
 
-    @property
-    def _waits(self) -> bool:
-        return self._settings.pace == "trainer"
+    def _must_wait(self, num_fresh: int, group_size: int) -> bool:
+        if self._settings.pace == "off" or len(self._fresh) >= num_fresh:
+            return False
+        return sum(max(1, g.num_unused // group_size) for g in self._fresh) < num_fresh
 
-    def _slot_kinds(self, num_prompts: int) -> list[bool]:
-        """Return which slots of the next batch should be fresh, chosen once per batch."""
-        if self._plan is None or len(self._plan) != num_prompts:
-            self._plan = [
-                u < self._settings.recency_prob for u in self._rng.random(num_prompts).tolist()
-            ]
-        return self._plan
+    def _draw_slot(self, is_fresh: bool, group_size: int, taken: set[int]) -> Draw:
+        """Draw a slot; with equal_rewards=redraw, until its rewards differ.
 
-    def _fresh_fill(self, num_prompts: int, group_size: int) -> int:
-        """Return how many unused responses a group needs for each fresh slot that it fills.
-
-        0: any number suffices, and each prompt fills at most one slot.
+        Args:
+            taken: prompts of the batch so far.
         """
-        return group_size if len(self._contents.store) < num_prompts else 0
+        tries = TRIES if self._settings.equal_rewards == "redraw" else 1
+        while True:
+            if len(taken) >= len(self._stores):
+                taken.clear()  # fewer prompts than slots
+            draw = self._draw_fresh(group_size, taken) if is_fresh else None
+            draw = draw or self._draw_replay(group_size, taken)
+            taken.add(draw.prompt.prompt_id)
+            tries -= 1
+            if not tries or not _is_equal(draw):
+                return draw
+            self._ledger.counters["redrawn"] += 1
 
-    def _draw_fresh(self, taken: set[int], group_size: int, fill: int) -> Draw | None:
-        """Return a fresh slot from a waiting group, or from a used group of the newest merges."""
-        contents, economy = self._contents, self._contents.economy
-        found = contents.fresh.draw(self._rng, taken, fill)
-        if found is not None:
-            merged, prompt_id, is_first = found
-            economy.unused_slots += 1
-            economy.trained_groups += is_first
-        elif not self._waits:
-            again = contents.recent.draw(self._rng, () if fill else taken)
-            if again is None:
-                return None
-            merged, prompt_id = again
-            economy.recycled_slots += 1
-            contents.ledger.counters["fresh_recycled"] += 1
-        else:
+    def _draw_fresh(self, group_size: int, taken: set[int]) -> Draw | None:
+        groups, num = self._fresh, 0
+        if groups:
+            num = bisect_right(groups, groups[0].version, key=attrgetter("version"))
+        elif self._settings.pace == "off":
+            groups = [g for g in self._newest if g.rows and g.prompt_id not in taken]
+            num = len(groups)
+            self._ledger.counters["fresh_recycled"] += num > 0
+        if not num:
             return None
-        rows = contents.store.rows
-        indices = contents.store.indices(prompt_id)
-        indices = indices[rows["merged"][indices] == merged]
-        log_weights = np.zeros(len(indices))
-        if len(indices) > group_size:
-            log_weights[rows["uses"][indices] > 0] -= _AFTER_ALL_OTHERS
-        draw = self._hand_out(prompt_id, indices, log_weights, group_size, True)
-        taken.add(prompt_id)
-        if found is not None:
-            for y, weight in zip(draw.trajectories, draw.weights, strict=True):
-                economy.staleness[self._step - y.version_min] += weight
+        group = groups[self._below(num)]
+        rows = [group.rows[i] for i in self._rng.permutation(len(group.rows)).tolist()]
+        rows.sort(key=lambda row: row.uses > 0)
+        rows = (rows * -(-group_size // len(rows)))[:group_size]
+        draw = self._use(self._stores[group.prompt_id], rows, True)
+        self._retire_used(group, group_size)
         return draw
 
-    def _wants(self, draw: Draw) -> bool:
-        """Return whether to train on a draw; a rejected draw counts as a use."""
-        wanted = is_wanted(self._settings, draw)
-        self._contents.ledger.counters["redrawn"] += not wanted
-        return wanted
+    def _draw_replay(self, group_size: int, taken: set[int]) -> Draw:
+        prompt_id = self._prompt_ids[self._below(len(self._prompt_ids))]
+        while prompt_id in taken:
+            prompt_id = self._prompt_ids[self._below(len(self._prompt_ids))]
+        store = self._stores[prompt_id]
+        rewards = np.array([row.reward for row in store.rows])
+        picked = choose(self._rng, rewards / self._settings.priority_temperature, group_size)
+        return self._use(store, [store.rows[i] for i in picked.tolist()], False)
 
-    def _draw_wanted(self, taken: set[int], group_size: int) -> Draw:
-        """Return a replay slot; if the draw is rejected, draw again a limited number of times."""
-        draw = self._draw_replay(taken, group_size)
-        for _ in range(TRIES - 1):
-            if self._wants(draw):
-                break
-            draw = self._draw_replay(taken, group_size)
-        return draw
+    def _below(self, num: int) -> int:
+        # A float times a count is uniform enough below 2^53, and ten times faster than integers().
+        return int(self._rng.random() * num)
 
-    def _draw_replay(self, taken: set[int], group_size: int) -> Draw:
-        contents = self._contents
-        if len(taken) >= len(contents.store):
-            taken.clear()  # fewer prompts than slots: start another pass over them
-        prompt_id = contents.replay.draw(self._rng, taken)
-        if prompt_id is None:
-            contents.replay.recycle()
-            prompt_id = contents.replay.draw(self._rng, taken)
-        assert prompt_id is not None, "the buffer has a prompt"
-        indices = contents.store.indices(prompt_id)
-        rewards = contents.store.rows["reward"][indices]
-        log_weights = response_log_weights(rewards, self._settings.priority_temperature)
-        draw = self._hand_out(prompt_id, indices, log_weights, group_size, False)
-        taken.add(prompt_id)
-        return draw
-
-    def _hand_out(
-        self,
-        prompt_id: int,
-        indices: Int[np.ndarray, " n"],
-        log_weights: Float[np.ndarray, " n"],
-        group_size: int,
-        is_fresh: bool,
-    ) -> Draw:
-        """Choose responses of these rows, and count the responses as used."""
-        store, counters = self._contents.store, self._contents.ledger.counters
-        times = choose(self._rng, log_weights, group_size)
-        picked = np.flatnonzero(times)
-        rows = self._contents.use(indices[picked])
-        trajectories = store.trajectories(indices[picked].tolist(), rows)
-        num_repeats = group_size - len(picked)
-        counters["used"] += group_size
+    def _use(self, store: Store, rows: list[Row], is_fresh: bool) -> Draw:
+        """Return the draw of these rows, and count their use."""
+        counters = self._ledger.counters
+        drawn: dict[int, Trajectory] = {}
+        for row in dict.fromkeys(rows):
+            y = drawn[row.id] = self._packer.unpack(row.packed)
+            row.uses += 1
+            if row.uses == 1:
+                counters["trained_unique"] += 1
+                self._ledger.trained_lengths[len(y.response_tokens)] += 1
+            if row.uses == 1 and row.group is not None:
+                row.group.is_trained = True
+                self._retire_used(row.group)
+        num_repeats = len(rows) - len(drawn)
+        counters["used"] += len(rows)
         counters["repeats"] += num_repeats
-        groups = unite(trajectories)
-        return Draw(
-            store.prompt(prompt_id),
-            tuple(trajectories[own[0]] for own in groups),
-            tuple(int(times[picked[own]].sum()) for own in groups),
-            is_fresh,
-            tuple(rows[own[0]][ID] for own in groups),
-            num_repeats,
-        )
+        ids = tuple(row.id for row in rows)
+        responses = tuple(drawn[row_id] for row_id in ids)
+        return Draw(store.prompt, responses, is_fresh, ids, (1,) * len(ids), num_repeats)
 
-    @property
-    def num_prompts(self) -> int:
-        """Prompts with at least one stored response."""
-        return len(self._contents.store)
+    def _without_equal(self, draws: list[Draw]) -> list[Draw]:
+        """With equal_rewards=skip, empty the slots of equal rewards, unless all slots are such."""
+        equal = [self._settings.equal_rewards == "skip" and _is_equal(draw) for draw in draws]
+        if all(equal):
+            return draws
+        self._ledger.counters["skipped"] += sum(equal)
+        empty: dict[str, Any] = {"trajectories": (), "ids": (), "weights": (), "num_repeats": 0}
+        return [d._replace(**empty) if e else d for d, e in zip(draws, equal, strict=True)]
+
+    def keep_references(
+        self, draws: Sequence[Draw], values: Sequence[Sequence[Float[np.ndarray, " t"]]]
+    ) -> None:
+        """Store log-probs of the reference with drawn responses that are still in the buffer.
+
+        Args:
+            values: for each draw, log pi_ref of each token of each response.
+        """
+        with self._lock:
+            for draw, own in zip(draws, values, strict=True):
+                store = self._stores.get(draw.prompt.prompt_id)
+                rows = [] if store is None else store.rows
+                for row_id, y, logprobs in zip(draw.ids, draw.trajectories, own, strict=True):
+                    index = bisect_left(rows, (y.version_min, row_id), key=AGE)
+                    if index < len(rows) and rows[index].id == row_id:
+                        y = dataclasses.replace(y, reference_token_logprobs=logprobs)
+                        self.num_bytes -= rows[index].num_bytes
+                        rows[index].packed = self._packer.pack(y)
+                        self.num_bytes += rows[index].num_bytes
+            self._shrink()
+
+    # --- counts --------------------------------------------------------------------------------
 
     @property
     def num_trajectories(self) -> int:
         """Stored responses."""
-        return self._contents.store.num_trajectories
+        return self._ledger.counters["stored"]
 
     @property
-    def num_bytes(self) -> int:
-        """Stored bytes, including estimated bookkeeping."""
-        return self._contents.store.num_bytes
+    def num_prompts(self) -> int:
+        """Prompts with at least one stored response."""
+        return len(self._stores)
 
     @property
     def num_fresh_groups(self) -> int:
-        """Groups (responses of one merge to one prompt) that wait to be drawn fresh."""
-        with self._lock:
-            return len(self._contents.fresh)
-
-    @property
-    def economy(self) -> Economy:
-        """Counts of used and lost responses and groups; read-only."""
-        return self._contents.economy
-
-    @property
-    def num_untouched_groups(self) -> int:
-        """Number of waiting fresh groups without a drawn response."""
-        with self._lock:
-            return self._contents.fresh.num_untouched
-
-    def warnings(self) -> list[str]:
-        """Return a warning for each kind of waste or bias so far, with the setting to change."""
-        with self._lock:
-            waiting = self._contents.fresh.num_untouched
-            return self._contents.economy.warnings(waiting, self._settings)
+        """Groups that wait to be drawn."""
+        return len(self._fresh)
 
     def ledger(self) -> dict[str, Any]:
-        """Return the counts of all merged responses (see `Ledger`), and what is stored now."""
+        """Return the counts of all merged responses (see `Ledger`)."""
         with self._lock:
-            rejected = dict(sorted(self._contents.ledger.rejected.items()))
-            return {**self._contents.totals(), "rejected": rejected}
+            return {**self._ledger.counters, "rejected": dict(self._ledger.rejected)}
 
     def check_ledger(self, outbox_pending: int, outbox_generated: int | None = None) -> None:
         """Check that every response is accounted for.
@@ -308,30 +360,108 @@ class ReplayBuffer:
             LedgerError: the numbers do not add up; the message has them.
         """
         with self._lock:
-            self._contents.ledger.check(
-                counted=self._contents.store.num_trajectories,
-                listed=self._contents.store.count_listed(),
-                outbox_pending=outbox_pending,
-                outbox_generated=outbox_generated,
-            )
+            self._ledger.check(outbox_pending, outbox_generated)
 
     def stats(self) -> dict[str, float]:
         """Return metrics; means are over stored responses, or 0 without a response."""
         with self._lock:
-            return self._contents.stats(self._step)
+            count = max(1, self.num_trajectories)
+            age = self._step * self.num_trajectories - self._sum_versions
+            return {
+                "buffer/num_prompts": float(self.num_prompts),
+                "buffer/num_trajectories": float(self.num_trajectories),
+                "buffer/num_bytes": float(self.num_bytes),
+                "buffer/reward_mean": self._sum_rewards / count,
+                "buffer/age_mean": age / count,
+                **self._ledger.stats(),
+            }
+
+    def warnings(self) -> list[str]:
+        """Return a warning for each kind of waste or bias so far, with the setting to change."""
+        with self._lock:
+            return self._ledger.warnings(self._settings)
+
+    # --- checkpoints ---------------------------------------------------------------------------
 
     def state(self) -> PartState:
-        """Return flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
+        """Return prompts with their rows in order (`row_*`), and JSON-compatible metadata."""
         with self._lock:
-            arrays, meta = self._contents.state()
-            rng = self._rng.bit_generator.state
-            return PartState(arrays, {**meta, "rng": rng, "plan": self._plan, "step": self._step})
+            stores = [self._stores[prompt_id] for prompt_id in self._prompt_ids]
+            rows = [row for store in stores for row in store.rows]
+            packed = [[row.packed for row in store.rows] for store in stores]
+            arrays, meta = to_snapshot([s.prompt for s in stores], packed, self._packer)
+            for name in _COLUMNS:
+                arrays[f"row_{name}"] = np.array([getattr(row, name) for row in rows])
+            groups = {g.id: g for g in (*self._newest, *self._fresh)}
+            owners = [row.group.id if row.group else -1 for row in rows]
+            arrays["row_group"] = np.array([i if i in groups else -1 for i in owners], np.int64)
+            meta |= {
+                "groups": [
+                    [g.id, g.prompt_id, g.version, g.is_fresh, g.is_trained]
+                    for g in groups.values()
+                ],
+                "newest": [group.id for group in self._newest],
+                "newest_step": self._newest_step,
+                "num_fresh": self._num_fresh,
+                "ledger": self._ledger.state(),
+                "sum_rewards": self._sum_rewards,
+                "next_id": self._next_id,
+                "step": self._step,
+                "rng": self._rng.bit_generator.state,
+            }
+            return PartState(arrays, meta)
 
     def restore(self, state: PartState) -> None:
         """Replace the contents by a saved `state`; the next draws are those of the saved buffer."""
         arrays, meta = state
         with self._lock:
-            self._contents.restore(arrays, meta)
-            self._rng.bit_generator.state = meta["rng"]
-            self._plan = meta["plan"]
+            self._clear()
+            prompts, packed, self._packer = from_snapshot(arrays, meta)
+            groups = {saved[0]: MergedGroup(*saved) for saved in meta["groups"]}
+            names = [f"row_{name}" for name in (*_COLUMNS, "group")]
+            columns = zip(*(arrays[name].tolist() for name in names), strict=True)
+            for prompt, own in zip(prompts, packed, strict=True):
+                store = Store(prompt, len(self._prompt_ids))
+                self._stores[prompt.prompt_id] = store
+                self._prompt_ids.append(prompt.prompt_id)
+                self.num_bytes += store.num_bytes
+                for blob in own:
+                    row_id, version, reward, uses, group_id = next(columns)
+                    group = groups.get(group_id)
+                    row = Row(row_id, prompt.prompt_id, version, reward, blob, uses, group)
+                    store.rows.append(row)
+                    self._count(row, 1)
+                    if group is not None:
+                        insort(group.rows, row, key=attrgetter("id"))
+                self._oldest += store.rows
+            heapq.heapify(self._oldest)
+            self._fresh = sorted((g for g in groups.values() if g.is_fresh), key=AGE)
+            self._newest = [groups[group_id] for group_id in meta["newest"]]
+            self._newest_step = meta["newest_step"]
+            self._num_fresh = meta["num_fresh"]
+            self._ledger.restore(meta["ledger"])
+            self._sum_rewards = meta["sum_rewards"]  # the order of a sum decides its last bits
+            self._next_id = meta["next_id"]
             self._step = meta["step"]
+            self._rng.bit_generator.state = meta["rng"]
+
+
+def choose(
+    rng: np.random.Generator, logits: Float[np.ndarray, " n"], size: int
+) -> Int[np.ndarray, " k"]:
+    """Return K indices, drawn by softmax(logits) without replacement.
+
+    With fewer than K candidates all are taken, and the rest are repeats drawn with replacement.
+    """
+    num = len(logits)
+    if num >= size:
+        # Gumbel top-k: equal to sequential draws without replacement.
+        return np.argpartition(-(logits + rng.gumbel(size=num)), size - 1)[:size]
+    weights = np.exp(logits - logits.max())
+    repeats = rng.choice(num, size - num, p=weights / weights.sum())
+    return np.concatenate([np.arange(num), repeats])
+
+
+def _is_equal(draw: Draw) -> bool:
+    """Return whether all responses of a draw have the same reward."""
+    return len({y.reward for y in draw.trajectories}) == 1

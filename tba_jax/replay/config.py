@@ -5,14 +5,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tba_jax.settings import Section, field, need, share
+from tba_jax.settings import Section, field, share
 
-# Memory of one response besides its tokens and log-probs, so that max_bytes is close to the
-# process's memory: a table row and two bytes objects, measured with 10**6 responses.
+# Memory of one response besides its packed bytes, so that max_bytes is close to the process's
+# memory: its objects and its places in lists, measured with 10**6 responses.
 RESPONSE_OVERHEAD_BYTES = 220
 # The same for one prompt, besides its tokens and text: its objects, with one column of a short text
 # (measured with 20,000 prompts).
-PROMPT_OVERHEAD_BYTES = 670
+PROMPT_OVERHEAD_BYTES = 900
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,8 @@ class ReplaySettings(Section):
     )
     max_staleness: int = field(
         0,
-        "limit of staleness in steps: unused responses wait in a queue, oldest version first, and "
-        "are late beyond the limit; 0: no queue, newest merge first",
+        "limit of staleness in steps of every drawn response; older responses are removed, and "
+        "unused groups wait in a queue, oldest version first. 0: no limit, and only groups of the "
+        "newest merge are fresh",
         at_least=0,
     )
-    late: Literal["train", "wait"] = field(
-        "train",
-        "with max_staleness: train: train on late responses and count them; wait: searchers "
-        "wait for newer weights, and the trainer waits for responses that its next step would make "
-        "late",
-    )
-
-    def check(self) -> None:
-        """Refuse contradictory settings."""
-        need(
-            self.late == "train" or self.max_staleness > 0,
-            "replay.late",
-            self.late,
-            "without replay.max_staleness no response is late",
-            "Set --config.replay.max_staleness=4, or --config.replay.late=train.",
-        )
-        need(
-            self.late != "wait" or self.pace == "trainer",
-            "replay.late",
-            self.late,
-            f"with replay.pace={self.pace} the trainer never waits",
-            "Set --config.replay.pace=trainer.",
-        )

@@ -230,6 +230,7 @@ LEDGER_ROWS = {
     "lost": "lost with a searcher; its prompts were drawn again",
     "evicted_capacity": "evicted: limit of the prompt reached",
     "evicted_bytes": "evicted: buffer full",
+    "evicted_age": "evicted: older than replay.max_staleness",
 }
 
 
@@ -276,17 +277,15 @@ def _ledger(run: Run) -> str:
 
 def _economy(told: Mapping[str, Any]) -> str:
     """Return a sentence on the share of responses that were trained on, and on their bias."""
-    names = ("trained_share", "length_rank", "effective_m", "late_share")
+    names = ("trained_share", "length_rank", "effective_m")
     if any(told.get(name) is None for name in names):
         return ""
-    text = (
+    return (
         f" The trainer used {percent(told['trained_share'])} of the groups while "
         "they were new; the mean length rank of the trained responses "
         f"is {told['length_rank']:.2f} (0.5 is unbiased), and {percent(told['effective_m'])} of "
-        "the batch slots used the newest data"
+        "the batch slots used the newest data."
     )
-    late = told["late_share"]
-    return text + (f"; {percent(late)} of these responses were late." if late else ".")
 
 
 def _settings(run: Run) -> str:

@@ -201,7 +201,7 @@ def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
     )
     weights = (size - distinct + 1, *(1,) * (distinct - 1))
     draw = Draw(
-        Prompt(0, "", tokens, {}), (response,) * distinct, weights, True, (0,) * distinct, 0
+        Prompt(0, "", tokens, {}), (response,) * distinct, True, (0,) * distinct, weights, 0
     )
     return packing.batch([draw] * prompts)
 
@@ -366,8 +366,8 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,
-        # Without newer weights a strict bound would admit no tickets, and no step would follow.
-        needs_versions=config.replay.late == "wait",
+        # Without newer weights a bound would admit no tickets, and no step would follow.
+        needs_versions=config.replay.max_staleness > 0,
         peers=peers,
     )
 

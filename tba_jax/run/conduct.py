@@ -17,8 +17,7 @@ from tba_jax.config.notes import notes
 from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
-from tba_jax.replay.config import ReplaySettings
-from tba_jax.replay.ledger import Economy
+from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.process import ReportProcess
@@ -220,9 +219,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
             "outbox": sum(count.pending for count in counts),
             "lost": sum(count.lost for count in counts),
         },
-        "economy": economy_summary(
-            run.buffer.economy, run.buffer.num_untouched_groups, run.config.replay
-        ),
+        "economy": economy_summary(run.buffer),
         "sync": {
             "count": trainer.counters.num_syncs,
             "mean_s": trainer.counters.sync_total_s / max(1, trainer.counters.num_syncs),
@@ -285,16 +282,12 @@ def _samples(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) -> dict[str, Any]:
-    """Return the shares of used responses and groups, and warnings.
-
-    Args:
-        waiting: number of groups without a drawn response.
-    """
-    figures = economy.stats(waiting, settings.max_staleness)
+def economy_summary(buffer: ReplayBuffer) -> dict[str, Any]:
+    """Return the shares of used responses and groups, and warnings."""
+    stats, names = buffer.stats(), ("trained_share", "length_rank", "effective_m")
     return {
-        **{name.removeprefix("buffer/"): value for name, value in figures.items()},
-        "warnings": economy.warnings(waiting, settings),
+        **{name: stats[f"buffer/{name}"] for name in names},
+        "warnings": buffer.warnings(),
     }
 
 

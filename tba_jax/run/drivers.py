@@ -217,7 +217,6 @@ class AsynchronousSearch(Search):
         self._idle_before = [searcher.idle_s for searcher in run.search.local]
         self._num_merged = 0
         self._merged_before = 0  # Number of merged groups at the last step.
-        self._reports: list[RoundReport] = []  # Reports of merges that `must_wait` did.
         self._warn_at: float = run.trainer.step_index + _WARN_AFTER
         self._newest_eval = self._newest_eval_version = run.evaluated.last_eval_step
 
@@ -293,27 +292,10 @@ class AsynchronousSearch(Search):
         self._report_progress()
         if reports:
             self._watchdog.kick()
-        earlier, self._reports = self._reports, []
-        return earlier + reports
+        return reports
 
     def merged(self, step: int) -> None:
         self._request_evaluation(step)
-
-    def must_wait(self, step: int) -> bool:
-        settings = self._run.config.replay
-        if settings.late != "wait":
-            return False
-        if self._admission.has_open_below(step - settings.max_staleness + 1):
-            return True
-        self._reports += self.merge()  # merge responses that would be late after this step
-        return False
-
-    def wait(self) -> None:
-        """Sleep for `POLL_S` while searchers work on responses that are almost late."""
-        run, start = self._run, self._run.clock()
-        self._stop.wait(POLL_S)
-        run.trainer.counters.wait_s += run.clock() - start
-        self._record_evaluations()
 
     def no_batch(self) -> list[RoundReport]:
         """Wait and merge; raise StarvedError if many merged responses did not fill a batch."""
@@ -505,9 +487,6 @@ class FollowingSearch(Search):
     def merged(self, step: int) -> None:
         if not self.publishes_first:
             self._keep(step)
-
-    def wait(self) -> None:
-        time.sleep(_CHECK_S)
 
     def _keep(self, step: int) -> None:
         """Keep the weights of version `step` on the searchers, if it will be evaluated."""

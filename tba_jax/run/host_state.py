@@ -181,8 +181,9 @@ def with_searchers(
     if waiting:
         merged = make_buffer()
         merged.restore(buffer)
-        merged.merge(waiting, buffer.meta["step"])
+        merged.merge([g for commit in waiting for g in commit.groups], buffer.meta["step"])
         buffer = merged.state()
+    generated = dict(buffer.meta["ledger"]["counters"])["generated"]
     next_round = max(_next_number(outbox.meta["position"]) for outbox in outboxes.values())
     parts = {
         name: part
@@ -197,7 +198,7 @@ def with_searchers(
             "prompt_state": None,
             "ahead": [],
             # The ledger compares what the outboxes and the buffer have received.
-            "num_generated": buffer.meta["counters"]["generated"] if searcher == 0 else 0,
+            "num_generated": generated if searcher == 0 else 0,
             "num_lost": 0,
         }
         parts[f"outbox_{searcher}"] = PartState(arrays, {**meta, "position": position})

@@ -53,14 +53,6 @@ class Search:
     def merged(self, step: int) -> None:
         """React to the merge of a publication."""
 
-    def must_wait(self, step: int) -> bool:
-        """Return whether this step waits for responses."""
-        del step
-        return False
-
-    def wait(self) -> None:
-        """Sleep for a moment, and record finished evaluations."""
-
     def no_batch(self) -> list[RoundReport]:
         """Merge more responses for a batch and return their reports, or raise StarvedError."""
         return []
@@ -101,10 +93,6 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
             reports += search.merge()
             extra["sync/merge_s"] = run.clock() - merge_start
             search.merged(step)
-        if search.must_wait(step):
-            search.wait()
-            reports += search.merge()
-            continue
         values = trainer.step(lambda: run.is_interrupted(interrupted))
         if values is None:
             reports += search.no_batch()

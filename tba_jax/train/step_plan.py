@@ -137,25 +137,22 @@ class OwnBatches:
         """
         size = (self.packing.num_prompts, self.packing.group_size, step)
         stops = wants_stop() or self.peers.wants_stop
-        is_ready = self.buffer.is_ready(*size)
-        if is_ready or stops:
+        draws = self.buffer.draw(*size)
+        if draws is not None or stops:
             self.peers.wait(step)
             stops = stops or self.peers.wants_stop
         done, period = step + 1, self.checkpoint_period
         plan = StepPlan(
-            wait=not is_ready,
+            wait=draws is None,
             stop=stops,
             sync=done % self.sync_period == 0 and done < self.num_steps,
             save=bool(period) and done % period == 0,
             publish=self.needs_versions or not (is_publishing() or self.peers.is_publishing),
         )
         decision = Decision(plan)
-        if is_ready:
-            draws = self.buffer.sample(*size)
-            assert draws is not None, "the buffer was ready, and this process is its only reader"
-            batch = self.packing.batch(draws)
-            decision = Decision(plan, batch, draws)
-        if is_ready or stops:
+        if draws is not None:
+            decision = Decision(plan, self.packing.batch(draws), draws)
+        if draws is not None or stops:
             self.peers.answer(step, decision)
         return decision
 

@@ -156,7 +156,7 @@ class Trainer:
         """
         commits = [commit for outbox in self._outboxes for commit in outbox.take(max_rounds)]
         if commits:
-            self._buffer.merge(commits, self.step_index)
+            self._buffer.merge([group for c in commits for group in c.groups], self.step_index)
             self.num_merged_groups += sum(len(c.groups) for c in commits)
         counts = [outbox.counts for outbox in self._outboxes]
         self._buffer.check_ledger(

@@ -24,7 +24,7 @@ from tba_jax.weights.versions import Versions
 
 NAMES = st.sampled_from(
     "config crc32c run_id files versions eval after before step steps event sync chunk round "
-    "searcher version tickets begins trajectory_ids weights bucket start_s end_s eval/metric "
+    "searcher version tickets begins ids weights bucket start_s end_s eval/metric "
     "train/loss staleness_histogram samples ledger kinds host machine pid began beat released "
     "question answer prompt model_type weight_map report driver num_steps kinds host fleet "
     "by_searcher wall_s staleness economy rejected generated config_changes".split()

@@ -35,17 +35,17 @@ def two_draws():
         Draw(
             prompts[0],
             (make_trajectory([7, 8], reward=1.0), make_trajectory([9])),
-            (1, 1),
             True,
             (0, 1),
+            (1, 1),
             0,
         ),
         Draw(
             prompts[1],
             (make_trajectory([4], version=3), make_trajectory([5, 6, 7])),
-            (1, 1),
             False,
             (2, 3),
+            (1, 1),
             0,
         ),
     ]
@@ -79,7 +79,7 @@ def weighted_draws():
     first, second = two_draws()
     one = first.trajectories[:1]
     return [
-        first._replace(trajectories=one, weights=(4,), trajectory_ids=(0,)),
+        first._replace(trajectories=one, weights=(4,), ids=(0,)),
         second._replace(weights=(3, 1)),
     ]
 

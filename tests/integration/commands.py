@@ -2,6 +2,7 @@
 """The main command on the embedded start model, shrunk to seconds, in a process of its own."""
 
 import collections
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from tba_jax.flow.records import from_snapshot
 from tba_jax.flow.rounds import unpack_commits
 from tba_jax.run.checkpoint import load_host_state
 
@@ -214,8 +216,9 @@ def assert_every_ticket_once(workdir):
     size = config["search.samples_per_prompt"]
     _, host_state = load_host_state(str(workdir))
     stored, meta = host_state.parts["buffer"]
-    searchers = [meta["settings"][i][0] for i in stored["row_settings"].tolist()]
-    rows = collections.Counter(zip(searchers, stored["row_round"].tolist(), strict=True))
+    _, packed, packer = from_snapshot(stored, meta)
+    ys = map(packer.unpack, itertools.chain.from_iterable(packed))
+    rows = collections.Counter((y.searcher, y.round) for y in ys)
     assert rows and max(rows.values()) <= size
     num_merged = 0
     for name in host_state.parts:
@@ -229,4 +232,4 @@ def assert_every_ticket_once(workdir):
         assert len(set(waiting)) == len(waiting) and not merged & set(waiting)
         assert merged | set(waiting) <= committed
         num_merged += len(committed) - len(waiting)
-    assert meta["counters"]["generated"] == num_merged * size
+    assert dict(meta["ledger"]["counters"])["generated"] == num_merged * size

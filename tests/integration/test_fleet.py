@@ -52,8 +52,8 @@ GROUP = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}
 @pytest.mark.slow
 def test_a_fleet_that_waits_for_its_bound_keeps_it(tmp_path):
     """Weights take steps to arrive here, and nothing is trained more than two steps late."""
-    bound = {"replay.late": "wait", "replay.pace": "trainer", "replay.max_staleness": 2}
-    fleet = Fleet(tmp_path / "run", num_steps=30, **bound, **{"replay.recency_prob": 1.0})
+    bound = {"replay.pace": "trainer", "replay.max_staleness": 2, "replay.recency_prob": 1.0}
+    fleet = Fleet(tmp_path / "run", num_steps=30, **bound)
     assert fleet.end() == 0, fleet.told()
     report = check(fleet.workdir, 30)
     assert 0 < report["staleness"]["max"] <= 2

@@ -2,15 +2,14 @@
 """A policy gradient through the replay buffer is that of the policy itself.
 
 A bandit of three answers is small enough to write the expected gradient down. Most of its samples
-are equal, so a buffer that kept one of equal responses, or counted them over what was drawn, would
-double it.
+are equal, so a buffer that kept one of equal responses would be biased.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_rounds import make_buffer, make_commit
+from fake_rounds import make_buffer, make_groups
 
 from tba_jax.train.objectives.base import summed
 from tba_jax.train.objectives.reinforce import Rloo
@@ -30,27 +29,23 @@ def exact_gradient():
 
 
 def drawn_answers(*, samples, group_size):
-    """[draws k] each: distinct answers of fresh groups of the policy's own samples, and weights."""
+    """[draws k]: answers of fresh groups of the policy's own samples."""
     rng = np.random.default_rng(0)
     policy = np.exp(LOGITS) / np.exp(LOGITS).sum()
     buffer = make_buffer(recency_prob=1.0)
     answers = np.zeros((NUM_DRAWS, group_size), int)
-    weights = np.zeros((NUM_DRAWS, group_size), np.float32)
     for step in range(NUM_DRAWS):
         found = rng.choice(3, samples, p=policy).tolist()
-        commit = make_commit(
+        groups = make_groups(
             {0: [[a] for a in found]},
-            round=step,
             version=step,
             rewards={0: [float(REWARD[a]) for a in found]},
         )
-        buffer.merge([commit], step)
-        (draw,) = buffer.sample(1, group_size, step)
-        assert draw.is_fresh and draw.num_repeats == 0
-        n = len(draw.weights)
-        answers[step, :n] = [y.response_tokens[0] for y in draw.trajectories]
-        weights[step, :n] = draw.weights
-    return answers, weights
+        buffer.merge(groups, step)
+        (draw,) = buffer.draw(1, group_size, step)
+        assert draw.is_fresh and len(set(draw.ids)) == group_size
+        answers[step] = [y.response_tokens[0] for y in draw.trajectories]
+    return answers
 
 
 @pytest.mark.parametrize("samples", [4, 7])
@@ -59,18 +54,17 @@ def test_rloo_through_the_buffer_is_unbiased(samples):
 
     Each of three means is more than 5 standard errors off with probability 6e-7. The seed is fixed.
     """
-    answers, weights = drawn_answers(samples=samples, group_size=4)
-    assert weights.max() > 1
+    answers = drawn_answers(samples=samples, group_size=4)
 
-    def gradient(index, weight):
+    def gradient(index):
         def loss(logits):
             policy = jax.nn.log_softmax(logits)[index][None]
             rows = (jnp.asarray(table, jnp.float32)[index][None] for table in (REFERENCE, REWARD))
-            return Rloo()(summed(policy, *rows, weight=weight[None]), BETA).loss
+            return Rloo()(summed(policy, *rows), BETA).loss
 
         return jax.grad(loss)(jnp.asarray(LOGITS, jnp.float32))
 
-    gradients = np.asarray(jax.jit(jax.vmap(gradient))(answers, weights), np.float64)
+    gradients = np.asarray(jax.jit(jax.vmap(gradient))(answers), np.float64)
     error = gradients.std(axis=0, ddof=1) / np.sqrt(NUM_DRAWS)
     assert (error < 0.05 * np.abs(exact_gradient()).max()).all()
     assert (np.abs(gradients.mean(axis=0) - exact_gradient()) < 5 * error).all()

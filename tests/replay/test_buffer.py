@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept, that every response is accounted for, and that a saved buffer goes on the same."""
+"""What the replay buffer keeps, that it counts every response, and that it can be saved."""
 
 import dataclasses
-import math
-from collections import Counter
+import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -13,254 +13,367 @@ from fake_rounds import (
     drawn,
     json_snapshot,
     make_buffer,
-    make_commit,
+    make_groups,
+    make_prompt,
     make_trajectory,
-    prompts_of,
     stored,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from scipy.stats import rankdata
 
-from tba_jax.replay.ledger import LedgerError
-from tba_jax.replay.store import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
+from tba_jax.flow.records import from_snapshot
+from tba_jax.flow.trajectory import Group
+from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES, ReplaySettings
+from tba_jax.replay.ledger import Ledger, LedgerError
 
-# --- keeping -------------------------------------------------------------------------------------
+# --- contents ------------------------------------------------------------------------------------
+
+
+def varied_trajectories():
+    """Trajectories with every optional field, to prompt 3."""
+    y = make_trajectory(3, range(1, 38), reward=1 / 3, version=4, round=7, searcher=2)
+    return [
+        make_trajectory(3, [150_000], reward=-2.0, version=5),
+        dataclasses.replace(y, reward_parts={"accuracy": 0.1, "format": -1e-17}),
+        dataclasses.replace(y, is_sampled=np.arange(37) % 3 > 0, path_lengths=(30, 7)),
+        dataclasses.replace(y, version_spans=((4, 30), (6, 7)), version_max=6),
+        dataclasses.replace(y, token_advantages=np.linspace(-1, 1, 37, dtype=np.float32)),
+        dataclasses.replace(
+            y, reference_token_logprobs=np.linspace(-9, 0, 37, dtype=np.float32), reward=0.0
+        ),
+    ]
 
 
 def test_a_draw_gives_back_exactly_what_was_merged():
-    parts = {"accuracy": 0.1, "format": -1e-17}
-    y = make_trajectory(3, [9, 150_000, 2], reward=1 / 3, version=4, round=7, searcher=2)
-    y = dataclasses.replace(y, reward_parts=parts, reference_logprob=float("nan"))
-    z = make_trajectory(3, [1], reward=-2.0, version=5)
-    commit = make_commit({3: [[0]]})
-    group = dataclasses.replace(commit.groups[0], trajectories=(y, z))
+    ys = varied_trajectories()
+    for restores in (False, True):
+        buffer = make_buffer()
+        buffer.merge([Group(make_prompt(3), tuple(ys), {})], 0)
+        if restores:
+            buffer.restore(json_snapshot(buffer))
+        (draw,) = buffer.draw(1, len(ys), 0)
+        for row_id, y in zip(draw.ids, draw.trajectories, strict=True):
+            assert_same_trajectory(y, ys[row_id])
+            assert not y.response_tokens.flags.writeable
+        assert draw.prompt.columns == {"answer": "3"} and draw.prompt.tokens.tolist() == [1, 2]
+
+
+def test_references_stay_with_their_responses_and_are_saved():
     buffer = make_buffer()
-    buffer.merge([dataclasses.replace(commit, groups=(group,), generated=2)], 0)
-    (draw,) = buffer.sample(1, 2, 0)
-    back_y, back_z = sorted(draw.trajectories, key=lambda t: -t.reward)
-    assert math.isnan(back_y.reference_logprob)
-    assert_same_trajectory(
-        dataclasses.replace(back_y, reference_logprob=0.0),
-        dataclasses.replace(y, reference_logprob=0.0),
-    )
-    assert_same_trajectory(back_z, z)
-    assert draw.prompt is group.prompt
-    assert not back_y.response_tokens.flags.writeable
+    buffer.merge(make_groups({1: [[5, 6], [7]], 2: [[8]], 3: [[9]]}), 0)
+    draws = buffer.draw(3, 2, 0)
+    before = buffer.num_bytes
+    values = [
+        [np.float32(-0.5) * y.response_tokens.astype(np.float32) for y in d.trajectories]
+        for d in draws
+    ]
+    buffer.keep_references(draws, values)
+    assert buffer.num_bytes == before + 4 * 5
+    other = make_buffer()
+    other.restore(json_snapshot(buffer))
+    for each in (buffer, other):
+        for y in itertools.chain.from_iterable(d.trajectories for d in each.draw(3, 2, 0)):
+            assert y.reference_token_logprobs.dtype == np.float32
+            np.testing.assert_array_equal(y.reference_token_logprobs, -0.5 * y.response_tokens)
+        assert each.num_bytes == before + 4 * 5
+    # Responses that were removed in the meantime are left out.
+    small = make_buffer(capacity_per_prompt=1)
+    small.merge(make_groups({1: [[5]], 2: [[6]]}), 0)
+    draws = small.draw(2, 1, 0)
+    small.merge(make_groups({1: [[7]]}, version=1), 1)
+    small.keep_references(draws, [[np.float32([-1])]] * 2)
+    kept = {d.prompt.prompt_id: d.trajectories[0] for d in small.draw(2, 1, 1)}
+    assert kept[1].reference_token_logprobs is None
+    assert kept[2].reference_token_logprobs.tolist() == [-1]
 
 
-def test_capacity_per_prompt_evicts_the_oldest():
+def test_capacity_per_prompt_removes_the_oldest_versions():
     buffer = make_buffer(capacity_per_prompt=3)
     # Version 1 arrives before version 0: age is the policy version, not the time of arrival.
-    buffer.merge([make_commit({1: [[4], [5]]}, version=1, rewards={1: [0.9, 0.1]})], 1)
-    buffer.merge([make_commit({1: [[1], [2]]}, version=0, rewards={1: [0.8, 0.0]})], 1)
-    buffer.merge([make_commit({1: [[6]], 2: [[1]]}, version=2, rewards={1: [0.5]})], 2)
+    buffer.merge(make_groups({1: [[4], [5]]}, version=1), 1)
+    buffer.merge(make_groups({1: [[1], [2]]}, version=0), 1)
+    buffer.merge(make_groups({1: [[6]], 2: [[1]]}, version=2), 2)
     assert stored(buffer) == [(1, (4,)), (1, (5,)), (1, (6,)), (2, (1,))]
     assert buffer.ledger()["evicted_capacity"] == 2
 
 
-def test_the_byte_bound_evicts_the_oldest_of_the_whole_buffer():
-    """Against a sort of everything, over 40 merges."""
+def test_the_byte_limit_removes_the_oldest_of_the_whole_buffer():
+    """Against a sort of everything, over 60 merges, with references that take space, too."""
     rng = np.random.default_rng(0)
-    # At most 3 tokens of 4 bytes each, and text.
-    prompt_bytes = 5 * (3 * 4 + len("prompt 0") + PROMPT_OVERHEAD_BYTES)
-    limit = 20 * (16 + RESPONSE_OVERHEAD_BYTES) + prompt_bytes
-    buffer = make_buffer(max_bytes=limit)
-    kept = []  # (sort key, prompt, tokens)
-    serial = 0
-    for step in range(40):
-        responses = {int(p): distinct_responses(2, start=2 * step) for p in range(5)}
-        rewards = {p: rng.integers(-3, 3, 2).astype(float).tolist() for p in responses}
-        version = int(rng.integers(0, 5))
-        buffer.merge([make_commit(responses, version=version, rewards=rewards)], step)
-        for p, token_lists in responses.items():
-            for tokens in token_lists:
-                kept.append(((version, serial), p, tuple(tokens)))
-                serial += 1
-        kept.sort()
-        while len(kept) * (16 + RESPONSE_OVERHEAD_BYTES) + _bytes_of_prompts(kept) > limit:
-            kept.pop(0)
-        assert stored(buffer) == sorted((p, tokens) for _, p, tokens in kept)
-        assert buffer.num_bytes <= limit
-        buffer.check_ledger(0)
+    prompts = (2, 5, 8)  # of four tokens each
+    of_prompt = 4 * 4 + len("prompt 2") + PROMPT_OVERHEAD_BYTES
+    probe = make_buffer()
+    probe.merge(make_groups({2: [[1, 7]]}), 0)
+    of_row = probe.num_bytes - of_prompt
+    assert RESPONSE_OVERHEAD_BYTES + 16 < of_row < RESPONSE_OVERHEAD_BYTES + 100
+    limit = 3 * of_prompt + 20 * of_row
+    buffer, kept = make_buffer(max_bytes=limit), {}
+    for step in range(60):
+        prompt_id, version = int(rng.choice(prompts)), int(rng.integers(0, step + 1))
+        responses = distinct_responses(2, 2 * step)
+        buffer.merge(make_groups({prompt_id: responses}, version=version), step)
+        kept |= {(version, y[0]): (prompt_id, tuple(y)) for y in responses}
+        while (size := size_of(kept, of_prompt, of_row)) > limit:
+            del kept[min(kept)]
+        assert stored(buffer) == sorted(kept.values()) and buffer.num_bytes == size
+    draws = buffer.draw(1, 4, 60)
+    buffer.keep_references(draws, [[np.zeros(2, np.float32)] * 4])
+    assert buffer.num_bytes <= limit and buffer.num_trajectories < len(kept)
+    assert buffer.ledger()["evicted_bytes"] == 120 - buffer.num_trajectories
 
 
-def _bytes_of_prompts(kept):
-    prompts = {p for _, p, _ in kept}
-    return sum(4 * (2 + p % 3) + len(f"prompt {p}") + PROMPT_OVERHEAD_BYTES for p in prompts)
+def size_of(kept, of_prompt, of_row):
+    return of_prompt * len({prompt_id for prompt_id, _ in kept.values()}) + of_row * len(kept)
 
 
 # --- the ledger ----------------------------------------------------------------------------------
 
 
-def test_rejected_responses_are_counted_by_reason():
-    buffer = make_buffer()
-    rejected = {1: {"reward_timeout": 2}, 2: {"reward_timeout": 1, "reward_nan": 1}}
-    counts = buffer.merge([make_commit({1: [[5]], 2: []}, rejected=rejected)], 0)
-    assert (counts["generated"], counts["stored"], counts["rejected"]) == (5, 1, 4)
-    assert buffer.ledger()["rejected"] == {"reward_nan": 1, "reward_timeout": 3}
-    assert buffer.num_prompts == 1
-    buffer.check_ledger(0)
-
-
 def test_the_ledger_check_sees_a_lost_and_an_invented_response():
     buffer = make_buffer()
-    buffer.merge([make_commit({1: distinct_responses(3)})], 0)
-    buffer.check_ledger(4, outbox_generated=7)
-    with pytest.raises(LedgerError, match="8 responses were generated, but 7 are accounted for"):
+    rejected = {1: {"reward_timeout": 2}, 2: {"reward_timeout": 1, "reward_nan": 1}}
+    counts = buffer.merge(make_groups({1: [[5]], 2: []}, rejected=rejected), 0)
+    assert (counts["generated"], counts["stored"], counts["rejected"]) == (5, 1, 4)
+    assert buffer.ledger()["rejected"] == {"reward_timeout": 3, "reward_nan": 1}
+    buffer.check_ledger(0)
+    buffer.check_ledger(4, outbox_generated=9)
+    with pytest.raises(LedgerError, match="8 responses were generated, but 9 are accounted for"):
         buffer.check_ledger(4, outbox_generated=8)
-    buffer._contents.store.num_trajectories += 1
-    with pytest.raises(LedgerError, match="3 stored .counted 4."):
-        buffer.check_ledger(0)
-    buffer._contents.store.num_trajectories -= 1
-    buffer._contents.ledger.counters["generated"] -= 1
-    with pytest.raises(LedgerError, match="2 responses were generated, but 3 .* 3 stored"):
-        buffer.check_ledger(0)
+    with pytest.raises(LedgerError, match="10 responses were generated, but 9 are accounted for"):
+        buffer.check_ledger(4, outbox_generated=10)
 
 
-def test_a_refused_merge_changes_nothing():
-    buffer = make_buffer()
-    good = make_commit({1: distinct_responses(3)})
-    bad = make_commit({2: [[1]]}, rewards={2: [float("nan")]})
-    with pytest.raises(ValueError, match="reward is nan"):
-        buffer.merge([good, bad], 0)
-    assert buffer.num_trajectories == 0
-    assert buffer.ledger()["generated"] == 0
+def random_groups(rng, step):
+    """One or two groups of up to four responses with old and new versions."""
+    groups = []
+    for prompt_id in rng.integers(0, 6, rng.integers(1, 3)).tolist():
+        count, rejected = int(rng.integers(0, 5)), int(rng.integers(0, 2))
+        (group,) = make_groups(
+            {prompt_id: rng.integers(0, 9, (count, 2)).tolist()},
+            version=max(0, step - int(rng.integers(4))),
+            rewards={prompt_id: rng.integers(-1, 2, count).astype(float).tolist()},
+            rejected={prompt_id: {"reward_none": rejected}},
+        )
+        mixed = tuple(
+            dataclasses.replace(y, version_min=max(0, y.version_min - int(rng.integers(2))))
+            for y in group.trajectories
+        )
+        groups.append(dataclasses.replace(group, trajectories=mixed))
+    return groups
 
 
-def test_stats_are_those_of_what_is_stored():
-    buffer = make_buffer(capacity_per_prompt=3)
-    assert buffer.stats()["buffer/reward_mean"] == 0.0
-    rewards = {1: [1.0, 2.0, 3.0, 4.0], 2: [0.5, 0.5]}
-    responses = {1: distinct_responses(4), 2: [[1], [1]]}
-    buffer.merge([make_commit(responses, version=2, rewards=rewards)], 4)
-    buffer.sample(1, 2, 5)
+def act(buffer, rng, step):
+    """A random operation; return the draws, if any."""
+    kind = rng.integers(4)
+    if kind < 2:
+        buffer.merge(random_groups(rng, step), step)
+        return None
+    draws = buffer.draw(3, int(rng.integers(1, 4)), step)
+    if draws and kind == 3:
+        values = [[np.full(len(y.response_tokens), -1.0) for y in d.trajectories] for d in draws]
+        buffer.keep_references(draws, values)
+    return draws
+
+
+def assert_consistent(buffer, settings, step):
+    """The counters are those of the contents, and every limit is kept."""
+    arrays, meta = buffer.state()
+    prompts, packed, packer = from_snapshot(arrays, meta)
+    ys = [packer.unpack(y) for own in packed for y in own]
+    buffer.check_ledger(0)
+    assert len(ys) == buffer.num_trajectories and len(prompts) == buffer.num_prompts
+    assert min(map(len, packed), default=1) >= 1
+    assert max(map(len, packed), default=0) <= settings.capacity_per_prompt
+    overhead = RESPONSE_OVERHEAD_BYTES * len(ys) + PROMPT_OVERHEAD_BYTES * len(prompts)
+    payload = sum(map(len, itertools.chain.from_iterable(packed)))
+    prompt_bytes = sum(p.tokens.nbytes + len(p.text) for p in prompts)
+    assert buffer.num_bytes == overhead + payload + prompt_bytes <= settings.max_bytes
     stats = buffer.stats()
-    assert stats["buffer/num_trajectories"] == 5 and stats["buffer/num_prompts"] == 2
-    assert stats["buffer/reward_mean"] == (2.0 + 3.0 + 4.0 + 0.5 + 0.5) / 5
-    assert stats["buffer/age_mean"] == 3.0
-    assert stats["buffer/replay_ratio"] == 2 / 6
+    if ys:
+        assert stats["buffer/reward_mean"] == pytest.approx(np.mean([y.reward for y in ys]))
+        age = step - np.mean([y.version_min for y in ys])
+        assert stats["buffer/age_mean"] == pytest.approx(age)
 
 
-# --- saving, and everything together -------------------------------------------------------------
+@pytest.mark.parametrize("num", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3600)
+def test_the_ledger_closes_after_random_operations(num):
+    settings = {"recency_prob": 0.5, "capacity_per_prompt": 5, "max_bytes": 9000}
+    buffer, rng = make_buffer(**settings, max_staleness=3), np.random.default_rng(0)
+    for i in range(num):
+        step = i // 8
+        for draw in act(buffer, rng, step) or ():
+            assert all(0 <= step - y.version_min <= 3 for y in draw.trajectories)
+        if i % (num // 500) == 0:
+            buffer.check_ledger(0)
+            buffer.draw(1, 1, step)  # removes what is too old at this step
+            assert_consistent(buffer, buffer._settings, step)
+    ledger = buffer.ledger()
+    assert min(ledger[f"evicted_{reason}"] for reason in ("age", "bytes", "capacity")) > num // 100
 
 
-OPTIONS = st.fixed_dictionaries(
-    {
-        "recency_prob": st.sampled_from([0.0, 0.5, 1.0]),
-        "pace": st.sampled_from(["off", "trainer"]),
-        "priority_temperature": st.sampled_from([0.5, math.inf]),
-        "capacity_per_prompt": st.integers(3, 6),
-        "max_bytes": st.sampled_from([2500, 6000, 2**30]),
-        "max_staleness": st.sampled_from([0, 1]),
-    }
-)
-ROUNDS = st.lists(
-    st.dictionaries(
-        st.integers(0, 5),
-        st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), max_size=4),
-        max_size=4,
-    ),
-    min_size=3,
-    max_size=12,
-)
+# --- saving --------------------------------------------------------------------------------------
 
-
-def _commit_of(round_, number):
-    return make_commit(
-        {p: [[token, 9] for token, _ in ys] for p, ys in round_.items()},
-        round=number,
-        version=max(0, number - 1),
-        rewards={p: [float(r) for _, r in ys] for p, ys in round_.items()},
-        rejected={p: {"reward_none": 1} for p in round_ if p == 3},
+SETTINGS = [
+    {"recency_prob": m, "pace": pace, "equal_rewards": equal, **limits, **further}
+    for m, pace, equal in itertools.product(
+        (0.0, 0.5, 1.0), ("off", "trainer"), ("train", "redraw", "skip")
     )
+    for limits, further in (
+        ({}, {}),
+        ({"max_staleness": 2, "capacity_per_prompt": 4}, {"priority_temperature": 0.5}),
+        ({"max_staleness": 2, "max_bytes": 8000}, {}),
+    )
+]
 
 
-@settings(max_examples=150, deadline=None)
-@given(OPTIONS, ROUNDS)
-def test_invariants_hold_and_a_restored_buffer_draws_the_same(options, rounds):
-    buffer = make_buffer(**options)
-    half = len(rounds) // 2
-    twin = None
-    generated = 0
-    for step, round_ in enumerate(rounds):
-        if step == half:
-            twin = make_buffer(**(options | {"seed": 99}))
-            twin.restore(json_snapshot(buffer))
-        commit = _commit_of(round_, step)
-        generated += commit.generated
-        before = buffer.num_trajectories
-        counts = buffer.merge([commit], step)
-        assert counts["stored"] == buffer.num_trajectories - before
-        buffer.check_ledger(0, outbox_generated=generated)
-        contents = stored(buffer)
-        arrays = buffer.state().arrays
-        assert len(arrays["row_id"]) == buffer.num_trajectories
-        assert (arrays["row_uses"] >= 0).all()
-        per_prompt = Counter(p for p, _ in contents)
-        assert len(per_prompt) == buffer.num_prompts
-        assert max(per_prompt.values(), default=0) <= options["capacity_per_prompt"]
-        assert buffer.num_bytes <= options["max_bytes"]
-        for attempt in range(2):
-            num_prompts = buffer.num_prompts
-            draws = buffer.sample(3, 3, step)
-            buffer.check_ledger(0, outbox_generated=generated)
-            if draws is not None:
-                _check_draws(draws, num_prompts)
-            if twin is not None:
-                if attempt == 0:
-                    twin.merge([commit], step)
-                twins = twin.sample(3, 3, step)
-                assert (twins is None) == (draws is None)
-                if twins is not None:
-                    assert drawn(twins) == drawn(draws)
-        if twin is not None:
-            assert twin.ledger() == buffer.ledger()
-            assert twin.stats() == buffer.stats()
+def assert_same_state(buffer, other):
+    arrays, meta = json_snapshot(buffer)
+    others, other_meta = json_snapshot(other)
+    assert meta == other_meta and set(arrays) == set(others)
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(x, others[name], err_msg=name)
 
 
-def _check_draws(draws, num_prompts):
-    assert len(draws) == 3
-    if num_prompts >= 3:
-        assert len(set(prompts_of(draws))) == 3
-    for d in draws:
-        assert len(d.trajectories) == len(set(d.trajectory_ids)) == len(d.weights)
-        assert sum(d.weights) == 3 and min(d.weights) >= 1
-        assert {y.prompt_id for y in d.trajectories} == {d.prompt.prompt_id}
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(map(str, s.values())))
+def test_a_restored_buffer_goes_on_as_the_saved_one_at_every_state(settings):
+    buffer, rng = make_buffer(**settings, seed=(3, 4)), np.random.default_rng(0)
+    for i in range(60):
+        step, choice = i // 3, int(rng.integers(2**31))
+        twin = make_buffer(**settings, seed=i)
+        twin.merge(random_groups(rng, 99), 99)  # replaced by what is restored
+        twin.restore(json_snapshot(buffer))
+        assert_same_state(buffer, twin)
+        for _ in range(2):
+            draws, others = (act(b, np.random.default_rng(choice), step) for b in (buffer, twin))
+            assert drawn(draws) == drawn(others)
+        assert drawn(buffer.draw(4, 2, step)) == drawn(twin.draw(4, 2, step))
+        assert_same_state(buffer, twin)
+        assert buffer.stats() == twin.stats() and buffer.ledger() == twin.ledger()
+        assert_consistent(buffer, buffer._settings, step)
 
 
-def test_restore_replaces_what_was_there():
-    buffer = make_buffer(max_bytes=3000, seed=(3, 4))
-    other = make_buffer(max_bytes=3000, seed=5)
+def test_groups_merged_together_or_one_by_one_give_the_same_buffer():
+    settings = {"recency_prob": 0.5, "capacity_per_prompt": 3, "max_staleness": 2}
+    together, apart = make_buffer(**settings), make_buffer(**settings)
     rng = np.random.default_rng(0)
-    for step in range(12):
-        for target in (buffer, other):
-            rewards = {1: rng.normal(size=4).tolist()}
-            commit = make_commit({1: distinct_responses(4, 4 * step)}, rewards=rewards)
-            target.merge([commit], step)
-            target.sample(2, 2, step)
-    other.restore(json_snapshot(buffer))
-    assert stored(other) == stored(buffer)
-    assert other.ledger() == buffer.ledger()
-    assert other.stats() == buffer.stats()
-    later = make_commit({2: distinct_responses(4)}, rewards={2: [9.0, 9.0, -9.0, 9.0]})
-    for target in (buffer, other):
-        target.merge([later], 12)
-    assert stored(other) == stored(buffer)
-    assert drawn(other.sample(2, 2, 12)) == drawn(buffer.sample(2, 2, 12))
+    for step in range(20):
+        groups = random_groups(rng, step) + random_groups(rng, step)
+        together.merge(groups, step)
+        for group in groups:
+            apart.merge([group], step)
+        assert drawn(together.draw(2, 2, step)) == drawn(apart.draw(2, 2, step))
+        assert_same_state(together, apart)
 
 
-def test_a_sync_that_was_saved_in_the_middle_goes_on():
+def test_waiting_does_not_change_what_is_drawn():
+    waiting, patient = (make_buffer(recency_prob=0.5, pace="trainer") for _ in range(2))
+    for buffer, polls in ((waiting, 50), (patient, 1)):
+        buffer.merge(make_groups({p: distinct_responses(2) for p in range(8)}), 0)
+        buffer.merge(make_groups({99: distinct_responses(2)}), 1)
+        for _ in range(polls):
+            assert buffer.draw(8, 2, 1) is None
+        buffer.merge(make_groups({p: distinct_responses(2) for p in range(8, 16)}), 1)
+    assert drawn(waiting.draw(8, 2, 1)) == drawn(patient.draw(8, 2, 1))
+
+
+@pytest.mark.timeout(120)
+def test_threads_share_a_buffer():
+    """Two threads merge while others draw, save and read; nothing is lost or torn."""
+    buffer = make_buffer(recency_prob=0.5, max_staleness=3, capacity_per_prompt=5)
+    stop, failures = threading.Event(), []
+
+    def work(number):
+        rng = np.random.default_rng(number)
+        try:
+            for i in range(300):
+                if number < 2:
+                    buffer.merge(random_groups(rng, i // 10), i // 10)
+                elif number == 2:
+                    act(buffer, rng, i // 10)
+                else:
+                    make_buffer().restore(buffer.state())
+                    buffer.check_ledger(0)
+                    buffer.stats()
+        except BaseException as error:
+            failures.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+    buffer.draw(1, 1, 29)
+    assert_consistent(buffer, buffer._settings, 29)
+
+
+# --- what became of the groups -------------------------------------------------------------------
+
+
+def test_a_group_is_trained_waiting_or_unused():
     buffer = make_buffer(recency_prob=1.0)
-    buffer.merge([make_commit({1: distinct_responses(2)})], 5)
-    other = make_buffer(recency_prob=1.0)
-    other.restore(json_snapshot(buffer))
-    assert other.stats() == buffer.stats()
-    other.merge([make_commit({2: distinct_responses(2)}, round=1)], 5)
-    assert [d.is_fresh for d in other.sample(2, 2, 5)] == [True, True]
+    buffer.merge(make_groups({p: distinct_responses(2) for p in (1, 2, 3, 4)}), 0)
+    buffer.draw(1, 2, 0)
+    buffer.merge(make_groups({p: distinct_responses(2) for p in (5, 6, 7)}), 1)
+    # One was trained, three are no longer fresh, three wait.
+    assert buffer.stats()["buffer/trained_share"] == 1 / 4
+    buffer.draw(2, 2, 1)
+    assert buffer.stats()["buffer/trained_share"] == 3 / 6 and buffer.num_fresh_groups == 1
+    replay = make_buffer()
+    replay.merge(make_groups({1: distinct_responses(4)}), 0)
+    for _ in range(20):  # replay reaches a group while it waits
+        replay.draw(1, 2, 0)
+    assert replay.num_fresh_groups == 0 and replay.ledger()["groups_trained"] == 1
 
 
-def test_an_empty_buffer_can_be_saved():
-    buffer = make_buffer()
-    buffer.restore(json_snapshot(make_buffer()))
-    buffer.merge([make_commit({1: distinct_responses(2)})], 0)
-    assert len(buffer.sample(1, 2, 0)) == 1
+def test_length_rank_against_scipys_ranks():
+    rng = np.random.default_rng(0)
+    merged = rng.integers(1, 40, 500)
+    is_trained = rng.random(500) < merged / 40  # long ones are preferred
+    ledger = Ledger()
+    ledger.lengths.update(merged.tolist())
+    ledger.trained_lengths.update(merged[is_trained].tolist())
+    ranks = (rankdata(merged) - 0.5) / 500
+    found = ledger.stats()["buffer/length_rank"]
+    assert found == pytest.approx(ranks[is_trained].mean(), abs=1e-12) and found > 0.6
+    assert Ledger().stats()["buffer/length_rank"] == 0.5
+
+
+def test_responses_count_by_length_once_each():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge(make_groups({1: [[5], [5], [5], [6, 7]]}), 0)
+    for _ in range(3):
+        buffer.draw(1, 4, 0)
+    ledger = buffer.state().meta["ledger"]
+    assert dict(ledger["lengths"]) == dict(ledger["trained_lengths"]) == {1: 3, 2: 1}
+    assert buffer.stats()["buffer/replay_ratio"] == 3.0
+
+
+@pytest.mark.parametrize("num_batches", [19, 20])
+def test_waste_is_reported_after_twenty_batches(num_batches):
+    buffer = make_buffer(recency_prob=1.0)
+    for step in range(num_batches):
+        buffer.merge(make_groups({3 * step + n: distinct_responses(2) for n in range(3)}), step)
+        buffer.draw(2, 2, step)
+    warnings = buffer.warnings()
+    assert len(warnings) == (num_batches == 20)
+    for line in warnings:  # 40 of 59 groups
+        assert line.startswith("only 68% of the searchers' groups") and "max_staleness" in line
+
+
+def test_warnings_of_lengths_and_of_m():
+    ledger, settings = Ledger(), ReplaySettings(recency_prob=0.95)
+    ledger.counters |= {"batches": 20, "slots": 100, "fresh": 95, "groups_trained": 95}
+    ledger.lengths.update({1: 50, 9: 50})
+    ledger.trained_lengths.update({1: 50, 9: 50})
+    assert ledger.warnings(settings) == []
+    ledger.trained_lengths[9] -= 20
+    (short,) = ledger.warnings(settings)
+    assert short.startswith("training prefers short responses") and "0.44" in short
+    ledger.trained_lengths[1] -= 20
+    ledger.counters["fresh"] = 80
+    (m,) = ledger.warnings(settings)
+    assert "0.80 of the slots" in m and "replay.pace=trainer" in m
+    assert "pace" not in ledger.warnings(ReplaySettings(pace="trainer"))[0]
+    assert ledger.warnings(ReplaySettings(recency_prob=0.5)) == []

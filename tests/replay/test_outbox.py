@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from fake_rounds import assert_same_trajectory, distinct_responses, make_commit, make_trajectory
 
-from tba_jax.flow.records import pack_extras
 from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group
@@ -148,14 +147,6 @@ def test_packing_is_exact_through_json():
     restored = unpack_commits(arrays, json.loads(json.dumps(meta)))
     for a, b in zip(commits, restored, strict=True):
         _assert_same_commit(a, b)
-
-
-@pytest.mark.parametrize(("num_tokens", "num_bytes"), [(1, 4), (32, 4), (33, 8)])
-def test_only_marks_of_an_environment_are_stored_a_bit_each(num_tokens, num_bytes):
-    y = make_trajectory(1, range(num_tokens))
-    assert len(pack_extras(y)) == 4 * num_tokens
-    marked = dataclasses.replace(y, is_sampled=np.ones(num_tokens, bool))
-    assert len(pack_extras(marked)) == 4 * num_tokens + num_bytes
 
 
 def test_packing_no_commits():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fake_rounds import make_buffer, make_commit
+from fake_rounds import make_buffer, make_groups
 
 from tba_jax.train.objectives.base import summed
 from tba_jax.train.objectives.tb import TrajectoryBalance
@@ -70,18 +70,16 @@ def distance_after_training(*, recency_prob):
         behavior = jax.nn.softmax(past[max(0, i - LAG)].astype(jnp.float32))
         p = np.asarray(behavior, np.float64)
         found = rng.choice(256, size=NUM_SAMPLES, p=p / p.sum()).tolist()
-        commit = make_commit(
+        groups = make_groups(
             {0: [STRINGS[j] for j in found]},
-            round=i,
             version=max(0, i - LAG),
             rewards={0: [float(reward[j]) for j in found]},
         )
-        buffer.merge([commit], i)
-        draws = buffer.sample(8, NUM_SAMPLES // 8, i)
+        buffer.merge(groups, i)
+        draws = buffer.draw(8, NUM_SAMPLES // 8, i)
         assert draws is not None
         indices = [
-            np.repeat([INDEX[tuple(y.response_tokens.tolist())] for y in d.trajectories], d.weights)
-            for d in draws
+            [INDEX[tuple(y.response_tokens.tolist())] for y in d.trajectories] for d in draws
         ]
         logits, state = step(logits, state, jnp.asarray(indices))
         past.append(logits)

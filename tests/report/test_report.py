@@ -176,5 +176,5 @@ def test_the_page_reports_the_use_of_generated_responses(full):
     text = Page(full[1]).text
     assert "The trainer used 62.0 % of the groups while they were new" in text
     assert "mean length rank of the trained responses is 0.41 (0.5 is unbiased)" in text
-    assert "newest data; 12.5 % of these responses were late." in text
+    assert "of the batch slots used the newest data." in text
     assert "Only 62% of the groups that were merged have been trained on: use <less>." in text

@@ -30,8 +30,9 @@ def make_state(step=5):
                 )
             )
             if number < 3:
-                buffer.merge(outbox.take(), step + number)
-    buffer.sample(1, 2, step + 2)
+                groups = [group for commit in outbox.take() for group in commit.groups]
+                buffer.merge(groups, step + number)
+    buffer.draw(1, 2, step + 2)
     parts = {
         "buffer": buffer.state(),
         **{f"outbox_{s}": outbox.state() for s, outbox in outboxes.items()},
@@ -65,9 +66,9 @@ def restored(state, **settings):
 
 
 def stored(state):
-    """Everything stored, as comparable values: prompt, reward, version, uses."""
+    """Everything stored, as comparable values: ID, reward, version, uses."""
     arrays = state.parts["buffer"].arrays
-    columns = ("prompt_id", "reward", "version_min", "uses")
+    columns = ("id", "reward", "version", "uses")
     return sorted(zip(*(arrays[f"row_{name}"].tolist() for name in columns), strict=True))
 
 

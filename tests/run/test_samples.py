@@ -47,7 +47,7 @@ def shown(num_tokens, policy=-1.0, reference=None):
         finish_reason="eos",
     )
     prompt = Prompt(5, "why", np.zeros(1, np.int32), {"answer": "b"})
-    draw = Draw(prompt, (y,), (1,), True, (0,), 0)
+    draw = Draw(prompt, (y,), True, (0,), (1,), 0)
     padded = np.full((2, num_tokens + 3), policy, np.float32)
     return Shown(draw, padded, reference)
 

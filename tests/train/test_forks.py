@@ -10,7 +10,7 @@ from fake_batches import CONFIG, SCORING, lay_out, make_draws
 from fake_models import random_params
 
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.records import SettingsTable, pack_extras, pack_row, pack_tokens, unpack
+from tba_jax.flow.records import Packer
 from tba_jax.flow.trajectory import spans_of
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.train.rows import make_rows
@@ -105,12 +105,10 @@ def test_an_episode_has_the_sum_of_its_paths_in_every_layout(alone, layout):
 
 
 def test_a_forked_episode_comes_back_from_its_bytes():
-    table = SettingsTable()
+    packer = Packer()
     trajectories = [y for draw in forked_draws() for y in draw.trajectories]
-    rows = [pack_row(y, table) for y in trajectories]
-    table = SettingsTable(table.to_json())
-    tokens, extras = map(pack_tokens, trajectories), map(pack_extras, trajectories)
-    again = unpack(rows, list(tokens), list(extras), table)
+    packed = [packer.pack(y) for y in trajectories]
+    again = [Packer(packer.table).unpack(x) for x in packed]
     for y, z in zip(trajectories, again, strict=True):
         assert (y.path_lengths, y.paths) == (z.path_lengths, z.paths)
         assert y.version_spans == z.version_spans == spans_of(z.token_versions, z.version_max)
@@ -118,4 +116,4 @@ def test_a_forked_episode_comes_back_from_its_bytes():
         if y.is_sampled is not None:
             np.testing.assert_array_equal(y.is_sampled, z.is_sampled)
     one, other = trajectories[1], replace(trajectories[1], path_lengths=(3, 4))
-    assert pack_extras(one) != pack_extras(other)
+    assert packer.pack(one) != packer.pack(other)

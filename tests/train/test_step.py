@@ -169,7 +169,7 @@ def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
 @pytest.mark.parametrize(("row_length", "micro_batch_rows"), [(0, 0), slow(18, 4)])
 def test_an_empty_slot_is_as_if_its_prompt_were_not_there(row_length, micro_batch_rows):
     draws = make_draws(p=3)
-    empty = draws[1]._replace(trajectories=(), weights=(), trajectory_ids=())
+    empty = draws[1]._replace(trajectories=(), weights=(), ids=())
     # Means over prompts, over responses and over tokens.
     settings = replace(SETTINGS, objective=named("cispo"))
     expected, expected_metrics = run_step(lay_out([draws[0], draws[2]]), settings)

@@ -35,7 +35,7 @@ class Peers:
 
 
 def batches(peers, *, is_ready=True):
-    buffer = SimpleNamespace(is_ready=lambda *_: is_ready, sample=lambda *_: make_draws())
+    buffer = SimpleNamespace(draw=lambda *_: make_draws() if is_ready else None)
     return OwnBatches(buffer, PADDED, num_steps=10, sync_period=2, checkpoint_period=5, peers=peers)
 
 

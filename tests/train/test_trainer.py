@@ -37,13 +37,13 @@ def make_draws():
             finish_reason="eos",
         )
 
-    return [Draw(prompt, (trajectory(1), trajectory(6)), (1, 1), True, (0, 1), 0)]
+    return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1), (1, 1), 0)]
 
 
 def make_trainer(outcomes, seen, *, packing=PADDED, draws=None, **changes):
     """A trainer whose steps are finite or not, as `outcomes` says."""
     drawn = make_draws() if draws is None else draws
-    buffer = SimpleNamespace(is_ready=lambda *_: True, sample=lambda *_: drawn)
+    buffer = SimpleNamespace(draw=lambda *_: drawn)
     outcomes, in_a_row = iter(outcomes), 0
 
     def train_step(state, batch):
