@@ -84,7 +84,7 @@ def mix(
     ends = jnp.full((b,), s) if ends is None else ends
     last = ends[:, None] + jnp.arange(before.shape[2])[None]
     inputs = jnp.take_along_axis(extended, last[:, :, None, None], axis=1)
-    return out.astype(x.qkv.dtype), State(memory, jnp.swapaxes(inputs, 1, 2).astype(jnp.float32))
+    return out.astype(x.qkv.dtype), State(memory, jnp.swapaxes(inputs, 1, 2))
 
 
 def _unit(x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
