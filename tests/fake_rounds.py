@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds as a searcher would commit them, with made-up responses, and a buffer to put them in."""
+"""Groups as a searcher would return them, with made-up responses, and a buffer for them."""
 
 import json
 
 import numpy as np
 
 from tba_jax.flow.records import from_snapshot
-from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
@@ -41,14 +40,14 @@ def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, round=0, search
     )
 
 
-def make_report(round, **changes):
-    """Of half a second in which four tokens were drawn."""
-    metrics = RoundMetrics(4, 0.25, 2.0, 1.0, 0.5, 0.0, 0.0, {})._replace(**changes)
-    return RoundReport(metrics, PhaseTimes(float(round), round + 0.5, 0.25, 0.125, 0.125))
-
-
 def make_groups(responses, *, round=0, version=0, searcher=0, rejected=None, rewards=None):
-    """Groups with the arguments of `make_commit`."""
+    """Groups of one merge.
+
+    Args:
+        responses: prompt id -> list of responses (token lists).
+        rejected: prompt id -> {reason: count}.
+        rewards: prompt id -> rewards in the order of the responses; default 0.
+    """
     rejected, rewards = rejected or {}, rewards or {}
     return [
         Group(
@@ -65,33 +64,6 @@ def make_groups(responses, *, round=0, version=0, searcher=0, rejected=None, rew
         )
         for prompt_id, token_lists in responses.items()
     ]
-
-
-def make_commit(responses, *, round=0, version=0, searcher=0, rejected=None, rewards=None):
-    """One round.
-
-    Args:
-        responses: prompt id -> list of responses (token lists).
-        rejected: prompt id -> {reason: count}.
-        rewards: prompt id -> rewards in the order of the responses; default 0.
-    """
-    groups = make_groups(
-        responses,
-        round=round,
-        version=version,
-        searcher=searcher,
-        rejected=rejected,
-        rewards=rewards,
-    )
-    return RoundCommit(
-        searcher=searcher,
-        round=round,
-        version=version,
-        groups=tuple(groups),
-        prompt_state={"position": round + 1},
-        generated=sum(len(g.trajectories) + sum(g.rejected.values()) for g in groups),
-        report=make_report(round),
-    )
 
 
 def distinct_responses(count, start=0):

@@ -1,45 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A searcher without rounds over a decode session that only counts down."""
+"""A searcher over a decode session that only counts down."""
 
 import itertools
-from typing import Any
 
 import jax
 import numpy as np
+from fake_tickets import House
 
 from tba_jax.decoding.requests import Response, Statistics
 from tba_jax.environments.episode import SingleTurnSession
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.replay.admission import Admission
-from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.search.config import SearchSettings
-from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.search.sampler import GroupSession, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.weights.transport import Published
 
-SETTINGS = SearchSettings(samples_per_prompt=2, prompts_per_round=2)
-
-
-class CountingStream:
-    """Prompts 0, 1, 2, ..."""
-
-    def __init__(self):
-        self.position = 0
-
-    def take(self, num_prompts):
-        first, self.position = self.position, self.position + num_prompts
-        ids = range(first, self.position)
-        return [Prompt(i, f"p{i}", np.array([1 + i], np.int32), {}) for i in ids]
-
-    def state(self):
-        return {"position": self.position}
-
-    def restore(self, state):
-        self.position = state["position"]
+SETTINGS = SearchSettings(samples_per_prompt=2, num_slots=4)
 
 
 class CountdownSession:
@@ -91,12 +70,10 @@ class CountdownSession:
 class CountdownSampler(Sampler):
     """Opens such sessions."""
 
-    def __init__(self, lengths):
-        super().__init__(None, SETTINGS, jax.random.key(0), 3)
-        self._lengths = lengths
+    lengths = staticmethod(lambda i, j: 1)
 
     def open(self, published):
-        session = CountdownSession(published, self._lengths)
+        session = CountdownSession(published, self.lengths)
         return GroupSession(self, SingleTurnSession(session))
 
 
@@ -107,38 +84,40 @@ class FirstToken:
         return ScoreResult([float(x[0]) for x in completion_ids], [None] * len(prompts), "")
 
 
-class World:
-    """A searcher over such sessions."""
+class OneToken:
+    """Prompt n has the token 1 + n."""
 
-    def __init__(
-        self,
-        lengths=lambda i, j: 1,
-        *,
-        max_staleness=0,
-        in_flight=True,
-        reward=FirstToken,
-        admission=None,
-    ):
+    def from_number(self, number):
+        return number, Prompt(number, f"p{number}", np.array([1 + number], np.int32), {})
+
+
+class World:
+    """A searcher over such sessions, and the owner that it takes tickets from."""
+
+    def __init__(self, lengths=lambda i, j: 1, *, in_flight=True, reward=FirstToken, **settings):
         self.version = 0
-        self.outbox, self.stream = Outbox(2**20), CountingStream()
+        self.house = House(1, prompts=OneToken(), **settings)
+        self.owner = self.house.owner
+        sampler = CountdownSampler(None, SETTINGS, jax.random.key(0))
+        object.__setattr__(sampler, "lengths", lengths)
         parts = SearchParts(
-            index=3,
-            stream=self.stream,
+            index=0,
             weights=lambda: Published(self.version, None),
-            sampler=CountdownSampler(lengths),
+            evaluated=lambda version: None,
+            sampler=sampler,
             grader=Grader(reward(), lambda rows: ["x"] * len(rows), lambda text: None, ""),
+            evaluator=None,
+            given=None,
             reference=None,
             padding=Padding((4,), (4,), 0),
-            outbox=self.outbox,
             clock=lambda: 0.0,
+            swaps_in_flight=in_flight,
         )
-        self.searcher = Searcher(parts)
-        self.admission: Any = admission or Admission(
-            [3], num_prompts=2, share=1.0, max_staleness=max_staleness
-        )
-        self.search = ContinuousSearch(self.searcher, self.admission, swaps_in_flight=in_flight)
+        self.searcher = Searcher(parts, self.owner)
 
     def run(self, num_chunks):
+        """Results of the chunks, by ticket number."""
         for _ in range(num_chunks):
-            self.search.step()
-            self.search.grade()
+            self.searcher.step()
+            self.searcher.grade()
+        return self.owner._results

@@ -161,7 +161,7 @@ def fake_workdir(
         "staleness": {"mean": 1.8, "p50": 1, "p95": 5, "max": 12},
         "ledger": {
             "generated": generated,
-            "outbox": 128,
+            "waiting": 128,
             "stored": generated - 128 - 3000 - 17,
             "evicted_capacity": 3000,
             "evicted_bytes": 0,

@@ -22,7 +22,6 @@ pytestmark = [
 SMALL = {
     "num_steps": 6,
     "batch": {"num_prompts": 4},
-    "search": {"prompts_per_round": 4},
     "task": {"num_eval_prompts": 16},
 }
 

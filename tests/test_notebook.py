@@ -16,7 +16,7 @@ NOTEBOOK = ROOT / "docs" / "first_run.ipynb"
 pytestmark = pytest.mark.usefixtures("compiled_once")
 LONG = 'load_config("math", num_steps=150)'
 SHORT = (
-    'load_config("math", num_steps=3, batch={"num_prompts": 4}, search={"prompts_per_round": 4}, '
+    'load_config("math", num_steps=3, batch={"num_prompts": 4}, '
     'task={"num_eval_prompts": 16}, eval={"period": 1})'
 )
 RUN = """

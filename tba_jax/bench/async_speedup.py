@@ -55,7 +55,7 @@ _BALANCED = {
     "sync_period": 2,
     "replay.max_staleness": 4,
     "search.min_new_tokens": 16,
-    "search.prompts_per_round": 4,
+    "search.num_slots": 96,
     "search.samples_per_prompt": 24,  # 16 of these are trained on
     "batch.num_prompts": 4,
     "model.remat": "none",
@@ -169,7 +169,7 @@ def read(workdir: Path, skip: int) -> Figures:
     if "search/idle_s" in last:  # a searcher that works concurrently with the trainer
         search_s = step_s - (last["search/idle_s"] - first["search/idle_s"]) / num
     else:
-        search_s = sum(x["search/round_s"] for x in timed) / num
+        search_s = sum(x["search/ticket_s"] for x in timed) / num
     return Figures(
         step_s=step_s,
         search_s=search_s,

@@ -137,7 +137,7 @@ def run_config(job: Mapping[str, Any]) -> Config:
             "objective.beta": job["beta"],
             "optimizer.learning_rate": job["learning_rate"],
             "search.samples_per_prompt": job["group"],
-            "search.prompts_per_round": job["prompts"],
+            "search.num_slots": job["prompts"] * job["group"],
             "search.max_new_tokens": job["response_tokens"],
             "replay.recency_prob": 1.0,
             "reward.num_workers": 1,

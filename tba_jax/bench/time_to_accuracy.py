@@ -163,7 +163,6 @@ def _ours(
         "eval.period": args.eval_period,
         "task.num_eval_prompts": args.num_held_out,
         "batch.num_prompts": args.num_prompts,
-        "search.prompts_per_round": args.num_prompts,
         "objective.group_size": args.group_size,
         "search.samples_per_prompt": args.group_size,
         "search.max_new_tokens": _WORKLOADS[args.config]["max_new_tokens"],

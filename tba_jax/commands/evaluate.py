@@ -35,10 +35,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from jax.sharding import Mesh
 
     from tba_jax.devices.site import Site, reading_mesh
-    from tba_jax.evaluation.evaluator import ShardEvaluator
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
-    from tba_jax.run.search_parts import make_evaluator, make_judging
+    from tba_jax.run.search_parts import make_evaluator, make_judging, make_shard_evaluator
     from tba_jax.run.shared import (
         make_environments,
         make_episodes,
@@ -72,13 +71,14 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         decoder = make_decoder(config, model_config, tokenizer, site)
         grader = make_grader(task, tokenizer, rewards)
         episodes = make_episodes(config, task, tokenizer, environments)
-        shard_evaluator = ShardEvaluator(decoder, grader, *judging.measures, episodes=episodes)
-        evaluator = make_evaluator(config, task, tokenizer, [shard_evaluator], judging.metrics)
+        answer = make_shard_evaluator(config, decoder, grader, judging.measures[0], episodes)
+        evaluator = make_evaluator(config, task, tokenizer, judging.metrics)
         # A large model takes minutes. Standard output is for the result alone.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: evaluating {count} held-out prompts", file=sys.stderr, flush=True)
         weights = decoder_weights(config, model_config, params, source, site.mesh)
-        return evaluator.run(weights).metrics()
+        shards = [answer.evaluate(weights, ticket) for ticket in evaluator.tickets(0)]
+        return evaluator.merge(shards).metrics()
     finally:
         for each in filter(None, (rewards, gold, environments)):
             each.close()

@@ -12,14 +12,12 @@ from tba_jax.settings import Schedule
 from tba_jax.train.config import ObjectiveSettings
 
 # Rounds of a searcher per step above which a note warns about the delay of the first step.
-_MANY_ROUNDS = 100
 
 
 def notes(config: Config) -> list[str]:
     """Return one sentence per note, each starting with the setting."""
     return [
         *_sync(config),
-        *_rounds(config),
         *_schedules(config),
         *_objective(config.objective),
         *_reference(config),
@@ -29,16 +27,6 @@ def notes(config: Config) -> list[str]:
 def _sync(config: Config) -> Iterator[str]:
     if config.driver == "sync" and config.replay.pace == "trainer":
         yield "replay.pace=trainer has no effect: with driver=sync the trainer never has to wait"
-
-
-def _rounds(config: Config) -> Iterator[str]:
-    prompts, each = config.batch.num_prompts, config.search.prompts_per_round
-    rounds = -(-prompts // (each * max(1, config.num_searchers)))
-    if rounds > _MANY_ROUNDS:
-        yield (
-            f"batch.num_prompts={prompts}: each step needs {rounds:,} rounds of {each} prompts "
-            "(search.prompts_per_round) from each searcher, and the first step waits for them"
-        )
 
 
 def _schedules(config: Config) -> Iterator[str]:

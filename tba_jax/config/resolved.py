@@ -6,7 +6,6 @@ from typing import Literal
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES
 from tba_jax.flow.padding import SHORT
-from tba_jax.tasks.registry import entry_of
 
 
 def writes_versions(config: Config) -> bool:
@@ -45,14 +44,3 @@ def dtypes_on(config: Config, platform: str) -> dict[str, str]:
     if config.model.compute_dtype != "auto":
         return {}
     return {"model.compute_dtype": "float32" if platform == "cpu" else "bfloat16"}
-
-
-def ownership_of(config: Config) -> Literal["by_prompt", "any"]:
-    """Return which prompts a searcher draws.
-
-    "by_prompt": searcher s of n draws the prompts whose ID is s modulo n. "any": searchers draw any
-    prompt, because searchers may leave, or because the task has only one prompt.
-    """
-    has_one_prompt = entry_of(config.task.name).has_one_prompt
-    elsewhere = MODES[config.placement].has_remote_searchers
-    return "any" if elsewhere or has_one_prompt else "by_prompt"

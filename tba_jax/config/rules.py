@@ -111,7 +111,7 @@ def _driver(config: Config) -> None:
             config.search.initial_fill == 0,
             "search.initial_fill",
             config.search.initial_fill,
-            "an exact lag merges a fixed number of rounds at every publication",
+            "an exact lag merges a fixed number of tickets at every publication",
             "Set --config.search.initial_fill=0 or --config.search.exact_lag=0.",
         )
 
@@ -166,7 +166,7 @@ def _start_data(config: Config) -> None:
         config.search.exact_lag == 0,
         "task.start_path",
         config.task.start_path,
-        "an exact lag merges a fixed number of rounds at every publication",
+        "an exact lag merges a fixed number of tickets at every publication",
         "Set --config.search.exact_lag=0.",
     )
     need(

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out evaluation of a policy: responses to the task's evaluation split, graded and measured.
 
-An evaluation uses the decoder and the reward source of training, at one policy version. Any process
-with the weights can decode, grade and measure a shard of the prompts. Metrics are computed from all
-shards together. Invariant: the same weights give the same metrics, because a prompt has the same
-random key in every call, and shards do not depend on the number of workers.
+An evaluation uses the decoder and the reward source of training, at one policy version. Any
+searcher with the weights can answer a shard of the prompts (`ShardEvaluator`). Metrics are computed
+from all shards together (`Evaluator`). Invariant: the same weights give the same metrics, because a
+prompt has the same random key in every call, and shards do not depend on the number of searchers
+(tests/evaluation/test_evaluator.py).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episodes import Episodes, open_session
-from tba_jax.flow.evaluation_shard import EvaluationShard
+from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import part_means
@@ -46,6 +49,30 @@ class Responses(NamedTuple):
     parts: Mapping[str, list[list[float]]]
     measured: Mapping[str, list[list[float]]] = {}
 
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], shards: Sequence[EvaluationShard], length: int):
+        """Return the responses of shards in the order of their prompts, padded to `length`."""
+        rows = [row for shard in shards for row in shard.tokens]
+        lengths = np.array([[len(tokens) for tokens in row] for row in rows])
+        padded = np.zeros((*lengths.shape, length), np.int32)
+        for i, j in np.ndindex(lengths.shape):
+            padded[i, j, : lengths[i, j]] = rows[i][j]
+
+        def joined(name: str) -> dict[str, list[list[float]]]:
+            tables = [getattr(shard, name) for shard in shards]
+            return {key: [row for table in tables for row in table[key]] for key in tables[0]}
+
+        return cls(
+            prompts,
+            padded,
+            lengths,
+            np.array([row for shard in shards for row in shard.has_eos]),
+            [row for shard in shards for row in shard.texts],
+            [row for shard in shards for row in shard.rewards],
+            joined("parts"),
+            joined("measured"),
+        )
+
 
 # Computes measurements that need the weights or another judge: (weights in the decoder's layout,
 # responses of a shard) -> {name: values per prompt}. The results become `Responses.measured`.
@@ -55,13 +82,65 @@ Measure = Callable[[Any, Responses], Mapping[str, list[list[float]]]]
 MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
-class ShardEvaluator(NamedTuple):
-    """Decoder and grader that evaluate shards on one set of devices."""
+@dataclasses.dataclass(frozen=True)
+class ShardEvaluator:
+    """Answers, grades and measures shards on one set of devices.
+
+    Attributes:
+        sampling: settings of the responses.
+        num_samples: n, responses per prompt.
+        num_slots: responses decoded at a time.
+    """
 
     decoder: Decoder
     grader: Grader
+    sampling: SamplingSettings
+    num_samples: int
+    num_slots: int
     measures: tuple[Measure, ...] = ()
     episodes: Episodes | None = None
+
+    def evaluate(self, params: Any, ticket: EvaluationTicket) -> EvaluationShard:
+        """Return the graded responses to the prompts of a shard.
+
+        Args:
+            params: weights on these devices.
+        """
+        n, prompts, params = self.num_samples, ticket.prompts, self.decoder.weights(params)
+        session = open_session(
+            self.decoder, params, self.episodes, num_slots=self.num_slots, num_samples=n
+        )
+        numbers = np.arange(ticket.first * n, (ticket.first + len(prompts)) * n)
+        keys = fold_in(key_data(jax.random.key(0)), numbers).reshape(-1, n, 2)
+        temperatures = np.full(n, self.sampling.temperature)
+        for prompt, own in zip(prompts, keys, strict=True):
+            session.submit(prompt, own, self.sampling, temperatures)
+        found = sorted(session.run(), key=lambda y: (y.request, y.sample))
+        grades = self.grader.grade(
+            [prompt for prompt in prompts for _ in range(n)],
+            [y.graded_tokens for y in found],
+            [y.has_eos for y in found],
+            [y.verdict for y in found],
+        )
+
+        def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
+            return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
+
+        shard = EvaluationShard(
+            ticket.first,
+            by_prompt([y.tokens.tolist() for y in found]),
+            by_prompt([y.has_eos for y in found]),
+            by_prompt(grades.texts),
+            by_prompt(grades.rewards),
+            by_prompt(grades.is_first_kind),
+            {name: by_prompt(values) for name, values in grades.parts.items()},
+            {},
+        )
+        responses = Responses.of(prompts, [shard], self.sampling.max_new_tokens)
+        measured: dict[str, list[list[float]]] = {}
+        for measure in self.measures:
+            measured.update(measure(params, responses))
+        return shard._replace(measured=measured)
 
 
 class Evaluation(NamedTuple):
@@ -96,16 +175,10 @@ class Evaluation(NamedTuple):
 
     def metrics(self) -> dict[str, Any]:
         """Return all fields except texts and rewards, JSON-compatible."""
-        return {
-            "metric": self.metric,
-            **self.values,
-            "n": self.n,
-            "num_skipped": self.num_skipped,
-            "num_failed": self.num_failed,
-            "response_length_mean": self.response_length_mean,
-            "kind_share": self.kind_share,
-            "num_trials": self.num_trials,
-        }
+        fields = self._asdict()
+        values = fields.pop("values")
+        del fields["texts"], fields["rewards"]
+        return {**values, **fields}
 
 
 def pass_at_k(rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
@@ -129,203 +202,68 @@ def pass_at_k(rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
     return out
 
 
+@dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluation over a fixed list of prompts.
-
-    Args:
-        prompts: the evaluation prompts, the same for every call.
-        num_skipped: number of prompts that were left out because they are too long; only reported.
-        shard_evaluators: one for each set of devices.
-        sampling: settings of the responses.
-        num_samples: responses per prompt.
-        num_slots: responses decoded at a time.
-        metric: headline metric: `reward_mean`, `pass_at_1`, or a metric that `metrics` return.
-        metrics: further metric functions, called in this order.
+    """Division of an evaluation into shards, and its metrics.
 
     Attributes:
+        prompts: held-out prompts, the same for every evaluation.
+        num_skipped: number of prompts that were left out because they are too long; only reported.
         shard_size: number of prompts per shard, which fills the slots.
+        metric: headline metric: `reward_mean`, `pass_at_1`, or a metric that `metrics` return.
+        metrics: further metric functions, called in this order.
     """
 
-    def __init__(
-        self,
-        *,
-        prompts: Sequence[Prompt],
-        num_skipped: int,
-        shard_evaluators: Sequence[ShardEvaluator],
-        sampling: SamplingSettings,
-        num_samples: int,
-        num_slots: int,
-        metric: str,
-        metrics: Sequence[MetricFunction] = (),
-    ) -> None:
-        self.prompts = list(prompts)
-        self.num_skipped = num_skipped
-        self._shard_evaluators = list(shard_evaluators)
-        self._sampling = sampling
-        self._num_slots = num_slots
-        self._metric = metric
-        self._num_samples = num_samples
-        self._metrics = tuple(metrics)
-        self.shard_size = min(max(1, num_slots // num_samples), len(self.prompts))
+    prompts: list[Prompt]
+    num_skipped: int
+    shard_size: int
+    metric: str
+    metrics: tuple[MetricFunction, ...] = ()
 
-    @property
-    def num_shards(self) -> int:
-        """Number of shards of an evaluation."""
-        return -(-len(self.prompts) // self.shard_size)
+    def tickets(self, version: int) -> list[EvaluationTicket]:
+        """Return the shards of an evaluation."""
+        size = self.shard_size
+        return [
+            EvaluationTicket(version, first, tuple(self.prompts[first : first + size]))
+            for first in range(0, len(self.prompts), size)
+        ]
 
-    def run(self, params: Any) -> Evaluation:
-        """Evaluate all prompts on the first set of devices.
-
-        Raises:
-            ValueError: no function reports the headline metric.
-        """
-        return self.merge([self._evaluate(params, 0, len(self.prompts), 0, 0)])
-
-    def shard(self, params: Any, number: int, device_set: int = 0) -> EvaluationShard:
-        """Decode and grade the responses of one shard.
-
-        Args:
-            params: weights on the devices of `device_set`.
-            device_set: index of the set of devices, as in `shard_evaluators`.
-        """
-        first = number * self.shard_size
-        stop = min(first + self.shard_size, len(self.prompts))
-        # Prompts of the previous shard fill up the last shard, so that all shards have one shape.
-        return self._evaluate(params, stop - self.shard_size, stop, first, device_set)
-
-    def merge(self, parts: Sequence[EvaluationShard]) -> Evaluation:
+    def merge(self, shards: Sequence[EvaluationShard]) -> Evaluation:
         """Compute the metrics of all shards together, in any order.
 
         Raises:
             ValueError: no function reports the headline metric.
         """
-        parts = sorted(parts, key=lambda part: part.first)
-        responses = _joined(parts, self.prompts)
+        shards = sorted(shards, key=lambda shard: shard.first)
+        longest = max(len(tokens) for shard in shards for row in shard.tokens for tokens in row)
+        responses = Responses.of(self.prompts, shards, longest)
         texts, rewards = responses.texts, responses.rewards
+        assert len(texts) == len(self.prompts), "each prompt has been answered once"
         flat = [r for row in rewards for r in row]
         known = [r for r in flat if r is not None]
-        values = pass_at_k(rewards) if self._metric == "pass_at_1" else {}
+        values = pass_at_k(rewards) if self.metric == "pass_at_1" else {}
         values["reward_mean"] = float(np.mean(known)) if known else float("nan")
         values.update(
             part_means({k: [x for row in v for x in row] for k, v in responses.parts.items()})
         )
-        for measure in self._metrics:
-            values.update({name: float(value) for name, value in measure(responses).items()})
-        if self._metric not in values:
+        for function in self.metrics:
+            values.update({name: float(value) for name, value in function(responses).items()})
+        if self.metric not in values:
             raise ValueError(
-                f"the task's headline metric {self._metric!r} is not among the metrics of "
+                f"the task's headline metric {self.metric!r} is not among the metrics of "
                 f"evaluation: {', '.join(values)}. Add a metric function that returns it, or set "
                 "the task's `metric` to one of these"
             )
         is_only = len(self.prompts) == 1
-        kinds = [kind for part in parts for row in part.is_first_kind for kind in row]
         return Evaluation(
-            metric=self._metric,
+            metric=self.metric,
             values=values,
             n=len(self.prompts),
             num_skipped=self.num_skipped,
             num_failed=len(flat) - len(known),
             response_length_mean=float(np.mean(responses.lengths)),
-            kind_share=sum(kinds) / len(kinds),
-            num_trials=self._num_samples if is_only else len(self.prompts),
+            kind_share=float(np.mean([row for shard in shards for row in shard.is_first_kind])),
+            num_trials=responses.lengths.size if is_only else len(self.prompts),
             texts=texts[0] if is_only else [row[0] for row in texts],
             rewards=rewards[0] if is_only else [row[0] for row in rewards],
         )
-
-    def _evaluate(
-        self, params: Any, begin: int, stop: int, first: int, device_set: int
-    ) -> EvaluationShard:
-        """Decode prompts[begin:stop]; return the graded responses to prompts[first:stop]."""
-        decoder, grader, measures, episodes = self._shard_evaluators[device_set]
-        n, params = self._num_samples, decoder.weights(params)
-        keys = row_keys(jax.random.key(0), len(self.prompts) * n).reshape(-1, n, 2)
-        # Environments have seen the prompts before `first` already.
-        begin = begin if episodes is None else first
-        session = open_session(
-            decoder,
-            params,
-            episodes,
-            num_slots=min(self._num_slots, (stop - begin) * n),
-            num_samples=n,
-        )
-        temperatures = np.full(n, self._sampling.temperature)
-        for prompt, own in zip(self.prompts[begin:stop], keys[begin:stop], strict=True):
-            session.submit(prompt, own, self._sampling, temperatures)
-        found = sorted(session.run(), key=lambda y: (y.request, y.sample))
-        found = found[(first - begin) * n :]
-        prompts = self.prompts[first:stop]
-        grades = grader.grade(
-            [prompt for prompt in prompts for _ in range(n)],
-            [y.graded_tokens for y in found],
-            [y.has_eos for y in found],
-            [y.verdict for y in found],
-        )
-
-        def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
-            return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
-
-        lists = by_prompt([y.tokens.tolist() for y in found])
-        has_eos = by_prompt([y.has_eos for y in found])
-        responses = Responses(
-            prompts,
-            *_padded(lists, self._sampling.max_new_tokens, decoder.pad_id),
-            np.array(has_eos),
-            by_prompt(grades.texts),
-            by_prompt(grades.rewards),
-            {name: by_prompt(values) for name, values in grades.parts.items()},
-        )
-        measured: dict[str, list[list[float]]] = {}
-        for measure in measures:
-            measured.update(measure(params, responses))
-        return EvaluationShard(
-            first,
-            lists,
-            has_eos,
-            responses.texts,
-            responses.rewards,
-            responses.parts,
-            by_prompt(grades.is_first_kind),
-            measured,
-        )
-
-
-def _padded(
-    rows: Sequence[Sequence[Sequence[int]]], length: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (padded tokens, int32 [p n length]; lengths, int [p n])."""
-    lengths = np.array([[len(tokens) for tokens in row] for row in rows])
-    tokens = np.full((*lengths.shape, length), pad_id, np.int32)
-    for i, j in np.ndindex(lengths.shape):
-        tokens[i, j, : lengths[i, j]] = rows[i][j]
-    return tokens, lengths
-
-
-def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Responses:
-    """Return the responses of all shards, in the order of the prompts.
-
-    Raises:
-        ValueError: some prompts are missing or repeated.
-    """
-    rows = [row for part in parts for row in part.tokens]
-    starts = np.cumsum([0, *(len(part.tokens) for part in parts)]).tolist()
-    if [part.first for part in parts] != starts[:-1] or len(rows) != len(prompts):
-        raise ValueError(
-            f"shards of an evaluation start at prompts {[part.first for part in parts]} and "
-            f"hold {len(rows)} prompts; wanted each of the {len(prompts)} prompts once"
-        )
-    longest = max(len(tokens) for row in rows for tokens in row)
-    tokens, lengths = _padded(rows, longest, 0)
-
-    def joined(tables: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
-        return {name: [row for table in tables for row in table[name]] for name in tables[0]}
-
-    return Responses(
-        prompts,
-        tokens,
-        lengths,
-        np.array([row for part in parts for row in part.has_eos]),
-        [row for part in parts for row in part.texts],
-        [row for part in parts for row in part.rewards],
-        joined([part.parts for part in parts]),
-        joined([part.measured for part in parts]),
-    )

@@ -157,7 +157,7 @@ def _sizes(config: Config) -> dict[str, float]:
     sizes = sizes_of(config)
     return {
         "batch_rows": sizes.prompts * sizes.group,
-        "round_rows": sizes.round_prompts * sizes.samples,
+        "round_rows": sizes.slot_prompts * sizes.samples,
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / sizes.group,
     }

@@ -205,8 +205,7 @@ def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) 
 
 def num_slots(config: Config) -> int:
     """Return the number of decode slots of a searcher."""
-    rows = config.search.prompts_per_round * config.search.samples_per_prompt
-    return min(rows, config.search.num_slots or rows)
+    return config.search.slots
 
 
 def shard_bytes(tree: Any) -> float:

@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
     Attributes:
         prompts, group: P and K of a batch.
         prompt, response: lengths of the longest buckets in tokens.
-        round_prompts, samples: P and S of a round.
+        samples: S, responses per prompt.
         num_slots: number of decode slots of a searcher.
     """
 
@@ -97,9 +97,13 @@ class Sizes(NamedTuple):
     group: int
     prompt: int
     response: int
-    round_prompts: int
     samples: int
     num_slots: int
+
+    @property
+    def slot_prompts(self) -> int:
+        """Number of prompts whose responses fill the slots."""
+        return -(-self.num_slots // self.samples)
 
 
 def sizes_of(config: Config) -> Sizes:
@@ -111,7 +115,6 @@ def sizes_of(config: Config) -> Sizes:
         group=config.objective.group_size,
         prompt=prompt,
         response=response,
-        round_prompts=config.search.prompts_per_round,
         samples=config.search.samples_per_prompt,
         num_slots=num_slots(config),
     )
@@ -124,7 +127,7 @@ def largest_prefill(config: Config, decoder: Decoder) -> tuple[int, int]:
     """
     sizes, length = sizes_of(config), decoder.prompt_buckets[-1]
     # As in the engine, one call prefills prompts for all slots, up to a limit of tokens.
-    wanted = min(sizes.round_prompts, -(-sizes.num_slots // sizes.samples))
+    wanted = sizes.slot_prompts
     return max(1, min(wanted, PREFILL_TOKENS // length)), length
 
 
@@ -300,7 +303,7 @@ def _searcher_programs(
             result="prefilled prompts",
             variants=buckets,
             with_cache=True,
-            calls_per_round=-(-sizes.round_prompts // prompts),
+            calls_per_round=-(-sizes.slot_prompts // prompts),
         ),
         Planned(
             name="admit",
@@ -319,7 +322,7 @@ def _searcher_programs(
             resident=held | cache,
             with_cache=True,
             # Responses are assumed to have half of the maximum length.
-            calls_per_round=sizes.round_prompts
+            calls_per_round=sizes.slot_prompts
             * sizes.samples
             * config.search.max_new_tokens
             / (2 * sizes.num_slots * decoder.chunk_steps),
@@ -451,7 +454,7 @@ def _scoring(
         resident={"reference parameters": shard_bytes(params)},
         variants=model_parts.make_padding(config, 0).num_shapes * (2 if shares else 1),
         # Upper bound: repeated responses of a group are scored once.
-        calls_per_round=sizes.round_prompts,
+        calls_per_round=sizes.slot_prompts,
     )
 
 

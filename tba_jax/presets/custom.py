@@ -40,8 +40,8 @@ PRESETS = {
         "optimizer": {"learning_rate": 0.0},
         "search": {
             "samples_per_prompt": 8,
-            "prompts_per_round": 8,
             "max_new_tokens": 256,
+            "num_slots": 64,
             "initial_fill": 128,
         },
         "replay": {"recency_prob": 0.95, "pace": "trainer", "max_staleness": 4},

@@ -57,7 +57,6 @@ PRESETS = {
         "optimizer": {"learning_rate": "linear(2e-4, 0, warmup=5)"},
         "search": {
             "samples_per_prompt": 16,
-            "prompts_per_round": 16,
             "max_new_tokens": 16,
             # Responses have about seven tokens. More slots would not raise the throughput, but each
             # response would take longer and be two steps staler.
@@ -103,8 +102,8 @@ PRESETS = {
         },
         "search": {
             "samples_per_prompt": 24,
-            "prompts_per_round": 3,
             "max_new_tokens": 512,
+            "num_slots": 72,
             # TRL adds 1e-7; it does not matter in bfloat16.
             "sampling_temperature": 0.7,
             "initial_fill": 500,
@@ -137,7 +136,6 @@ PRESETS = {
         "reference": {"placement": "trainer", "reset_period": 50},
         "search": {
             "samples_per_prompt": 16,
-            "prompts_per_round": 8,
             "max_new_tokens": 2048,
             "num_slots": 64,
         },

@@ -62,8 +62,8 @@ _PAPER = {
         "clip_norm": 1.0,
     },
     "search": {
-        "prompts_per_round": 1,
         "samples_per_prompt": 128,
+        "num_slots": 128,
         "max_new_tokens": 20,
         # Shorter attacks cannot be drawn here. The paper's code gives them log pi_ref = -500; its
         # sampler refuses an end at the first token only.
@@ -106,13 +106,12 @@ PRESETS = {
         "objective": {"group_size": 16, "beta": 0.2},
         "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},
         "search": {
-            # Four copies of the empty prompt: a round has 64 attacks, as many as a batch.
-            "prompts_per_round": 4,
+            # Four copies of the empty prompt: the slots hold 64 attacks, as many as a batch.
+            "num_slots": 64,
             "samples_per_prompt": 16,
             "max_new_tokens": 12,
             "min_new_tokens": 5,
             "explore": (0.1, 1.0, 1.3),
-            "outbox_bytes": 8_000,
         },
         "replay": {
             # Successes are rare in new data, so half of the batch slots replay older data.

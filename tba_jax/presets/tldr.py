@@ -50,8 +50,8 @@ def _pythia(size: str) -> dict:
         "optimizer": {"learning_rate": "linear(3e-6, 0)", "clip_norm": 0.0},
         "search": {
             "samples_per_prompt": 20,
-            "prompts_per_round": 8,
             "max_new_tokens": 128,
+            "num_slots": 160,
             "sampling_temperature": 0.7,
             "initial_fill": 10_000,
         },
@@ -88,9 +88,8 @@ PRESETS = {
         "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},
         "search": {
             "samples_per_prompt": 16,
-            "prompts_per_round": 8,
             "max_new_tokens": 12,
-            "outbox_bytes": 8000,
+            "num_slots": 128,
         },
         "replay": {"recency_prob": 0.5, "priority_temperature": 1.0, "pace": "trainer"},
         "reward": {

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SearcherClient: requests tickets for one searcher and sends the responses of finished tickets.
+"""Client: the source of tickets of one searcher whose owner is in another process.
 
-Finished tickets wait in the searcher's own outbox. `SearcherClient.step` sends them until the
-search server acknowledges them, and requests as many tickets as the searcher has room for.
-Invariant: a finished ticket is dropped only after its acknowledgement
-(tests/remote/test_client.py).
+The searcher's threads take tickets from the client and put results into it, without waiting for the
+network. `Client.step`, on a thread of its own, exchanges both with the owner. Invariant: a result
+is dropped only after the owner has acknowledged it (tests/remote/test_client.py).
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
-from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket, Result, Ticket
 from tba_jax.remote.channel import Unreachable
-from tba_jax.remote.messages import Heartbeat, Response, SearcherStart
-from tba_jax.remote.search_channel import SearchRequests
-from tba_jax.replay.outbox import Outbox
+from tba_jax.remote.messages import Demand, Heartbeat, Response, Sender
+from tba_jax.remote.search_channel import RemoteOwner
 
 # Longest time in seconds between two heartbeats of a searcher that has enough work.
 _HEARTBEAT_S = 2.0
@@ -25,105 +22,29 @@ _SLOW_S = 20.0  # a longer wait for the trainer is logged
 
 
 class Rewind(Exception):
-    """The trainer was restored: the searcher must join again and repeat unsaved tickets."""
+    """Another owner continues the run: the searcher must join again and drop its tickets."""
 
 
 class Dismissed(Exception):
     """This process may no longer run the searcher; the message has the reason."""
 
 
-class TicketQuota:
-    """Admitted tickets of a remote searcher that the searcher has not started."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tickets: deque[int] = deque()
-
-    def add(self, tickets: tuple[int, ...]) -> None:
-        """Add admitted tickets, in ascending order."""
-        with self._lock:
-            self._tickets.extend(tickets)
-
-    def admit(self, searcher: int, version: int) -> bool:
-        """Return whether the searcher may start its next ticket, and count it as started."""
-        del searcher, version
-        with self._lock:
-            if self._tickets:
-                self._tickets.popleft()
-                return True
-            return False
-
-    def commit(self, searcher: int, version: int) -> None:
-        """Do nothing: the search server counts open tickets."""
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._tickets)
-
-
-class LeasedShard:
-    """Holder of a searcher's evaluation lease and its result; at most one lease at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lease: Lease | None = None
-        self._is_started = False
-        self._result: tuple[Lease, EvaluationShard | None] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the searcher has no lease."""
-        with self._lock:
-            return self._lease is None
-
-    def offer(self, lease: Lease) -> None:
-        """Set the lease of the shard to work on next."""
-        with self._lock:
-            self._lease, self._is_started = lease, False
-
-    def start(self) -> Lease | None:
-        """Return the lease if work on its shard has not started; else None."""
-        with self._lock:
-            if self._lease is None or self._is_started:
-                return None
-            self._is_started = True
-            return self._lease
-
-    def finish(self, lease: Lease, shard: EvaluationShard | None) -> None:
-        """Store the result of a lease; shard None: the searcher could not work on it."""
-        with self._lock:
-            self._result = lease, shard
-
-    @property
-    def result(self) -> tuple[Lease, EvaluationShard | None] | None:
-        """Result of the lease; None if there is no result to send."""
-        with self._lock:
-            return self._result
-
-    def clear(self) -> None:
-        """Forget the lease after its result was sent."""
-        with self._lock:
-            self._lease = self._result = None
-
-
 class Callbacks(NamedTuple):
     """Functions of a searcher that its client calls.
 
     Attributes:
-        room: returns the number of tickets that the searcher could start now.
-        heartbeat: (put latencies) -> metrics of the searcher; `can_evaluate` is set by the client.
+        heartbeat: returns the metrics of the searcher.
         versions: called with (newest complete policy version, versions under evaluation).
         log: receives a line when the trainer responds after a long wait.
     """
 
-    room: Callable[[], int]
-    heartbeat: Callable[[tuple[float, ...]], Heartbeat]
-    versions: Callable[[int, tuple[int, ...]], None]
+    heartbeat: Callable[[], Heartbeat]
+    versions: Callable[[int, Sequence[int]], None]
     log: Callable[[str], None] = lambda line: None
 
 
-class SearcherClient:
-    """Client of the search server for one searcher; a worker calls `step`.
+class Client:
+    """Source of tickets of one searcher; a worker calls `step`.
 
     Args:
         timeout_s: seconds without a response after which the trainer counts as lost.
@@ -131,89 +52,111 @@ class SearcherClient:
 
     def __init__(
         self,
-        start: SearcherStart,
-        server: SearchRequests,
-        outbox: Outbox,
-        quota: TicketQuota,
-        leased: LeasedShard,
+        sender: Sender,
+        owner: RemoteOwner,
         callbacks: Callbacks,
         *,
         clock: Callable[[], float],
         timeout_s: float,
     ) -> None:
-        self._key = start.key
-        self._server = server
-        self._outbox = outbox
-        self._quota = quota
-        self._leased = leased
+        self._sender = sender
+        self._owner = owner
         self._callbacks = callbacks
         self._clock = clock
         self._timeout_s = timeout_s
-        self._unsent: list[RoundCommit] = []
-        self._put_s: list[float] = []
-        self._first_unseen = int(start.position["next_round"])
+        self._lock = threading.Lock()
+        self._free, self._version = 0, -1  # of the searcher's last call of `take`
+        self._held: set[int] = set()  # tickets without an acknowledged result
+        self._tickets: deque[Ticket] = deque()
+        self._results: list[Result] = []
+        self._shard: EvaluationTicket | None = None  # not taken by the searcher yet
+        self._answer: tuple[EvaluationTicket, EvaluationShard | None] | None = None
+        self._is_evaluating = False
         self._next_request_s = self._next_heartbeat_s = clock()
         self._waits_since_s: float | None = None  # time of the first request without a response
 
+    def take(self, searcher: int, free: int, version: int) -> list[Ticket]:
+        """Return tickets that have arrived, and request as many as the searcher has room for."""
+        with self._lock:
+            tickets = [self._tickets.popleft() for _ in range(min(free, len(self._tickets)))]
+            self._free, self._version = free - len(tickets), version
+            return tickets
+
+    def put(self, searcher: int, results: Sequence[Result]) -> None:
+        """Keep results until the owner has acknowledged them."""
+        with self._lock:
+            self._results += results
+
+    def take_evaluation(self, searcher: int) -> EvaluationTicket | None:
+        """Return an evaluation shard that has arrived."""
+        with self._lock:
+            shard, self._shard = self._shard, None
+            return shard
+
+    def put_evaluation(
+        self, searcher: int, ticket: EvaluationTicket, shard: EvaluationShard | None
+    ) -> None:
+        """Keep an answered shard until the owner has acknowledged it."""
+        with self._lock:
+            self._answer = ticket, shard
+
     def step(self) -> bool:
-        """Send finished tickets and request new ones; return False if there was nothing to send.
+        """Send results and request tickets; return False if there was nothing to send.
 
         Raises:
-            Rewind, Dismissed: the search server responded with rewind, or refused the searcher.
+            Rewind, Dismissed: the owner responded with rewind, or refused the searcher.
             TimeoutError: the trainer did not respond for `timeout_s`.
         """
-        did_put = self._put()
-        did_return = self._return_lease()
-        return self._request_tickets() or did_put or did_return
+        did_put = self._put_results()
+        did_answer = self._put_answer()
+        return self._request() or did_put or did_answer
 
-    def _put(self) -> bool:
-        if not self._unsent:
-            self._unsent = self._outbox.take()
-            if not self._unsent:
-                return False
-        start = self._clock()
-        message = self._key, self._unsent
-        if self._send(lambda: self._server.put(*message)) is None:
+    def _put_results(self) -> bool:
+        with self._lock:
+            results = list(self._results)
+        if not results or self._send(lambda: self._owner.put(self._sender, results)) is None:
             return False
-        self._unsent = []
-        self._put_s.append(self._clock() - start)
+        with self._lock:
+            self._results = self._results[len(results) :]
+            self._held -= {result.number for result in results}
         return True
 
-    def _return_lease(self) -> bool:
-        result = self._leased.result
-        if result is None:
+    def _put_answer(self) -> bool:
+        answer = self._answer
+        if answer is None:
             return False
-        if self._send(lambda: self._server.return_lease(self._key, *result)) is None:
+        if self._send(lambda: self._owner.put_evaluation(self._sender, *answer)) is None:
             return False
-        self._leased.clear()
-        self._next_heartbeat_s = self._clock()  # the server may have another shard
+        with self._lock:
+            self._answer, self._is_evaluating = None, False
+        self._next_heartbeat_s = self._clock()  # the owner may have another shard
         return True
 
-    def _request_tickets(self) -> bool:
+    def _request(self) -> bool:
         now = self._clock()
-        wanted = max(0, self._callbacks.room() - len(self._quota))
-        if now < (self._next_request_s if wanted else self._next_heartbeat_s):
+        with self._lock:
+            free = max(0, self._free - len(self._tickets))
+            demand = Demand(free, self._version, sorted(self._held), not self._is_evaluating)
+        if now < (self._next_request_s if free else self._next_heartbeat_s):
             return False
-        can_evaluate = self._leased.is_free
-        heartbeat = self._callbacks.heartbeat(tuple(self._put_s))._replace(
-            can_evaluate=can_evaluate
-        )
-        response = self._send(
-            lambda: self._server.request_tickets(self._key, wanted, self._first_unseen, heartbeat)
-        )
+        heartbeat = self._callbacks.heartbeat()
+        response = self._send(lambda: self._owner.take(self._sender, demand, heartbeat))
         if response is None:
             return False
-        self._put_s.clear()
-        self._quota.add(response.tickets)
-        if response.lease is not None and can_evaluate:
-            self._leased.offer(response.lease)
-        self._first_unseen = max([self._first_unseen, *(t + 1 for t in response.tickets)])
+        with self._lock:
+            for each in response.tickets:
+                if isinstance(each, Ticket):
+                    self._tickets.append(each)
+                    self._held.add(each.number)
+                else:
+                    self._shard, self._is_evaluating = each, True
         self._next_request_s = self._clock() + response.retry_s
         self._next_heartbeat_s = self._clock() + _HEARTBEAT_S
         return bool(response.tickets)
 
     def _send(self, request: Callable[[], Response]) -> Response | None:
         """Return the response to a request; None if no response arrived."""
+        searcher = self._sender.searcher
         if self._waits_since_s is None:
             self._waits_since_s = self._clock()
         try:
@@ -222,21 +165,21 @@ class SearcherClient:
             silent_s = self._clock() - self._waits_since_s
             if silent_s > self._timeout_s:
                 raise TimeoutError(
-                    f"searcher {self._key.searcher} has not reached the trainer for "
-                    f"{silent_s:.0f} s ({error}) and ends. The same command resumes the run"
+                    f"searcher {searcher} has not reached the trainer for {silent_s:.0f} s "
+                    f"({error}) and ends. The same command resumes the run"
                 ) from error
             return None
         waited_s = self._clock() - self._waits_since_s
         self._waits_since_s = None
         if waited_s > _SLOW_S:
             self._callbacks.log(
-                f"searcher {self._key.searcher} had no response from the trainer for "
-                f"{waited_s:.0f} s; its finished responses were kept and are sent now"
+                f"searcher {searcher} had no response from the trainer for {waited_s:.0f} s; its "
+                "finished responses were kept and are sent now"
             )
         if response.status == "rewind":
             raise Rewind(response.reason)
-        if response.status in ("fenced", "refused", "ended"):
-            raise Dismissed(f"searcher {self._key.searcher} ends: {response.reason}")
+        if response.status != "ok":
+            raise Dismissed(f"searcher {searcher} ends: {response.reason}")
         if response.version >= 0:
             self._callbacks.versions(response.version, response.evaluated)
         return response

@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between searchers and the search server, and their bytes.
+"""Messages between searchers of other processes and the owner, and their bytes.
 
-A response may be lost, so every message may arrive twice, late, or from a searcher that was
-replaced. Every message therefore names its sender.
+A response may be lost, so every message may arrive twice or late. Every message therefore names its
+sender and the owner that the sender joined.
 """
 
-import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
-from tba_jax.flow.evaluation_shard import Lease
-from tba_jax.flow.rounds import NO_COUNTS, DecodeCounts, RoundCommit, pack_commits, unpack_commits
+from tba_jax.flow.records import pack_groups, unpack_groups
+from tba_jax.flow.tickets import (
+    DecodeCounts,
+    EvaluationShard,
+    EvaluationTicket,
+    Result,
+    Ticket,
+    pack_results,
+    unpack_results,
+)
+from tba_jax.flow.trajectory import Group, Prompt
 
 RUN_ENDED = "the run has ended"
 
@@ -25,119 +35,117 @@ class JoinRequest(NamedTuple):
         searchers: IDs of the searchers that the process runs.
         host: name of the machine, for log lines.
         identity: digest of the code, and the run ID, in that process.
-        given: for each searcher, (number of given responses, number of rounds with them). These
-            are the first rounds of the searcher. Empty without given responses.
     """
 
-    searchers: tuple[int, ...]
+    searchers: Sequence[int]
     host: str
     identity: Mapping[str, str]
-    given: tuple[tuple[int, int], ...] = ()
-
-
-class SearcherKey(NamedTuple):
-    """Sender of a message.
-
-    Attributes:
-        epoch: name of the search server that the searcher joined.
-        incarnation: number of the process that runs this searcher, from 1.
-    """
-
-    epoch: str
-    searcher: int
-    incarnation: int
-
-
-class SearcherStart(NamedTuple):
-    """Start state of a searcher.
-
-    Attributes:
-        key: sender of the searcher's later messages.
-        position: `Outbox.position` from which the searcher continues.
-    """
-
-    key: SearcherKey
-    position: Mapping[str, Any]
 
 
 class JoinResponse(NamedTuple):
     """Response to a join request.
 
     Attributes:
-        starts: start state of each searcher; empty if the process is refused.
+        epoch: name of the owner, for later messages.
         version: newest complete policy version; -1: there is none.
-        refusal: reason why the process may not search, or RUN_ENDED; "": it may search.
         run_s: running time of the run in seconds.
+        refusal: reason why the process may not search, or RUN_ENDED; "": it may search.
     """
 
-    starts: tuple[SearcherStart, ...]
+    epoch: str = ""
     version: int = -1
-    refusal: str = ""
     run_s: float = 0.0
+    refusal: str = ""
 
 
-Status = Literal["ok", "duplicate", "rewind", "fenced", "refused", "ended"]
+class Sender(NamedTuple):
+    """Sender of a message: the epoch of the owner that the searcher joined, and its ID."""
 
-
-class Response(NamedTuple):
-    """Response to every message of a searcher except a join request.
-
-    Attributes:
-        status: ok; duplicate: all tickets of the message had arrived before; rewind: the trainer
-            was restored, and the searcher must join again; fenced: another process runs this
-            searcher; refused: the message is invalid, see `reason`; ended: the run has ended.
-        tickets: tickets that the searcher may start.
-        version: newest complete policy version, -1 for none.
-        retry_s: seconds after which another ticket request may return more tickets.
-        reason: explanation for the log.
-        lease: evaluation shard to work on next; None: there is none.
-        evaluated: policy versions under evaluation, whose weights are still needed.
-    """
-
-    status: Status
-    tickets: tuple[int, ...] = ()
-    version: int = -1
-    retry_s: float = 0.0
-    reason: str = ""
-    lease: Lease | None = None
-    evaluated: tuple[int, ...] = ()
+    epoch: str
+    searcher: int
 
 
 class Heartbeat(NamedTuple):
-    """Metrics that a searcher sends with every ticket request.
+    """Metrics of a searcher.
 
     Attributes:
-        idle_s: seconds without work since the searcher joined.
-        put_s: seconds from sending to acknowledgement of each put since the last heartbeat.
+        idle_s: seconds without work since the process joined.
         decoded: counts of the decode session since the last heartbeat.
-        can_evaluate: whether the searcher takes an evaluation shard.
-        version: policy version with which the next ticket would start, -1 for none.
-        wants_stop: whether the process of the searcher received a stop signal.
+        wants_stop: whether the process received a stop signal.
     """
 
     idle_s: float = 0.0
-    put_s: tuple[float, ...] = ()
-    decoded: DecodeCounts = NO_COUNTS
-    can_evaluate: bool = False
-    version: int = -1
+    decoded: DecodeCounts = DecodeCounts()
     wants_stop: bool = False
 
 
-def pack_put(key: SearcherKey, commits: Sequence[RoundCommit]) -> bytes:
-    """Return a put request as bytes with a checksum."""
-    arrays, meta = pack_commits(commits)
-    return pack_arrays(arrays, {"key": key, "commits": meta})
+class Demand(NamedTuple):
+    """Request for tickets.
+
+    Attributes:
+        free: maximum number of new tickets.
+        version: policy version with which they would begin; -1: the searcher has no weights.
+        held: numbers of all tickets that the searcher has.
+        evaluates: whether the searcher takes an evaluation shard.
+    """
+
+    free: int
+    version: int
+    held: Sequence[int]
+    evaluates: bool
 
 
-def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit]]:
-    """Return the put request that `pack_put` converted to bytes.
+Status = Literal["ok", "rewind", "refused", "ended"]
+
+
+class Response(NamedTuple):
+    """Response to a message of a searcher.
+
+    Attributes:
+        status: ok; rewind: another owner continues the run from a checkpoint, and the searcher must
+            join again; refused: the message is invalid, see `reason`; ended: the run has ended.
+        version: newest complete policy version, -1 for none.
+        evaluated: policy versions under evaluation, whose weights are still needed.
+        retry_s: seconds after which another request may return more tickets.
+        reason: explanation for the log.
+        tickets: tickets to begin.
+    """
+
+    status: Status
+    version: int = -1
+    evaluated: Sequence[int] = ()
+    retry_s: float = 0.0
+    reason: str = ""
+    tickets: Sequence[Ticket | EvaluationTicket] = ()
+
+
+def pack_demand(sender: Sender, demand: Demand, heartbeat: Heartbeat) -> bytes:
+    """Return a request for tickets as bytes."""
+    return json.dumps([sender, demand, heartbeat]).encode()
+
+
+def unpack_demand(data: bytes) -> tuple[Sender, Demand, Heartbeat]:
+    """Inverse of `pack_demand`."""
+    sender, demand, (idle_s, decoded, wants_stop) = json.loads(data)
+    heartbeat = Heartbeat(idle_s, DecodeCounts(*decoded), wants_stop)
+    return Sender(*sender), Demand(*demand), heartbeat
+
+
+def pack_put(sender: Sender, results: Sequence[Result]) -> bytes:
+    """Return results as bytes with a checksum."""
+    arrays, meta = pack_results(results)
+    return pack_arrays(arrays, {"sender": sender, "results": meta})
+
+
+def unpack_put(data: bytes) -> tuple[Sender, list[Result]]:
+    """Inverse of `pack_put`.
 
     Raises:
         ValueError: the bytes are damaged, or another version of tba_jax wrote them.
     """
     try:
         arrays, meta = unpack_arrays(data)
-        return SearcherKey(*meta["key"]), unpack_commits(arrays, meta["commits"])
+        return Sender(*meta["sender"]), unpack_results(arrays, meta["results"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{len(data):,} bytes of responses cannot be read ({type(error).__name__}: {error}): "
@@ -146,35 +154,42 @@ def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit]]:
         ) from error
 
 
-def pack_json(value: Any) -> bytes:
-    """Return a message as JSON bytes; named tuples become lists."""
-    return json.dumps(value).encode()
+def pack_shard(sender: Sender, version: int, first: int, shard: EvaluationShard | None) -> bytes:
+    """Return an evaluation shard as bytes."""
+    return json.dumps([sender, version, first, shard]).encode()
 
 
-def from_json(kind: Any, value: Any) -> Any:
-    """Return the value of type `kind` that `pack_json` converted.
-
-    Args:
-        kind: named tuple, tuple, or a type of JSON values; may also allow None.
-
-    Raises:
-        ValueError, TypeError: the value has another form.
-    """
-    if value is None:
-        return None
-    kinds = [each for each in get_args(kind) if each is not NoneType]
-    if get_origin(kind) is UnionType:
-        return from_json(kinds[0], value)
-    if get_origin(kind) is tuple:
-        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
-        return tuple(from_json(each, x) for each, x in zip(kinds, value, strict=True))
-    if not hasattr(kind, "_fields"):
-        return value
-    return kind(*(from_json(each, x) for each, x in zip(_types(kind), value, strict=True)))
+def unpack_shard(data: bytes) -> tuple[Sender, EvaluationTicket, EvaluationShard | None]:
+    """Inverse of `pack_shard`; the ticket has no prompts."""
+    sender, version, first, shard = json.loads(data)
+    found = None if shard is None else EvaluationShard(*shard)
+    return Sender(*sender), EvaluationTicket(version, first, ()), found
 
 
-@functools.cache
-def _types(kind: Any) -> list[Any]:
-    """Return the types of a named tuple's fields."""
-    hints = get_type_hints(kind)
-    return [hints[name] for name in kind._fields]
+def pack_response(response: Response) -> bytes:
+    """Return a response with its tickets as bytes with a checksum."""
+    prompts: list[Prompt] = []
+    facts: list[list[Any]] = []
+    for each in response.tickets:
+        if isinstance(each, EvaluationTicket):
+            facts.append([len(each.prompts), each.version, each.first])
+            prompts += each.prompts
+        else:
+            facts.append([0, each.number, [y.tolist() for y in each.responses]])
+            prompts.append(each.prompt)
+    arrays, meta = pack_groups([Group(prompt, (), {}) for prompt in prompts])
+    return pack_arrays(arrays, {"response": response[:-1], "prompts": meta, "tickets": facts})
+
+
+def unpack_response(data: bytes) -> Response:
+    """Inverse of `pack_response`."""
+    arrays, meta = unpack_arrays(data)
+    prompts = iter([group.prompt for group in unpack_groups(arrays, meta["prompts"])])
+    tickets: list[Ticket | EvaluationTicket] = []
+    for count, number, rest in meta["tickets"]:
+        if count:
+            tickets.append(EvaluationTicket(number, rest, tuple(itertools.islice(prompts, count))))
+        else:
+            responses = tuple(np.array(y, np.int32) for y in rest)
+            tickets.append(Ticket(number, next(prompts), responses))
+    return Response(*meta["response"], tickets=tickets)

@@ -1,99 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a search server over a channel: the handlers of the server, and their client."""
+"""Messages of searchers to the owner over a channel: handlers of the owner, and their client."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
-from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket, Result, Ticket
 from tba_jax.remote.channel import Channel, Handler, NotReady
 from tba_jax.remote.messages import (
+    RUN_ENDED,
+    Demand,
     Heartbeat,
     JoinRequest,
     JoinResponse,
     Response,
-    SearcherKey,
-    from_json,
-    pack_json,
+    Sender,
+    pack_demand,
     pack_put,
+    pack_response,
+    pack_shard,
+    unpack_demand,
     unpack_put,
+    unpack_response,
+    unpack_shard,
 )
-from tba_jax.remote.search_server import SearchServer
+from tba_jax.remote.owner import Owner
 
-_TicketRequest = tuple[SearcherKey, int, int, Heartbeat]
-_LeaseResult = tuple[SearcherKey, Lease, EvaluationShard | None]
+# Maximum rate of requests from all searchers without work, in requests per second; a single
+# searcher waits at least _RETRY_S seconds between two requests.
+_MAX_REQUESTS_PER_S = 400.0
+_RETRY_S = 0.02
 
 
-def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, Handler]:
-    """Return the channel handlers of a search server.
+def search_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
+    """Return the channel handlers of an owner.
 
     Args:
-        server: returns the search server; None before there is one.
+        owner: returns the owner; None before there is one.
     """
 
-    def ready() -> SearchServer:
-        found = server()
+    def ready() -> Owner:
+        found = owner()
         if found is None:
             raise NotReady("the trainer is starting, or has failed; its output has the cause")
         return found
 
-    def join(data: bytes) -> bytes:
-        return pack_json(ready().join(from_json(JoinRequest, json.loads(data))))
+    def respond(
+        found: Owner, sender: Sender, act: Callable[[], Sequence[Ticket | EvaluationTicket]]
+    ) -> bytes:
+        """Act on a message, unless its sender must join again."""
+        if found.has_ended:
+            return pack_response(Response("ended", reason=RUN_ENDED))
+        if sender.epoch != found.settings.epoch:
+            reason = (
+                "the trainer was restored from a checkpoint; responses that the checkpoint does "
+                "not hold are sampled again"
+            )
+            return pack_response(Response("rewind", reason=reason))
+        try:
+            tickets = act()
+        except ValueError as error:
+            return pack_response(Response("refused", reason=str(error)))
+        retry_s = max(_RETRY_S, found.num_connected / _MAX_REQUESTS_PER_S)
+        response = Response("ok", found.version, found.evaluations.versions, retry_s)
+        return pack_response(response._replace(tickets=tickets))
 
-    def request_tickets(data: bytes) -> bytes:
-        return pack_json(ready().request_tickets(*from_json(_TicketRequest, json.loads(data))))
+    def join(data: bytes) -> bytes:
+        return json.dumps(ready().join(JoinRequest(*json.loads(data)))).encode()
+
+    def take(data: bytes) -> bytes:
+        found, (sender, demand, heartbeat) = ready(), unpack_demand(data)
+
+        def act() -> list[Ticket | EvaluationTicket]:
+            found.beat(sender.searcher, heartbeat)
+            tickets = found.take(sender.searcher, demand.free, demand.version, demand.held)
+            shard = found.take_evaluation(sender.searcher) if demand.evaluates else None
+            return [*tickets, *([] if shard is None else [shard])]
+
+        return respond(found, sender, act)
 
     def put(data: bytes) -> bytes:
-        found = ready()
-        try:
-            key, commits = unpack_put(data)
-        except ValueError as error:
-            return pack_json(Response("refused", reason=str(error)))
-        return pack_json(found.put(key, commits, num_bytes=len(data)))
+        found, (sender, results) = ready(), unpack_put(data)
+        return respond(found, sender, lambda: found.put(sender.searcher, results) or ())
 
-    def return_lease(data: bytes) -> bytes:
-        return pack_json(ready().return_lease(*from_json(_LeaseResult, json.loads(data))))
+    def put_evaluation(data: bytes) -> bytes:
+        found, (sender, ticket, shard) = ready(), unpack_shard(data)
+        return respond(
+            found, sender, lambda: found.put_evaluation(sender.searcher, ticket, shard) or ()
+        )
 
-    return {
-        "join": join,
-        "request_tickets": request_tickets,
-        "put": put,
-        "return_lease": return_lease,
-    }
+    return {"join": join, "take": take, "put": put, "put_evaluation": put_evaluation}
 
 
-class RemoteSearchServer:
-    """A search server in another process."""
+class RemoteOwner:
+    """The owner in another process.
+
+    Every method raises `Unreachable` if no response arrives in time.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def join(self, request: JoinRequest) -> JoinResponse:
-        """See `SearchServer.join`."""
-        return from_json(JoinResponse, json.loads(self._channel.call("join", pack_json(request))))
+        """See `Owner.join`."""
+        data = self._channel.call("join", json.dumps(request).encode())
+        return JoinResponse(*json.loads(data))
 
-    def request_tickets(
-        self, key: SearcherKey, max_tickets: int, first_unseen: int, heartbeat: Heartbeat
+    def take(self, sender: Sender, demand: Demand, heartbeat: Heartbeat) -> Response:
+        """Request tickets; see `Owner.take` and `Owner.beat`."""
+        return self._call("take", pack_demand(sender, demand, heartbeat))
+
+    def put(self, sender: Sender, results: Sequence[Result]) -> Response:
+        """See `Owner.put`."""
+        return self._call("put", pack_put(sender, results))
+
+    def put_evaluation(
+        self, sender: Sender, ticket: EvaluationTicket, shard: EvaluationShard | None
     ) -> Response:
-        """See `SearchServer.request_tickets`."""
-        return self._send("request_tickets", pack_json([key, max_tickets, first_unseen, heartbeat]))
+        """See `Owner.put_evaluation`."""
+        return self._call("put_evaluation", pack_shard(sender, ticket.version, ticket.first, shard))
 
-    def put(self, key: SearcherKey, commits: Sequence[RoundCommit]) -> Response:
-        """See `SearchServer.put`."""
-        return self._send("put", pack_put(key, commits))
-
-    def return_lease(
-        self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
-    ) -> Response:
-        """See `SearchServer.return_lease`."""
-        return self._send("return_lease", pack_json([key, lease, shard]))
-
-    def _send(self, method: str, data: bytes) -> Response:
-        return from_json(Response, json.loads(self._channel.call(method, data)))
-
-
-SearchRequests = SearchServer | RemoteSearchServer
-"""Search server of this process, or a channel to one.
-
-Every method of a channel raises `Unreachable` if no response arrives in time.
-"""
+    def _call(self, method: str, data: bytes) -> Response:
+        return unpack_response(self._channel.call(method, data))

@@ -49,7 +49,7 @@ _NEEDED = {
     "sync": ("count", "mean_s"),
     "economy": ("warnings",),
     "fleet": (
-        *("searchers", "slots", "hosts", "searchers_lost", "rejoined", "lost", "put_bytes"),
+        *("searchers", "slots", "hosts", "searchers_lost", "lost", "duplicates"),
         "by_searcher",
     ),
     "by_searcher": ("searcher", "host", "state", "joins", "groups", "idle_s"),

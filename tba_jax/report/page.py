@@ -225,7 +225,7 @@ def _samples(run: Run) -> str:
 
 
 LEDGER_ROWS = {
-    "outbox": "waiting in an outbox",
+    "waiting": "waiting to be merged",
     "stored": "stored in the replay buffer",
     "lost": "lost with a searcher; its prompts were drawn again",
     "evicted_capacity": "evicted: limit of the prompt reached",
@@ -321,12 +321,9 @@ def _fleet(run: Run) -> str:
     text = (
         f"{fleet['searchers']:.0f} of {fleet['slots']:.0f} searchers were connected at the end, "
         f"on {fleet['hosts']:.0f} hosts. Searchers died or missed their heartbeat "
-        f"{fleet['searchers_lost']:.0f} times and rejoined {fleet['rejoined']:.0f} times; "
-        f"{fleet['lost']:.0f} tickets were lost and their prompts drawn again; "
-        f"{fleet['put_bytes'] / 1e6:,.1f} MB of responses were received"
+        f"{fleet['searchers_lost']:.0f} times; {fleet['lost']:.0f} tickets were lost and issued "
+        f"again, and {fleet['duplicates']:.0f} late results were dropped"
     )
-    if fleet.get("put_p50_s") is not None and fleet.get("put_p99_s") is not None:
-        text += f", acknowledged after {fleet['put_p50_s']:.2f} s (99 %: {fleet['put_p99_s']:.2f})"
     cells = [
         (
             f"searcher {row['searcher']}",

@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import json
 import os
+import time
+import uuid
 from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,17 +27,18 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.precompilation import Precompiler
 from tba_jax.devices.site import Site
-from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
 from tba_jax.models.transformer import abstract_params
+from tba_jax.remote.channel import HEARTBEAT_S
+from tba_jax.remote.evaluation_queue import EvaluationQueue
+from tba_jax.remote.owner import Owner, OwnerSettings
 from tba_jax.remote.step_server import StepClient
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.replay.outbox import Outbox
 from tba_jax.report.writers import ProgressDisplay
-from tba_jax.run.host_state import HostState, RunClock, check_facts, with_searchers
+from tba_jax.run.host_state import HostState, RunClock, check_facts
 from tba_jax.run.model_parts import (
     abstract_state,
     make_buffer,
@@ -48,24 +51,26 @@ from tba_jax.run.model_parts import (
 from tba_jax.run.peers import Peer
 from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
 from tba_jax.run.search_parts import (
-    Search,
-    build_evaluator,
+    build_judging,
     build_searchers,
+    make_evaluator,
+    make_prompts,
+    make_reader,
     make_references,
     make_transport,
     make_version_writer,
-    remote_searchers,
+    read_start_tickets,
 )
 from tba_jax.run.shared import Shared, all_problems, functions, open_shared, try_reward
-from tba_jax.search import prompt_survey
 from tba_jax.search.prompts import load_grain
 from tba_jax.search.reference import Reference
+from tba_jax.search.searcher import Searcher
 from tba_jax.tasks.registry import entry_of
 from tba_jax.train.state import StepShardings, TrainState, make_init_state
 from tba_jax.train.step import make_train_step
 from tba_jax.train.step_plan import Batches, NoPeers, OwnBatches, Peers, ReceivedBatches
 from tba_jax.train.trainer import Trainer
-from tba_jax.weights.transport import Transport
+from tba_jax.weights.transport import PublishedWeights, Transport
 
 SHORT_TOKENS = 64
 """Length in tokens up to which most responses to a prompt are expected to be equal."""
@@ -77,7 +82,7 @@ _TAIL_BYTES = 2**16
 def check_prompts(
     shared: Shared, phase: Callable[[str], None], note: Callable[[str], None]
 ) -> None:
-    """Survey the training prompts of a new run, and report prompts that are too long.
+    """Read the training prompts of a new run, and report prompts that are too long.
 
     Args:
         shared: parts of the run; only the first process reads the prompts.
@@ -89,8 +94,7 @@ def check_prompts(
     if entry_of(task.name).makes_problems or not shared.cluster.is_primary:
         return
     phase(f"checking {shared.task.train_size():,} prompts")
-    found = prompt_survey.survey(shared.task, shared.tokenizer, task.max_prompt_tokens)
-    for line in prompt_survey.judge(found, task.name, task.max_prompt_tokens, task.long_prompts):
+    for line in make_reader(shared.config, shared.task, shared.tokenizer).check_all():
         note(line)
 
 
@@ -320,9 +324,7 @@ def build_trainer(
     ahead: Precompiler,
     state: TrainState,
     base: Any,
-    buffer: ReplayBuffer,
     batches: Batches,
-    outboxes: Sequence[Outbox],
     transport: Transport,
 ) -> Trainer:
     """Build the trainer of a process.
@@ -349,8 +351,6 @@ def build_trainer(
     return Trainer(
         state=state,
         train_step=train_step,
-        buffer=buffer,
-        outboxes=outboxes,
         transport=transport,
         batches=batches,
         clock=shared.clock,
@@ -411,17 +411,16 @@ def build(
             check_rewards(shared)
         start = open_start(shared, progress.phase, progress.note)
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
-        search = _build_search(
-            shared,
-            start,
-            ahead.after(PUBLICATION, publish),
-            lambda: evaluations.wanted,
-            progress.note,
-        )
-        graders = [searcher.parts.grader for searcher in search.local]
-        evaluator = build_evaluator(
-            shared, search.decoders, graders, start.references, progress.note
-        )
+        judging = build_judging(shared, start.references)
+        evaluator = make_evaluator(config, shared.task, shared.tokenizer, judging.metrics)
+        if (skipped := evaluator.num_skipped) > 0:
+            progress.note(
+                f"{skipped} held-out prompts exceed task.max_prompt_tokens and are skipped"
+            )
+        evaluations = EvaluationQueue(evaluator, clock)
+        publishing = ahead.after(PUBLICATION, publish)
+        weights = _open_weights(shared, start, publishing, lambda: evaluations.versions)
+        search = build_searchers(shared, weights, start.references, judging)
         buffer = make_buffer(config)
         batches: Batches
         if isinstance(link, StepClient):
@@ -434,50 +433,75 @@ def build(
             ahead=ahead,
             state=start.state,
             base=start.base,
-            buffer=buffer,
             batches=batches,
-            outboxes=() if shared.is_follower else search.outboxes,
-            transport=search.transport,
+            transport=weights.transport,
         )
-        evaluations = EvaluationService(evaluator, clock)
-        run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead, link=link)
+        owner, searchers = None, ()
+        if not shared.is_follower:
+            owner = make_owner(shared, buffer, evaluations, start, progress.note)
+            searchers = tuple(Searcher(parts, owner) for parts in search.parts)
+        parts = (search, buffer, trainer, evaluator, weights, owner, searchers, logs, ahead)
+        run = Run(shared, *parts, link=link)
         restore(run, start.host_state)
         undo.pop_all()
         return run
 
 
-def _build_search(
+def _open_weights(
     shared: Shared,
     start: Start,
     publish: Callable[[Any], Any],
     kept: Callable[[], Collection[int]],
-    note: Callable[[str], None],
-) -> Search:
-    """Build the searchers of this process, and the counters for searchers of other processes."""
-    config, cluster = shared.config, shared.cluster
+) -> PublishedWeights:
+    """Return the weights that a trainer process publishes, and their transport.
+
+    Args:
+        kept: returns the versions under evaluation, which stay on disk.
+    """
+    config = shared.config
     if writes_versions(config):
-        writer = make_version_writer(shared, publish, kept)
-        indices = range(shared.sites.num_searchers if cluster.is_primary else 0)
-        return Search(writer, remote=remote_searchers(config, indices))
-    search = build_searchers(
-        shared,
-        transport=make_transport(
-            config,
-            shared.policy,
-            shared.sites,
-            shared.workdir,
-            start.base,
-            publish,
-        ),
-        references=start.references,
-        # Start data are used only before the first step.
-        wants_given=start.step == 0,
-        note=note,
+        return PublishedWeights(make_version_writer(shared, publish, kept), 0)
+    transport = make_transport(
+        config, shared.policy, shared.sites, shared.workdir, start.base, publish
     )
-    if cluster.num_processes > 1 and cluster.is_primary:
-        indices = range(len(search.local), shared.sites.num_searchers)
-        return dataclasses.replace(search, remote=remote_searchers(config, indices))
-    return search
+    return PublishedWeights(transport, len(shared.sites.searchers))
+
+
+def make_owner(
+    shared: Shared,
+    buffer: ReplayBuffer,
+    evaluations: EvaluationQueue,
+    start: Start,
+    note: Callable[[str], None],
+) -> Owner:
+    """Return the owner of the run's tickets, before it is restored."""
+    config = shared.config
+    # A checkpoint of a later step has the results of all given responses.
+    given = read_start_tickets(shared) if start.step == 0 else []
+    if given:
+        num_given = sum(len(ticket.responses) for ticket in given)
+        note(f"{num_given:,} given responses come first, in {len(given):,} groups")
+    settings = OwnerSettings(
+        epoch=uuid.uuid4().hex,
+        identity=shared.identity,
+        num_searchers=shared.sites.num_searchers,
+        num_prompts=config.batch.num_prompts,
+        share=config.replay.recency_prob,
+        max_staleness=config.replay.max_staleness if config.driver == "async" else 0,
+        initial_fill=config.search.initial_fill,
+        samples_per_prompt=config.search.samples_per_prompt,
+        heartbeat_timeout_s=HEARTBEAT_S,
+    )
+    return Owner(
+        settings,
+        buffer,
+        make_prompts(shared),
+        evaluations,
+        given=given,
+        clock=time.monotonic,
+        run_clock=shared.clock,
+        log=note,
+    )
 
 
 def restore(run: Run, saved: HostState | None) -> None:
@@ -491,10 +515,6 @@ def restore(run: Run, saved: HostState | None) -> None:
     if shared.is_follower:
         run.last_saved_step = run.trainer.step_index if saved is not None else -1
     elif saved is not None:
-        if saved.facts.num_searchers != shared.sites.num_searchers:
-            saved = with_searchers(
-                saved, shared.sites.num_searchers, lambda: make_buffer(shared.config)
-            )
         run.restore(saved)
     # Every process keeps the weights of the versions that the owner evaluates.
     run.evaluated.last_eval_step = shared.cluster.broadcast_json(run.evaluated.last_eval_step)

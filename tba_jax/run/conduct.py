@@ -147,7 +147,7 @@ def _drive(run: Run, interrupted: Callable[[], bool]) -> None:
         if run.evaluated.before is None:
             run.evaluate_start_model()
     # With searchers in other processes, the driver also evaluates the final policy.
-    has_others = bool(run.search.remote) or run.shared.is_follower
+    has_others = bool(run.remote_searchers) or run.shared.is_follower
     if begun < config.num_steps or has_others:
         drive = drive_sync if config.driver == "sync" else drive_async
         if run.shared.is_follower:
@@ -189,8 +189,8 @@ def write_report_json(run: Run) -> dict[str, Any]:
     trainer, clock = run.trainer, run.clock
     wall_s = clock()
 
-    decoded = sum(searcher.decoded_tokens for searcher in run.search.searchers)
-    counts = [outbox.counts for outbox in run.search.outboxes]
+    owner = run.owner
+    assert owner is not None, "the primary process owns the buffer"
     device = jax.local_devices()[0]
     report = {
         "name": run.config.name,
@@ -205,20 +205,15 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "wall_s": wall_s,
         "time_to_first_step_s": run.clock.time_to_first_step_s,
         "tokens_per_s": {
-            "decoded": decoded / wall_s,
+            "decoded": owner.decoded_tokens / wall_s,
             "trained": trainer.counters.trained_tokens / wall_s,
         },
         "idle_s": {
             "trainer": trainer.counters.wait_s,
-            "searchers": [searcher.idle_s for searcher in run.search.searchers],
+            "searchers": owner.idle_s,
         },
         "staleness": staleness_summary(trainer.counters.staleness_counts),
-        "ledger": {
-            **run.buffer.ledger(),
-            "generated": sum(count.generated for count in counts),
-            "outbox": sum(count.pending for count in counts),
-            "lost": sum(count.lost for count in counts),
-        },
+        "ledger": {**run.buffer.ledger(), **owner.ledger()},
         "economy": economy_summary(run.buffer),
         "sync": {
             "count": trainer.counters.num_syncs,
@@ -226,7 +221,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
             "max_s": trainer.counters.sync_max_s,
         },
         "skipped_prompts": {
-            "train": run.search.num_skipped,
+            "train": owner.num_skipped,
             "eval": run.evaluator.num_skipped,
         },
         "compiled_decode_programs": run.search.num_compiled,

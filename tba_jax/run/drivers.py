@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drivers of a run: each connects searchers and trainer, and calls `loop`.
 
-driver=sync: searchers and trainer alternate on one thread. This driver is bit-reproducible and the
-on-policy baseline. After each publication, every searcher does the rounds that the next steps need;
-before the first step, the searchers sample at least `search.initial_fill` responses. With
-`search.exact_lag=D` a merge takes the rounds of the publication D publications ago. The first D
-publications train on responses of version 0, which are sampled in advance.
+driver=sync: searchers and trainer alternate on one thread. This driver is bit-reproducible, also
+with another number of searchers, and the on-policy baseline. After each publication, the searchers
+sample the tickets that the next steps need; before the first step, at least `search.initial_fill`
+responses. With `search.exact_lag=D` a merge takes the tickets of the publication D publications
+ago. The first D publications train on responses of version 0, which are sampled in advance.
 
 driver=async: searchers sample while the trainer trains. A searcher is two threads of this process
 (decoding and grading), or a part of another process. Trainer and searchers wait for each other only
@@ -19,17 +19,16 @@ thread has a time limit (tests/integration/test_async_loop.py).
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.flow.rounds import NO_COUNTS, RoundReport
+from tba_jax.flow.tickets import Report
+from tba_jax.remote.owner import Owner
 from tba_jax.remote.step_server import StepClient
-from tba_jax.replay.admission import Admission, RoundAdmission
 from tba_jax.run.errors import Watchdog
 from tba_jax.run.loop import Search, loop, starved
-from tba_jax.run.model_parts import swaps_in_flight
 from tba_jax.run.run import Run
 from tba_jax.run.search_process import (
     POLL_S,
@@ -38,11 +37,11 @@ from tba_jax.run.search_process import (
     SearchProcess,
     SearchService,
     search_in_job,
+    search_workers,
     serving,
 )
-from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
 from tba_jax.train.step_metrics import low_ess_warnings
-from tba_jax.weights.transport import DELIVERY_S, PublishedWeights
+from tba_jax.weights.transport import DELIVERY_S
 
 _WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the first measurements
 _CHECK_S = 0.05  # seconds between two checks for a failure
@@ -51,19 +50,13 @@ _CHECK_S = 0.05  # seconds between two checks for a failure
 _STARVED_BATCHES = 20
 
 
-def rounds_per_sync(run: Run) -> int:
-    """Return the rounds per searcher and publication that give every batch slot a prompt."""
-    config = run.config
-    prompts = config.batch.num_prompts * config.sync_period
-    return -(-prompts // (config.search.prompts_per_round * run.shared.sites.num_searchers))
-
-
 def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
     """Alternate search and training until the last step or an interruption."""
-    admission = RoundAdmission([searcher.index for searcher in run.search.remote])
-    with serving(run, admission) as service:
-        loop(run, SynchronousSearch(run, admission, service), interrupted)
-        if run.search.remote:
+    assert run.owner is not None, "this process owns the buffer"
+    run.owner.allow(0, -1)
+    with serving(run) as service:
+        loop(run, SynchronousSearch(run, run.owner, service), interrupted)
+        if run.remote_searchers:
             run.save()
             run.evaluate_last()
 
@@ -71,13 +64,12 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
 class SynchronousSearch(Search):
     """`loop.Search` of driver=sync: searchers sample between a publication and its merge."""
 
-    def __init__(
-        self, run: Run, admission: RoundAdmission, service: SearchService | NoSearchService
-    ) -> None:
+    def __init__(self, run: Run, owner: Owner, service: SearchService | NoSearchService) -> None:
         self._run = run
-        self._admission = admission
+        self._owner = owner
         self._service = service
-        self._rounds = rounds_per_sync(run)
+        # A prompt for every slot of the batches until the next publication.
+        self._num_tickets = run.config.batch.num_prompts * run.config.sync_period
         self._newest_evaluation = run.evaluated.last_eval_step
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
@@ -90,65 +82,46 @@ class SynchronousSearch(Search):
             run.logs.progress.phase("evaluating")
             run.evaluate_now(step)
             run.logs.progress.phase("")
-        if step == 0:
-            self._do_given_rounds()
-        self._do_rounds(self._rounds * (config.search.exact_lag + 1 if step == 0 else 1))
-        while step == 0 and run.search.num_drawn < config.search.initial_fill:
+        if step:
+            self._sample(self._num_tickets)
+            return
+        self._sample(self._num_tickets * (config.search.exact_lag + 1))
+        while self._owner.num_sampled < config.search.initial_fill:
             if run.is_interrupted(interrupted):
                 break
-            self._do_rounds(1)
+            self._sample(self._num_tickets)
 
-    def _do_given_rounds(self) -> None:
-        """Score the given responses as the first rounds of searcher 0."""
-        for searcher in self._run.search.local:
-            while searcher.num_given_rounds_left:
-                searcher.step()
-        self._wait({s.index: s.num_given_rounds for s in self._run.search.remote})
-
-    def _do_rounds(self, number: int) -> None:
-        """Do `number` rounds of every searcher with the newest weights."""
-        search = self._run.search
-        targets = {s.index: s.outbox.committed[0] + number for s in search.remote}
-        self._admission.allow(dict.fromkeys(targets, number), self._run.trainer.version)
-        for _ in range(number):
-            for searcher in search.local:
-                did_round = searcher.step()
-                assert did_round  # Weights are published, and the outbox has no bound here.
-        self._wait(targets)
-
-    def _wait(self, targets: Mapping[int, int]) -> None:
-        """Wait until searchers of other processes have finished their target number of rounds.
-
-        Args:
-            targets: total number of finished rounds to wait for, by searcher ID.
+    def _sample(self, number: int) -> None:
+        """Sample `number` tickets with the newest weights, after all given responses.
 
         Raises:
-            PeerError: no round arrives within `log.watchdog_s`.
+            PeerError: no result arrives within `log.watchdog_s`.
         """
-        outboxes = {s.index: s.outbox for s in self._run.search.remote}
-        limit_s = self._run.config.log.watchdog_s
-        missing, deadline = dict(targets), time.monotonic() + limit_s
-        while missing:
-            done = [i for i, target in missing.items() if outboxes[i].committed[0] >= target]
-            if done:
-                deadline = time.monotonic() + limit_s
-            for i in done:
-                del missing[i]
-            if missing and time.monotonic() > deadline:
+        run, owner = self._run, self._owner
+        owner.allow(number, run.trainer.version)
+        limit_s, before = run.config.log.watchdog_s, -1
+        deadline = time.monotonic() + limit_s
+        while not owner.is_done:
+            if any([f() for each in run.searchers for f in (each.step, each.grade)]):
+                continue
+            if (now := owner.ledger()["generated"]) != before:
+                before, deadline = now, time.monotonic() + limit_s
+            elif time.monotonic() > deadline:
                 raise PeerError(
-                    f"searchers {sorted(missing)} have finished no round for {limit_s:.0f} s "
-                    f"(config.log.watchdog_s). Look at the output of their processes. {CONTINUE}"
+                    f"searchers have finished no ticket for {limit_s:.0f} s (config.log.watchdog_s)"
+                    f". Look at the output of their processes. {CONTINUE}"
                 )
-            if missing:
-                time.sleep(POLL_S)
+            owner.lose_silent()
+            time.sleep(POLL_S)
 
-    def merge(self) -> list[RoundReport]:
+    def merge(self) -> list[Report]:
         has_lag = self._run.config.search.exact_lag
-        return self._run.trainer.merge(self._rounds if has_lag else None)
+        step = self._run.trainer.step_index
+        return self._owner.merge(step, self._num_tickets if has_lag else None)
 
-    def no_batch(self) -> list[RoundReport]:
+    def no_batch(self) -> list[Report]:
         raise starved(
-            self._run, "every response of the last rounds was rejected, evicted or aged out"
+            self._run, "every response of the last tickets was rejected, evicted or aged out"
         )
 
     def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -162,33 +135,11 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     Raises:
         WorkerError: a searcher or the weight poller failed; its cause has the traceback.
     """
-    admission = make_admission(run)
-    with serving(run, admission) as service:
-        AsynchronousSearch(run, service, admission).drive(interrupted)
-        if run.search.remote:  # evaluate before the searchers of other processes end
+    assert run.owner is not None, "this process owns the buffer"
+    with serving(run) as service:
+        AsynchronousSearch(run, run.owner, service).drive(interrupted)
+        if run.remote_searchers:  # evaluate before the searchers of other processes end
             run.evaluate_last()
-
-
-def make_admission(run: Run) -> Admission:
-    """Return the admission of the tickets of all searchers."""
-    config = run.config
-    return Admission(
-        [searcher.index for searcher in run.search.searchers],
-        num_prompts=config.batch.num_prompts,
-        share=config.replay.recency_prob,
-        max_staleness=config.replay.max_staleness,
-        initial=-(-config.search.initial_fill // config.search.samples_per_prompt),
-        unmerged=sum(outbox.num_groups for outbox in run.search.outboxes),
-    )
-
-
-def searches_of(run: Run, admission: SearcherAdmission) -> list[ContinuousSearch]:
-    """Return the searchers of this process, for sampling concurrently with a trainer."""
-    in_flight = swaps_in_flight(run.config)
-    return [
-        ContinuousSearch(searcher, admission, swaps_in_flight=in_flight)
-        for searcher in run.search.local
-    ]
 
 
 def failed_requests(run: Run) -> dict[str, int]:
@@ -201,21 +152,14 @@ class AsynchronousSearch(Search):
 
     publishes_first = False
 
-    def __init__(
-        self, run: Run, service: SearchService | NoSearchService, admission: Admission
-    ) -> None:
+    def __init__(self, run: Run, owner: Owner, service: SearchService | NoSearchService) -> None:
         self._run = run
+        self._owner = owner
         self._service = service
-        self._admission = admission
         self._stop = StopFlag()  # Shared by all workers.
         self._watchdog = Watchdog(run.config.log.watchdog_s)
-        self._searches = searches_of(run, admission)
-        self._decoding = [
-            Worker(f"searcher-{s.searcher.index}", self._step_of(i, s), self._stop, idle_s=POLL_S)
-            for i, s in enumerate(self._searches)
-        ]
-        self._idle_before = [searcher.idle_s for searcher in run.search.local]
-        self._num_merged = 0
+        # Pairs of a decoding and a grading thread.
+        self._working = [search_workers(each, self._stop) for each in run.searchers]
         self._merged_before = 0  # Number of merged groups at the last step.
         self._warn_at: float = run.trainer.step_index + _WARN_AFTER
         self._newest_eval = self._newest_eval_version = run.evaluated.last_eval_step
@@ -228,11 +172,7 @@ class AsynchronousSearch(Search):
         """
         run = self._run
         workers = [
-            *self._decoding,
-            *(
-                Worker(f"grader-{s.searcher.index}", s.grade, self._stop, idle_s=POLL_S)
-                for s in self._searches
-            ),
+            *(worker for pair in self._working for worker in pair),
             Worker("weight-poller", self._deliver, self._stop),
             *self._service.workers(self._stop),
             Worker("watchdog", self._watchdog.step, self._stop, idle_s=1.0),
@@ -253,17 +193,14 @@ class AsynchronousSearch(Search):
         run.save()
         self._join(workers)
         self._count()
-        run.wind_up_evaluations()
+        run.record_evaluations()
+        self._owner.evaluations.forget_unbegun()  # those begun end with that of the final policy
 
     def _join(self, workers: Sequence[Worker]) -> None:
         self._stop.set()
         deadline = time.monotonic() + STOP_S
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
-
-    def _step_of(self, device_set: int, search: ContinuousSearch) -> Callable[[], bool]:
-        """Return the step function of a decoding thread, which does evaluation shards first."""
-        return lambda: self._run.evaluations.step(device_set) or search.step()
 
     def _deliver(self) -> bool:
         is_delivered = self._run.search.transport.poll(DELIVERY_S)
@@ -272,24 +209,24 @@ class AsynchronousSearch(Search):
 
     def _count(self) -> None:
         """Update the idle seconds of the searchers in this process."""
-        for i, worker in enumerate(self._decoding):
-            self._run.search.local[i].idle_s = self._idle_before[i] + worker.idle_total_s
+        for searcher, (decoding, _) in zip(self._run.searchers, self._working, strict=True):
+            self._owner.note_idle(searcher.index, decoding.idle_total_s)
 
-    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+    def begin(self, interrupted: Callable[[], bool]) -> list[Report]:
         """Wait for the first responses, and request the evaluation of the start model."""
         reports = self._fill(interrupted)
         # Request the evaluation after the fill, so that it does not delay the first responses.
         self._request_evaluation(self._run.trainer.step_index)
-        return reports + self.merge()  # an interrupted fill may leave responses in the outboxes
+        return reports + self.merge()  # an interrupted fill may leave results
 
     def check(self) -> None:
         """Raise the failure of a thread."""
         self._stop.check()
 
-    def merge(self) -> list[RoundReport]:
+    def merge(self) -> list[Report]:
         """Merge the finished responses, and reset the watchdog if responses arrived."""
-        reports = self._run.trainer.merge()
-        self._report_progress()
+        reports = self._owner.merge(self._run.trainer.step_index)
+        self._warn()
         if reports:
             self._watchdog.kick()
         return reports
@@ -297,7 +234,7 @@ class AsynchronousSearch(Search):
     def merged(self, step: int) -> None:
         self._request_evaluation(step)
 
-    def no_batch(self) -> list[RoundReport]:
+    def no_batch(self) -> list[Report]:
         """Wait and merge; raise StarvedError if many merged responses did not fill a batch."""
         self._stop.wait(POLL_S)
         reports = self.merge()
@@ -308,21 +245,20 @@ class AsynchronousSearch(Search):
     def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
         del values
         run = self._run
-        self._merged_before = run.trainer.num_merged_groups
-        self._report_progress()
+        self._merged_before = self._owner.num_merged
+        self._owner.note_step(run.trainer.step_index)
+        self._warn()
         self._record_evaluations()
         self._count()
         self._watchdog.kick()
         extra: dict[str, Any] = {
-            "search/under_way": self._admission.num_under_way,
-            "search/idle_s": sum(searcher.idle_s for searcher in run.search.searchers),
+            "search/under_way": self._owner.num_under_way,
+            "search/idle_s": sum(self._owner.idle_s),
             **self._service.metrics(),
             **failed_requests(run),
         }
-        counts = NO_COUNTS
-        if self._service.server is not None:
-            counts = self._service.server.take_decode_counts()
-        for each in self._searches:
+        counts = self._owner.take_decode_counts()
+        for each in run.searchers:
             counts = counts.plus(each.decode_counts())
         if counts.slot_steps:
             extra["search/slot_use"] = counts.tokens / counts.slot_steps
@@ -349,28 +285,21 @@ class AsynchronousSearch(Search):
         self._newest_eval, self._newest_eval_version = step, version
         run.request_evaluation(version)
 
-    def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+    def _fill(self, interrupted: Callable[[], bool]) -> list[Report]:
         """Wait, before the first step, for given responses and `search.initial_fill` sampled ones.
 
         Returns:
             Reports of the responses that filled the buffer.
         """
         run = self._run
-        reports: list[RoundReport] = []
+        reports: list[Report] = []
         start = run.clock()
-        searchers = run.search.searchers
-
-        def target() -> float:
-            """Return the number of responses to wait for; inf until searcher 0 has reported it."""
-            given = sum(searcher.num_given for searcher in searchers)
-            is_known = given or not run.config.task.start_path
-            return given + run.config.search.initial_fill if is_known else math.inf
-
+        owner = self._owner
         run.logs.progress.phase("searchers fill the buffer")
-        while bool(searchers and run.trainer.step_index == 0) and (
+        while run.trainer.step_index == 0 and (
             run.buffer.num_trajectories == 0
-            or run.buffer.ledger()["generated"] < target()
-            or any(searcher.num_given_rounds_left for searcher in searchers)
+            or owner.num_sampled < run.config.search.initial_fill
+            or owner.num_given_left
         ):
             self.check()
             if run.is_interrupted(interrupted):
@@ -388,19 +317,13 @@ class AsynchronousSearch(Search):
         config = self._run.config
         first = -(-config.search.initial_fill // config.search.samples_per_prompt)
         wanted = max(config.batch.num_prompts, first)
-        merged = self._run.trainer.num_merged_groups - self._merged_before
+        merged = self._owner.num_merged - self._merged_before
         if merged > _STARVED_BATCHES * wanted:
             raise starved(self._run, f"{merged:,} groups were merged since the last step")
 
-    def _report_progress(self) -> None:
-        """Report the trainer's progress to the searchers; log diagnostics once."""
+    def _warn(self) -> None:
+        """Log diagnostics once."""
         trainer = self._run.trainer
-        merged, self._num_merged = self._num_merged, trainer.num_merged_groups
-        self._admission.update(
-            step=trainer.step_index,
-            num_merged=self._num_merged - merged,
-            num_fresh=self._run.buffer.num_fresh_groups,
-        )
         if trainer.step_index >= self._warn_at:
             self._warn_at = math.inf
             needs_behavior = self._run.config.objective.built.needs_behavior
@@ -423,9 +346,9 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
     link = run.link
     assert isinstance(link, StepClient)
     failed, ended = StopFlag(), StopFlag()
-    weights = PublishedWeights(run.search.transport, len(run.search.local))
+    weights, has_searchers = run.weights, bool(run.search.parts)
     process = SearchProcess(
-        run.shared, run.search, weights, run.evaluator, lambda: run.is_interrupted(interrupted)
+        run.shared, run.search, weights, lambda: run.is_interrupted(interrupted)
     )
 
     def work() -> bool:
@@ -439,7 +362,6 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
     def deliver() -> bool:
         return run.search.transport.poll(DELIVERY_S)
 
-    has_searchers = bool(run.search.local)
     role = ("search-process", work) if has_searchers else ("weight-poller", deliver)
     worker = Worker(*role, failed)
     link.check = failed.check
@@ -447,7 +369,7 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
         worker.start()  # first: the owner publishes when all searchers have joined
         if run.config.driver == "async":
             run.trainer.publish()
-        loop(run, FollowingSearch(run, weights, failed), interrupted)
+        loop(run, FollowingSearch(run, failed), interrupted)
         run.save()
         run.evaluate_last()
         if has_searchers:
@@ -463,14 +385,13 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
 class FollowingSearch(Search):
     """`loop.Search` in a process that does not own the buffer."""
 
-    def __init__(self, run: Run, weights: PublishedWeights, failed: StopFlag) -> None:
+    def __init__(self, run: Run, failed: StopFlag) -> None:
         self._run = run
-        self._weights = weights
         self._failed = failed
         self.publishes_first = run.config.driver == "sync"
         self._newest_eval = run.evaluated.last_eval_step
 
-    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+    def begin(self, interrupted: Callable[[], bool]) -> list[Report]:
         """Keep the current weights, if the owner will request their evaluation."""
         if not self.publishes_first:
             self._keep(self._run.trainer.step_index)
@@ -492,5 +413,5 @@ class FollowingSearch(Search):
         """Keep the weights of version `step` on the searchers, if it will be evaluated."""
         if self._run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
-            if self._run.search.local:
-                self._weights.keep()
+            if self._run.search.parts:
+                self._run.weights.keep()

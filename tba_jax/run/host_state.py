@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a process of a run: states of its parts by name, and facts that identify the run.
 
-This module serialises host states, and converts a state to another number of searchers.
-
 Invariants: no file has pickled objects. A checkpoint of another run is refused
 (tests/run/test_host_state.py).
 """
@@ -14,15 +12,12 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tba_jax.config.command_line import versions
-from tba_jax.flow.rounds import pack_commits
 from tba_jax.flow.state import PartState
-from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.replay.outbox import Outbox
 from tba_jax.run.errors import CheckpointError
 
 _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
@@ -38,7 +33,6 @@ class Facts:
     """
 
     seed: int
-    num_searchers: int
     run_id: str = ""
     step: int = -1
 
@@ -48,16 +42,11 @@ class HostState(NamedTuple):
 
     Attributes:
         facts: the run that the state belongs to.
-        parts: state of each part, by name: logs, buffer, outbox_I and searcher_I of each searcher
-            I, trainer, clock, evaluations.
+        parts: state of each part, by name: logs, buffer, owner, trainer, clock, evaluations.
     """
 
     facts: Facts
     parts: Mapping[str, PartState]
-
-    def named(self, prefix: str) -> dict[str, PartState]:
-        """Return the parts whose names begin with a prefix."""
-        return {name: part for name, part in self.parts.items() if name.startswith(prefix)}
 
 
 def pack(state: HostState) -> bytes:
@@ -158,71 +147,6 @@ class RunClock:
         """Continue from the running time of earlier processes."""
         self._start -= state.meta["elapsed_s"]
         self.time_to_first_step_s = state.meta["time_to_first_step_s"]
-
-
-def with_searchers(
-    state: HostState, num_searchers: int, make_buffer: Callable[[], ReplayBuffer]
-) -> HostState:
-    """Return a state for another number of searchers.
-
-    Unmerged rounds are merged first. Every searcher counts its rounds from the highest number so
-    far, so that no random number is used twice. Prompt streams begin a new epoch.
-
-    Args:
-        make_buffer: returns an empty buffer with the run's settings.
-    """
-    outboxes = state.named("outbox_")
-    buffer = state.parts["buffer"]
-    waiting = []
-    for saved in outboxes.values():
-        outbox = Outbox(max_bytes=1)
-        outbox.restore(saved)
-        waiting += outbox.take()
-    if waiting:
-        merged = make_buffer()
-        merged.restore(buffer)
-        merged.merge([g for commit in waiting for g in commit.groups], buffer.meta["step"])
-        buffer = merged.state()
-    generated = dict(buffer.meta["ledger"]["counters"])["generated"]
-    next_round = max(_next_number(outbox.meta["position"]) for outbox in outboxes.values())
-    parts = {
-        name: part
-        for name, part in state.parts.items()
-        if not name.startswith(("outbox_", "searcher_"))
-    }
-    parts["buffer"] = buffer
-    for searcher in range(num_searchers):
-        arrays, meta = pack_commits([])
-        position = {
-            "next_round": next_round,
-            "prompt_state": None,
-            "ahead": [],
-            # The ledger compares what the outboxes and the buffer have received.
-            "num_generated": generated if searcher == 0 else 0,
-            "num_lost": 0,
-        }
-        parts[f"outbox_{searcher}"] = PartState(arrays, {**meta, "position": position})
-    parts |= _counters(state, num_searchers)
-    facts = dataclasses.replace(state.facts, num_searchers=num_searchers)
-    return HostState(facts, parts)
-
-
-def _next_number(position: Mapping[str, Any]) -> int:
-    """Return a round number higher than all rounds of a saved outbox."""
-    return max([position["next_round"], *(number + 1 for number, _ in position["ahead"])])
-
-
-def _counters(state: HostState, num_searchers: int) -> dict[str, PartState]:
-    """Return the counters of the searchers; searcher 0 also counts tokens of removed searchers."""
-    known = {name: part.meta for name, part in state.named("searcher_").items()}
-    names = [f"searcher_{i}" for i in range(num_searchers)]
-    lost = sum(meta["decoded_tokens"] for name, meta in known.items() if name not in names)
-    found = {}
-    for name in names:
-        meta = known.get(name, {"decoded_tokens": 0, "idle_s": 0.0})
-        tokens = meta["decoded_tokens"] + (lost if name == "searcher_0" else 0)
-        found[name] = PartState({}, {**meta, "decoded_tokens": tokens})
-    return found
 
 
 def code_name() -> str:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tba_jax.config.advice import Times
-from tba_jax.flow.rounds import RoundReport, summarise_rounds
+from tba_jax.flow.tickets import Report, summarise
 from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
 
@@ -35,7 +35,7 @@ class Search:
 
     publishes_first = True
 
-    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+    def begin(self, interrupted: Callable[[], bool]) -> list[Report]:
         """Prepare the first step; return the reports of responses that were merged."""
         del interrupted
         return []
@@ -46,14 +46,14 @@ class Search:
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
         """Process a publication, before the merge."""
 
-    def merge(self) -> list[RoundReport]:
+    def merge(self) -> list[Report]:
         """Move finished responses into the buffer; return their reports."""
         return []
 
     def merged(self, step: int) -> None:
         """React to the merge of a publication."""
 
-    def no_batch(self) -> list[RoundReport]:
+    def no_batch(self) -> list[Report]:
         """Merge more responses for a batch and return their reports, or raise StarvedError."""
         return []
 
@@ -99,7 +99,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
             continue
         is_sync_due, publishes = trainer.plan.sync, trainer.plan.publish
         extra |= search.stepped(values)
-        extra |= summarise_rounds(reports)
+        extra |= summarise(reports)
         after_step(run, values, extra)
         extra, reports = {}, []
 
@@ -113,12 +113,13 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
     step = run.trainer.step_index
     run.clock.note_step()
     run.samples.add_step(step, run.trainer.shown)
-    idle = [searcher.idle_s for searcher in run.search.searchers]
+    idle = [] if run.owner is None else run.owner.idle_s
     times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
     for line in run.advice.lines(run.config, step, {**values, **extra}, times):
         run.logs.progress.note(line)
     values = values | run.callbacks(step, values)
-    extra["search/skipped_prompts"] = run.search.num_skipped
+    if run.owner is not None:
+        extra["search/skipped_prompts"] = run.owner.num_skipped
     run.logs.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
     run.shared.checkpoints.check()
     if run.hold is not None:

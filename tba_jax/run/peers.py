@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of a run: joining, and the channels between the owner of the buffer and the others.
 
-The first trainer process owns replay buffer, ledger, admission and evaluation queue. It runs a
+The first trainer process owns replay buffer, ledger, tickets and evaluations. It runs a
 channel server, on which the other trainer processes request steps and searchers in other processes
 request tickets. The address and the token are exchanged once, when the processes join.
 """
@@ -17,8 +17,8 @@ from tba_jax.devices import cluster as clusters
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint
+from tba_jax.remote.owner import Owner
 from tba_jax.remote.search_channel import search_handlers
-from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.step_server import StepClient, StepServer, step_handlers
 from tba_jax.run.errors import UserError
 from tba_jax.train.step_plan import Decision, pack_decision
@@ -76,7 +76,7 @@ def divide_cpu(num_devices: int) -> None:
             ) from error
 
 
-class Owner:
+class OwnerServer:
     """Channel server of the process that owns the buffer; `Peers` of its trainer.
 
     Args:
@@ -86,7 +86,7 @@ class Owner:
         num_restarts: number of trainers of this run that were replaced before.
 
     Attributes:
-        search_server: set while searchers may join.
+        owner: set while searchers may join.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Owner:
         num_restarts: int = 0,
     ) -> None:
         self.num_restarts = num_restarts
-        self.search_server: SearchServer | None = None
+        self.owner: Owner | None = None
         self._num_trainers = len(trainers)
         self._address = address
         self._steps = StepServer(trainers, timeout_s=config.log.watchdog_s)
         self._channel = ChannelServer(
-            {**search_handlers(lambda: self.search_server), **step_handlers(self._steps)},
+            {**search_handlers(lambda: self.owner), **step_handlers(self._steps)},
             token,
             is_local=is_local,
         ).start()
@@ -122,8 +122,8 @@ class Owner:
     @property
     def wants_stop(self) -> bool:
         """Return whether another process of the run received a stop signal."""
-        server = self.search_server
-        return self._steps.wants_stop or (server is not None and server.wants_stop)
+        owner = self.owner
+        return self._steps.wants_stop or (owner is not None and owner.wants_stop)
 
     @property
     def is_publishing(self) -> bool:
@@ -144,18 +144,18 @@ class Owner:
         self._channel.close()
 
 
-Peer = Owner | StepClient
+Peer = OwnerServer | StepClient
 """Connection of a process: the owner's channel server, or a channel to the owner."""
 
 
 def connect(
-    config: Config, cluster: Cluster, trainers: Sequence[int], owner: Owner | None = None
+    config: Config, cluster: Cluster, trainers: Sequence[int], owner: OwnerServer | None = None
 ) -> Peer | None:
     """Connect the processes of a job with the owner of the buffer; every process calls this.
 
     Args:
         trainers: numbers of the trainer processes; the first owns the buffer.
-        owner: in the owner's process, an `Owner` that already listens; None: make one.
+        owner: in the owner's process, an `OwnerServer` that already listens; None: make one.
 
     Returns:
         The connection of this process; None if there is only one process.
@@ -167,7 +167,7 @@ def connect(
         return owner
     if owner is None and cluster.number == trainers[0]:
         host = cluster.coordinator.rpartition(":")[0].strip("[]")
-        owner = Owner(
+        owner = OwnerServer(
             config,
             secrets.token_hex(16),
             is_local=_is_loopback(host),

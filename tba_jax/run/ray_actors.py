@@ -23,8 +23,8 @@ from tba_jax.devices.cluster import peer_errors
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, Endpoint, Unreachable
 from tba_jax.remote.messages import RUN_ENDED
-from tba_jax.remote.search_channel import RemoteSearchServer
-from tba_jax.run.peers import Owner, connect, start_cluster
+from tba_jax.remote.search_channel import RemoteOwner
+from tba_jax.run.peers import OwnerServer, connect, start_cluster
 
 _TRAINER = "trainer-"
 _ENDED_S = 2.0  # seconds between join requests after the end of the run
@@ -50,9 +50,9 @@ class TrainerProcess:
         self._workdir = Path(workdir)
         self._output = io.StringIO()  # lines for the driver
         self._interrupted = threading.Event()
-        self._owner: Owner | None = None
+        self._server: OwnerServer | None = None
         if token:
-            self._owner = Owner(
+            self._server = OwnerServer(
                 config,
                 token,
                 is_local=config.fleet.address == "local",
@@ -86,7 +86,7 @@ class TrainerProcess:
 
         cluster = start_cluster(self._config, addresses[0], len(addresses), number)
         with peer_errors(cluster):
-            link = connect(self._config, cluster, range(cluster.num_processes), self._owner)
+            link = connect(self._config, cluster, range(cluster.num_processes), self._server)
             outcome = conduct(
                 self._config,
                 self._workdir,
@@ -102,9 +102,9 @@ class TrainerProcess:
 
     @ray.method(concurrency_group="driver")
     def endpoint(self) -> Endpoint:
-        """Return the endpoint of the search server."""
-        assert self._owner is not None, "searchers ask the owner of the buffer"
-        return self._owner.endpoint
+        """Return the endpoint of the owner."""
+        assert self._server is not None, "searchers ask the owner of the buffer"
+        return self._server.endpoint
 
     @ray.method(concurrency_group="driver")
     def output(self, since: int) -> str:
@@ -115,8 +115,8 @@ class TrainerProcess:
     @ray.method(concurrency_group="driver")
     def searchers_died(self, searchers: Sequence[int]) -> None:
         """Count these searchers as lost; do nothing while the trainer starts."""
-        if self._owner is not None and self._owner.search_server is not None:
-            self._owner.search_server.lose_host(searchers)
+        if self._server is not None and self._server.owner is not None:
+            self._server.owner.lose(searchers)
 
     @ray.method(concurrency_group="driver")
     def interrupt(self) -> None:
@@ -190,7 +190,7 @@ class SearcherProcess:
         self._config = freeze(fields)
         self._workdir, self._searchers = Path(workdir), tuple(searchers)
         locator = TrainerLocator(namespace, HEARTBEAT_S)
-        self._server = RemoteSearchServer(Channel(locator, timeout_s=HEARTBEAT_S))
+        self._owner = RemoteOwner(Channel(locator, timeout_s=HEARTBEAT_S))
         self._lines: list[str] = []
         self._end = ""
         self._stop = StopFlag()
@@ -209,7 +209,7 @@ class SearcherProcess:
         host = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()[:6]}"
         try:
             self._end = self._until_dismissed(
-                lambda: search(process, self._server, host, self._lines.append)
+                lambda: search(process, self._owner, host, self._lines.append)
             )
         finally:
             process.shared.rewards.close()
@@ -217,9 +217,9 @@ class SearcherProcess:
         return True
 
     def _until_dismissed(self, search: Callable[[], str]) -> str:
-        """Search until the server dismisses this process, and return the reason.
+        """Search until the owner dismisses this process, and return the reason.
 
-        When the server reports the end of the run, this method waits and searches again. If the
+        When the owner reports the end of the run, this method waits and searches again. If the
         trainer dies before its last save, the next trainer needs the searchers. Otherwise the
         driver kills this process.
         """

@@ -28,8 +28,8 @@ from tba_jax.config.schema import Config, plain
 from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.remote.bounded_clock import BoundedClock
 from tba_jax.remote.channel import OWNER_TIMEOUT_S
-from tba_jax.remote.searcher_table import BoundedClock
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.errors import FleetError, UserError
 from tba_jax.run.lock import Hold

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run: the connected parts of one run with their logs, and operations of all drivers.
 
-The owner of the replay buffer owns the queue of evaluation shards. Searchers of the same process
-take shards from the queue; searchers of other processes lease shards from the search server.
+The process that has the replay buffer also has the owner of the tickets. Searchers of this process
+call the owner; searchers of other processes send messages to it.
 
 Invariants: `restore` restores everything that `host_state` saves. If a log is shorter than its
 checkpoint recorded, the display names it (tests/run/test_logs.py).
@@ -25,21 +25,24 @@ from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.precompilation import Precompiler
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.evaluation.evaluator import Evaluation, Evaluator
-from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
 from tba_jax.remote.channel import OWNER_TIMEOUT_S
+from tba_jax.remote.evaluation_queue import Finished
+from tba_jax.remote.owner import Owner
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.writers import MultiWriter, ProgressDisplay
 from tba_jax.run.errors import FleetError
 from tba_jax.run.host_state import HostState, RunClock
 from tba_jax.run.lock import Hold
-from tba_jax.run.peers import Owner, Peer
+from tba_jax.run.peers import OwnerServer, Peer
 from tba_jax.run.search_parts import Search, load_start_weights
 from tba_jax.run.shared import Shared
+from tba_jax.search.searcher import Searcher
 from tba_jax.train.trainer import Shown, Trainer
+from tba_jax.weights.transport import PublishedWeights
 
 # Seconds for a background compilation to end: the interpreter must not exit while a thread runs
 # native code.
@@ -276,7 +279,10 @@ class Run:
 
     Attributes:
         shared: parts that all other parts use.
-        search: searchers, prompt streams, outboxes and the weight transport of this process.
+        search: parts of the searchers of this process, and the weight transport.
+        weights: the published weights of this process, of every version that is needed.
+        owner: tickets and evaluations of the run; None in a process that does not own the buffer.
+        searchers: searchers of this process that take tickets from `owner`.
         ahead: background compiler.
         last_saved_step: step of the newest checkpoint; -1 before the first.
         hold: lock of the work directory; None if another process holds it.
@@ -291,7 +297,9 @@ class Run:
     buffer: ReplayBuffer
     trainer: Trainer
     evaluator: Evaluator
-    evaluations: EvaluationService
+    weights: PublishedWeights
+    owner: Owner | None
+    searchers: tuple[Searcher, ...]
     logs: Logs
     ahead: Precompiler
     evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
@@ -329,7 +337,7 @@ class Run:
             # The logs come first: a saved log must not lack an event that another part contains.
             "logs": self.logs,
             "buffer": self.buffer,
-            **self.search.parts(),
+            **({} if self.owner is None else {"owner": self.owner}),
             "trainer": self.trainer.counters,
             "clock": self.clock,
             "evaluations": self.evaluated,
@@ -349,7 +357,7 @@ class Run:
 
     def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
         """Return whether this process, or a process that reports to it, received a stop signal."""
-        return interrupted() or (isinstance(self.link, Owner) and self.link.wants_stop)
+        return interrupted() or (isinstance(self.link, OwnerServer) and self.link.wants_stop)
 
     def save(self) -> None:
         """Start an asynchronous checkpoint of the trainer's step, unless the step has one.
@@ -364,18 +372,21 @@ class Run:
         self.last_saved_step = step
         return_free_memory()
 
-    def evaluate(self, version: int, params: Any) -> None:
-        """Evaluate on this thread, and record the result."""
-        self.evaluations.request(version, [params])
-        while not self.evaluations.is_idle:
-            self.evaluations.step()
-        self.record_evaluations()
+    @property
+    def remote_searchers(self) -> range:
+        """IDs of the searchers of other processes that take tickets from the owner."""
+        first = len(self.searchers)
+        return range(first, first if self.owner is None else self.shared.sites.num_searchers)
 
     def record_evaluations(self) -> bool:
         """Record finished evaluations; return whether there were any."""
-        finished = self.evaluations.poll()
+        if self.owner is None:
+            return False
+        finished = self.owner.evaluations.poll()
         for each in finished:
             self._record(each)
+        if finished:
+            self.weights.keep_only(self.owner.evaluations.versions)
         return bool(finished)
 
     def _record(self, finished: Finished) -> None:
@@ -405,69 +416,59 @@ class Run:
         return bool(period) and step // period > newest // period and step < self.config.num_steps
 
     def request_evaluation(self, version: int) -> None:
-        """Request the evaluation of a version.
-
-        Searchers of this process that already have a newer version take no shards.
-        """
-        latest = [self.search.transport.latest(i) for i in range(len(self.search.local))]
-        found = [p.params if p is not None and p.version == version else None for p in latest]
-        self.evaluations.request(version, found or [None])
-
-    def wind_up_evaluations(self) -> None:
-        """Record finished evaluations, and drop requested evaluations that have not started.
-
-        Started evaluations are finished together with the evaluation of the final policy.
-        """
-        self.evaluations.merge()
-        self.record_evaluations()
-        self.evaluations.forget(after=self.evaluations.newest_begun)
+        """Request the evaluation of the newest version."""
+        assert self.owner is not None, "this process owns the buffer"
+        if self.searchers:
+            self.weights.keep()
+        self.owner.evaluations.request(version)
 
     def evaluate_start_model(self) -> None:
         """Evaluate the start model in a run that was interrupted before this evaluation.
 
         Does nothing without searchers in this process: `request_start_model` covers that case.
         """
-        if self.cluster.is_primary and self.search.local:
+        if self.cluster.is_primary and self.search.parts:
+            start_s, tickets = self.clock(), self.evaluator.tickets(0)
             weights = load_start_weights(self.shared, self.shared.sites.evaluation)
-            self.evaluate(0, weights)
+            answer = self.search.parts[0].evaluator.evaluate
+            shards = [answer(weights, ticket) for ticket in tickets]
+            self._record(Finished(0, self.evaluator.merge(shards), start_s))
 
     def request_start_model(self) -> None:
         """Request the evaluation of the start model from searchers of other processes."""
-        if self.trainer.step_index and self.evaluated.before is None and not self.search.local:
-            self.evaluations.request(0, [None])
+        assert self.owner is not None, "this process owns the buffer"
+        if self.trainer.step_index and self.evaluated.before is None and not self.searchers:
+            self.owner.evaluations.request(0)
 
     def evaluate_now(self, version: int) -> None:
         """Evaluate the newest version while no searcher samples, and record the result.
 
-        All searchers work on shards: the searchers of this process on one thread each, or with
-        driver=sync only the first searcher, on this thread.
+        All searchers work on shards: those of this process on a thread each, or with driver=sync on
+        this thread.
 
         Raises:
             FleetError: this process has no searchers, and no other process takes the shards.
         """
-        server = self.link.search_server if isinstance(self.link, Owner) else None
+        owner = self.owner
+        assert owner is not None, "this process owns the buffer"
         self.request_evaluation(version)
-        if server is not None:
-            server.set_version(version)
-        stop, has_local, is_sync = StopFlag(), bool(self.search.local), self.config.driver == "sync"
+        owner.set_version(version)
+        stop, is_sync = StopFlag(), self.config.driver == "sync"
         workers = [
-            Worker(f"evaluator-{i}", functools.partial(self.evaluations.step, i), stop)
-            for i in range(0 if is_sync else len(self.search.local))
+            Worker(f"evaluator-{each.index}", each.evaluate, stop)
+            for each in (() if is_sync else self.searchers)
         ]
         deadline = time.monotonic() + OWNER_TIMEOUT_S
         try:
             for worker in workers:
                 worker.start()
-            while not self.evaluations.is_idle:
+            while owner.evaluations.versions:
                 stop.check()
-                if is_sync and has_local and self.evaluations.step():
+                if is_sync and any([each.evaluate() for each in self.searchers]):
                     continue
                 stop.wait(_POLL_S)
-                if has_local or server is None:
-                    continue
-                self.evaluations.merge()
-                server.lose_silent_searchers()
-                if server.gives_leases:
+                owner.lose_silent()
+                if self.searchers or owner.num_connected:
                     deadline = time.monotonic() + OWNER_TIMEOUT_S
                 elif time.monotonic() > deadline:
                     raise FleetError(
@@ -480,7 +481,6 @@ class Run:
             for worker in workers:
                 worker.join(_POLL_S)
         stop.check()
-        self.evaluations.merge()
         self.record_evaluations()
 
     def evaluate_last(self) -> None:
@@ -491,9 +491,10 @@ class Run:
         self.logs.progress.phase("evaluating the final policy")
         self.trainer.publish()
         self.search.transport.poll()
-        if self.shared.is_follower:
+        if self.owner is None:
             self.evaluated.last_eval_step = step
         else:
+            self.owner.is_sampling = False
             self.evaluate_now(step)
 
     def abort(self) -> None:

@@ -1,41 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searchers of a process: references, decoders, given responses, transport, and the evaluator.
+"""The searchers of a process: references, decoders, prompts, transport, and the evaluator.
 
 All of these are built from the shared parts, without the trainer.
 """
 
 import dataclasses
 import functools
-import sys
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax.config.resolved import ownership_of, shares_prompts, transport_of
+from tba_jax.config.resolved import shares_prompts, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site, Sites
 from tba_jax.environments.episode import Sessions
+from tba_jax.environments.episodes import Episodes
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
-from tba_jax.flow.state import Saveable
+from tba_jax.flow.tickets import Ticket
 from tba_jax.models import lora
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.remote.searcher_table import RemoteSearcher
-from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.model_parts import (
@@ -47,18 +45,19 @@ from tba_jax.run.model_parts import (
     reference_shardings,
     searcher_shardings,
     start_weights,
+    swaps_in_flight,
 )
 from tba_jax.run.shared import Shared, make_episodes, make_grader
-from tba_jax.search.prompts import PromptStream, eval_prompts
+from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import Sampler, StateValues
-from tba_jax.search.searcher import Searcher, SearchParts
-from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
+from tba_jax.search.searcher import SearchParts
+from tba_jax.search.start_data import GivenScorer, Limits, load_start_tickets, make_start_program
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.serving.server_session import ServerDecoder
 from tba_jax.tasks.registry import Task, entry_of
 from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
+from tba_jax.weights.transport import MemoryTransport, Published, Transport, make_publish_program
 from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.version_writer import CheckpointTransport, Members, VersionWriter
 from tba_jax.weights.versions import Versions
@@ -99,33 +98,42 @@ def make_references(
     return references
 
 
-def make_start_data(shared: Shared) -> StartData | None:
-    """Return the given responses with which searcher 0 begins; None without task.start_path."""
+def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReader:
+    """Return the reader of the task's prompts."""
+    limit, long_prompts = config.task.max_prompt_tokens, config.task.long_prompts
+    return PromptReader(task, tokenizer, limit, long_prompts)
+
+
+def make_prompts(shared: Shared) -> Prompts:
+    """Return the training prompts in the order of tickets."""
+    return Prompts(make_reader(shared.config, shared.task, shared.tokenizer), shared.config.seed)
+
+
+def read_start_tickets(shared: Shared) -> list[Ticket]:
+    """Return the tickets of the given responses in task.start_path, if it is set."""
+    config, search = shared.config, shared.config.search
+    if not config.task.start_path:
+        return []
+    reader = PromptReader(shared.task, shared.tokenizer, config.task.max_prompt_tokens, "skip")
+    limits = Limits(search.min_new_tokens, search.max_new_tokens, search.samples_per_prompt)
+    return load_start_tickets(config.task.start_path, reader, shared.tokenizer, limits)
+
+
+def make_given_scorer(shared: Shared, site: Site) -> GivenScorer | None:
+    """Return the scorer of given responses on a site; None without task.start_path."""
     config, tokenizer = shared.config, shared.tokenizer
     if not config.task.start_path:
         return None
-    search = config.search
-    groups = load_start_groups(
-        config.task.start_path,
-        shared.task,
-        tokenizer,
-        max_prompt_tokens=config.task.max_prompt_tokens,
-        min_new_tokens=search.min_new_tokens,
-        max_new_tokens=search.max_new_tokens,
-        samples_per_prompt=search.samples_per_prompt,
-    )
     program = make_start_program(
         shared.model.config,
         make_scoring(config, tokenizer.eos_ids),
-        max_new_tokens=search.max_new_tokens,
-        site=shared.sites.searchers[0],
+        max_new_tokens=config.search.max_new_tokens,
+        site=site,
     )
-    return StartData(
-        groups,
+    return GivenScorer(
         program,
-        prompts_per_round=search.prompts_per_round,
-        samples_per_prompt=search.samples_per_prompt,
-        temperature=search.sampling_temperature,
+        samples_per_prompt=config.search.samples_per_prompt,
+        temperature=config.search.sampling_temperature,
         padding=make_padding(config, tokenizer.pad_id),
     )
 
@@ -262,42 +270,38 @@ def make_decoders(shared: Shared) -> dict[Site, Decoder]:
     return {site: programs[site.program_site] for site in sites}
 
 
+class ProcessWeights(Protocol):
+    """Published weights on the devices of the searchers of a process."""
+
+    @property
+    def transport(self) -> Transport:
+        """Transport of the newest version."""
+        ...
+
+    def latest(self, i: int) -> Published | None:
+        """Return the newest version for searcher i of this process; None before the first."""
+        ...
+
+    def at(self, version: int, i: int) -> Published | None:
+        """Return a version under evaluation for searcher i; None if it was dropped."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Searchers of a process, with their weights and prompts.
+    """Parts of the searchers of a process.
 
     Attributes:
         transport: delivers weights to searchers of this process, or writes them to files.
-        local: searchers of this process.
-        streams: prompt stream of each local searcher.
+        parts: parts of each searcher of this process.
         decoders: decoder of each site.
-        remote: counters of searchers in other processes; empty except in the owner of the buffer.
-        server: server that samples for the local searchers; None: their devices sample.
+        server: server that samples for the searchers of this process; None: their devices sample.
     """
 
     transport: Transport
-    local: tuple[Searcher, ...] = ()
-    streams: tuple[PromptStream, ...] = ()
+    parts: tuple[SearchParts, ...] = ()
     decoders: Mapping[Site, Decoder] = dataclasses.field(default_factory=dict)
-    remote: tuple[RemoteSearcher, ...] = ()
     server: InferenceServer | None = None
-
-    @property
-    def searchers(self) -> tuple[Searcher | RemoteSearcher, ...]:
-        """Return the searchers whose responses come to this process, in order."""
-        return (*self.local, *self.remote)
-
-    @property
-    def outboxes(self) -> tuple[Outbox, ...]:
-        """Return the outboxes of `searchers`."""
-        return tuple(searcher.outbox for searcher in self.searchers)
-
-    @property
-    def num_skipped(self) -> int:
-        """Return the number of prompts that were too long."""
-        positions = [searcher.outbox.committed[1] for searcher in self.remote]
-        skipped = sum(each["num_skipped"] for each in positions if each is not None)
-        return skipped + sum(stream.num_skipped for stream in self.streams)
 
     @property
     def num_compiled(self) -> int:
@@ -305,119 +309,61 @@ class Search:
         return next((decoder.compile_count for decoder in self.decoders.values()), 0)
 
     def take_failures(self) -> dict[str, int]:
-        """Return the failed requests of local searchers to their server since the last call."""
+        """Return the failed requests of searchers to their server since the last call."""
         return {} if self.server is None else self.server.failures.take()
-
-    @property
-    def num_drawn(self) -> int:
-        """Return the number of sampled responses, without given responses."""
-        generated = sum(outbox.counts.generated for outbox in self.outboxes)
-        return generated - sum(searcher.num_given for searcher in self.searchers)
-
-    def parts(self) -> dict[str, Saveable]:
-        """Return all parts with state; outboxes come first, because they have prompt positions."""
-        return {
-            **{f"outbox_{s.index}": s.outbox for s in self.searchers},
-            **{f"searcher_{s.index}": s for s in self.searchers},
-        }
-
-
-def remote_searchers(config: Config, indices: Iterable[int]) -> tuple[RemoteSearcher, ...]:
-    """Return counters for searchers in other processes."""
-    max_bytes = outbox_bytes(config)
-    return tuple(RemoteSearcher(i, Outbox(max_bytes)) for i in indices)
-
-
-def outbox_bytes(config: Config) -> int:
-    """Return the size in bytes of an outbox at which its searcher waits.
-
-    The size is unlimited with driver=sync: a full outbox would hold back responses that the trainer
-    waits for.
-    """
-    return config.search.outbox_bytes if config.driver == "async" else sys.maxsize
 
 
 def build_searchers(
     shared: Shared,
-    *,
-    transport: Transport,
+    weights: ProcessWeights,
     references: Mapping[Site, Reference],
-    wants_given: bool,
-    note: Callable[[str], None],
+    judging: "Judging",
 ) -> Search:
-    """Build the searchers of this process with streams, outboxes and decoders.
+    """Build the parts of the searchers of this process, if it has searchers.
 
     Args:
         references: reference of each site; empty if the trainer scores the reference.
-        wants_given: whether given responses are read; True before the first step.
     """
-    config, sites, first = shared.config, shared.sites, shared.sites.first_searcher
+    transport = weights.transport
+    if not shared.sites.searchers:
+        return Search(transport)
+    config, sites, server = shared.config, shared.sites.searchers, shared.rewards.server
     decoders = make_decoders(shared)
-    outboxes = tuple(Outbox(outbox_bytes(config)) for _ in sites.searchers)
-    given = None
-    if wants_given and first == 0:
-        given = make_start_data(shared)
-    if given is not None:
-        note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
     key = jax.random.key(config.seed)
     episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
-    first_token_only = episodes is not None and episodes.first_token_only
-    streams = tuple(_stream(shared, i, first_token_only) for i in range(len(sites.searchers)))
-    objective = config.objective.built
+    objective, source = config.objective.built, shared.rewards.source
     states = StateValues(objective.vine_tokens, objective.vine_samples)
-    weights = [functools.partial(transport.latest, i) for i in range(len(sites.searchers))]
-    engines: list[Sessions] = [decoders[site] for site in sites.searchers]
-    if (server := shared.rewards.server) is not None:
-        # The server receives adapters. Weights are merged for evaluations only.
-        assert isinstance(transport, MergingTransport), "config.rules wants adapters"
-        weights = [functools.partial(transport.source.latest, i) for i in range(len(weights))]
-        engines = [
-            ServerDecoder(server, decoders[site].eos_ids, decoders[site].stop_strings)
-            for site in sites.searchers
-        ]
-    samplers = [
-        Sampler(engine, config.search, key, first + i, episodes, states)
-        for i, engine in enumerate(engines)
-    ]
-    source = shared.rewards.source
-    graders = [
-        make_grader(shared.task, shared.tokenizer, source and source.on(site))
-        for site in sites.searchers
-    ]
-    searchers = tuple(
-        Searcher(
+    given = {site: make_given_scorer(shared, site) for site in dict.fromkeys(sites)}
+    parts = []
+    for i, site in enumerate(sites):
+        engine: Sessions = decoders[site]
+        latest = functools.partial(weights.latest, i)
+        if server is not None:
+            # The server receives adapters. Weights are merged for evaluations only.
+            assert isinstance(transport, MergingTransport), "config.rules wants adapters"
+            latest = functools.partial(transport.source.latest, i)
+            engine = ServerDecoder(server, decoders[site].eos_ids, decoders[site].stop_strings)
+        grader = make_grader(shared.task, shared.tokenizer, source and source.on(site))
+        parts.append(
             SearchParts(
-                index=first + i,
-                stream=streams[i],
-                weights=weights[i],
-                sampler=samplers[i],
-                grader=graders[i],
+                index=shared.sites.first_searcher + i,
+                weights=latest,
+                evaluated=functools.partial(weights.at, i=i),
+                sampler=Sampler(engine, config.search, key, episodes, states),
+                grader=grader,
+                evaluator=make_shard_evaluator(
+                    config, decoders[site], grader, judging.measures[i], episodes
+                ),
+                given=given[site],
                 reference=references.get(site),
                 padding=make_padding(config, shared.tokenizer.pad_id),
-                outbox=outboxes[i],
                 clock=shared.clock,
                 shares_prompts=shares_prompts(config),
-            ),
-            given if first + i == 0 else None,
+                swaps_in_flight=swaps_in_flight(config),
+                waits_for_all=config.driver == "sync" and episodes is not None,
+            )
         )
-        for i, site in enumerate(sites.searchers)
-    )
-    return Search(transport, searchers, streams, decoders, server=shared.rewards.server)
-
-
-def _stream(shared: Shared, i: int, first_token_only: bool) -> PromptStream:
-    config = shared.config
-    return PromptStream(
-        shared.task,
-        shared.tokenizer,
-        searcher=shared.sites.first_searcher + i,
-        num_searchers=shared.sites.num_searchers,
-        ownership=ownership_of(config),
-        seed=config.seed,
-        max_prompt_tokens=config.task.max_prompt_tokens,
-        long_prompts=config.task.long_prompts,
-        first_token_only=first_token_only,
-    )
+    return Search(transport, tuple(parts), decoders, server)
 
 
 class Judging(NamedTuple):
@@ -474,12 +420,33 @@ TASK_METRICS: dict[str, Callable[[EvalSettings], MetricFunction]] = {
 """Factory of the metric function for each name in a task's entry."""
 
 
-def make_evaluator(
+def shard_size(config: Config, num_prompts: int) -> int:
+    """Return the number of prompts of an evaluation shard, which fills the slots."""
+    return min(max(1, config.search.slots // config.eval.num_samples), num_prompts)
+
+
+def make_shard_evaluator(
     config: Config,
-    task: Task,
-    tokenizer: Tokenizer,
-    shard_evaluators: Sequence[ShardEvaluator],
-    metrics: Sequence[MetricFunction] = (),
+    decoder: Decoder,
+    grader: Grader,
+    measures: tuple[Measure, ...],
+    episodes: Episodes | None,
+) -> ShardEvaluator:
+    """Make the evaluator of shards on one set of devices."""
+    sampling = SamplingSettings(
+        config.search.max_new_tokens,
+        temperature=config.eval.temperature,
+        min_new_tokens=config.search.min_new_tokens,
+    )
+    n = config.eval.num_samples
+    num_slots = max(1, config.search.slots // n) * n
+    return ShardEvaluator(
+        decoder, grader, sampling, n, min(num_slots, config.search.slots), measures, episodes
+    )
+
+
+def make_evaluator(
+    config: Config, task: Task, tokenizer: Tokenizer, metrics: Sequence[MetricFunction] = ()
 ) -> Evaluator:
     """Make the evaluator of a config; `metrics` are added to those of the task.
 
@@ -487,42 +454,23 @@ def make_evaluator(
         ValueError: a model that the task's metrics need is not usable.
     """
     own = entry_of(config.task.name).metrics
-    prompts, num_skipped = eval_prompts(
-        task,
-        tokenizer,
-        config.task.num_eval_prompts,
-        config.task.max_prompt_tokens,
-        config.task.long_prompts,
-    )
+    reader = make_reader(config, task, tokenizer)
+    prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
     return Evaluator(
         prompts=prompts,
         num_skipped=num_skipped,
-        shard_evaluators=shard_evaluators,
-        sampling=SamplingSettings(
-            config.search.max_new_tokens,
-            temperature=config.eval.temperature,
-            min_new_tokens=config.search.min_new_tokens,
-        ),
-        num_samples=config.eval.num_samples,
-        num_slots=config.search.slots,
+        shard_size=shard_size(config, len(prompts)),
         metric=task.metric,
         metrics=(*(TASK_METRICS[name](config.eval) for name in own), *metrics),
     )
 
 
-def build_evaluator(
-    shared: Shared,
-    decoders: Mapping[Site, Decoder],
-    graders: Sequence[Grader],
-    references: Mapping[Site, Reference],
-    note: Callable[[str], None],
-) -> Evaluator:
-    """Make the evaluator of a run, with a shard evaluator for each searcher of this process.
+def build_judging(shared: Shared, references: Mapping[Site, Reference]) -> Judging:
+    """Make the measures of each searcher of this process, and the metrics of the run.
 
     Args:
         references: reference scorer of each site; metrics use its weights as the start model.
     """
-    config, sites = shared.config, shared.sites.searchers
     start_params = functools.cache(functools.partial(load_start_weights, shared))
     lock = threading.Lock()  # searchers that share devices load only one copy
 
@@ -532,28 +480,14 @@ def build_evaluator(
         with lock:
             return start_params(site)
 
-    judging = make_judging(
-        config,
+    return make_judging(
+        shared.config,
         shared.tokenizer,
         shared.model.config,
         shared.rewards.gold,
         reference_params,
-        sites,
+        shared.sites.searchers,
     )
-    episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
-    shard_evaluators = [
-        ShardEvaluator(decoders[site], grader, measures, episodes)
-        for site, grader, measures in zip(sites, graders, judging.measures, strict=True)
-    ]
-    evaluator = make_evaluator(
-        config, shared.task, shared.tokenizer, shard_evaluators, judging.metrics
-    )
-    if evaluator.num_skipped:
-        note(
-            f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and "
-            "are skipped"
-        )
-    return evaluator
 
 
 def load_start_weights(shared: Shared, site: Site) -> Any:

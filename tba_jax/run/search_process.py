@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searchers for a replay buffer in another process: their process, and the service of the owner.
+"""Searchers for an owner in another process: their process, and the service of the owner.
 
 `search` runs in the process of the searchers. `SearchService` is the interface of drivers to the
-search server, in the process that owns the buffer. The same code builds the searchers of a single
-process and of several. Their tickets come from the search server, which also receives their
-responses. A process that only searches reads published weights from disk; a trainer process of a
-pod also searches, with the weights in its memory.
+searchers of other processes, in the owner's process. The same code builds the searchers of a single
+process and of several. A process that only searches reads published weights from disk; a trainer
+process of a pod also searches, with the weights in its memory.
 
 Invariants: after a rewind no response and no weights of the previous trainer are used. No searcher
 joins before the run is restored, nor after the run has ended (tests/integration/test_fleet.py).
@@ -14,10 +13,8 @@ joins before the run is restored, nor after the run has ended (tests/integration
 import contextlib
 import dataclasses
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,46 +28,28 @@ from tba_jax.devices.placement import MODES, PlacementError
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
-from tba_jax.evaluation.evaluator import Evaluator
-from tba_jax.flow.evaluation_shard import EvaluationShard
-from tba_jax.flow.state import PartState
 from tba_jax.models.shardings import param_shardings
 from tba_jax.remote.channel import HEARTBEAT_S, OWNER_TIMEOUT_S, Unreachable
-from tba_jax.remote.client import (
-    Callbacks,
-    Dismissed,
-    LeasedShard,
-    Rewind,
-    SearcherClient,
-    TicketQuota,
-)
-from tba_jax.remote.messages import (
-    RUN_ENDED,
-    Heartbeat,
-    JoinRequest,
-    JoinResponse,
-    SearcherStart,
-)
-from tba_jax.remote.search_channel import RemoteSearchServer, SearchRequests
-from tba_jax.remote.search_server import SearchServer
-from tba_jax.remote.searcher_table import ServerSettings, TicketAdmission
+from tba_jax.remote.client import Callbacks, Client, Dismissed, Rewind
+from tba_jax.remote.messages import RUN_ENDED, Heartbeat, JoinRequest, JoinResponse, Sender
+from tba_jax.remote.owner import Owner
+from tba_jax.remote.search_channel import RemoteOwner
 from tba_jax.remote.step_server import StepClient
 from tba_jax.run.host_state import RunClock
-from tba_jax.run.model_parts import swaps_in_flight
-from tba_jax.run.peers import Owner
+from tba_jax.run.peers import OwnerServer
 from tba_jax.run.run import Run
 from tba_jax.run.search_parts import (
     Search,
-    build_evaluator,
+    build_judging,
     build_searchers,
     load_start_weights,
     make_references,
     make_transport,
 )
 from tba_jax.run.shared import Shared, open_shared
-from tba_jax.search.continuous import ContinuousSearch, RoundSearch
+from tba_jax.search.searcher import Searcher
 from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.transport import DELIVERY_S, PublishedWeights, Transport
+from tba_jax.weights.transport import DELIVERY_S, Published, PublishedWeights, Transport
 from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.versions import PublicationError
 
@@ -97,11 +76,11 @@ class StoredWeights:
     reader: VersionReader
 
     def reset(self, version: int) -> None:
-        """Forget all versions; `version` is the newest version of the new search server."""
+        """Forget all versions; `version` is the newest version of the new owner."""
         self.reader.forget()
         self.reader.announce(version)
 
-    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
+    def announce(self, version: int, evaluated: Sequence[int]) -> None:
         """Set the newest complete version, and the versions under evaluation."""
         del evaluated
         self.reader.announce(version)
@@ -110,48 +89,40 @@ class StoredWeights:
         """Load the announced versions; called on a separate thread."""
         return self.reader.poll(DELIVERY_S)
 
-    def newest(self, i: int) -> int:
-        """Return the version with which searcher i would sample; -1: there is none."""
-        published = self.reader.latest(i)
-        return -1 if published is None else published.version
+    def latest(self, i: int) -> Published | None:
+        """Return the newest version for searcher i; None before the first."""
+        return self.transport.latest(i)
 
-    def at(self, version: int, i: int) -> Any:
-        """Return the weights of a version for searcher i; None if the version was deleted."""
+    def at(self, version: int, i: int) -> Published | None:
+        """Return a version for searcher i; None if it was deleted."""
         latest = self.transport.latest(i)
         if latest is not None and latest.version == version:
-            return latest.params
+            return latest
         try:
             found = self.reader.at(version)
         except PublicationError:
             if version:
                 return None
-            return load_start_weights(self.shared, self.shared.sites.searchers[i])
+            site = self.shared.sites.searchers[i]
+            return Published(0, load_start_weights(self.shared, site))
         if isinstance(self.transport, MergingTransport):
             found = self.transport.merged(found)
-        return found[i]
+        return Published(version, found[i])
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchProcess:
-    """The searchers of a process before they join a search server.
+    """The searchers of a process before they join an owner.
 
     Attributes:
         weights: source of the weights that the searchers sample with.
-        evaluator: works on evaluation shards, with a shard evaluator for each searcher.
         wants_stop: returns whether this process received a stop signal; sent to the owner.
-        first_positions: state of each prompt stream before its first prompt.
     """
 
     shared: Shared
     search: Search
     weights: StoredWeights | PublishedWeights
-    evaluator: Evaluator
     wants_stop: Callable[[], bool] = lambda: False
-    first_positions: tuple[Mapping[str, Any], ...] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        positions = tuple(stream.state() for stream in self.search.streams)
-        object.__setattr__(self, "first_positions", positions)
 
 
 def open_search_process(
@@ -196,17 +167,9 @@ def open_search_process(
     transport = make_transport(config, shared.policy, shared.sites, workdir, base, None)
     reader = transport.source if isinstance(transport, MergingTransport) else transport
     assert isinstance(reader, VersionReader)
-    search = build_searchers(
-        shared,
-        transport=transport,
-        references=references,
-        wants_given=shared.checkpoints.latest_step() in (None, 0),
-        note=note,
-    )
-    graders = [searcher.parts.grader for searcher in search.local]
-    evaluator = build_evaluator(shared, search.decoders, graders, references, note)
     weights = StoredWeights(shared, transport, reader)
-    return SearchProcess(shared, search, weights, evaluator, wants_stop)
+    search = build_searchers(shared, weights, references, build_judging(shared, references))
+    return SearchProcess(shared, search, weights, wants_stop)
 
 
 def _fleet_sites(config: Config, first_searcher: int) -> Sites:
@@ -233,12 +196,12 @@ def _fleet_sites(config: Config, first_searcher: int) -> Sites:
 
 def search(
     process: SearchProcess,
-    server: SearchRequests,
+    owner: RemoteOwner,
     host: str,
     log: Callable[[str], None],
     stop: StopFlag | None = None,
 ) -> str:
-    """Search until the search server dismisses this process; return the reason.
+    """Search until the owner dismisses this process; return the reason.
 
     Args:
         stop: ends the search when it is set; the reason is then "".
@@ -247,18 +210,15 @@ def search(
         WorkerError: a searcher failed.
         TimeoutError: the trainer does not respond.
     """
-    identity = process.shared.identity
     config = process.shared.config
     timeout_s = config.log.watchdog_s
     if MODES[config.placement].has_remote_searchers:
         timeout_s = 2 * OWNER_TIMEOUT_S
     stop = StopFlag() if stop is None else stop
-    local = process.search.local
-    indices = tuple(searcher.index for searcher in local)
-    given = tuple((s.num_given, s.num_given_rounds) for s in local)
+    indices = [parts.index for parts in process.search.parts]
+    request = JoinRequest(indices, host, process.shared.identity)
     while not stop.is_set():
-        request = JoinRequest(indices, host, identity, given)
-        response = _join(server, request, process.shared.clock, timeout_s, stop)
+        response = _join(owner, request, timeout_s, stop)
         if response is None:
             break
         if response.refusal == RUN_ENDED:
@@ -266,8 +226,9 @@ def search(
             return RUN_ENDED
         if response.refusal:
             return f"refused: {response.refusal}"
+        process.shared.clock.set(response.run_s)
         try:
-            _search_once(process, server, response, timeout_s, stop, log)
+            _search_once(process, owner, response, timeout_s, stop, log)
         except Rewind as rewind:
             log(str(rewind))
         except Dismissed as dismissed:
@@ -283,23 +244,19 @@ def search_in_job(
     Raises:
         PeerError: the owner of the buffer refuses the searchers.
     """
-    reason = search(process, RemoteSearchServer(link.channel), link.host, log, stop)
+    reason = search(process, RemoteOwner(link.channel), link.host, log, stop)
     if reason and not reason.endswith(RUN_ENDED):
         raise PeerError(f"{link.host} may not search: {reason}")
 
 
 def _join(
-    server: SearchRequests,
-    request: JoinRequest,
-    clock: RunClock,
-    timeout_s: float,
-    stop: StopFlag,
+    owner: RemoteOwner, request: JoinRequest, timeout_s: float, stop: StopFlag
 ) -> JoinResponse | None:
     """Send join requests until the trainer responds; return None if `stop` was set."""
     deadline = time.monotonic() + timeout_s
     while not stop.is_set():
         try:
-            response = server.join(request)
+            return owner.join(request)
         except Unreachable as error:
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -307,15 +264,12 @@ def _join(
                     "command resumes the run"
                 ) from error
             stop.wait(_JOIN_RETRY_S)
-            continue
-        clock.set(response.run_s)
-        return response
     return None
 
 
 def _search_once(
     process: SearchProcess,
-    server: SearchRequests,
+    owner: RemoteOwner,
     response: JoinResponse,
     timeout_s: float,
     outer: StopFlag,
@@ -324,14 +278,10 @@ def _search_once(
     """Run the searchers until a client raises Rewind or Dismissed, or `outer` is set."""
     stop = StopFlag()
     process.weights.reset(response.version)
-    workers = [
-        Worker("weight-reader", process.weights.poll, stop),
-        *(
-            worker
-            for i, start in enumerate(response.starts)
-            for worker in _workers(process, i, start, server, stop, timeout_s, log)
-        ),
-    ]
+    workers = [Worker("weight-reader", process.weights.poll, stop)]
+    for i, parts in enumerate(process.search.parts):
+        sender = Sender(response.epoch, parts.index)
+        workers += _workers(process, i, sender, owner, stop, timeout_s, log)
     for worker in workers:
         worker.start()
     try:
@@ -349,111 +299,53 @@ def _search_once(
             worker.join(max(0.0, deadline - time.monotonic()))
 
 
-def _evaluate(process: SearchProcess, i: int, version: int, shard: int) -> EvaluationShard | None:
-    """Evaluate a shard of a version's evaluation; return None if the weights were deleted."""
-    params = process.weights.at(version, i)
-    return None if params is None else process.evaluator.shard(params, shard, i)
-
-
 def _workers(
     process: SearchProcess,
     i: int,
-    start: SearcherStart,
-    server: SearchRequests,
+    sender: Sender,
+    owner: RemoteOwner,
     stop: StopFlag,
     timeout_s: float,
     log: Callable[[str], None],
 ) -> list[Worker]:
     """Return the workers of one searcher: decoding, grading, messages."""
-    config, weights = process.shared.config, process.weights
-    searcher, outbox = process.search.local[i], process.search.outboxes[i]
-    position = dict(start.position)
-    if position["prompt_state"] is None:
-        position["prompt_state"] = process.first_positions[i]
-    outbox.start_from(position)
-    counters = {"decoded_tokens": 0, "idle_s": 0.0}
-    searcher.restore(PartState({}, counters))
-    quota, leased = TicketQuota(), LeasedShard()
-    worked: ContinuousSearch | RoundSearch
-    if config.driver == "sync":
-        worked = RoundSearch(searcher, quota)
-    else:
-        worked = ContinuousSearch(searcher, quota, swaps_in_flight=swaps_in_flight(config))
 
-    def step() -> bool:
-        """Evaluate a leased shard, else commit given responses, else sample responses."""
-        if (lease := leased.start()) is not None:
-            leased.finish(lease, _evaluate(process, i, *lease))
-            return True
-        if config.driver == "async" and searcher.num_given_rounds_left:
-            return quota.admit(searcher.index, -1) and searcher.step()
-        return worked.step()
+    def heartbeat() -> Heartbeat:
+        counts = searcher.decode_counts()
+        return Heartbeat(decoding.idle_total_s, counts, process.wants_stop())
 
-    decoding = Worker(f"searcher-{searcher.index}", step, stop, idle_s=POLL_S)
-    client = SearcherClient(
-        start,
-        server,
-        outbox,
-        quota,
-        leased,
-        Callbacks(
-            # A ticket that is admitted before there are weights would only grow stale.
-            room=lambda: worked.room if weights.newest(i) >= 0 else 0,
-            heartbeat=lambda put_s: Heartbeat(
-                decoding.idle_total_s,
-                put_s,
-                worked.decode_counts(),
-                version=weights.newest(i),
-                wants_stop=process.wants_stop(),
-            ),
-            versions=weights.announce,
-            log=log,
-        ),
+    client = Client(
+        sender,
+        owner,
+        Callbacks(heartbeat, process.weights.announce, log),
         clock=time.monotonic,
         timeout_s=timeout_s,
     )
+    searcher = Searcher(process.search.parts[i], client)
+    decoding, grading = search_workers(searcher, stop)
+    sending = Worker(f"client-{sender.searcher}", client.step, stop, idle_s=POLL_S)
+    return [decoding, grading, sending]
+
+
+def search_workers(searcher: Searcher, stop: StopFlag) -> list[Worker]:
+    """Return the two workers of a searcher: decoding and grading."""
     return [
-        decoding,
-        Worker(f"grader-{searcher.index}", worked.grade, stop, idle_s=POLL_S),
-        Worker(f"client-{searcher.index}", client.step, stop, idle_s=POLL_S),
+        Worker(f"searcher-{searcher.index}", searcher.step, stop, idle_s=POLL_S),
+        Worker(f"grader-{searcher.index}", searcher.grade, stop, idle_s=POLL_S),
     ]
 
 
 class SearchService:
-    """Interface of a driver to the searchers of other processes.
+    """Interface of a driver to the searchers of other processes."""
 
-    Attributes:
-        server: the search server.
-    """
-
-    def __init__(self, run: Run, owner: Owner, admission: TicketAdmission) -> None:
+    def __init__(self, run: Run, owner: Owner, server: OwnerServer) -> None:
         self._run = run
         self._owner = owner
-        self.server = self._make_server(admission)
+        self._server = server
         run.sections["fleet"] = lambda: {
             **{name.removeprefix("fleet/"): value for name, value in self.metrics().items()},
-            "by_searcher": self.server.searchers(),
+            "by_searcher": owner.searchers(),
         }
-
-    def _make_server(self, admission: TicketAdmission) -> SearchServer:
-        run, config = self._run, self._run.config
-        size, is_sync = config.search.samples_per_prompt, config.driver == "sync"
-        slots = max(1, -(-config.search.num_slots // size))
-        return SearchServer(
-            ServerSettings(
-                epoch=uuid.uuid4().hex,
-                identity=run.shared.identity,
-                responses_per_ticket=size * (config.search.prompts_per_round if is_sync else 1),
-                heartbeat_timeout_s=HEARTBEAT_S,
-                max_tickets=slots if config.search.num_slots else config.search.prompts_per_round,
-            ),
-            run.search.remote,
-            admission,
-            run.evaluations,
-            clock=time.monotonic,
-            run_clock=run.clock,
-            log=run.logs.progress.note,
-        )
 
     def open(self) -> None:
         """Let searchers join; wait for all of them, except in a fleet.
@@ -461,13 +353,13 @@ class SearchService:
         Raises:
             PeerError: a process of the job does not join.
         """
-        self._owner.search_server = self.server
+        self._server.owner = self._owner
         if MODES[self._run.config.placement].has_remote_searchers:
             return
         self._run.logs.progress.phase("waiting for the processes that search")
         limit_s = self._run.config.log.watchdog_s
         deadline = time.monotonic() + limit_s
-        while absent := self.server.absent:
+        while absent := self._owner.absent(self._run.remote_searchers):
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"searchers {absent} did not join within {limit_s:.0f} s "
@@ -482,10 +374,9 @@ class SearchService:
         After a failure searchers are not notified: the run may continue in another process.
         """
         if has_failed:
-            self._owner.search_server = None
+            self._server.owner = None
         else:
-            self.server.close()
-        self.server.stop_leases()
+            self._owner.has_ended = True
 
     def announce(self) -> None:
         """Announce the newest delivered version."""
@@ -494,38 +385,21 @@ class SearchService:
             transport = transport.source  # its weights are merged where a searcher takes them
         published = transport.latest(0)
         if published is not None:
-            self.server.set_version(published.version)
+            self._owner.set_version(published.version)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the searchers by name."""
-        self.server.set_step(self._run.trainer.step_index)
-        restarts = float(self._owner.num_restarts)
-        return {**self.server.metrics(), "fleet/trainer_restarts": restarts}
+        restarts = float(self._server.num_restarts)
+        return {**self._owner.metrics(), "fleet/trainer_restarts": restarts}
 
     def workers(self, stop: StopFlag) -> list[Worker]:
-        """Return the workers that find lost searchers, and compute metrics of evaluations."""
-
-        def merge() -> bool:
-            self._run.evaluations.merge()
-            return False
-
-        found = [
-            Worker(
-                "heartbeat-check",
-                self.server.lose_silent_searchers,
-                stop,
-                idle_s=HEARTBEAT_S / 8,
-            )
-        ]
-        if not self._run.search.local:  # otherwise a searcher of this process computes them
-            found.append(Worker("evaluator", merge, stop, idle_s=POLL_S))
-        return found
+        """Return the worker that finds lost searchers."""
+        period_s = HEARTBEAT_S / 8
+        return [Worker("heartbeat-check", self._owner.lose_silent, stop, idle_s=period_s)]
 
 
 class NoSearchService:
     """`SearchService` of a run whose searchers are all in this process."""
-
-    server = None
 
     def announce(self) -> None: ...
 
@@ -537,14 +411,14 @@ class NoSearchService:
 
 
 @contextlib.contextmanager
-def serving(run: Run, admission: TicketAdmission) -> Iterator[SearchService | NoSearchService]:
+def serving(run: Run) -> Iterator[SearchService | NoSearchService]:
     """Let searchers of other processes join; notify them when the run ends."""
-    owner = run.link
-    if not run.search.remote:
+    if not run.remote_searchers:
         yield NoSearchService()
         return
-    assert isinstance(owner, Owner), "searchers of other processes join the owner of the buffer"
-    service = SearchService(run, owner, admission)
+    server, owner = run.link, run.owner
+    assert isinstance(server, OwnerServer) and owner is not None, "this process owns the buffer"
+    service = SearchService(run, owner, server)
     try:
         service.open()
         run.request_start_model()

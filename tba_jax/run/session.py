@@ -21,7 +21,7 @@ from tba_jax.devices.placement import MODES, arrange
 from tba_jax.devices.slices import hosts_of
 from tba_jax.remote.channel import Unreachable
 from tba_jax.remote.messages import RUN_ENDED, JoinRequest
-from tba_jax.remote.search_channel import RemoteSearchServer
+from tba_jax.remote.search_channel import RemoteOwner
 from tba_jax.remote.step_server import StepClient
 from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
@@ -264,10 +264,10 @@ def _wait_for_end(link: StepClient, limit_s: float) -> None:
     Raises:
         PeerError: the owner does not respond for `limit_s`.
     """
-    server, last_s = RemoteSearchServer(link.channel), time.monotonic()
+    owner, last_s = RemoteOwner(link.channel), time.monotonic()
     while True:
         try:
-            if server.join(JoinRequest((), link.host, {})).refusal == RUN_ENDED:
+            if owner.join(JoinRequest((), link.host, {})).refusal == RUN_ENDED:
                 return
             last_s = time.monotonic()
         except Unreachable as error:

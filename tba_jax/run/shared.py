@@ -354,7 +354,6 @@ class Shared:
         """Return the facts for checkpoints of this run."""
         return Facts(
             self.config.seed,
-            self.sites.num_searchers,
             run_id_of(self.workdir),
         )
 

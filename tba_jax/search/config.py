@@ -26,12 +26,6 @@ class SearchSettings(Section):
     samples_per_prompt: int = field(
         16, "S >= K = objective.group_size: responses sampled per prompt", at_least=1
     )
-    prompts_per_round: int = field(
-        16,
-        "prompts per round of a searcher; with driver=async and num_slots=0, prompts decoded at a "
-        "time",
-        at_least=1,
-    )
     max_new_tokens: int = field(
         48,
         "maximum number of tokens of a response; with task.environment, of an episode with its "
@@ -49,7 +43,7 @@ class SearchSettings(Section):
     )
     num_slots: int = field(
         0,
-        "responses decoded at a time; 0: all of a round, or as many as fit the devices",
+        "responses that a searcher decodes at a time; 0: those of 16 prompts, or as many as fit",
         at_least=0,
     )
     quantization: Literal["none", "int8"] = field(
@@ -86,11 +80,6 @@ class SearchSettings(Section):
         "SHARE,LOW,HIGH: this share of responses is sampled at random temperatures in [LOW, HIGH]; "
         "log-probs still use sampling_temperature; empty: none",
     )
-    outbox_bytes: int = field(
-        64 * 2**20,
-        "size of a searcher's responses that are not merged yet, above which the searcher waits",
-        at_least=1,
-    )
     initial_fill: int = field(
         0,
         "number of responses that searchers sample before the first training step",
@@ -105,7 +94,7 @@ class SearchSettings(Section):
     @property
     def slots(self) -> int:
         """Number of responses that a searcher decodes at a time."""
-        return self.num_slots or self.samples_per_prompt * self.prompts_per_round
+        return self.num_slots or 16 * self.samples_per_prompt
 
     def check(self) -> None:
         need(

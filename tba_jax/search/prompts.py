@@ -1,34 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptStream: the endless, shuffled, resumable stream of a task's training prompts.
+"""Prompts: the training prompt of each ticket, and the held-out prompts of evaluations.
 
-Grain shards, shuffles and keeps the position; this module converts a problem's index to a tokenized
-Prompt. Invariants: a stream restored from `state()` continues with exactly the same prompts, and a
-too long prompt is refused or skipped and counted, never truncated.
-
-Prompts are tokenized when taken, independent of `prompt_survey`. Grain is imported with the first
-stream, because many commands do not need it, or by `load_grain`.
+Grain shuffles the indices of the training problems, with random access; this module converts a
+problem to a tokenized Prompt. Invariant: a too long prompt is refused or left out and counted,
+never truncated (tests/search/test_prompts.py).
 """
 
-import dataclasses
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.tasks.chats import Messages
 from tba_jax.tasks.registry import Task
 
-Ownership = Literal["by_prompt", "any"]
 LongPrompts = Literal["refuse", "skip"]
-
+Split = Literal["train", "eval"]
 
 # Characters; tokenizing megabytes only to find them too long would take minutes.
 _LONG_TEXT = 2**16
+_MOST_SHOWN = 8  # unknown characters in a message
 
 
 class Encoder(Protocol):
-    """Methods of a tokenizer that prompt streams need."""
+    """Methods of a tokenizer that prompts need."""
 
     @property
     def longest_token(self) -> int:
@@ -46,9 +42,6 @@ class Encoder(Protocol):
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return chat messages as one text in the format of the chat template."""
         ...
-
-
-Split = Literal["train", "eval"]
 
 
 def load_grain() -> None:
@@ -72,185 +65,140 @@ def text_of(
     content, columns = problem(index)
     if isinstance(content, str):
         return content, columns
-    return _formatted(content, tokenizer, _where(task, split, index)), columns
-
-
-def is_long_text(text: str, tokenizer: Encoder, max_prompt_tokens: int) -> bool:
-    """Return whether a text has more characters than `max_prompt_tokens` tokens can hold."""
-    return len(text) > _LONG_TEXT and len(text) > max_prompt_tokens * tokenizer.longest_token
-
-
-def _where(task: Task, split: Split, index: int) -> str:
-    return f"{split} problem {index} of task {task.name}"
-
-
-def read_prompt(
-    task: Task,
-    tokenizer: Encoder,
-    split: Split,
-    index: int,
-    max_prompt_tokens: int,
-    long_prompts: LongPrompts,
-) -> Prompt | None:
-    """Return the prompt; None if it is too long and such prompts are skipped."""
-    text, columns = text_of(task, tokenizer, split, index)
-    where = _where(task, split, index)
-    if is_long_text(text, tokenizer, max_prompt_tokens):
-        if long_prompts == "skip":
-            return None
-        raise ValueError(
-            f"{where} has {len(text):,} characters, more than task.max_prompt_tokens = "
-            f"{max_prompt_tokens} tokens can hold; shorten it, or leave such prompts out with "
-            f"--config.task.long_prompts=skip. It begins: {text[:80]!r}"
-        )
-    tokens = tokenizer.encode(text, add_bos=True)
-    if len(tokens) > max_prompt_tokens:
-        if long_prompts == "skip":
-            return None
-        raise ValueError(
-            f"{where} has {len(tokens)} tokens, more than "
-            f"task.max_prompt_tokens = {max_prompt_tokens}; set --config.task.max_prompt_tokens to "
-            f"{len(tokens)} or more, or leave such prompts out with "
-            f"--config.task.long_prompts=skip. It begins: {text[:80]!r}"
-        )
-    return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
-
-
-def _formatted(messages: Messages, tokenizer: Encoder, where: str) -> str:
     try:
-        return tokenizer.format_chat(messages)
+        return tokenizer.format_chat(content), columns
     except ValueError as error:
         raise ValueError(
-            f"{where} is a chat (in the data, or by task.chat=True): {error}"
+            f"{split} problem {index} of task {task.name} is a chat (in the data, or by "
+            f"task.chat=True): {error}"
         ) from error
 
 
-class PromptStream:
-    """The endless prompts of one searcher, with a new seeded shuffle in every epoch.
+class PromptReader:
+    """Reads and tokenizes the prompts of a task.
 
     Args:
-        searcher: searcher ID in [0, num_searchers).
-        ownership: "by_prompt": searcher s of n draws the prompts whose id is s mod n; "any": every
-            searcher draws all prompts, each in its own order.
-        max_prompt_tokens: length in tokens above which prompts are refused or skipped.
-        first_token_only: whether to keep only the first token of prompts, because agents write
-            the others.
-
-    Attributes:
-        num_skipped: skipped prompts so far, with repeats; part of the state.
-
-    Raises:
-        ValueError: a searcher would own no prompt.
+        max_prompt_tokens: length in tokens above which a prompt is refused or skipped.
     """
 
     def __init__(
-        self,
-        task: Task,
-        tokenizer: Encoder,
-        *,
-        searcher: int,
-        num_searchers: int,
-        ownership: Ownership,
-        seed: int,
-        max_prompt_tokens: int,
-        long_prompts: LongPrompts,
-        first_token_only: bool = False,
+        self, task: Task, tokenizer: Encoder, max_prompt_tokens: int, long_prompts: LongPrompts
     ) -> None:
-        import grain
-
-        size = task.train_size()
-        first, stride = (searcher, num_searchers) if ownership == "by_prompt" else (0, 1)
-        if first >= size:
-            raise ValueError(
-                f"searcher {searcher} owns no prompt: task {task.name} has {size} training "
-                f"problems for {num_searchers} searchers. Set "
-                f"--config.num_searchers={size} or less"
-            )
-        self._task = task
+        self.task = task
+        self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
         self._long_prompts: LongPrompts = long_prompts
-        self._num_tokens = 1 if first_token_only else None
-        self._num_owned = len(range(first, size, stride))
-        self.num_skipped = 0
-        shuffle_seed = int(np.random.SeedSequence([seed, searcher]).generate_state(1)[0])
-        indices = grain.MapDataset.range(first, size, stride).shuffle(seed=shuffle_seed).repeat()
-        # No threads and no prefetching: the position is then the number of prompts drawn.
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._indices = iter(indices.to_iter_dataset(options))
 
-    def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts.
+    def read(self, split: Split, index: int) -> Prompt | None:
+        """Return the prompt; None if it is too long and such prompts are skipped.
 
         Raises:
-            ValueError: a prompt is too long (task.long_prompts=refuse), or all prompts are too long
-                (skip).
+            ValueError: the prompt is too long, or the template refuses the chat messages.
+        """
+        text, columns = text_of(self.task, self._tokenizer, split, index)
+        most, is_huge = self.max_prompt_tokens, len(text) > _LONG_TEXT
+        if is_huge and len(text) > most * self._tokenizer.longest_token:
+            size, remedy = f"{len(text):,} characters", "shorten it"
+        else:
+            tokens = self._tokenizer.encode(text, add_bos=True)
+            if len(tokens) <= most:
+                return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
+            size = f"{len(tokens)} tokens"
+            remedy = f"set --config.task.max_prompt_tokens to {len(tokens)} or more"
+        if self._long_prompts == "skip":
+            return None
+        raise ValueError(
+            f"{split} problem {index} of task {self.task.name} has {size}, more than "
+            f"task.max_prompt_tokens = {most}; {remedy}, or leave such prompts out with "
+            "--config.task.long_prompts=skip. It begins: "
+            f"{text[:80]!r}"
+        )
+
+    def held_out(self, limit: int) -> tuple[list[Prompt], int]:
+        """Return the first `limit` held-out prompts (0: all), in the same order for every seed.
+
+        Their IDs are indices in the evaluation split.
+
+        Returns:
+            The prompts, and the number of too long prompts that were skipped.
+
+        Raises:
+            ValueError: a prompt is refused, or all prompts are too long.
         """
         prompts: list[Prompt] = []
-        num_skipped_in_a_row = 0
-        while len(prompts) < num_prompts:
-            prompt = read_prompt(
-                self._task,
-                self._tokenizer,
-                "train",
-                int(next(self._indices)),
-                self._max_prompt_tokens,
-                self._long_prompts,
-            )
-            if prompt is not None:
-                tokens = prompt.tokens[: self._num_tokens]
-                prompts.append(dataclasses.replace(prompt, tokens=tokens))
-                num_skipped_in_a_row = 0
+        num_skipped = 0
+        for index in range(self.task.eval_size()):
+            prompt = self.read("eval", index)
+            if prompt is None:
+                num_skipped += 1
                 continue
-            self.num_skipped += 1
-            num_skipped_in_a_row += 1
-            # Any sequence of two epochs' length contains one whole epoch.
-            if num_skipped_in_a_row == 2 * self._num_owned:
-                raise _all_too_long(self._task, "train", self._num_owned, self._max_prompt_tokens)
-        return prompts
+            prompts.append(prompt)
+            if len(prompts) == limit:
+                break
+        if not prompts:
+            raise self.all_too_long("eval", num_skipped)
+        return prompts, num_skipped
 
-    def state(self) -> dict[str, Any]:
-        """Return the stream's position and skip count, JSON-compatible; a copy."""
-        return {"position": self._indices.get_state(), "num_skipped": self.num_skipped}
+    def check_all(self) -> list[str]:
+        """Read every training prompt; return lines about prompts that are skipped or lose text.
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the `state` of an equally configured stream."""
-        self._indices.set_state(dict(state["position"]))
-        self.num_skipped = state["num_skipped"]
+        Without this check a refused prompt would end a run when it is drawn, possibly after hours.
+
+        Raises:
+            ValueError: a prompt is refused, or all prompts are too long.
+        """
+        size, num_skipped, lines = self.task.train_size(), 0, []
+        unknown: collections.Counter[str] = collections.Counter()
+        for index in range(size):
+            prompt = self.read("train", index)
+            num_skipped += prompt is None
+            unknown.update({} if prompt is None else collections.Counter(prompt.text))
+        if num_skipped == size:
+            raise self.all_too_long("train", size)
+        if num_skipped:
+            lines.append(
+                f"{num_skipped:,} of {size:,} training prompts of task {self.task.name} have more "
+                f"tokens than task.max_prompt_tokens = {self.max_prompt_tokens} and are left out"
+            )
+        lost = [(c, n) for c, n in unknown.most_common() if not self._tokenizer.knows(c)]
+        if lost:
+            shown = ", ".join(f"{c!r} ({n:,} times)" for c, n in lost[:_MOST_SHOWN])
+            lines.append(
+                f"the tokenizer does not know {len(lost):,} of the characters in training prompts, "
+                f"and loses them: {shown}" + (", ..." if len(lost) > _MOST_SHOWN else "")
+            )
+        return lines
+
+    def all_too_long(self, split: str, num_prompts: int) -> ValueError:
+        """Return the error of a split without a prompt that fits."""
+        return ValueError(
+            f"task.long_prompts=skip leaves nothing: all {num_prompts} {split} prompts of task "
+            f"{self.task.name} have more than task.max_prompt_tokens = {self.max_prompt_tokens} "
+            "tokens. Raise --config.task.max_prompt_tokens"
+        )
 
 
-def eval_prompts(
-    task: Task, tokenizer: Encoder, limit: int, max_prompt_tokens: int, long_prompts: LongPrompts
-) -> tuple[list[Prompt], int]:
-    """Return the first `limit` held-out prompts (0: all), in the same order for every seed.
+class Prompts:
+    """Training prompts in the order of tickets: a new seeded shuffle of all problems per epoch."""
 
-    The IDs of these prompts are indices in the evaluation split.
+    def __init__(self, reader: PromptReader, seed: int) -> None:
+        import grain
 
-    Returns:
-        The prompts, and the number of too long prompts that were skipped.
+        self._reader = reader
+        self._size = reader.task.train_size()
+        self._indices = grain.MapDataset.range(self._size).shuffle(seed=seed).repeat()
 
-    Raises:
-        ValueError: a prompt is too long (long_prompts=refuse), or all prompts are too long (skip).
-    """
-    size = task.eval_size()
-    prompts: list[Prompt] = []
-    num_skipped = 0
-    for index in range(size):
-        prompt = read_prompt(task, tokenizer, "eval", index, max_prompt_tokens, long_prompts)
-        if prompt is None:
-            num_skipped += 1
-            continue
-        prompts.append(prompt)
-        if len(prompts) == limit:
-            break
-    if not prompts:
-        raise _all_too_long(task, "eval", size, max_prompt_tokens)
-    return prompts, num_skipped
+    def from_number(self, number: int) -> tuple[int, Prompt]:
+        """Return the first prompt that fits, from a number on, with its own number.
 
-
-def _all_too_long(task: Task, split: str, num_prompts: int, max_prompt_tokens: int) -> ValueError:
-    return ValueError(
-        f"task.long_prompts=skip leaves nothing: all {num_prompts} {split} prompts of task "
-        f"{task.name} have more than task.max_prompt_tokens = {max_prompt_tokens} tokens. Raise "
-        "--config.task.max_prompt_tokens"
-    )
+        Raises:
+            ValueError: the prompt is refused, or all prompts are too long.
+        """
+        # Any sequence of two epochs' length contains one whole epoch.
+        for n in range(number, number + 2 * self._size):
+            index = self._indices[n]
+            assert index is not None, "a range of indices has no gap"
+            prompt = self._reader.read("train", int(index))
+            if prompt is not None:
+                return n, prompt
+        raise self._reader.all_too_long("train", self._size)

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of a searcher: from prompts, weights and random keys to groups of episodes.
+"""Sampling of a searcher: from a ticket's prompt and number to a group of episodes.
 
-The synchronous driver submits the prompts of a round and waits for all groups. The asynchronous
-driver submits prompts while the session runs, and receives a group when its last episode ends. Both
-use a `GroupSession`, which also samples the continuations for estimates of state values.
-
-Invariant: tokens depend on prompt, weights, settings, and the number of the round or ticket, not on
-the other prompts of the session.
+A `GroupSession` receives prompts while it runs, and returns a group when its last episode has
+ended. It also samples the continuations for estimates of state values. Invariant: tokens depend on
+prompt, weights, settings and the number of the ticket, not on the other prompts of the session.
 """
 
 import dataclasses
@@ -28,13 +25,13 @@ from tba_jax.weights.transport import Published
 
 # First fold of the root key: separates searcher draws from other uses of the seed.
 SEARCHER_ROLE = 1
-# Folded into the key of a round or ticket to get the key of continuations. It is larger than any
-# sample's index.
+# Folded into the key of a ticket to get the key of continuations. It is larger than any sample's
+# index.
 _CONTINUED = 2**31 - 1
 
 
 class SampledGroup(NamedTuple):
-    """A prompt and its finished episodes; all of them may have failed.
+    """A prompt and its finished episodes.
 
     Attributes:
         episodes: episodes in the order of the samples.
@@ -50,11 +47,11 @@ class SampledGroup(NamedTuple):
 class _Open:
     """A group in progress; `left` is the number of unfinished episodes and continuations."""
 
-    number: int
+    number: int  # of the ticket
     prompt: Prompt
-    key: np.ndarray  # random key of continuations
     episodes: list[Episode | None]
     left: int
+    requests: list[int] = dataclasses.field(default_factory=list)
     continuations: dict[bytes, list[Continuation]] = dataclasses.field(default_factory=dict)
 
 
@@ -85,81 +82,47 @@ class StateValues(NamedTuple):
 NO_STATES = StateValues(0, 0)
 
 
+@dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Sampling of one searcher.
+    """Sampling settings of a run, and the decoder of one searcher.
 
     Args:
         key: root key of the run.
         episodes: settings of episodes, for a task with an environment.
     """
 
-    states = NO_STATES
-
-    def __init__(
-        self,
-        decoder: Sessions,
-        settings: SearchSettings,
-        key: jax.Array,
-        searcher: int,
-        episodes: Episodes | None = None,
-        states: StateValues = NO_STATES,
-    ) -> None:
-        self.settings = settings
-        self.states = states
-        self._decoder = decoder
-        self._episodes = episodes
-        self._sampling = sampling_settings(settings)
-        self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
+    decoder: Sessions
+    settings: SearchSettings
+    key: jax.Array
+    episodes: Episodes | None = None
+    states: StateValues = NO_STATES
 
     def open(self, published: Published) -> "GroupSession":
         """Return an empty session."""
         session = open_session(
-            self._decoder,
+            self.decoder,
             published.params,
-            self._episodes,
+            self.episodes,
             num_slots=self.settings.slots,
             num_samples=self.settings.samples_per_prompt,
             version=published.version,
         )
         return GroupSession(self, session)
 
-    def sample(
-        self, prompts: Sequence[Prompt], number: int, published: Published
-    ) -> list[SampledGroup]:
-        """Sample S episodes of each prompt, and wait until all have ended.
+    def key_of(self, number: int) -> np.ndarray:
+        """Return the random key of a ticket, uint32 [2]."""
+        return fold_in(fold_in(key_data(self.key), SEARCHER_ROLE), number)
 
-        Args:
-            number: number of the round; no two rounds use the same random numbers.
-        """
-        groups = self.open(published)
-        groups.submit(prompts, number)
-        return groups.run()
-
-    def requests(
-        self, num_prompts: int, number: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, SamplingSettings]:
-        """Return random keys, temperatures and settings for the episodes of a round or ticket.
-
-        Returns:
-            Key data of each sample, uint32 [p S 2]; temperatures, float64 [p S]; the key data for
-            continuations, uint32 [2]; the sampling settings.
-        """
-        key = fold_in(self._key, number)
-        temperatures = self._temperatures(key, num_prompts)
-        keys = row_keys(key, temperatures.size).reshape(*temperatures.shape, 2)
-        return keys, temperatures, fold_in(key, _CONTINUED), self._sampling
-
-    def _temperatures(self, key: np.ndarray, num_prompts: int) -> np.ndarray:
-        """Return float64 [p S]: the sampling temperature of each response of a round."""
-        settings = self.settings
-        shape = (num_prompts, settings.samples_per_prompt)
-        out = np.full(shape, settings.sampling_temperature)
+    def temperatures(self, key: np.ndarray) -> np.ndarray:
+        """Return float64 [S]: the sampling temperature of each response of a ticket."""
+        settings, size = self.settings, self.settings.samples_per_prompt
+        out = np.full(size, settings.sampling_temperature)
         if settings.explore:
             share, low, high = settings.explore
             rng = np.random.default_rng(key.tolist())
-            explores = rng.random(shape) < share
+            explores = rng.random(size) < share
             # Rounded to hundredths, because the buffer stores each distinct temperature once.
-            own = np.round(rng.uniform(low, high, shape), 2)
+            own = np.round(rng.uniform(low, high, size), 2)
             out = np.where(explores, own, out)
         return out
 
@@ -170,35 +133,34 @@ class GroupSession:
     def __init__(self, sampler: Sampler, session: SingleTurnSession) -> None:
         self.session = session
         self._sampler = sampler
-        self._requests: dict[int, _Request] = {}  # requests with unfinished samples
+        self._sampling = sampling_settings(sampler.settings)
+        self._requests: dict[int, _Request] = {}
 
-    def submit(self, prompts: Sequence[Prompt], number: int) -> list[int]:
-        """Queue S episodes of each prompt; return the number of each group, ascending.
+    def submit(self, number: int, prompt: Prompt) -> None:
+        """Queue S episodes of a prompt.
 
         Args:
-            number: number of the round or ticket; it selects the random numbers.
+            number: number of the ticket; it selects the random numbers.
         """
-        keys, temperatures, continued, settings = self._sampler.requests(len(prompts), number)
-        groups = []
-        for i, prompt in enumerate(prompts):
-            group = self.session.submit(prompt, keys[i], settings, temperatures[i])
-            size = len(keys[i])
-            self._requests[group] = _Request(
-                _Open(group, prompt, fold_in(continued, i), [None] * size, size)
-            )
-            groups.append(group)
-        return groups
+        episodes, key = self._sampler.episodes, self._sampler.key_of(number)
+        if episodes is not None and episodes.first_token_only:  # agents write the others
+            prompt = dataclasses.replace(prompt, tokens=prompt.tokens[:1])
+        temperatures = self._sampler.temperatures(key)
+        size = len(temperatures)
+        request = self.session.submit(prompt, row_keys(key, size), self._sampling, temperatures)
+        group = _Open(number, prompt, [None] * size, size, [request])
+        self._requests[request] = _Request(group)
 
     def step(self) -> dict[int, SampledGroup]:
-        """Run one chunk; return the groups that ended in it, by their numbers."""
+        """Run one chunk; return the groups that ended in it, by ticket number."""
         return self._completed(self.session.step())
 
-    def run(self) -> list[SampledGroup]:
-        """Run until all groups have ended; return them in the order of their submission."""
+    def run(self) -> dict[int, SampledGroup]:
+        """Run until all groups have ended; return them by ticket number."""
         found: dict[int, SampledGroup] = {}
         for episode in self.session.run():
             found |= self._completed([episode])
-        return [found[number] for number in sorted(found)]
+        return found
 
     def _completed(self, episodes: Sequence[Episode]) -> dict[int, SampledGroup]:
         """Add episodes to their groups; return the groups that are complete."""
@@ -213,22 +175,18 @@ class GroupSession:
                 group.continuations.setdefault(state.tobytes(), []).append(whole)
             if group.left or (state is None and self._continue(group)):
                 continue
-            complete[group.number] = self._close(group)
+            for request in group.requests:
+                del self._requests[request]
+            ended = tuple(episode for episode in group.episodes if episode is not None)
+            complete[group.number] = SampledGroup(group.prompt, ended, group.continuations)
         return complete
-
-    def _close(self, group: _Open) -> SampledGroup:
-        own = [number for number, request in self._requests.items() if request.group is group]
-        for number in own:
-            del self._requests[number]
-        episodes = tuple(y for y in group.episodes if y is not None)
-        return SampledGroup(group.prompt, episodes, group.continuations)
 
     def _continue(self, group: _Open) -> bool:
         """Queue continuations of the states of all responses; return whether any were queued."""
-        settings, (every, num_continuations) = self._sampler.settings, self._sampler.states
+        sampling, (every, num_continuations) = self._sampling, self._sampler.states
         if not every:
             return False
-        sampling = sampling_settings(settings)
+        key = fold_in(self._sampler.key_of(group.number), _CONTINUED)
         states = states_of([y.tokens for y in group.episodes if y is not None], every)
         for i, state in enumerate(states):
             prompt = dataclasses.replace(
@@ -239,10 +197,11 @@ class GroupSession:
                 max_new_tokens=sampling.max_new_tokens - len(state),
                 min_new_tokens=max(0, sampling.min_new_tokens - len(state)),
             )
-            keys = row_keys(fold_in(group.key, i), num_continuations)
+            keys = row_keys(fold_in(key, i), num_continuations)
             temperatures = np.full(len(keys), sampling.temperature)
-            number = self.session.submit(prompt, keys, limits, temperatures)
-            self._requests[number] = _Request(group, state)
+            request = self.session.submit(prompt, keys, limits, temperatures)
+            self._requests[request] = _Request(group, state)
+            group.requests.append(request)
             group.left += len(keys)
         return bool(states)
 

@@ -1,66 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searcher: from prompts to responses, rewards and reference log-probs in the outbox.
+"""Searcher: takes tickets from the owner, samples and grades their responses, returns the groups.
 
-A round is a transaction: the prompt-stream state and the round number are committed with its
-groups, so an unfinished round is repeated after a resume. A searcher loads the newest weights at
-the start of a round. Its first rounds may have given responses (from a file) instead of sampled
-ones, and do not advance the prompt stream. Searchers that run concurrently with a trainer use the
-same parts without rounds (`continuous`).
+A searcher has no state of its own: a ticket that it loses is issued again, with the same prompt and
+random key. `step` decodes and `grade` grades; with driver=async two threads call them, with
+driver=sync one thread calls them in turn. Newer weights are loaded between chunks, or, if a
+response must have one version, when the session is empty.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import queue
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tba_jax.evaluation.evaluator import ShardEvaluator
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
-from tba_jax.flow.state import PartState
-from tba_jax.flow.trajectory import Group, Prompt
-from tba_jax.replay.outbox import Outbox
-from tba_jax.rewards.grader import Grader, Grades
-from tba_jax.search.groups import (
-    ReferenceScorer,
-    assemble_groups,
-    dispatch_reference,
-    grade_groups,
-    measure,
+from tba_jax.flow.tickets import (
+    DecodeCounts,
+    EvaluationShard,
+    EvaluationTicket,
+    Result,
+    Ticket,
 )
-from tba_jax.search.sampler import SampledGroup, Sampler
+from tba_jax.rewards.grader import Grader, Grades
+from tba_jax.search.groups import assemble, grade_groups, measure
+from tba_jax.search.reference import ReferenceScorer, dispatch_reference
+from tba_jax.search.sampler import GroupSession, SampledGroup, Sampler
+from tba_jax.search.start_data import GivenScorer
 from tba_jax.search.state_values import advantages_of, values_of
 from tba_jax.weights.transport import Published
 
 
-class PromptSource(Protocol):
-    """Interface of a prompt stream."""
+class TicketSource(Protocol):
+    """The owner of the run's tickets, or a client of an owner in another process."""
 
-    def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts."""
+    def take(self, searcher: int, free: int, version: int) -> list[Ticket]:
+        """Return at most `free` tickets to begin with weights of this version."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Return the position after the last `take`, JSON-compatible."""
+    def put(self, searcher: int, results: Sequence[Result]) -> None:
+        """Accept the results of tickets."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position."""
+    def take_evaluation(self, searcher: int) -> EvaluationTicket | None:
+        """Return an evaluation shard to work on; None if there is none."""
         ...
 
-
-class GivenRounds(Protocol):
-    """Given responses (from a file), used instead of sampled ones in the first rounds.
-
-    Attributes:
-        num_rounds: number of rounds with given responses.
-        num_responses: number of given responses in all rounds.
-    """
-
-    num_rounds: int
-    num_responses: int
-
-    def groups(self, params: Any, number: int, version: int) -> list[SampledGroup]:
-        """Return the prompts of a round, each with at most S given responses."""
+    def put_evaluation(
+        self, searcher: int, ticket: EvaluationTicket, shard: EvaluationShard | None
+    ) -> None:
+        """Accept a shard; None: the searcher has no weights of its version."""
         ...
 
 
@@ -69,159 +59,191 @@ class SearchParts:
     """Parts of a searcher.
 
     Attributes:
+        index: ID of the searcher in the run.
         weights: returns the newest weights on the searcher's devices; None before the first
             publication.
-        sampler: samples responses; has the settings of searchers.
-        grader: computes texts and rewards.
+        evaluated: version -> weights of a version under evaluation; None if they were dropped.
+        given: scores given responses.
         reference: computes log pi_ref; None if the trainer computes it.
         padding: padding for the reference.
         shares_prompts: as in `dispatch_reference`.
+        swaps_in_flight: True: load newer weights between chunks; False: when the session is empty.
+        waits_for_all: whether to end all begun episodes before others begin, in a fixed order, so
+            that no duration of an environment changes a result.
     """
 
     index: int
-    stream: PromptSource
     weights: Callable[[], Published | None]
+    evaluated: Callable[[int], Published | None]
     sampler: Sampler
     grader: Grader
+    evaluator: ShardEvaluator
+    given: GivenScorer | None
     reference: ReferenceScorer | None
     padding: Padding
-    outbox: Outbox
     clock: Callable[[], float]
     shares_prompts: bool = False
+    swaps_in_flight: bool = False
+    waits_for_all: bool = False
 
-    def finish(
-        self, sampled: Sequence[SampledGroup], numbers: Sequence[int]
-    ) -> tuple[tuple[Group, ...], Grades, float, float]:
-        """Compute reference, rewards and trajectories of sampled groups.
 
-        Args:
-            sampled: groups of a round, or of several tickets.
-            numbers: round or ticket number of each.
+class _Begun(NamedTuple):
+    """A ticket in progress, with the version and time of its start."""
 
-        Returns:
-            Groups, grades, seconds for the rewards, and seconds of waiting for the reference.
-        """
-        start = self.clock()
-        scored = None
-        if self.reference is not None:
-            size = self.sampler.settings.samples_per_prompt
-            scored = dispatch_reference(
-                self.reference, sampled, size, self.padding, shares_prompts=self.shares_prompts
-            )
-        grades = grade_groups(self.grader, sampled)
-        advantages = self._advantages(sampled, grades)
-        graded = self.clock()
-        # The device has computed the reference concurrently; wait only for the rest.
-        reference_logprob = None if scored is None else scored.sums()
-        end = self.clock()
-        groups = assemble_groups(
-            sampled,
-            grades,
-            reference_logprob,
-            searcher=self.index,
-            numbers=numbers,
-            advantages=advantages,
-        )
-        return groups, grades, graded - start, end - graded
+    ticket: Ticket
+    version: int
+    start_s: float
 
-    def _advantages(
-        self, sampled: Sequence[SampledGroup], grades: Grades
-    ) -> list[list[np.ndarray]] | None:
-        """Return the advantages of each response's tokens; None if no values are estimated."""
-        every = self.sampler.states.tokens
-        if not every:
-            return None
-        found, start = [], 0
-        for group in sampled:
-            rewards = grades.rewards[start : start + len(group.episodes)]
-            start += len(group.episodes)
-            values = values_of(self.grader, group.prompt, group.continuations)
-            found.append(advantages_of([y.tokens for y in group.episodes], rewards, values, every))
-        return found
+
+class _Ended(NamedTuple):
+    """A ticket whose responses have ended; `decode_s` is its share of the session's time."""
+
+    begun: _Begun
+    group: SampledGroup
+    decode_s: float
 
 
 class Searcher:
-    """One searcher. `step()` does one round.
+    """One searcher; one thread calls `step`, one calls `grade`.
 
     Args:
-        given: responses of the first rounds; None: all rounds are sampled.
-
-    Attributes:
-        decoded_tokens: tokens of the responses committed so far.
-        idle_s: seconds without work, counted by the driver.
-        num_given, num_given_rounds: numbers of given responses and of their rounds.
+        source: source of tickets and destination of results.
     """
 
-    def __init__(self, parts: SearchParts, given: GivenRounds | None = None) -> None:
+    def __init__(self, parts: SearchParts, source: TicketSource) -> None:
         self.parts = parts
         self.index = parts.index
-        self.num_given = 0 if given is None else given.num_responses
-        self.num_given_rounds = 0 if given is None else given.num_rounds
-        self.decoded_tokens = 0
-        self.idle_s = 0.0
-        self._given = given
+        self.source = source
+        self._groups: GroupSession | None = None
+        self._begun: dict[int, _Begun] = {}  # by ticket number
+        self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
+        self._counted = DecodeCounts()
+        size = parts.sampler.settings.samples_per_prompt
+        self._num_at_once = -(-parts.sampler.settings.slots // size)  # tickets that fill the slots
 
-    @property
-    def outbox(self) -> Outbox:
-        """Return the outbox of the searcher's finished rounds."""
-        return self.parts.outbox
-
-    def state(self) -> PartState:
-        """Return the searcher's counters; the outbox has the committed rounds."""
-        return PartState({}, {"decoded_tokens": self.decoded_tokens, "idle_s": self.idle_s})
-
-    def restore(self, state: PartState) -> None:
-        """Restore the counters and the prompt stream's position after the last committed round.
-
-        The outbox must be restored before this call.
-        """
-        vars(self).update(state.meta)
-        _, position = self.parts.outbox.committed
-        if position is not None:
-            self.parts.stream.restore(position)
-
-    @property
-    def num_given_rounds_left(self) -> int:
-        """Number of rounds of given responses that are not committed yet."""
-        return max(0, self.num_given_rounds - self.parts.outbox.committed[0])
+    def evaluate(self) -> bool:
+        """Work on an evaluation shard; return False if there is none."""
+        ticket = self.source.take_evaluation(self.index)
+        if ticket is None:
+            return False
+        weights, shard = self.parts.evaluated(ticket.version), None
+        if weights is not None:
+            shard = self.parts.evaluator.evaluate(weights.params, ticket)
+        self.source.put_evaluation(self.index, ticket, shard)
+        return True
 
     def step(self) -> bool:
-        """Do one round; return False if weights are missing or the outbox has no room."""
-        if not self.parts.outbox.has_room():
-            return False
+        """Do one evaluation shard, or begin tickets and decode a chunk; False: nothing to do."""
+        if self.evaluate():
+            return True
         published = self.parts.weights()
         if published is None:
             return False
-        self.do_round(published)
+        groups = self._opened(published)
+        session = groups.session
+        is_newer = published.version > session.version
+        is_draining = is_newer and not (self.parts.swaps_in_flight or session.is_idle)
+        free = 0 if is_draining else self._free(groups)
+        tickets = self.source.take(self.index, free, published.version)
+        if not tickets and (session.is_idle or session.is_waiting):
+            return False
+        if is_newer and not is_draining:
+            session.swap(published.params, published.version)
+        for ticket in tickets:
+            begun = _Begun(ticket, session.version, self.parts.clock())
+            if ticket.responses:
+                assert self.parts.given is not None, "the run has no start data"
+                group = self.parts.given(published.params, ticket, published.version)
+                self._ended.put(_Ended(begun, group, 0.0))
+            else:
+                groups.submit(ticket.number, ticket.prompt)
+                self._begun[ticket.number] = begun
+        self._decode(groups)
         return True
 
-    def do_round(self, published: Published) -> None:
-        """Do one whole round with these weights, and commit it to the outbox."""
-        parts = self.parts
-        start = parts.clock()
-        number, _ = parts.outbox.committed
-        sampled, num_tokens = self._respond(published, number)
-        decode_s = parts.clock() - start
-        groups, grades, reward_s, reference_s = parts.finish(sampled, [number] * len(sampled))
-        self.decoded_tokens += num_tokens
-        times = PhaseTimes(start, parts.clock(), decode_s, reward_s, reference_s)
-        parts.outbox.put(
-            RoundCommit(
-                searcher=self.index,
-                round=number,
-                version=published.version,
-                groups=groups,
-                prompt_state=parts.stream.state(),
-                generated=sum(len(group.episodes) for group in sampled),
-                report=RoundReport(measure(sampled, grades, num_tokens), times),
-            )
-        )
+    def _opened(self, published: Published) -> GroupSession:
+        if self._groups is None:
+            self._groups = self.parts.sampler.open(published)
+        return self._groups
 
-    def _respond(self, published: Published, number: int) -> tuple[list[SampledGroup], int]:
-        """Return the given or sampled groups of a round, and the number of sampled tokens."""
-        if self._given is not None and number < self._given.num_rounds:
-            return self._given.groups(published.params, number, published.version), 0
-        sampler = self.parts.sampler
-        prompts = self.parts.stream.take(sampler.settings.prompts_per_round)
-        groups = sampler.sample(prompts, number, published)
-        return groups, sum(y.num_sampled for group in groups for y in group.episodes)
+    def _free(self, groups: GroupSession) -> int:
+        """Return the number of tickets for which slots are free.
+
+        None while many tickets wait for grading, because grading may be slow.
+        """
+        if self._ended.qsize() >= 2 * self._num_at_once:
+            return 0
+        size = self.parts.sampler.settings.samples_per_prompt
+        return max(0, -(-groups.session.room // size))
+
+    def _decode(self, groups: GroupSession) -> None:
+        """Decode one chunk, and queue finished tickets for grading."""
+        ended = groups.run() if self.parts.waits_for_all else groups.step()
+        spent = groups.session.statistics
+        per_token = (spent.chunk_s + spent.prefill_s) / max(1, spent.tokens)
+        for number, group in ended.items():
+            decode_s = per_token * sum(y.num_sampled for y in group.episodes)
+            self._ended.put(_Ended(self._begun.pop(number), group, decode_s))
+
+    def grade(self) -> bool:
+        """Grade and return the finished tickets; return False if there are none."""
+        ended: list[_Ended] = []
+        while len(ended) < self._num_at_once and not self._ended.empty():
+            ended.append(self._ended.get())
+        if ended:
+            self.source.put(self.index, self._results(ended))
+        return bool(ended)
+
+    def _results(self, ended: Sequence[_Ended]) -> list[Result]:
+        """Return the results of tickets, with rewards, reference log-probs and advantages."""
+        parts, groups = self.parts, [each.group for each in ended]
+        start_s, scored = parts.clock(), None
+        if parts.reference is not None:
+            size = parts.sampler.settings.samples_per_prompt
+            scored = dispatch_reference(
+                parts.reference, groups, size, parts.padding, shares_prompts=parts.shares_prompts
+            )
+        grades = grade_groups(parts.grader, groups)
+        advantages = [self._advantages(*each) for each in zip(groups, grades, strict=True)]
+        graded_s = parts.clock()
+        # The device has computed the reference concurrently; wait only for the rest.
+        sums = [None] * len(groups) if scored is None else scored.sums()
+        end_s = parts.clock()
+        results = []
+        for i, (begun, group, decode_s) in enumerate(ended):
+            report = measure(group, grades[i])._replace(
+                start_s=begun.start_s,
+                end_s=end_s,
+                decode_s=decode_s,
+                reward_s=(graded_s - start_s) / len(ended),
+                reference_s=(end_s - graded_s) / len(ended),
+            )
+            if begun.ticket.responses:
+                report = report._replace(tokens=0)
+            number = begun.ticket.number
+            made = assemble(
+                group,
+                grades[i],
+                searcher=parts.index,
+                number=number,
+                reference_logprob=sums[i],
+                advantages=advantages[i],
+            )
+            results.append(Result(number, begun.version, made, report))
+        return results
+
+    def _advantages(self, group: SampledGroup, grades: Grades) -> list[np.ndarray] | None:
+        """Return the advantages of each response's tokens; None if no values are estimated."""
+        every = self.parts.sampler.states.tokens
+        if not every:
+            return None
+        values = values_of(self.parts.grader, group.prompt, group.continuations)
+        return advantages_of([y.tokens for y in group.episodes], grades.rewards, values, every)
+
+    def decode_counts(self) -> DecodeCounts:
+        """Return the counts of the decode session since the last call."""
+        if self._groups is None:
+            return DecodeCounts()
+        statistics, before = self._groups.session.statistics, self._counted
+        self._counted = DecodeCounts(*(getattr(statistics, n) for n in DecodeCounts._fields))
+        return DecodeCounts(*(now - then for now, then in zip(self._counted, before, strict=True)))

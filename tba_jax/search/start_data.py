@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start data: given responses from a file, as the first rounds of a searcher.
+"""Start data: given responses from a file, which the first tickets of a run carry.
 
-These responses are scored, committed and merged like sampled responses. Their behavior log-probs
-are those of the start policy. Invariants: no response is truncated or omitted, the policy could
-have sampled each response, and every round has the shape of a sampled round.
+They are graded, committed and merged like sampled responses. Their behavior log-probs are those of
+the start policy. Invariants: no response is truncated or omitted, and the policy could have sampled
+each response (tests/search/test_start_data.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,14 +16,14 @@ from jaxtyping import Array
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
+from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.search.prompts import Encoder, read_prompt
+from tba_jax.search.prompts import Encoder, PromptReader
 from tba_jax.search.sampler import SampledGroup
-from tba_jax.tasks.registry import Task
 from tba_jax.tasks.rows import read_rows
 
 
@@ -36,35 +36,29 @@ class PolicyTokenizer(Encoder, Protocol):
         ...
 
 
-class GivenGroup(NamedTuple):
-    """A prompt and given responses to it.
+class Limits(NamedTuple):
+    """Limits of given responses.
 
     Attributes:
-        prompt: the prompt.
-        responses: int32 [t] each, with the end-of-sequence token.
+        min_new_tokens: minimum length of a response without its end-of-sequence token.
+        max_new_tokens: maximum length of a response with its end-of-sequence token.
+        samples_per_prompt: maximum number of responses of a ticket.
     """
 
-    prompt: Prompt
-    responses: tuple[np.ndarray, ...]
+    min_new_tokens: int
+    max_new_tokens: int
+    samples_per_prompt: int
 
 
-def load_start_groups(
-    path: str,
-    task: Task,
-    tokenizer: PolicyTokenizer,
-    *,
-    max_prompt_tokens: int,
-    min_new_tokens: int,
-    max_new_tokens: int,
-    samples_per_prompt: int,
-) -> list[GivenGroup]:
-    """Return groups of at most S responses; prompts are in the order of their first row.
+def load_start_tickets(
+    path: str, reader: PromptReader, tokenizer: PolicyTokenizer, limits: Limits
+) -> list[Ticket]:
+    """Return tickets with given responses; prompts are in the order of their first row.
 
     Args:
         path: JSON lines (or Parquet) with "response" and, for a task of several prompts,
             "prompt_id", the index of the training problem.
-        min_new_tokens: minimum length of a response without its end-of-sequence token.
-        max_new_tokens: maximum length of a response with its end-of-sequence token.
+        reader: reader that skips too long prompts.
 
     Raises:
         ValueError: the file or a row is unusable; the message names it.
@@ -74,7 +68,7 @@ def load_start_groups(
             "task.start_path: this model has no end-of-sequence token, so no given response could "
             "end. Leave task.start_path empty"
         )
-    size = task.train_size()
+    size = reader.task.train_size()
     prompts: dict[int, Prompt] = {}
     responses: dict[int, list[np.ndarray]] = {}
     for where, row in read_rows(path, "train"):
@@ -84,15 +78,15 @@ def load_start_groups(
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
             raise ValueError(
                 f"{where}: prompt_id = {index!r:.80}, want the index of a training problem of task "
-                f"{task.name}, a whole number from 0 to {size - 1}"
+                f"{reader.task.name}, a whole number from 0 to {size - 1}"
             )
         if index not in prompts:
-            prompt = read_prompt(task, tokenizer, "train", index, max_prompt_tokens, "skip")
+            prompt = reader.read("train", index)
             if prompt is None:
                 raise ValueError(
                     f"{where}: the prompt of training problem {index} has more than "
-                    f"task.max_prompt_tokens = {max_prompt_tokens} tokens. Raise that setting, or "
-                    "leave the row out"
+                    f"task.max_prompt_tokens = {reader.max_prompt_tokens} tokens. Raise that "
+                    "setting, or leave the row out"
                 )
             prompts[index] = prompt
         tokens = tokenizer.encode(text, add_bos=False)
@@ -101,84 +95,66 @@ def load_start_groups(
                 f"{where}: the response contains an end-of-sequence token: {text!r:.80}. Remove "
                 "that token; a run appends one to every response"
             )
-        if not min_new_tokens <= len(tokens) < max_new_tokens:
+        if not limits.min_new_tokens <= len(tokens) < limits.max_new_tokens:
             raise ValueError(
-                f"{where}: the response has {len(tokens)} tokens; wanted {min_new_tokens} "
-                f"(search.min_new_tokens) to {max_new_tokens - 1} (search.max_new_tokens - 1). "
-                "Change these settings, or leave the row out"
+                f"{where}: the response has {len(tokens)} tokens; wanted {limits.min_new_tokens} "
+                f"(search.min_new_tokens) to {limits.max_new_tokens - 1} (search.max_new_tokens "
+                "- 1). Change these settings, or leave the row out"
             )
         tokens = np.append(tokens, tokenizer.eos_ids[0]).astype(np.int32)
         responses.setdefault(index, []).append(tokens)
-    return [
-        GivenGroup(prompts[index], tuple(rows[i : i + samples_per_prompt]))
+    most = limits.samples_per_prompt
+    groups = [
+        (prompts[index], tuple(rows[i : i + most]))
         for index, rows in responses.items()
-        for i in range(0, len(rows), samples_per_prompt)
+        for i in range(0, len(rows), most)
     ]
+    return [Ticket(number, *group) for number, group in enumerate(groups)]
 
 
-class StartData:
-    """Given responses as rounds of p prompts with up to S responses each.
+class GivenScorer:
+    """Scores given responses as if the policy had sampled them.
 
     Args:
-        groups: return value of `load_start_groups`.
         logprobs: return value of `make_start_program`.
-        prompts_per_round: p.
-        samples_per_prompt: S.
+        samples_per_prompt: S; every call has room for S responses.
         temperature: sampling temperature of the start policy.
-        padding: padded lengths; every round has the largest length.
-
-    Attributes:
-        num_rounds: number of rounds for all responses.
-        num_responses: responses in all rounds.
+        padding: padded lengths; every call has the largest lengths.
     """
 
     def __init__(
         self,
-        groups: Sequence[GivenGroup],
         logprobs: Callable[..., Array],
         *,
-        prompts_per_round: int,
         samples_per_prompt: int,
         temperature: float,
         padding: Padding,
     ) -> None:
-        self._temperature = temperature
-        self._groups = tuple(groups)
         self._logprobs = logprobs
-        self._shape = (prompts_per_round, samples_per_prompt)
+        self._num_samples = samples_per_prompt
+        self._temperature = temperature
         self._padding = padding.largest
-        self.num_rounds = -(-len(self._groups) // prompts_per_round)
-        self.num_responses = sum(len(group.responses) for group in self._groups)
 
-    def groups(self, params: Params, number: int, version: int) -> list[SampledGroup]:
-        """Return the groups of a round, as if the start policy had sampled them.
+    def __call__(self, params: Params, ticket: Ticket, version: int) -> SampledGroup:
+        """Return the group of a ticket with given responses.
 
         Args:
             params: the policy's weights in the decoder's layout.
-            number: number of the round, in [0, num_rounds).
         """
-        p, s = self._shape
-        groups = self._groups[number * p : (number + 1) * p]
-        # One shape for all rounds, so that log-probs and reference compile one program each.
-        prompts = [groups[min(i, len(groups) - 1)].prompt for i in range(p)]
-        tokens = np.full((p, s, self._padding.response_buckets[0]), self._padding.pad_id, np.int32)
-        lengths = np.zeros((p, s), np.int32)
-        for i, group in enumerate(groups):
-            for j, response in enumerate(group.responses):
-                lengths[i, j] = len(response)
-                tokens[i, j, : len(response)] = response
-        rows = self._padding.rows([x.tokens for x in prompts], tokens, lengths)
-        token_logprobs = np.asarray(self._logprobs(params, *rows[:3]))
-
-        def episode(i: int, j: int, response: np.ndarray) -> Episode:
-            logprobs = np.array(token_logprobs[i, j, : len(response)])
-            temperature = self._temperature
-            return Episode(i, j, response, logprobs, None, "eos", version, version, temperature)
-
-        return [
-            SampledGroup(g.prompt, tuple(episode(i, j, y) for j, y in enumerate(g.responses)))
-            for i, g in enumerate(groups)
+        shape = (1, self._num_samples, self._padding.response_buckets[0])
+        tokens = np.full(shape, self._padding.pad_id, np.int32)
+        lengths = np.zeros(shape[:2], np.int32)
+        for j, response in enumerate(ticket.responses):
+            lengths[0, j] = len(response)
+            tokens[0, j, : len(response)] = response
+        rows = self._padding.rows([ticket.prompt.tokens], tokens, lengths)
+        logprobs = np.asarray(self._logprobs(params, *rows[:3]))[0]
+        end = (None, "eos", version, version, self._temperature)
+        episodes = [
+            Episode(0, j, y, logprobs[j, : len(y)].copy(), *end)
+            for j, y in enumerate(ticket.responses)
         ]
+        return SampledGroup(ticket.prompt, tuple(episodes))
 
 
 def make_start_program(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: optimiser steps, publications and merges.
 
-The trainer publishes weights and merges outboxes at every sync, draws batches from the replay
-buffer, and minimises the objective. It never samples: responses arrive through outboxes and the
-buffer, and weights leave through a weight transport. With several trainer processes, the first
+The trainer publishes weights at every sync, draws batches from the replay buffer, and minimises the
+objective. It never samples: responses arrive through the buffer, and weights leave through a weight
+transport. With several trainer processes, the first
 process draws every batch, and all processes follow its StepPlan.
 
-The trainer owns the step counter and checks the ledger at every merge. Invariant: published weights
+The trainer owns the step counter. Invariant: published weights
 share no memory with its state.
 """
 
@@ -19,11 +19,8 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.rounds import RoundReport
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
-from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.replay.outbox import Outbox
 from tba_jax.train.state import TrainState
 from tba_jax.train.step_metrics import SHOWN_KEY, STRATA_KEY, named_strata
 from tba_jax.train.step_plan import Batches, StepPlan
@@ -89,19 +86,16 @@ MAX_NONFINITE_STEPS = 3
 
 
 class Trainer:
-    """Trainer of the policy: `step` trains one batch; the driver also calls `publish` and `merge`.
+    """Trainer of the policy: `step` trains one batch; the driver also calls `publish`.
 
     Args:
         state: initial or restored train state.
         train_step: return value of `make_train_step`, for a batch on the host.
-        buffer: the replay buffer; this object is its only writer.
-        outboxes: outbox of each searcher.
         transport: destination of published weights.
         batches: source of plans and batches.
         clock: seconds since the run began.
 
     Attributes:
-        num_merged_groups: groups of the rounds merged by this process.
         version: newest published version.
         strata: metrics of the last step by staleness, with their names.
         shown: the first prompt of the last batch; None in processes that did not draw it.
@@ -114,8 +108,6 @@ class Trainer:
         train_step: Callable[
             [TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]
         ],
-        buffer: ReplayBuffer,
-        outboxes: Sequence[Outbox],
         transport: Transport,
         batches: Batches,
         clock: Callable[[], float],
@@ -123,14 +115,11 @@ class Trainer:
         self.state = state
         self.step_index = int(state.step)
         self.counters = Counters()
-        self.num_merged_groups = 0
         self.version = self.step_index
         self.strata: dict[str, float] = {}
         self.shown: Shown | None = None
         self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self._train_step = train_step
-        self._buffer = buffer
-        self._outboxes = outboxes
         self._transport = transport
         self._batches = batches
         self._clock = clock
@@ -144,25 +133,6 @@ class Trainer:
         pause_s = self._clock() - start
         self.counters.add_sync(pause_s)
         return pause_s
-
-    def merge(self, max_rounds: int | None = None) -> list[RoundReport]:
-        """Move finished rounds into the buffer and check the ledger.
-
-        Args:
-            max_rounds: maximum number per outbox, for an exact lag; None: all.
-
-        Returns:
-            The report of each merged round, for the search metrics.
-        """
-        commits = [commit for outbox in self._outboxes for commit in outbox.take(max_rounds)]
-        if commits:
-            self._buffer.merge([group for c in commits for group in c.groups], self.step_index)
-            self.num_merged_groups += sum(len(c.groups) for c in commits)
-        counts = [outbox.counts for outbox in self._outboxes]
-        self._buffer.check_ledger(
-            sum(c.pending for c in counts), sum(c.generated - c.lost for c in counts)
-        )
-        return [commit.report for commit in commits]
 
     def step(self, wants_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Make one optimiser step; return None while the buffer has no data to train on.

@@ -324,26 +324,34 @@ class PublishedWeights:
     """
 
     def __init__(self, transport: Transport, num_searchers: int) -> None:
-        self._transport = transport
+        self.transport = transport
         self._num_searchers = num_searchers
         self._lock = threading.Lock()
-        self._kept: dict[int, list[Any]] = {}
+        self._kept: dict[int, list[Published]] = {}
         self._used_s: dict[int, float] = {}  # version -> last time at which it was needed
 
     def keep(self) -> None:
         """Keep the newest version for its evaluation; called after its publication."""
-        self._transport.settle()
-        latest = [self._transport.latest(i) for i in range(self._num_searchers)]
+        self.transport.settle()
+        latest = [self.transport.latest(i) for i in range(self._num_searchers)]
         found = [each for each in latest if each is not None]
         if found:
             with self._lock:
-                self._kept[found[0].version] = [each.params for each in found]
+                self._kept[found[0].version] = found
                 self._used_s[found[0].version] = time.monotonic()
+
+    def keep_only(self, versions: Sequence[int]) -> None:
+        """Drop all versions but these, whose evaluations are not finished."""
+        with self._lock:
+            self._kept = {
+                version: self._kept[version] for version in self._kept if version in versions
+            }
 
     def reset(self, version: int) -> None:
         """Do nothing: trainer and searchers of a process end together."""
 
-    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
+    def announce(self, version: int, evaluated: Sequence[int]) -> None:
+        """Drop versions whose evaluation is over; called in processes that do not request it."""
         now = time.monotonic()
         with self._lock:
             for kept in list(self._kept):
@@ -355,15 +363,17 @@ class PublishedWeights:
                     del self._kept[kept], self._used_s[kept]
 
     def poll(self) -> bool:
-        return self._transport.poll(DELIVERY_S)
+        """Deliver the newest publication; called on a separate thread."""
+        return self.transport.poll(DELIVERY_S)
 
-    def newest(self, i: int) -> int:
-        published = self._transport.latest(i)
-        return -1 if published is None else published.version
+    def latest(self, i: int) -> Published | None:
+        """Return the newest version for searcher i of this process; None before the first."""
+        return self.transport.latest(i)
 
-    def at(self, version: int, i: int) -> Any:
+    def at(self, version: int, i: int) -> Published | None:
+        """Return a version for searcher i; None if it was dropped."""
         with self._lock:
             if version in self._kept:
                 return self._kept[version][i]
-        latest = self._transport.latest(i)
-        return latest.params if latest is not None and latest.version == version else None
+        latest = self.transport.latest(i)
+        return latest if latest is not None and latest.version == version else None

@@ -130,7 +130,7 @@ def _ended(fleet: Fleet, num_steps: int, *, has_cluster: bool = True) -> dict[st
         "before": report["eval"]["before"].get("pass_at_1"),
         "wall_s": round(report["wall_s"], 1),
         "staleness": report["staleness"]["mean"],
-        **{name: figures[name] for name in ("lost", "rejoined", "duplicates", "fenced")},
+        **{name: figures[name] for name in ("lost", "duplicates")},
         "responses_lost": report["ledger"]["lost"],
         "generated": report["ledger"]["generated"],
         "joins": [each["joins"] for each in figures["by_searcher"]],

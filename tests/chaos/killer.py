@@ -155,7 +155,7 @@ class Killer:
         """Check a run that came to its end."""
         ledger = json.loads((workdir / "report.json").read_text())["ledger"]
         gone = sum(v for k, v in ledger.items() if k.startswith("evicted"))
-        gone += ledger["outbox"] + ledger["stored"] + ledger["lost"]
+        gone += ledger["waiting"] + ledger["stored"] + ledger["lost"]
         if ledger["generated"] != gone + sum(ledger["rejected"].values()):
             raise Wrong(f"{driver}: ledger not closed: {ledger}")
         if sorted(losses(workdir)) != list(range(1, self.num_steps + 1)):

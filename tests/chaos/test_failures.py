@@ -67,7 +67,8 @@ def assert_complete(workdir, num_steps):
     evicted = sum(v for k, v in ledger.items() if k.startswith("evicted"))
     rejected = sum(ledger["rejected"].values())
     assert ledger["generated"] > 0
-    assert ledger["generated"] == (ledger["outbox"] + ledger["stored"] + evicted + rejected)
+    gone = evicted + rejected + ledger["lost"]
+    assert ledger["generated"] == ledger["waiting"] + ledger["stored"] + gone
     metrics = lines(workdir / "metrics.jsonl")
     assert [r["step"] for r in metrics if "train/loss" in r] == list(range(1, num_steps + 1))
     evaluated = [r["step"] for r in metrics if "eval/pass_at_1" in r]

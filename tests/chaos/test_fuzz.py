@@ -91,7 +91,7 @@ def test_any_contents_are_read_or_refused_in_a_line(name, tmp_path):
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "report.html").write_text("")
-    whole = pack(HostState(Facts(0, 1), {"buffer": PartState({"x": np.arange(9)}, {})}))
+    whole = pack(HostState(Facts(0), {"buffer": PartState({"x": np.arange(9)}, {})}))
     contents = CONTENTS | OBJECT
     if name.endswith(".npz"):
         contents = st.tuples(

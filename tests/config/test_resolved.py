@@ -3,22 +3,19 @@
 
 import pytest
 
-from tba_jax.config.resolved import ownership_of, transport_of
+from tba_jax.config.resolved import transport_of
 from tba_jax.config.schema import make_config
 
 
 @pytest.mark.parametrize(
-    ("fields", "transport", "ownership"),
+    ("fields", "transport"),
     [
-        ({}, "memory", "by_prompt"),
-        ({"placement": "pod"}, "memory", "by_prompt"),
-        ({"placement": "whole_hosts"}, "checkpoint", "by_prompt"),
-        ({"placement": "fleet"}, "checkpoint", "any"),
-        ({"task.name": "redteam"}, "memory", "any"),
-        ({"sync.transport": "checkpoint"}, "checkpoint", "by_prompt"),
+        ({}, "memory"),
+        ({"placement": "pod"}, "memory"),
+        ({"placement": "whole_hosts"}, "checkpoint"),
+        ({"placement": "fleet"}, "checkpoint"),
+        ({"sync.transport": "checkpoint"}, "checkpoint"),
     ],
 )
-def test_what_is_left_open_follows_placement_and_task(fields, transport, ownership):
-    config = make_config({"task.name": "arithmetic", **fields})
-    assert transport_of(config) == transport
-    assert ownership_of(config) == ownership
+def test_what_is_left_open_follows_the_placement(fields, transport):
+    assert transport_of(make_config({"task.name": "arithmetic", **fields})) == transport

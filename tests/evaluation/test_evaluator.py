@@ -10,13 +10,12 @@ import pytest
 from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
-from tba_jax.evaluation.evaluator import ShardEvaluator, pass_at_k
-from tba_jax.evaluation.service import EvaluationService
-from tba_jax.flow.evaluation_shard import EvaluationShard
+from tba_jax.evaluation.evaluator import pass_at_k
+from tba_jax.flow.tickets import EvaluationShard
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.model_parts import START_MODEL, make_decoder
-from tba_jax.run.search_parts import make_evaluator
+from tba_jax.run.search_parts import make_evaluator, make_shard_evaluator
 from tba_jax.run.shared import make_grader
 from tba_jax.tasks.arithmetic import Arithmetic
 
@@ -45,12 +44,20 @@ def model():
 
 
 def evaluator(model, task=None, metrics=(), measures=(), **changes):
+    """(evaluator, evaluator of its shards)."""
     sizes = {"task.num_eval_prompts": 6, "search.max_new_tokens": 12}
     config = make_config({**sizes, **changes})
     task = task or Arithmetic()
     decoder = make_decoder(config, model[0], model[2])
-    shard_evaluator = ShardEvaluator(decoder, make_grader(task, model[2], LengthReward()), measures)
-    return make_evaluator(config, task, model[2], [shard_evaluator] * 2, metrics)
+    grader = make_grader(task, model[2], LengthReward())
+    answer = make_shard_evaluator(config, decoder, grader, measures, None).evaluate
+    return make_evaluator(config, task, model[2], metrics), answer
+
+
+def evaluate(model, *args, **changes):
+    """The result of all shards, one after the other."""
+    whole, answer = evaluator(model, *args, **changes)
+    return whole.merge([answer(model[1], ticket) for ticket in whole.tickets(0)])
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response():
@@ -76,7 +83,7 @@ def test_metric_functions_get_the_responses_and_may_be_the_headline(model):
         return {"long_share": np.mean([[len(t) > 4 for t in row] for row in responses.texts])}
 
     changes = {"eval.num_samples": 3, "eval.temperature": 1.0}
-    run = evaluator(model, Lengths(), [long_share], **changes).run(model[1])
+    run = evaluate(model, Lengths(), [long_share], **changes)
     responses = seen[0]
     assert responses.tokens.shape[:2] == (6, 3)
     assert (
@@ -95,19 +102,18 @@ def test_metric_functions_get_the_responses_and_may_be_the_headline(model):
 
 def test_of_an_only_prompt_every_response_is_a_trial_and_an_example(model):
     sampled = {"eval.num_samples": 5, "eval.temperature": 1.0}
-    got = evaluator(model, **sampled, **{"task.num_eval_prompts": 1}).run(model[1])
+    got = evaluate(model, **sampled, **{"task.num_eval_prompts": 1})
     assert (got.n, got.num_trials, len(got.texts), len(got.rewards)) == (1, 5, 5, 5)
     # Responses to one prompt are not independent of one another where there are several prompts.
-    got = evaluator(model, **sampled).run(model[1])
+    got = evaluate(model, **sampled)
     assert (got.n, got.num_trials, len(got.texts)) == (6, 6, 6)
 
 
 def test_greedy_evaluation_is_repeatable_and_sampling_draws_the_same_again(model):
-    greedy = evaluator(model)
-    assert greedy.run(model[1]) == greedy.run(model[1])
-    sampled = evaluator(model, **{"eval.num_samples": 2, "eval.temperature": 1.0})
-    first = sampled.run(model[1])
-    assert first == sampled.run(model[1])
+    assert evaluate(model) == evaluate(model)
+    sampled = {"eval.num_samples": 2, "eval.temperature": 1.0}
+    first = evaluate(model, **sampled)
+    assert first == evaluate(model, **sampled)
     assert set(first.values) == {"pass_at_1", "pass_at_2", "reward_mean"}
 
 
@@ -124,45 +130,23 @@ def sums(responses):
 
 
 @pytest.mark.parametrize("changes", [{}, {"eval.num_samples": 2, "eval.temperature": 1.0}])
-def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
-    """Seven problems at once, and in parts of three, the last of which has one of its own."""
+def test_an_evaluation_in_shards_has_the_figures_of_the_whole(model, changes):
+    """Seven problems at once, and in shards of three, the last of which has one."""
     common = {"task.num_eval_prompts": 7, **changes}
     n = changes.get("eval.num_samples", 1)
-    whole = evaluator(model, None, [sums], (length_of_first,), **common)
-    assert whole.num_shards == 1
-    wanted = whole.run(model[1])
-    assert wanted == whole.merge([whole.shard(model[1], 0)])
-    parted = evaluator(
-        model, None, [sums], (length_of_first,), **common, **{"search.num_slots": 3 * n}
-    )
-    assert parted.num_shards == 3
-    parts = [parted.shard(model[1], number) for number in (2, 0, 1)]
-    assert [len(part.tokens) for part in parts] == [1, 3, 3]
-    assert parted.merge(parts) == wanted
+    wanted = evaluate(model, None, [sums], (length_of_first,), **common)
+    slots = {"search.num_slots": 3 * n}
+    whole, answer = evaluator(model, None, [sums], (length_of_first,), **common, **slots)
+    tickets = whole.tickets(5)
+    assert [(t.version, t.first, len(t.prompts)) for t in tickets] == [
+        (5, 0, 3),
+        (5, 3, 3),
+        (5, 6, 1),
+    ]
+    shards = [answer(model[1], tickets[i]) for i in (2, 0, 1)]
+    assert whole.merge(shards) == wanted
     # As they travel from host to host.
-    assert (
-        parted.merge([EvaluationShard(**json.loads(json.dumps(p._asdict()))) for p in parts])
-        == wanted
-    )
-    with pytest.raises(ValueError, match=r"start at prompts \[0, 3\] and hold 6 .*each of the 7"):
-        parted.merge(parts[1:])
-
-
-@pytest.mark.parametrize("num_searchers", [1, 2])
-@pytest.mark.parametrize("num_leased", [0, 1, 2])
-def test_searchers_that_share_an_evaluation_give_its_figures(model, num_searchers, num_leased):
-    parted = evaluator(model, **{"search.num_slots": 2})
-    service = EvaluationService(parted, lambda: 0.0)
-    service.request(4, [model[1]] * num_searchers)
-    leases = [service.lease() for _ in range(num_leased)]
-    turns = itertools.cycle(range(num_searchers))
-    while service.step(next(turns)):
-        pass
-    for lease in leases:
-        assert service.complete(lease, parted.shard(model[1], lease.shard))
-    service.merge()
-    (finished,) = service.poll()
-    assert finished.version == 4 and finished.evaluation == parted.run(model[1])
+    assert whole.merge([EvaluationShard(*json.loads(json.dumps(x))) for x in shards]) == wanted
 
 
 def test_a_headline_without_a_metric_function_is_refused(model):
@@ -170,4 +154,4 @@ def test_a_headline_without_a_metric_function_is_refused(model):
         metric = "win_rate"
 
     with pytest.raises(ValueError, match="'win_rate' is not among the metrics of"):
-        evaluator(model, Missing()).run(model[1])
+        evaluate(model, Missing())

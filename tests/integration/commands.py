@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tba_jax.flow.records import from_snapshot
-from tba_jax.flow.rounds import unpack_commits
+from tba_jax.flow.tickets import unpack_results
 from tba_jax.run.checkpoint import load_host_state
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 SMALL = (
     "num_steps=8",
     "batch.num_prompts=4",
-    "search.prompts_per_round=4",
     "task.num_eval_prompts=16",
     "eval.period=4",
     "checkpoint.period=4",
@@ -128,7 +127,7 @@ def is_balanced(ledger):
     """Every response that was generated is under one heading."""
     gone = sum(count for name, count in ledger.items() if name.startswith("evicted"))
     gone += sum(ledger["rejected"].values()) + ledger.get("lost", 0)
-    return ledger["generated"] == ledger["outbox"] + ledger["stored"] + gone > 0
+    return ledger["generated"] == ledger["waiting"] + ledger["stored"] + gone > 0
 
 
 def wait_for(condition, *, process, timeout=120.0):
@@ -211,25 +210,18 @@ def child(pod, process_id):
 
 
 def assert_every_ticket_once(workdir):
-    """A ticket of the asynchronous driver is merged once or waits in an outbox, if committed."""
+    """Every ticket of the newest checkpoint is open, or has one result, which is merged once."""
     config = json.loads((workdir / "config.json").read_text())["config"]
     size = config["search.samples_per_prompt"]
     _, host_state = load_host_state(str(workdir))
-    stored, meta = host_state.parts["buffer"]
-    _, packed, packer = from_snapshot(stored, meta)
-    ys = map(packer.unpack, itertools.chain.from_iterable(packed))
-    rows = collections.Counter((y.searcher, y.round) for y in ys)
-    assert rows and max(rows.values()) <= size
-    num_merged = 0
-    for name in host_state.parts:
-        if not name.startswith("outbox_"):
-            continue
-        arrays, outbox = host_state.parts[name]
-        position = outbox["position"]
-        committed = set(range(position["next_round"])) | {n for n, _ in position["ahead"]}
-        waiting = [commit.round for commit in unpack_commits(arrays, outbox)]
-        merged = {n for searcher, n in rows if name == f"outbox_{searcher}"}
-        assert len(set(waiting)) == len(waiting) and not merged & set(waiting)
-        assert merged | set(waiting) <= committed
-        num_merged += len(committed) - len(waiting)
-    assert dict(meta["ledger"]["counters"])["generated"] == num_merged * size
+    arrays, meta = host_state.parts["owner"]
+    position = meta["position"]
+    waiting = [result.number for result in unpack_results(arrays, meta)]
+    done = set(range(position["next"])) - set(position["open"])
+    _, packed, packer = from_snapshot(*host_state.parts["buffer"])
+    stored = map(packer.unpack, itertools.chain.from_iterable(packed))
+    merged = collections.Counter(y.round for y in stored)
+    assert merged and max(merged.values()) <= size
+    assert len(set(waiting)) == len(waiting) and not set(merged) & set(waiting)
+    assert set(merged) | set(waiting) <= done
+    assert position["num_generated"] == (len(done) - position["num_skipped"]) * size

@@ -22,7 +22,6 @@ SMALL = {
     "fleet.max_searchers": 2,
     "num_steps": 12,
     "batch.num_prompts": 4,
-    "search.prompts_per_round": 4,
     "search.initial_fill": 0,
     "checkpoint.period": 2,
     "eval.period": 0,

@@ -92,7 +92,6 @@ def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cach
         "JAX_NUM_CPU_DEVICES=2",
         "mesh.fsdp=2",
         "num_searchers=2",
-        "search.prompts_per_round=2",
     )
     code, _, err = run_pod(2, tmp_path / "run", *SYNC, *LORA[:2], *overrides, cache=cache)
     assert code == 0, err

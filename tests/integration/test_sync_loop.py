@@ -9,7 +9,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from commands import SYNC, is_balanced, lines, losses, run, start, wait_for
+from commands import SYNC, is_balanced, lines, losses, report, run, start, wait_for
 from fake_models import load_folder
 
 import tba_jax
@@ -52,6 +52,16 @@ def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(reference, 
     assert final["eval"] == unkilled["eval"]
     assert final["ledger"] == unkilled["ledger"]
     assert final["staleness"] == unkilled["staleness"]
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_number_of_searchers_changes_no_loss(reference, number, cache, tmp_path):
+    workdir = tmp_path / "run"
+    done = run(workdir, *SYNC, "placement=shared", f"num_searchers={number}", cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert losses(workdir) == losses(reference)
+    for name in ("eval", "ledger", "staleness"):
+        assert report(workdir)[name] == report(reference)[name]
 
 
 def test_report_and_ledger_of_a_finished_run(reference):
@@ -113,7 +123,7 @@ def test_a_finished_run_is_not_run_again(reference, cache):
 
 @pytest.mark.slow
 def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path):
-    """160 responses to two problems are three rounds of 4 x 16."""
+    """160 responses to two problems are ten groups of 16."""
     workdir, path = tmp_path / "run", tmp_path / "start.jsonl"
     rows = [{"prompt_id": 3 + 5 * (i % 2), "response": f"{i:03d}"} for i in range(160)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -121,15 +131,13 @@ def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path
     options += ("objective.importance=none",)  # no policy drew the given responses
     done = run(workdir, *SYNC, *options, cache=cache)
     assert done.returncode == 0, done.stderr
-    assert "160 given responses come first, in 3 rounds" in done.stdout
+    assert "160 given responses come first, in 10 groups" in done.stdout
     ledger = json.loads((workdir / "report.json").read_text())["ledger"]
-    # Two rounds for the fill, of which the first step takes one's worth, and one for the second.
+    # Twice the prompts of a batch for the fill, and once for the second step.
     assert ledger["generated"] == 160 + 3 * 4 * 16
     stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
     tokenizer = Tokenizer.load(str(model_parts.START_MODEL))
     assert {f"{i:03d}" for i in range(160)} <= {tokenizer.decode(y.response_tokens) for y in stored}
-    given = collections.Counter(
-        (y.round, y.prompt_id) for y in stored if y.searcher == 0 and y.round < 3
-    )
-    assert given == {(0, 3): 64, (1, 3): 16, (1, 8): 48, (2, 8): 32}
+    given = collections.Counter(y.prompt_id for y in stored if y.round < 10)
+    assert given == {3: 80, 8: 80}
     assert all(np.isfinite((y.reward, y.reference_logprob)).all() for y in stored)

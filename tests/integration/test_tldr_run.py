@@ -71,7 +71,7 @@ def test_a_pythia_preset_trains_on_shrunken_models(cache, tmp_path):
         "batch.num_prompts=2",
         "objective.group_size=4",
         "search.samples_per_prompt=4",
-        "search.prompts_per_round=2",
+        "search.num_slots=32",
         "search.initial_fill=16",
         "search.max_new_tokens=8",
         "eval.period=0",

@@ -163,7 +163,7 @@ def test_a_checkpoint_of_eight_devices_restores_on_any_number(tmp_path):
     _, state, _ = sharded((2, 2, 2), keep_reference=True)
     wanted = jax.device_get(state)
     checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
-    checkpoints.save(1, state, HostState(Facts(0, 1), {}))
+    checkpoints.save(1, state, HostState(Facts(0), {}))
     checkpoints.close()
     for shape in ((1, 4, 1), (1, 1, 2), (1, 1, 1)):
         shardings, *_ = sharded(shape, keep_reference=True)

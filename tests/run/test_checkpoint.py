@@ -19,7 +19,7 @@ from tba_jax.run.checkpoint import (
 )
 from tba_jax.run.host_state import Facts, HostState
 
-FACTS = Facts(seed=0, num_searchers=2, run_id="f00d")
+FACTS = Facts(seed=0, run_id="f00d")
 HOST = HostState(
     FACTS,
     {

@@ -10,7 +10,7 @@ from tba_jax.flow.state import PartState
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.host_state import Facts, HostState, check_facts, pack, unpack
 
-FACTS = Facts(seed=3, num_searchers=2, run_id="f00d")
+FACTS = Facts(seed=3, run_id="f00d")
 ARRAYS = {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))}
 
 

@@ -92,7 +92,7 @@ def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
     def save(run_id, *steps):
         checkpoints = Checkpoints(tmp_path / "checkpoints", run_id=run_id)
         for step in steps:
-            facts = Facts(0, 1, run_id, step=step)
+            facts = Facts(0, run_id, step=step)
             checkpoints.save(step, {"w": jnp.zeros(2)}, HostState(facts, {}))
         checkpoints.close()
 

@@ -9,7 +9,8 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.search.groups import assemble_groups, dispatch_reference, grade_groups, measure
+from tba_jax.search.groups import assemble, grade_groups, measure
+from tba_jax.search.reference import dispatch_reference
 from tba_jax.search.sampler import SampledGroup
 
 PROMPTS = [Prompt(i, f"p{i}", np.arange(1, n + 1, dtype=np.int32), {}) for i, n in ((4, 3), (7, 2))]
@@ -50,11 +51,14 @@ def sampled():
     ]
 
 
-def test_a_round_becomes_groups_with_every_response_in_one_place():
+def test_every_response_is_a_trajectory_or_counted_by_its_reason():
     groups = sampled()
     grades = grade_groups(make_grader(), groups)
     reference = [np.array([-0.5, -0.25], np.float32), np.array([-2.0], np.float32)]
-    first, second = assemble_groups(groups, grades, reference, searcher=1, numbers=[9, 9])
+    first, second = (
+        assemble(*each, searcher=1, number=9, reference_logprob=own)
+        for *each, own in zip(groups, grades, reference, strict=True)
+    )
     assert (first.prompt, first.rejected) == (PROMPTS[0], {"thirteen": 1})
     (y,) = first.trajectories
     assert (y.response_tokens.tolist(), y.reward, y.reward_parts) == ([5], 5.0, {"half": 2.5})
@@ -63,25 +67,12 @@ def test_a_round_becomes_groups_with_every_response_in_one_place():
     assert (y.sampling_temperature, y.finish_reason, y.is_sampled) == (1.0, "eos", None)
     assert [(z.prompt_id, z.reward) for z in second.trajectories] == [(7, 8.0)]
     assert second.rejected == {}
-    metrics = measure(groups, grades, num_sampled_tokens=4)
-    assert metrics.reward_mean == 6.5 and metrics.response_length_mean == pytest.approx(4 / 3)
-    assert (metrics.tokens, metrics.unique_fraction) == (4, 1.0)
-    assert metrics.kind_share == pytest.approx(2 / 3)
-    assert metrics.further == {"reward_part_half": pytest.approx((2.5 + 6.5 + 4) / 3)}
-
-
-def test_one_finished_group_is_treated_like_a_whole_round():
-    groups = sampled()
-    grader = make_grader()
-    grades = grade_groups(grader, groups)
-    whole = assemble_groups(groups, grades, None, searcher=0, numbers=[0, 0])
-    for one, group in zip(groups, whole, strict=True):
-        grades = grade_groups(grader, [one])
-        (alone,) = assemble_groups([one], grades, None, searcher=0, numbers=[0])
-        assert alone.rejected == group.rejected
-        assert [(y.reward, y.response_tokens.tolist()) for y in alone.trajectories] == [
-            (y.reward, y.response_tokens.tolist()) for y in group.trajectories
-        ]
+    report = measure(groups[0], grades[0])
+    assert report.reward_mean == 5.0 and report.response_length_mean == 1.5
+    assert (report.tokens, report.unique_fraction, report.cut_share) == (3, 1.0, 0.5)
+    assert (report.kind_share, report.equal_rewards_share) == (0.5, 0.0)
+    assert report.further == {"reward_part_half": pytest.approx((2.5 + 6.5) / 2)}
+    assert measure(groups[1], grades[1]).equal_rewards_share == 1.0
 
 
 def test_the_reference_scores_each_distinct_response_once_in_rows_of_its_own_buckets():
@@ -145,8 +136,8 @@ def test_what_an_environment_wrote_is_marked_and_scored_apart():
     (t, none), (longer, is_sampled) = seen
     assert (t, none, longer) == (2, None, 4)
     assert is_sampled.astype(int).tolist() == [[[1, 0, 1, 0]], [[1, 0, 1, 0]]]
-    grades = grade_groups(make_grader(), [turns])
-    (group,) = assemble_groups([turns], grades, None, searcher=0, numbers=[0])
+    (grades,) = grade_groups(make_grader(), [turns])
+    group = assemble(turns, grades, searcher=0, number=0)
     assert [y.is_sampled is marks for y in group.trajectories] == [False, True]
     assert np.isnan([y.reference_logprob for y in group.trajectories]).all()
 

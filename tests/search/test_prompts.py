@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt stream: ownership, passes over the data, exact resume, prompts that are too long."""
-
-import json
+"""Prompts of tickets: passes over the data, and prompts that are too long or lose text."""
 
 import numpy as np
 import pytest
 
-from tba_jax.search.prompts import PromptStream, eval_prompts
+from tba_jax.search.prompts import PromptReader, Prompts
 
 
 class LetterTokenizer:
-    """One id per character after a begin-of-sequence id."""
+    """One id per character after a begin-of-sequence id; it does not know capitals."""
 
     def encode(self, text, add_bos):
         return np.array([1] * add_bos + [ord(c) for c in text], np.int32)
+
+    def knows(self, character):
+        return not character.isupper()
 
 
 class SlowTokenizer(LetterTokenizer):
@@ -54,73 +55,32 @@ class CountingTask:
         return "any"
 
 
-def make_stream(
-    task, searcher=0, num_searchers=1, ownership="by_prompt", seed=0, long_prompts="refuse"
-):
-    return PromptStream(
-        task,
-        LetterTokenizer(),
-        searcher=searcher,
-        num_searchers=num_searchers,
-        ownership=ownership,
-        seed=seed,
-        max_prompt_tokens=40,
-        long_prompts=long_prompts,
-    )
+def make_reader(task, long_prompts="refuse", limit=40, tokenizer=None):
+    return PromptReader(task, tokenizer or LetterTokenizer(), limit, long_prompts)
 
 
-def ids(prompts):
-    return [prompt.prompt_id for prompt in prompts]
+def ids_of(task, numbers, seed=0, long_prompts="refuse"):
+    """Prompt ids of the tickets that follow these numbers."""
+    prompts = Prompts(make_reader(task, long_prompts), seed)
+    return [prompts.from_number(number)[1].prompt_id for number in numbers]
 
 
 def test_prompts_carry_text_tokens_and_columns():
-    (prompt,) = make_stream(CountingTask(1)).take(1)
-    assert (prompt.prompt_id, prompt.text) == (0, "problem 0")
+    number, prompt = Prompts(make_reader(CountingTask(1)), 0).from_number(3)
+    assert (number, prompt.prompt_id, prompt.text) == (3, 0, "problem 0")
     assert prompt.columns == {"answer": "0"}
     assert prompt.tokens.dtype == np.int32
     assert prompt.tokens.tolist() == [1, *map(ord, "problem 0")]
 
 
-def test_owners_share_the_prompts_and_each_pass_is_a_new_shuffle():
-    task, n = CountingTask(50), 3
-    passes = []
-    for searcher in range(n):
-        owned = list(range(searcher, 50, n))
-        stream = make_stream(task, searcher, n)
-        first, second = ids(stream.take(len(owned))), ids(stream.take(len(owned)))
-        assert sorted(first) == sorted(second) == owned
-        assert first != second != owned != first
-        passes += first
-    assert sorted(passes) == list(range(50))
-
-
-def test_any_gives_each_searcher_its_own_order_of_all_prompts():
-    orders = [ids(make_stream(CountingTask(50), s, 3, "any").take(50)) for s in range(3)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len(set(map(tuple, orders))) == 3
-
-
-def test_order_depends_on_the_seed_alone():
-    orders = [ids(make_stream(CountingTask(50), seed=seed).take(50)) for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
-
-
-@pytest.mark.parametrize("taken", [0, 1, 7, 49, 50, 51, 130])
-def test_resume_continues_exactly(taken):
+def test_each_pass_is_a_new_shuffle_that_the_seed_and_the_number_determine():
     task = CountingTask(50)
-    stream = make_stream(task, seed=3)
-    stream.take(taken)
-    state = stream.state()
-    text = json.dumps(state)
-    coming = ids(stream.take(120))
-    assert json.dumps(state) == text  # a snapshot, not a view
-    resumed = make_stream(task, seed=3)
-    resumed.take(5)
-    resumed.restore(json.loads(text))
-    assert resumed.state() == state
-    assert ids(resumed.take(120)) == coming
-    stream.restore(state)  # an unfinished round is redone on the same stream
-    assert ids(stream.take(120)) == coming
+    first, second = ids_of(task, range(50)), ids_of(task, range(50, 100))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second != list(range(50)) != first
+    order = np.random.default_rng(0).permutation(100).tolist()
+    assert ids_of(task, order) == [(first + second)[number] for number in order]
+    assert ids_of(task, range(50), seed=1) != first
 
 
 def test_too_long_prompt_is_refused_with_its_row():
@@ -129,88 +89,71 @@ def test_too_long_prompt_is_refused_with_its_row():
         "set --config.task.max_prompt_tokens to 60 or more, or leave such prompts out with "
         "--config.task.long_prompts=skip.*It begins: 'problem 6!!!"
     )
+    reader = make_reader(CountingTask(8, long=[6]))
     with pytest.raises(ValueError, match=message):
-        make_stream(CountingTask(8, long=[6])).take(8)
+        ids_of(reader.task, range(8))
+    with pytest.raises(ValueError, match=message):
+        reader.check_all()
     with pytest.raises(ValueError, match="eval problem 6 of task counting has 69 tokens"):
-        eval_prompts(CountingTask(8, long=[6]), LetterTokenizer(), 0, 40, "refuse")
+        reader.held_out(0)
 
 
-def test_too_long_prompts_are_skipped_and_counted():
+def test_too_long_prompts_are_left_out_in_the_order_of_the_others():
     task = CountingTask(8, long=[1, 6])
-    stream = make_stream(task, long_prompts="skip")
-    # Two prompts beyond three passes, so that a pass ends in the middle of a take.
-    for _ in range(4):
-        taken = ids(stream.take(5))
-        assert not {1, 6} & set(taken)
-    everything = make_stream(CountingTask(8))
-    position = stream.state()["position"]["next_index"]
-    drawn = ids(everything.take(position))
-    assert stream.num_skipped == sum(i in task.long for i in drawn) == position - 20
-    # The prompts that fit come in the order they would have without the long ones.
-    again = make_stream(task, long_prompts="skip")
-    assert ids(again.take(20)) == [i for i in drawn if i not in task.long]
-
-
-@pytest.mark.parametrize("taken", [0, 1, 7, 30, 31, 32, 75])
-def test_resume_with_skipped_prompts_continues_exactly(taken):
-    task = CountingTask(50, long=range(0, 50, 3))
-    stream = make_stream(task, seed=3, long_prompts="skip")
-    stream.take(taken)
-    state = json.loads(json.dumps(stream.state()))
-    coming = ids(stream.take(80))
-    resumed = make_stream(task, seed=3, long_prompts="skip")
-    resumed.take(5)
-    resumed.restore(state)
-    assert resumed.state() == state
-    assert ids(resumed.take(80)) == coming
-    assert resumed.num_skipped == stream.num_skipped > state["num_skipped"]
+    everything = ids_of(CountingTask(8), range(24))
+    prompts, number, found = Prompts(make_reader(task, "skip"), 0), 0, []
+    while number < 24:
+        number, prompt = prompts.from_number(number)
+        found.append((number, prompt.prompt_id))
+        number += 1
+    assert [i for _, i in found if _ < 24] == [i for i in everything if i not in task.long]
+    assert all(everything[n] == i for n, i in found if n < 24)
 
 
 def test_a_task_with_nothing_that_fits_is_an_error_and_one_with_little_is_not():
     # The last of one pass and the first of the next may both be long; only a whole pass counts.
+    task = CountingTask(8, long=range(7))
     for seed in range(20):
-        stream = make_stream(CountingTask(8, long=range(7)), seed=seed, long_prompts="skip")
-        assert ids(stream.take(6)) == [7] * 6
-    stream = make_stream(CountingTask(9, long=range(1, 9, 2)), 1, 2, long_prompts="skip")
-    with pytest.raises(ValueError, match="all 4 train prompts of task counting have more than"):
-        stream.take(1)
-    with pytest.raises(ValueError, match="all 8 eval prompts of .*max_prompt_tokens = 40 tokens"):
-        eval_prompts(CountingTask(8, long=range(8)), LetterTokenizer(), 3, 40, "skip")
+        assert ids_of(task, range(20), seed=seed, long_prompts="skip") == [7] * 20
+    reader = make_reader(CountingTask(4, long=range(4)), "skip")
+    for read in (Prompts(reader, 0).from_number, lambda _: reader.check_all()):
+        with pytest.raises(ValueError, match="all 4 train prompts of task counting have more than"):
+            read(0)
+    with pytest.raises(ValueError, match="all 4 eval prompts of .*max_prompt_tokens = 40 tokens"):
+        reader.held_out(3)
 
 
-def test_searcher_without_prompts_is_refused():
-    with pytest.raises(ValueError, match="searcher 2 owns no prompt.*2 training problems"):
-        make_stream(CountingTask(2), 2, 3)
-    assert ids(make_stream(CountingTask(1), 2, 3, "any").take(3)) == [0, 0, 0]
-
-
-def test_eval_prompts_are_the_first_of_the_split():
-    task = CountingTask(8)
-    prompts, num_skipped = eval_prompts(task, LetterTokenizer(), 3, 40, "refuse")
-    assert (ids(prompts), num_skipped) == ([0, 1, 2], 0)
-    assert [prompt.text for prompt in prompts] == [f"held-out problem {i}" for i in range(3)]
-    for limit in (0, 8, 100):
-        assert ids(eval_prompts(task, LetterTokenizer(), limit, 40, "refuse")[0]) == list(range(8))
+def test_prompts_that_are_left_out_or_lose_characters_are_named_before_the_run():
+    task = CountingTask(5, long=[1, 3])
+    task.train_problem = lambda index: ("XbYX" if index == 2 else "ok" + "!" * 50 * (index % 2), {})
+    assert make_reader(task, "skip").check_all() == [
+        "2 of 5 training prompts of task counting have more tokens than task.max_prompt_tokens = "
+        "40 and are left out",
+        "the tokenizer does not know 2 of the characters in training prompts, and loses them: "
+        "'X' (2 times), 'Y' (1 times)",
+    ]
+    assert make_reader(CountingTask(5)).check_all() == []
 
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [(3, ([0, 2, 3], 1)), (0, ([0, 2, 3, 4, 6], 3)), (9, ([0, 2, 3, 4, 6], 3))],
 )
-def test_eval_prompts_that_are_too_long_are_skipped_and_counted(limit, expected):
-    task = CountingTask(8, long=[1, 5, 7])
-    prompts, num_skipped = eval_prompts(task, LetterTokenizer(), limit, 40, "skip")
-    assert (ids(prompts), num_skipped) == expected
+def test_held_out_prompts_are_the_first_that_fit(limit, expected):
+    prompts, num_skipped = make_reader(CountingTask(8, long=[1, 5, 7]), "skip").held_out(limit)
+    assert ([prompt.prompt_id for prompt in prompts], num_skipped) == expected
+    assert prompts[1].text == "held-out problem 2"
 
 
 @pytest.mark.parametrize("long_prompts", ["refuse", "skip"])
 def test_a_prompt_of_megabytes_is_too_long_without_being_tokenised(long_prompts):
     task = CountingTask(2)
     task.eval_problem = lambda index: ("x" * 20_000_000 if index else "y", {})
+    reader = make_reader(task, long_prompts, 30_000, SlowTokenizer())
     if long_prompts == "skip":
-        prompts, num_skipped = eval_prompts(task, SlowTokenizer(), 0, 30_000, "skip")
+        prompts, num_skipped = reader.held_out(0)
         assert (len(prompts), num_skipped) == (1, 1)
         return
     message = r"eval problem 1 of task counting has 20,000,000 characters, more than .* = 30000"
     with pytest.raises(ValueError, match=message):
-        eval_prompts(task, SlowTokenizer(), 0, 30_000, "refuse")
+        reader.held_out(0)

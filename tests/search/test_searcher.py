@@ -1,28 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A searcher's rounds: given responses come first, scored like drawn ones."""
+"""The searcher: tickets begin as slots free up, and come back graded as they end."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import load_folder
+from fake_search import World
+from fake_tickets import House
 
 from tba_jax.config.schema import make_config
+from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.flow.padding import Padding
+from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.replay.outbox import Outbox
+from tba_jax.remote.messages import Heartbeat
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.model_parts import START_MODEL, make_decoder
-from tba_jax.search.prompts import PromptStream
+from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.sampler import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
-from tba_jax.search.start_data import GivenGroup, StartData, make_start_program
+from tba_jax.search.start_data import GivenScorer, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.weights.transport import Published
+
+
+def test_a_ticket_comes_back_when_its_last_response_ended():
+    """Prompt 0 takes three chunks; the other slots go on meanwhile."""
+    world = World(lambda i, j: 3 if (i, j) == (0, 1) else 1)
+    assert list(world.run(1)) == [1]
+    assert list(world.run(1)) == [1, 2]
+    result = world.run(1)[0]
+    assert list(world.owner._results) == [1, 2, 0, 3]
+    group = result.group
+    assert [y.response_tokens.tolist() for y in group.trajectories] == [[10, 0], [10, 1]]
+    assert [y.reward for y in group.trajectories] == [10.0, 10.0]
+    assert (result.version, result.generated, group.trajectories[0].round) == (0, 2, 0)
+    assert world.owner.decoded_tokens == 4 * 4
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_newer_weights_come_between_chunks_or_when_the_session_has_drained(in_flight):
+    world = World(lambda i, j: 3, in_flight=in_flight)
+
+    def spans():
+        found = [(y.version_min, y.version_max) for r in world.owner._results.values() for y in
+                 r.group.trajectories]  # fmt: skip
+        world.house.merge()
+        return set(found)
+
+    world.run(1)
+    world.version = 5
+    world.run(2)
+    assert spans() == {(0, 5) if in_flight else (0, 0)}
+    world.run(3)
+    assert spans() == {(5, 5)}
+
+
+def test_a_searcher_over_the_bound_waits():
+    """Bound 1, two prompts a step: four groups under way, and then nothing until some are used."""
+    world = World(max_staleness=1, num_prompts=2)
+    assert len(world.run(2)) == 4
+    assert not world.searcher.step()
+    world.version = 1
+    world.house.step = 1
+    world.house.merge()
+    assert len(world.run(3)) == 4
+
+
+def test_slow_grades_stop_decoding_not_memory():
+    world = World()
+    for _ in range(10):
+        world.searcher.step()
+    # Four slots are two prompts; two sessions' worth may wait.
+    assert world.owner.num_under_way == 2 * 2
+    assert world.searcher.grade() and world.searcher.step()
+
+
+def test_decoding_is_counted_from_one_question_to_the_next():
+    world = World(lambda i, j: 1)
+    world.run(2)
+    assert world.searcher.decode_counts() == (8, 8, 0, 0)
+    assert world.searcher.decode_counts() == (0, 0, 0, 0)
+
+
+def test_a_grader_that_fails_stops_its_searcher_and_is_named():
+    class LostPool:
+        def score(self, prompts, completions, columns, *, completion_ids, has_eos):
+            raise OSError("no process is left")
+
+    world, stop = World(reward=LostPool), StopFlag()
+    workers = [
+        Worker("searcher-0", world.searcher.step, stop, idle_s=0.001),
+        Worker("grader-0", world.searcher.grade, stop, idle_s=0.001),
+    ]
+    for worker in workers:
+        worker.start()
+    assert stop.wait(30.0)
+    for worker in workers:
+        worker.join(30.0)
+    with pytest.raises(WorkerError, match="grader-0 failed: OSError: no process is left"):
+        stop.check()
+    assert not world.owner._results  # what was not graded does not come back
 
 
 class LengthReward:
@@ -34,110 +117,101 @@ class LengthReward:
         return ScoreResult(rewards, ["nine" if r is None else None for r in rewards], "")
 
 
-class LengthReference:
-    """Minus the prompt's length and a tenth of the response's."""
-
-    def __init__(self):
-        self.shapes = []
-
-    def __call__(self, tokens, prompt_lengths, response_lengths, response_bucket, is_sampled):
-        self.shapes.append(tokens.shape)
-        return jnp.asarray(-prompt_lengths[:, None] - response_lengths / 10)
-
-
 @pytest.fixture(scope="module")
 def model():
     config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     return config, unstack_layers(params, config), Tokenizer.load(str(START_MODEL))
 
 
-def make_searcher(model, given_texts):
-    """(searcher of rounds of 2 prompts with 3 responses, its outbox, stream and reference)."""
+def real_searchers(model, given_texts=(), num_searchers=1):
+    """(house, searchers of the start model) with three responses to a prompt, six slots."""
     model_config, params, tokenizer = model
     config = make_config(
         {
             "task.max_prompt_tokens": 12,
             "search.max_new_tokens": 8,
-            "search.prompts_per_round": 2,
+            "search.num_slots": 6,
             "search.samples_per_prompt": 3,
         }
     )
-    groups = []
+    given = []
     for index, texts in given_texts:
         text, columns = Arithmetic().train_problem(index)
         prompt = Prompt(index, text, tokenizer.encode(text, add_bos=True), columns)
         ids = [np.append(tokenizer.encode(x, add_bos=False), tokenizer.eos_ids[0]) for x in texts]
-        groups.append(GivenGroup(prompt, tuple(ids)))
+        given.append(Ticket(len(given), prompt, tuple(ids)))
     program = make_start_program(
         model_config, Scoring(eos_ids=tokenizer.eos_ids, chunk_tokens=64), max_new_tokens=8
     )
-    sizes = {"prompts_per_round": 2, "samples_per_prompt": 3}
     padding = Padding((12,), (8,), tokenizer.pad_id)
-    given = StartData(groups, program, **sizes, temperature=1.0, padding=padding)
-    stream = PromptStream(
-        Arithmetic(),
-        tokenizer,
-        searcher=0,
-        num_searchers=1,
-        ownership="any",
-        seed=0,
-        max_prompt_tokens=12,
-        long_prompts="refuse",
-    )
-    outbox, reference = Outbox(2**20), LengthReference()
-    parts = SearchParts(
-        index=0,
-        stream=stream,
-        weights=lambda: Published(0, params),
-        sampler=Sampler(
-            make_decoder(config, model_config, tokenizer), config.search, jax.random.key(0), 0
-        ),
-        grader=Grader(LengthReward(), tokenizer.batch_decode, lambda text: None, ""),
-        reference=reference,
-        padding=padding,
-        outbox=outbox,
-        clock=lambda: 0.0,
-    )
-    return Searcher(parts, given), outbox, stream, reference
-
-
-def test_given_responses_are_scored_in_the_first_rounds_and_then_it_draws(model):
-    given = [(5, ("1", "22", "9")), (2, ("333",)), (5, ("4444",))]
-    searcher, outbox, stream, reference = make_searcher(model, given)
-    decode = model[2].decode
-    assert (searcher.num_given, searcher.num_given_rounds_left) == (5, 2)
-    before = stream.state()
-    searcher.step()
-    searcher.step()
-    assert searcher.num_given_rounds_left == 0
-    assert stream.state() == before and searcher.decoded_tokens == 0
-    first, second = outbox.take()
-    assert [(c.round, c.generated, c.prompt_state) for c in (first, second)] == [
-        (0, 4, before),
-        (1, 1, before),
+    prompts = Prompts(PromptReader(Arithmetic(), tokenizer, 12, "refuse"), seed=0)
+    house = House(num_searchers, prompts=prompts, given=given)
+    decoder = make_decoder(config, model_config, tokenizer)
+    searchers = [
+        Searcher(
+            SearchParts(
+                index=i,
+                weights=lambda: Published(0, params),
+                evaluated=lambda version: None,
+                sampler=Sampler(decoder, config.search, jax.random.key(0)),
+                grader=Grader(LengthReward(), tokenizer.batch_decode, lambda text: None, ""),
+                evaluator=None,
+                given=GivenScorer(program, samples_per_prompt=3, temperature=1.0, padding=padding),
+                reference=None,
+                padding=padding,
+                clock=lambda: 0.0,
+            ),
+            house.owner,
+        )
+        for i in range(num_searchers)
     ]
-    a, b = first.groups
-    (c,) = second.groups
-    assert [[(decode(y.response_tokens), y.reward) for y in g.trajectories] for g in (a, b, c)] == [
+    return house, searchers
+
+
+def sample(house, searchers, count):
+    """Results of so many tickets, by number."""
+    house.owner.allow(count, 0)
+    while not house.owner.is_done:
+        for searcher in searchers:
+            searcher.step()
+            searcher.grade()
+    return dict(house.owner._results)
+
+
+def test_given_responses_are_scored_first_and_then_it_draws(model):
+    given = [(5, ("1", "22", "9")), (2, ("333",)), (5, ("4444",))]
+    house, searchers = real_searchers(model, given)
+    decode = model[2].decode
+    results = sample(house, searchers, 1)
+    groups = [results[n].group for n in range(3)]
+    assert [[(decode(y.response_tokens), y.reward) for y in g.trajectories] for g in groups] == [
         [("1", 1.0), ("22", 2.0)],
         [("333", 3.0)],
         [("4444", 4.0)],
     ]
-    assert [g.rejected for g in (a, b, c)] == [{"nine": 1}, {}, {}]
-    assert [g.prompt.prompt_id for g in (a, b, c)] == [5, 2, 5]
-    for y in (*a.trajectories, *b.trajectories, *c.trajectories):
-        prompt = {5: a, 2: b}[y.prompt_id].prompt
-        length = len(y.response_tokens)
+    assert [g.rejected for g in groups] == [{"nine": 1}, {}, {}]
+    assert [g.prompt.prompt_id for g in groups] == [5, 2, 5]
+    for y in (y for g in groups for y in g.trajectories):
         assert y.finish_reason == "eos" and y.sampling_temperature == 1.0
-        assert (
-            y.behavior_token_logprobs.shape == (length,) and (y.behavior_token_logprobs < 0).all()
-        )
-        assert y.reference_logprob == pytest.approx(-len(prompt.tokens) - length / 10)
+        assert y.behavior_token_logprobs.shape == y.response_tokens.shape
+        assert (y.behavior_token_logprobs < 0).all()
         assert (y.version_min, y.version_max, y.searcher) == (0, 0, 0)
+    assert [results[n].report.tokens for n in range(3)] == [0, 0, 0]
+    assert results[3].generated == 3 and results[3].report.tokens > 0
 
-    searcher.step()
-    (drawn,) = outbox.take()
-    assert (drawn.round, drawn.generated) == (2, 6)
-    assert stream.state() == drawn.prompt_state != before and searcher.decoded_tokens > 0
-    # Full and partial rounds of given responses compile no program of their own.
-    assert set(reference.shapes) == {(3, 20)}
+
+def test_what_a_ticket_draws_depends_on_its_number_alone(model):
+    """Two searchers give the bits of one; a lost ticket is drawn again with the same bits."""
+    alone = sample(*real_searchers(model), 7)
+    house, searchers = real_searchers(model, num_searchers=2)
+    house.owner.beat(1, Heartbeat())
+    house.owner.take(1, 2, 0)
+    house.owner.lose([1])
+    shared = sample(house, searchers, 5)
+    assert sorted(alone) == sorted(shared) == list(range(7))
+    assert len({y.searcher for r in shared.values() for y in r.group.trajectories}) == 2
+    for n, result in alone.items():
+        pairs = zip(result.group.trajectories, shared[n].group.trajectories, strict=True)
+        for y, z in pairs:
+            np.testing.assert_array_equal(y.response_tokens, z.response_tokens)
+            np.testing.assert_array_equal(y.behavior_token_logprobs, z.behavior_token_logprobs)

@@ -12,12 +12,14 @@ from fake_models import load_folder
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.padding import Padding
+from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
-from tba_jax.search.start_data import GivenGroup, StartData, load_start_groups, make_start_program
+from tba_jax.search.prompts import PromptReader
+from tba_jax.search.start_data import GivenScorer, Limits, load_start_tickets, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
 
 
@@ -33,13 +35,9 @@ def write(tmp_path, *rows):
 
 
 def load(path, tokenizer, **changes):
-    limits = {
-        "max_prompt_tokens": 12,
-        "min_new_tokens": 0,
-        "max_new_tokens": 6,
-        "samples_per_prompt": 2,
-    }
-    return load_start_groups(path, Arithmetic(), tokenizer, **(limits | changes))
+    most = changes.pop("max_prompt_tokens", 12)
+    reader = PromptReader(Arithmetic(), tokenizer, most, "skip")
+    return load_start_tickets(path, reader, tokenizer, Limits(0, 6, 2)._replace(**changes))
 
 
 def test_rows_become_groups_of_at_most_s_responses_that_end(tmp_path, tokenizer):
@@ -51,6 +49,7 @@ def test_rows_become_groups_of_at_most_s_responses_that_end(tmp_path, tokenizer)
         (7, ["4"]),
         (3, ["22", "22222"]),
     ]
+    assert [g.number for g in groups] == [0, 1, 2]
     assert all(r[-1] == tokenizer.eos_ids[0] for g in groups for r in g.responses)
     assert groups[0].prompt.text == Arithmetic().train_problem(7)[0]
     assert groups[0].prompt.columns == Arithmetic().train_problem(7)[1]
@@ -100,7 +99,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         num_slots=None,
     )
     given = [
-        GivenGroup(p, tuple(drawn.tokens[i, j, : drawn.lengths[i, j]] for j in range(4 - i)))
+        Ticket(i, p, tuple(drawn.tokens[i, j, : drawn.lengths[i, j]] for j in range(4 - i)))
         for i, p in enumerate(prompts)
     ]
     program = make_start_program(
@@ -108,25 +107,19 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2, chunk_tokens=64),
         max_new_tokens=12,
     )
-    start = StartData(
-        given,
+    score = GivenScorer(
         program,
-        prompts_per_round=2,
         samples_per_prompt=4,
         temperature=0.8,
         padding=Padding((12,), (12,), tokenizer.pad_id),
     )
-    assert (start.num_rounds, start.num_responses) == (2, 4 + 3 + 2)
-    for number, (first, count) in enumerate([(0, 2), (2, 1)]):
-        groups = start.groups(params, number, version=5)
-        assert [g.prompt for g in groups] == prompts[first : first + count]
-        for i, group in enumerate(groups, first):
-            assert [y.tokens.tolist() for y in group.episodes] == [
-                y.tolist() for y in given[i].responses
-            ]
-            for j, y in enumerate(group.episodes):
-                # Float32: one forward pass over whole sequences against a cache, token by token.
-                expected = drawn.token_logprobs[i, j, : len(y.tokens)]
-                np.testing.assert_allclose(y.token_logprobs, expected, atol=2e-4)
-                assert (y.version_min, y.version_max, y.temperature) == (5, 5, 0.8)
-                assert (y.finish, y.is_sampled) == ("eos", None)
+    for i, ticket in enumerate(given):
+        group = score(params, ticket, version=5)
+        assert group.prompt is prompts[i] and len(group.episodes) == 4 - i
+        for j, y in enumerate(group.episodes):
+            np.testing.assert_array_equal(y.tokens, ticket.responses[j])
+            # Float32: one forward pass over whole sequences against a cache, token by token.
+            expected = drawn.token_logprobs[i, j, : len(y.tokens)]
+            np.testing.assert_allclose(y.token_logprobs, expected, atol=2e-4)
+            assert (y.version_min, y.version_max, y.temperature) == (5, 5, 0.8)
+            assert (y.finish, y.is_sampled) == ("eos", None)

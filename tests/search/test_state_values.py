@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
+from fake_tickets import House
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.rounds import check_commit
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.search.config import SearchSettings
@@ -57,15 +56,23 @@ def decoder():
     )
 
 
-def make_sampler(decoder, num_continuations, searcher=0):
+def make_sampler(decoder, num_continuations):
     settings = SearchSettings(
         samples_per_prompt=4,
-        prompts_per_round=2,
         max_new_tokens=LIMIT,
         num_slots=256,
     )
     states = StateValues(tokens=1, samples=num_continuations)
-    return Sampler(decoder, settings, jax.random.key(0), searcher, states=states)
+    return Sampler(decoder, settings, jax.random.key(0), states=states)
+
+
+def sampled(sampler, published, *numbers):
+    """Groups of tickets of the prompt."""
+    session = sampler.open(published)
+    for number in numbers:
+        session.submit(number, PROMPT)
+    found = session.run()
+    return [found[number] for number in numbers]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +106,7 @@ def exact_value(params, state):
 
 
 def test_advantages_are_those_of_the_exact_values(decoder, published):
-    (group,) = make_sampler(decoder, 3000).sample([PROMPT], 5, published)
+    (group,) = sampled(make_sampler(decoder, 3000), published, 5)
     responses = [y.tokens for y in group.episodes]
     values = values_of(GRADER, PROMPT, group.continuations)
     assert set(values) == {state.tobytes() for state in states_of(responses, 1)}
@@ -126,17 +133,15 @@ def test_a_token_has_the_difference_of_the_values_around_it():
     assert (found[2] == 0).all()
 
 
-def test_continuations_follow_from_the_number_and_the_place_in_the_round(decoder, published):
-    def drawn(prompts, number):
-        groups = make_sampler(decoder, 16).sample(prompts, number, published)
+def test_continuations_follow_from_the_number_of_the_ticket(decoder, published):
+    def drawn(*numbers):
         return [
             {state: [y.tokens.tolist() for y in own] for state, own in g.continuations.items()}
-            for g in groups
+            for g in sampled(make_sampler(decoder, 16), published, *numbers)
         ]
 
-    first, second = drawn([PROMPT, PROMPT], 3)
-    assert [first, second] == drawn([PROMPT, PROMPT], 3)
-    assert first != second and first != drawn([PROMPT, PROMPT], 4)[0]
+    first, second = drawn(3, 4)
+    assert [second, first] == drawn(4, 3) and [first] == drawn(3) and first != second
     for of_state in (first, second):
         for state, rows in of_state.items():
             tokens = np.frombuffer(state, np.int32).tolist()
@@ -153,40 +158,32 @@ def test_tokens_between_two_states_share_their_advantage():
     assert (alone == 0).all()
 
 
-def test_a_round_brings_advantages_and_they_come_back_from_its_outbox(decoder, published):
+def test_a_ticket_brings_advantages(decoder, published):
     class OnePrompt:
-        def take(self, num_prompts):
-            return [PROMPT] * num_prompts
+        def from_number(self, number):
+            return number, PROMPT
 
-        def state(self):
-            return {}
-
-        def restore(self, state):
-            pass
-
-    outbox = Outbox(2**20)
+    house = House(1, prompts=OnePrompt())
     searcher = Searcher(
         SearchParts(
             index=0,
-            stream=OnePrompt(),
             weights=lambda: published,
+            evaluated=lambda version: None,
             sampler=make_sampler(decoder, 4),
             grader=GRADER,
+            evaluator=None,
+            given=None,
             reference=None,
             padding=Padding((3,), (3,), 0),
-            outbox=outbox,
             clock=lambda: 0.0,
-        )
+        ),
+        house.owner,
     )
-    assert searcher.step()
-    again = Outbox(2**20)
-    again.restore(outbox.state())
-    (commit,), (other,) = outbox.take(), again.take()
-    check_commit(other)
-    pairs = zip(commit.groups[0].trajectories, other.groups[0].trajectories, strict=True)
-    rewards = [y.reward for y in commit.groups[0].trajectories]
-    for j, (y, z) in enumerate(pairs):
-        np.testing.assert_array_equal(y.token_advantages, z.token_advantages)
-        np.testing.assert_array_equal(y.behavior_token_logprobs, z.behavior_token_logprobs)
+    house.owner.allow(1, 0)
+    while not house.owner.is_done:
+        assert searcher.step() or searcher.grade()
+    (result,) = house.owner._results.values()
+    rewards = [y.reward for y in result.group.trajectories]
+    for j, y in enumerate(result.group.trajectories):
         total = y.reward - np.mean(np.delete(rewards, j))
         np.testing.assert_allclose(y.token_advantages.sum(), total, atol=1e-6)

@@ -107,7 +107,7 @@ def test_tasksets_of_verifiers_are_environments_of_a_training_run(tmp_path, monk
     monkeypatch.setenv("AGENT_MODEL", str(folder))
     workdir = tmp_path / "run"
     agent = SCRIPT.with_name("agents_for_tests.py")
-    small = ("samples_per_prompt=2", "prompts_per_round=1", "max_new_tokens=60")
+    small = ("samples_per_prompt=2", "num_slots=2", "max_new_tokens=60")
     done = commands.run(
         workdir,
         *commands.SYNC,

@@ -24,7 +24,7 @@ def others_begin(monkeypatch):
 
 def test_a_checkpoint_is_complete_though_other_saves_begin(tmp_path, others_begin):
     checkpoints = Checkpoints(str(tmp_path / "checkpoints"), timeout_s=20)
-    facts = Facts(seed=0, num_searchers=1, run_id="f00d")
+    facts = Facts(seed=0, run_id="f00d")
     checkpoints.save(3, {"w": jnp.arange(8.0)}, HostState(facts, {}))
     checkpoints.close()
     assert Checkpoints(str(tmp_path / "checkpoints")).latest_step() == 3

@@ -58,9 +58,7 @@ def make_trainer(outcomes, seen, *, packing=PADDED, draws=None, **changes):
     arguments = {
         "state": SimpleNamespace(step=jnp.int32(0)),
         "train_step": train_step,
-        "buffer": buffer,
         "batches": OwnBatches(buffer, packing, num_steps=10, sync_period=1, checkpoint_period=0),
-        "outboxes": [],
         "transport": SimpleNamespace(is_publishing=False),
         "clock": lambda: 0.0,
     }

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets of searchers and their results.
+
+A ticket is one prompt, of which a searcher samples the responses; its result is their group. An
+evaluation ticket is a shard of the held-out prompts. Invariants: a result that `check_result`
+accepts counts every response once, and packed results are unpacked exactly
+(tests/flow/test_tickets.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.flow.records import Snapshot, pack_groups, unpack_groups
+from tba_jax.flow.trajectory import Group, Prompt
+
+
+class Ticket(NamedTuple):
+    """A prompt for a searcher; the number determines prompt and random key.
+
+    Attributes:
+        responses: given responses, int32 [t] each, to score instead of sampling; (): sample.
+    """
+
+    number: int
+    prompt: Prompt
+    responses: tuple[np.ndarray, ...] = ()
+
+
+class EvaluationTicket(NamedTuple):
+    """A shard of an evaluation: held-out prompts that one searcher answers.
+
+    Attributes:
+        version: policy version to evaluate.
+        first: number of the first prompt of the shard; the next prompts follow.
+    """
+
+    version: int
+    first: int
+    prompts: tuple[Prompt, ...]
+
+
+class EvaluationShard(NamedTuple):
+    """Graded responses to the prompts of a shard, as JSON-compatible lists.
+
+    Attributes:
+        first: as in `EvaluationTicket`.
+        tokens: token IDs, by prompt and response.
+        has_eos: whether a response ended by itself, by prompt and response.
+        texts: response texts, by prompt.
+        rewards: rewards by prompt and response; None where no reward could be computed.
+        is_first_kind: whether a response has the task's first kind, by prompt and response.
+        parts: name -> further reported values, by prompt and response.
+        measured: name -> values by prompt, from measures that need weights.
+    """
+
+    first: int
+    tokens: list[list[list[int]]]
+    has_eos: list[list[bool]]
+    texts: list[list[str]]
+    rewards: list[list[float | None]]
+    is_first_kind: list[list[bool]]
+    parts: Mapping[str, list[list[float]]]
+    measured: Mapping[str, list[list[float]]]
+
+
+class DecodeCounts(NamedTuple):
+    """Counts of decode sessions, as in their `Statistics`."""
+
+    tokens: int = 0
+    slot_steps: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
+
+    def plus(self, other: "DecodeCounts") -> "DecodeCounts":
+        """Return the sum of two counts, field by field."""
+        return DecodeCounts(*map(sum, zip(self, other, strict=True)))
+
+
+class Report(NamedTuple):
+    """Metrics of the responses of one ticket, and times in seconds since the run began.
+
+    Attributes:
+        tokens: number of sampled tokens; 0 for given responses.
+        reward_mean: mean over the responses that have a reward; nan if none has one.
+        response_length_mean: mean number of tokens of a response, end-of-sequence included.
+        unique_fraction: share of different responses.
+        kind_share: share of the task's first response kind.
+        cut_share: share of the responses that the length limit cut.
+        equal_rewards_share: 1 if all responses have the same reward, else 0.
+        further: metric name -> mean: of each of several rewards, and of the seconds that an
+            episode waited for its environment.
+        start_s, end_s: start of the decoding, and end of the grading.
+        decode_s: the ticket's share of the searcher's decoding time.
+        reward_s: the ticket's share of the time for rewards.
+        reference_s: the same for log-probs of the reference after the rewards were computed.
+    """
+
+    tokens: int
+    reward_mean: float
+    response_length_mean: float
+    unique_fraction: float
+    kind_share: float
+    cut_share: float
+    equal_rewards_share: float
+    further: Mapping[str, float]
+    start_s: float = 0.0
+    end_s: float = 0.0
+    decode_s: float = 0.0
+    reward_s: float = 0.0
+    reference_s: float = 0.0
+
+
+def summarise(reports: Sequence[Report]) -> dict[str, float]:
+    """Return search metrics of the tickets that one sync merged; {} without tickets."""
+    if not reports:
+        return {}
+    sums = {n: sum(getattr(r, n) for r in reports) for n in ("decode_s", "reward_s", "reference_s")}
+    out = {
+        "search/tickets": float(len(reports)),
+        **{f"search/{name}": value for name, value in sums.items()},
+        "search/ticket_s": sum(r.end_s - r.start_s for r in reports),
+        "search/tokens_per_s": sum(r.tokens for r in reports) / max(sums["decode_s"], 1e-9),
+    }
+    means = Report._fields[1 : Report._fields.index("further")]
+    out |= {f"search/{name}": mean_known([getattr(r, name) for r in reports]) for name in means}
+    for name in dict.fromkeys(name for r in reports for name in r.further):
+        out[f"search/{name}"] = mean_known([r.further.get(name, math.nan) for r in reports])
+    return out
+
+
+def mean_known(values: Sequence[float]) -> float:
+    """Return the mean of the values that are not nan; nan if there are none."""
+    known = np.asarray(values, np.float64)
+    known = known[~np.isnan(known)]
+    return float(known.mean()) if known.size else math.nan
+
+
+class Result(NamedTuple):
+    """Result of a ticket.
+
+    Attributes:
+        number: number of the ticket.
+        version: policy version with which the ticket began.
+    """
+
+    number: int
+    version: int
+    group: Group
+    report: Report
+
+    @property
+    def generated(self) -> int:
+        """Number of responses, with the rejected ones."""
+        return len(self.group.trajectories) + sum(self.group.rejected.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes in the arrays of the trajectories."""
+        return sum(y.num_bytes for y in self.group.trajectories)
+
+
+def check_result(result: Result) -> None:
+    """Refuse a result that would break the buffer or a train step later.
+
+    Raises:
+        ValueError: a reward is not finite, log-probs are missing, or a response is empty.
+    """
+    for y in result.group.trajectories:
+        where = f"ticket {result.number}, prompt {y.prompt_id}"
+        count, wanted = len(y.response_tokens), result.group.prompt.prompt_id
+        sizes = {
+            "behavior_token_logprobs": y.behavior_token_logprobs,
+            "token_advantages": y.token_advantages,
+            "is_sampled": y.is_sampled,
+        }
+        if y.prompt_id != wanted:
+            raise ValueError(f"{where}: the response is in the group of prompt {wanted}")
+        if not math.isfinite(y.reward):
+            raise ValueError(f"{where}: reward is {y.reward}; count the response as rejected")
+        if not count:
+            raise ValueError(f"{where}: an empty response; wanted at least its last token")
+        for name, values in sizes.items():
+            if values is not None and (len(values) != count or not np.isfinite(values).all()):
+                raise ValueError(
+                    f"{where}: {name} has {len(values)} values for {count} response tokens; "
+                    "wanted a finite number for each"
+                )
+        if y.is_sampled is not None and not y.is_sampled.any():
+            raise ValueError(f"{where}: no token of the response was sampled; leave it out")
+
+
+def pack_results(results: Sequence[Result]) -> Snapshot:
+    """Return results as flat arrays and JSON-compatible metadata, without loss."""
+    arrays, meta = pack_groups([result.group for result in results])
+    return arrays, {**meta, "results": [[r.number, r.version, list(r.report)] for r in results]}
+
+
+def unpack_results(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Result]:
+    """Inverse of `pack_results`."""
+    return [
+        Result(number, version, group, Report(*report))
+        for group, (number, version, report) in zip(
+            unpack_groups(arrays, meta), meta["results"], strict=True
+        )
+    ]

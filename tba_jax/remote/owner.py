@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owner: the tickets of a run, in the process that has the replay buffer.
+
+Searchers take tickets and put results. Searchers of this process call the methods; searchers of
+other processes send messages (`search_channel`). A searcher that exceeds the heartbeat timeout is
+lost: its open tickets are issued again, with the same prompt and random key. The first result of a
+ticket counts; later ones are dropped as duplicates.
+
+Which tickets may begin: with driver=sync, as many as the trainer allows, with its newest version;
+with driver=async, those whose responses can still be drawn within `replay.max_staleness`.
+
+Invariants: each ticket is merged once. A restored owner issues the tickets again that were open,
+for any number of searchers (tests/remote/test_owner.py).
+"""
+
+import dataclasses
+import heapq
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tba_jax.flow.state import PartState
+from tba_jax.flow.tickets import (
+    DecodeCounts,
+    EvaluationShard,
+    EvaluationTicket,
+    Report,
+    Result,
+    Ticket,
+    check_result,
+    pack_results,
+    unpack_results,
+)
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.remote.bounded_clock import BoundedClock
+from tba_jax.remote.evaluation_queue import EvaluationQueue
+from tba_jax.remote.messages import RUN_ENDED, Heartbeat, JoinRequest, JoinResponse
+from tba_jax.replay.buffer import ReplayBuffer
+
+# Size of the results that are not merged yet, above which no ticket begins.
+_MOST_BYTES = 64 * 2**20
+
+
+class PromptSource(Protocol):
+    """Training prompts in the order of tickets; `search.prompts.Prompts`."""
+
+    def from_number(self, number: int) -> tuple[int, Prompt]:
+        """Return the first prompt that can be used, from a number on, with its own number."""
+        ...
+
+
+class OwnerSettings(NamedTuple):
+    """Settings of an owner.
+
+    Attributes:
+        epoch: name of this owner, different from the names of all earlier owners of the run.
+        identity: digest of the code, and the run ID, that other processes must have.
+        num_prompts: p, groups in a batch.
+        share: m, mean share of fresh groups in a batch.
+        max_staleness: bound on staleness in steps; 0: no bound.
+        initial_fill: responses needed before the first step, besides given ones.
+        samples_per_prompt: S, number of responses of a ticket.
+        heartbeat_timeout_s: seconds without a message after which a searcher counts as lost.
+    """
+
+    epoch: str
+    identity: Mapping[str, str]
+    num_searchers: int
+    num_prompts: int
+    share: float
+    max_staleness: int
+    initial_fill: int
+    samples_per_prompt: int
+    heartbeat_timeout_s: float
+
+
+class _Open(NamedTuple):
+    """A ticket that a searcher works on, and the policy version with which it began."""
+
+    searcher: int
+    version: int
+    ticket: Ticket
+
+
+@dataclasses.dataclass
+class _Searcher:
+    """A searcher of the run; `idle_s` includes `idle_before_s` of earlier processes."""
+
+    host: str = ""
+    is_connected: bool = False
+    is_lost: bool = False
+    last_message_s: float = 0.0
+    num_joins: int = 0
+    num_groups: int = 0
+    staleness: int = 0  # summed over the groups
+    idle_s: float = 0.0
+    idle_before_s: float = 0.0
+    wants_stop: bool = False
+
+
+class Owner:
+    """Thread-safe owner of the tickets of a run.
+
+    Args:
+        given: tickets of given responses, numbered from 0; sampled tickets follow.
+        clock: monotonic clock in seconds.
+        run_clock: running time of the run in seconds.
+        log: receives one line for each join, loss and return of a searcher.
+
+    Attributes:
+        has_ended: whether the run has ended; later messages of searchers are refused.
+        is_sampling: whether tickets may begin; False: evaluation shards only.
+        decoded_tokens: sampled tokens of all results.
+        num_skipped: number of too long prompts that were left out, with repeats.
+    """
+
+    def __init__(
+        self,
+        settings: OwnerSettings,
+        buffer: ReplayBuffer,
+        prompts: PromptSource,
+        evaluations: EvaluationQueue,
+        *,
+        given: Sequence[Ticket] = (),
+        clock: Callable[[], float],
+        run_clock: Callable[[], float],
+        log: Callable[[str], None],
+    ) -> None:
+        self.settings = settings
+        self.has_ended = False
+        self.is_sampling = True
+        self.decoded_tokens = self.num_skipped = self.num_merged = 0
+        self.evaluations = evaluations
+        self._buffer, self._prompts = buffer, prompts
+        self._given, self._num_given = tuple(given), len(given)
+        self._clock = BoundedClock(clock, settings.heartbeat_timeout_s / 4)
+        self._run_clock, self._log = run_clock, log
+        self._lock = threading.RLock()
+        self._searchers = [_Searcher() for _ in range(settings.num_searchers)]
+        self._version = -1
+        self._next = 0  # number of the next new ticket
+        self._again: list[int] = []  # heap of numbers that were lost
+        self._open: dict[int, _Open] = {}
+        self._results: dict[int, Result] = {}  # not merged yet, by number
+        self._num_bytes = self._num_generated = self._num_lost = 0
+        self._allowed: tuple[int, int] | None = None  # tickets and version, with driver=sync
+        self._most_each = 0  # open tickets of a searcher, with driver=sync
+        self._step = self._num_fresh = 0
+        self._decoded = DecodeCounts()
+        self._num_searchers_lost = self._num_duplicates = 0
+
+    def take(
+        self, searcher: int, free: int, version: int, held: Collection[int] | None = None
+    ) -> list[Ticket]:
+        """Return tickets for a searcher to begin.
+
+        Args:
+            free: maximum number of new tickets.
+            version: version of the searcher's weights; -1: it has none.
+            held: numbers of all tickets that the searcher has; other open tickets of the searcher
+                were lost on the way, and are returned again. None: no ticket can be lost.
+        """
+        with self._lock:
+            tickets = []
+            if held is not None:
+                known = [n for n, each in self._open.items() if each.searcher == searcher]
+                tickets = [self._open[n].ticket for n in sorted(known) if n not in held]
+            if self._allowed is not None:  # the searchers share the tickets evenly
+                own = sum(each.searcher == searcher for each in self._open.values())
+                free = min(free, self._most_each - own)
+            free += len(tickets)
+            while len(tickets) < free and (ticket := self._begin(version)) is not None:
+                self._open[ticket.number] = _Open(searcher, version, ticket)
+                tickets.append(ticket)
+            return tickets
+
+    def _begin(self, version: int) -> Ticket | None:
+        """Return the next ticket; None if none may begin with weights of this version."""
+        number = self._again[0] if self._again else self._next
+        is_given, is_new = number < self._num_given, not self._again
+        if not self.is_sampling or version < 0:
+            return None
+        if not is_given and not self._admits(version, is_new):
+            return None
+        if is_given:
+            ticket = self._given[number]
+        else:
+            found, prompt = self._prompts.from_number(number)
+            self.num_skipped += found - number
+            number, ticket = found, Ticket(found, prompt)
+        if not is_new:
+            heapq.heappop(self._again)
+            return ticket
+        self._next = number + 1
+        if self._allowed is not None and not is_given:
+            self._allowed = self._allowed[0] - 1, self._allowed[1]
+        return ticket
+
+    def _admits(self, version: int, is_new: bool) -> bool:
+        """Return whether a ticket of sampled responses may begin with weights of this version.
+
+        The trainer uses groups in the order of their versions, m p fresh groups per step. So a
+        ticket of version v begins at step t only while fewer than (v + bound + 1 - t) m p groups
+        are open or unused (the rule of AReaL, arXiv 2505.24298, without replayed groups). A batch
+        may consist of fresh groups only, so the limit is at least p groups.
+        """
+        if self._allowed is not None:
+            count, wanted = self._allowed
+            return version == wanted and (count > 0 or not is_new)
+        settings = self.settings
+        if self._num_bytes >= _MOST_BYTES:
+            return False
+        if not settings.max_staleness:
+            return True
+        steps = version + settings.max_staleness + 1 - self._step
+        if steps < 1:
+            return False  # wait for newer weights
+        least = settings.num_prompts
+        if not self._step:
+            fill = -(-settings.initial_fill // settings.samples_per_prompt)
+            least = max(least, self._num_given + fill)
+        limit = max(least, math.floor(settings.share * settings.num_prompts * steps))
+        return self.num_under_way < limit
+
+    def put(self, searcher: int, results: Sequence[Result]) -> None:
+        """Accept the results of finished tickets: all of them, or none.
+
+        Raises:
+            ValueError: a result is inconsistent, or its ticket was never issued.
+        """
+        for result in results:
+            check_result(result)
+        with self._lock:
+            for result in results:
+                if result.number >= self._next:
+                    raise ValueError(f"ticket {result.number} was not issued; take tickets first")
+            for result in results:
+                self._accept(searcher, result)
+
+    def _accept(self, searcher: int, result: Result) -> None:
+        number, record = result.number, self._searchers[searcher]
+        if number in self._again:  # its searcher was only slow
+            self._again.remove(number)
+            heapq.heapify(self._again)
+            self._count_lost(number, -1)
+        elif self._open.pop(number, None) is None:
+            self._num_duplicates += 1
+            return
+        self._results[number] = result
+        self._num_bytes += result.num_bytes
+        self._num_generated += result.generated
+        self.decoded_tokens += result.report.tokens
+        record.num_groups += 1
+        record.staleness += self._step - result.version
+
+    def merge(self, step: int, most: int | None = None) -> list[Report]:
+        """Move results into the buffer, in the order of their numbers, and check the ledger.
+
+        Args:
+            step: number of completed training steps.
+            most: maximum number of results, for an exact lag; None: all.
+        """
+        with self._lock:
+            numbers = sorted(self._results)[:most]
+            results = [self._results.pop(number) for number in numbers]
+            self._num_bytes -= sum(result.num_bytes for result in results)
+            waiting, generated = self._num_waiting, self._num_generated
+        if results:
+            self._buffer.merge([result.group for result in results], step)
+            self.num_merged += len(results)
+        self._buffer.check_ledger(waiting, generated)
+        self.note_step(step)
+        return [result.report for result in results]
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(result.generated for result in self._results.values())
+
+    def note_step(self, step: int) -> None:
+        """Set the number of completed steps, and count the groups that wait in the buffer."""
+        num_fresh = self._buffer.num_fresh_groups
+        with self._lock:
+            self._step, self._num_fresh = step, num_fresh
+
+    def allow(self, count: int, version: int) -> None:
+        """Let searchers begin `count` sampled tickets, with this version only (driver=sync)."""
+        with self._lock:
+            self._allowed = count, version
+            self._most_each = -(-(count + self.num_given_left) // len(self._searchers))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all allowed and all given tickets have results (driver=sync)."""
+        with self._lock:
+            has_left = self._allowed is not None and self._allowed[0] > 0
+            return not (has_left or self._again or self._open or self.num_given_left)
+
+    @property
+    def num_given(self) -> int:
+        """Number of tickets with given responses."""
+        return self._num_given
+
+    @property
+    def num_given_left(self) -> int:
+        """Number of tickets with given responses that have no result yet."""
+        with self._lock:
+            begun = sum(n < self._num_given for n in (*self._again, *self._open))
+            return max(0, self._num_given - self._next) + begun
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of responses of finished tickets, without given ones."""
+        with self._lock:
+            return self._num_generated - sum(len(each.responses) for each in self._given)
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of groups that were begun and not drawn yet."""
+        with self._lock:
+            return len(self._open) + len(self._results) + self._num_fresh
+
+    def ledger(self) -> dict[str, int]:
+        """Return the numbers of responses: generated, waiting for a merge, and lost."""
+        with self._lock:
+            generated = self._num_generated + self._num_lost
+            counts = {"waiting": self._num_waiting, "lost": self._num_lost}
+            return {"generated": generated, **counts}
+
+    def take_evaluation(self, searcher: int) -> EvaluationTicket | None:
+        """Return the evaluation shard that this searcher must work on; None if there is none."""
+        return self.evaluations.take(searcher)
+
+    def put_evaluation(
+        self, searcher: int, ticket: EvaluationTicket, shard: EvaluationShard | None
+    ) -> None:
+        """Accept a shard; None: the searcher has no weights of its version."""
+        self.evaluations.put(searcher, ticket, shard)
+
+    # Searchers of other processes.
+
+    def join(self, request: JoinRequest) -> JoinResponse:
+        """Let a process run searchers; open tickets of their previous processes are lost.
+
+        A process without searchers receives only whether the run has ended.
+        """
+        with self._lock:
+            if self.has_ended:
+                return JoinResponse(refusal=RUN_ENDED)
+            if refusal := self._refusal(request):
+                self._log(f"{request.host} may not search: {refusal}")
+                return JoinResponse(refusal=refusal)
+            for searcher in request.searchers:
+                self._lose(searcher)
+                record = self._searchers[searcher]
+                record.host, record.last_message_s = request.host, self._clock()
+                record.is_connected, record.is_lost = True, False
+                record.idle_before_s = record.idle_s
+                record.num_joins += 1
+                verb = "joined again" if record.num_joins > 1 else "joined"
+                self._log(f"searcher {searcher} on {request.host} {verb}")
+            return JoinResponse(self.settings.epoch, self._version, self._run_clock())
+
+    def _refusal(self, request: JoinRequest) -> str:
+        """Return why a process may not search; "" if it may."""
+        if unknown := [i for i in request.searchers if i >= len(self._searchers)]:
+            return (
+                f"there is no searcher {unknown[0]}: the run has {len(self._searchers)} "
+                "searchers. Start the same command on every machine"
+            )
+        for name, wanted in self.settings.identity.items() if request.searchers else ():
+            found = request.identity.get(name, "(absent)")
+            if found != wanted:
+                return (
+                    f"its {name} is {found}, and the {name} of the trainer is {wanted}. Install "
+                    "the same version on every machine, or point both to the same files"
+                )
+        return ""
+
+    def beat(self, searcher: int, heartbeat: Heartbeat) -> None:
+        """Record a message of a searcher; a searcher that counted as lost is back."""
+        with self._lock:
+            record, now = self._searchers[searcher], self._clock()
+            if record.is_lost:
+                silent_s = now - record.last_message_s
+                self._log(f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s")
+            record.last_message_s, record.is_lost, record.is_connected = now, False, True
+            record.idle_s = record.idle_before_s + heartbeat.idle_s
+            record.wants_stop = heartbeat.wants_stop
+            self._decoded = self._decoded.plus(heartbeat.decoded)
+
+    def note_idle(self, searcher: int, idle_s: float) -> None:
+        """Set the idle time of a searcher of this process, in seconds since the process began."""
+        record = self._searchers[searcher]
+        record.idle_s = record.idle_before_s + idle_s
+
+    def lose_silent(self) -> bool:
+        """Count searchers over the heartbeat timeout as lost; return whether any was lost."""
+        with self._lock:
+            now, limit_s, found = self._clock(), self.settings.heartbeat_timeout_s, False
+            for searcher, record in enumerate(self._searchers):
+                if record.is_connected and now - record.last_message_s > limit_s:
+                    count = sum(each.searcher == searcher for each in self._open.values())
+                    self._log(
+                        f"searcher {searcher} on {record.host} is lost: no message for "
+                        f"{now - record.last_message_s:.0f} s. Its {count} open tickets are issued "
+                        "again"
+                    )
+                    self._lose(searcher)
+                    found = True
+            return found
+
+    def lose(self, searchers: Sequence[int]) -> None:
+        """Count these searchers as lost at once, because their process has ended."""
+        with self._lock:
+            for searcher in searchers:
+                self._lose(searcher)
+
+    def _lose(self, searcher: int) -> None:
+        record = self._searchers[searcher]
+        if not record.is_connected:
+            return
+        record.is_connected, record.is_lost = False, True
+        self._num_searchers_lost += 1
+        for number in [n for n, each in self._open.items() if each.searcher == searcher]:
+            del self._open[number]
+            heapq.heappush(self._again, number)
+            self._count_lost(number, 1)
+        self.evaluations.lose(searcher)
+
+    def _count_lost(self, number: int, count: int) -> None:
+        if number >= self._num_given:
+            self._num_lost += count * self.settings.samples_per_prompt
+
+    def set_version(self, version: int) -> None:
+        """Announce the newest complete policy version to searchers of other processes."""
+        with self._lock:
+            self._version = version
+
+    @property
+    def version(self) -> int:
+        """Newest announced policy version."""
+        return self._version
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the process of any connected searcher received a stop signal."""
+        with self._lock:
+            return any(each.wants_stop and each.is_connected for each in self._searchers)
+
+    @property
+    def num_connected(self) -> int:
+        """Number of connected searchers of other processes."""
+        with self._lock:
+            return sum(each.is_connected for each in self._searchers)
+
+    def absent(self, searchers: Sequence[int]) -> list[int]:
+        """Return which of these searchers no process runs."""
+        with self._lock:
+            return [i for i in searchers if not self._searchers[i].is_connected]
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the searchers of other processes by name."""
+        with self._lock:
+            joins = [each.num_joins for each in self._searchers]
+            figures = {
+                "fleet/hosts": len({x.host for x in self._searchers if x.is_connected}),
+                "fleet/searchers": self.num_connected,
+                "fleet/slots": len(self._searchers),
+                "fleet/joins": sum(joins),
+                "fleet/searchers_lost": self._num_searchers_lost,
+                "fleet/lost": self._num_lost // self.settings.samples_per_prompt,
+                "fleet/duplicates": self._num_duplicates,
+            }
+            return {name: float(value) for name, value in figures.items()}
+
+    def searchers(self) -> list[dict[str, Any]]:
+        """Return one row for each searcher, for the report."""
+        with self._lock:
+            return [
+                {
+                    "searcher": i,
+                    "host": x.host,
+                    "state": "connected" if x.is_connected else "lost" if x.is_lost else "absent",
+                    "joins": x.num_joins,
+                    "groups": x.num_groups,
+                    "staleness_mean": x.staleness / x.num_groups if x.num_groups else None,
+                    "idle_s": x.idle_s,
+                }
+                for i, x in enumerate(self._searchers)
+            ]
+
+    @property
+    def idle_s(self) -> list[float]:
+        """Seconds without work of each searcher."""
+        return [each.idle_s for each in self._searchers]
+
+    def take_decode_counts(self) -> DecodeCounts:
+        """Return the counts of searchers in other processes since the last call."""
+        with self._lock:
+            counts, self._decoded = self._decoded, DecodeCounts()
+            return counts
+
+    # Checkpoints.
+
+    def state(self) -> PartState:
+        """Return the position in the data, the results that are not merged, and the counters."""
+        with self._lock:
+            arrays, meta = pack_results([self._results[n] for n in sorted(self._results)])
+            position = {
+                "next": self._next,
+                "open": sorted([*self._open, *self._again]),
+                "num_given": self._num_given,
+                "num_generated": self._num_generated,
+                "num_lost": self._num_lost,
+                "num_skipped": self.num_skipped,
+                "decoded_tokens": self.decoded_tokens,
+                "idle_s": self.idle_s,
+            }
+            return PartState(arrays, {**meta, "position": position})
+
+    def restore(self, state: PartState) -> None:
+        """Continue from a saved `state`; tickets that were open are issued again."""
+        results, position = unpack_results(*state), state.meta["position"]
+        with self._lock:
+            self._results = {result.number: result for result in results}
+            self._num_bytes = sum(result.num_bytes for result in results)
+            self._next, self._again, self._open = position["next"], list(position["open"]), {}
+            self._num_given = position["num_given"]
+            self._num_generated, self._num_lost = position["num_generated"], position["num_lost"]
+            self.num_skipped = position["num_skipped"]
+            self.decoded_tokens = position["decoded_tokens"]
+            for record, idle_s in zip(self._searchers, position["idle_s"], strict=False):
+                record.idle_s = record.idle_before_s = idle_s

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of tickets: packed without loss, refused if inconsistent, summarised for the logs."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from fake_rounds import assert_same_trajectory
+from fake_tickets import make_report, make_result
+
+from tba_jax.flow.tickets import check_result, pack_results, summarise, unpack_results
+from tba_jax.flow.trajectory import Group
+
+
+def test_packed_results_come_back_exactly():
+    sent = [
+        make_result(3, version=2, searcher=1, rejected={3: {"reward_error": 2}}),
+        make_result(4, rewards={4: [0.5, -1.0]}),
+    ]
+    arrays, meta = pack_results(sent)
+    found = unpack_results(arrays, json.loads(json.dumps(meta)))
+    for a, b in zip(sent, found, strict=True):
+        assert (a.number, a.version, a.report, a.generated) == (
+            b.number,
+            b.version,
+            b.report,
+            b.generated,
+        )
+        assert a.group.rejected == b.group.rejected and a.num_bytes == b.num_bytes
+        assert a.group.prompt.columns == b.group.prompt.columns
+        for y, z in zip(a.group.trajectories, b.group.trajectories, strict=True):
+            assert_same_trajectory(y, z)
+    assert found[0].generated == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": math.nan}, "reward is nan; count the response as rejected"),
+        ({"prompt_id": 8}, "the response is in the group of prompt 3"),
+        ({"response_tokens": np.zeros(0, np.int32)}, "an empty response"),
+        (
+            {"behavior_token_logprobs": np.zeros(1, np.float32)},
+            "behavior_token_logprobs has 1 values for 2 response tokens",
+        ),
+        ({"token_advantages": np.full(2, np.nan, np.float32)}, "token_advantages has 2 values"),
+        ({"is_sampled": np.zeros(2, bool)}, "no token of the response was sampled"),
+    ],
+)
+def test_a_response_that_would_break_a_step_is_refused(changes, message):
+    result = make_result(3)
+    check_result(result)
+    y, *others = result.group.trajectories
+    bad = Group(result.group.prompt, (dataclasses.replace(y, **changes), *others), {})
+    with pytest.raises(ValueError, match=f"ticket 3, prompt .*{message}"):
+        check_result(result._replace(group=bad))
+
+
+def test_search_metrics_are_means_over_tickets_and_leave_out_what_is_nan():
+    assert summarise([]) == {}
+    further = {"reward_part_a": 1.0, "environment_s": 3.0}
+    reports = [
+        make_report(0.0, tokens=30, reward_mean=0.5, further=further),
+        make_report(4.0, tokens=10, reward_mean=math.nan, further={"reward_part_a": 2.0}),
+    ]
+    assert summarise(reports) == {
+        "search/tickets": 2.0,
+        "search/decode_s": 0.5,
+        "search/reward_s": 0.25,
+        "search/reference_s": 0.25,
+        "search/ticket_s": 1.0,
+        "search/tokens_per_s": 80.0,
+        "search/reward_mean": 0.5,
+        "search/response_length_mean": 2.0,
+        "search/kind_share": 0.5,
+        "search/cut_share": 0.0,
+        "search/equal_rewards_share": 0.0,
+        "search/unique_fraction": 1.0,
+        "search/reward_part_a": 1.5,
+        "search/environment_s": 3.0,
+    }

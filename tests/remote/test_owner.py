@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner: every ticket is merged once, whatever is lost, late or repeated."""
+
+import re
+
+import numpy as np
+import pytest
+from fake_rounds import make_prompt
+from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
+
+from tba_jax.flow.tickets import Ticket
+from tba_jax.remote import owner as owners
+from tba_jax.remote.messages import Heartbeat, JoinRequest
+
+
+def numbers(tickets):
+    return [ticket.number for ticket in tickets]
+
+
+def join(house, *searchers, identity=IDENTITY):
+    return house.owner.join(JoinRequest(searchers or (0,), "a", identity))
+
+
+def put(house, searcher, *taken, version=0):
+    results = [make_result(n, version=version, searcher=searcher) for n in taken]
+    house.owner.put(searcher, results)
+
+
+def test_tickets_are_numbered_prompts_and_a_repeated_result_is_dropped():
+    house = House()
+    first, second = house.owner.take(0, 2, 0), house.owner.take(1, 3, 0)
+    assert (numbers(first), numbers(second)) == ([0, 1], [2, 3, 4])
+    assert [ticket.prompt.prompt_id for ticket in second] == [2, 3, 4]
+    put(house, 1, 4, 2)
+    put(house, 0, 1)
+    put(house, 0, 1, 0)  # the answer to the first message was lost
+    house.merge()
+    assert house.merged == [0, 1, 2, 4] and house.owner.decoded_tokens == 4 * 4
+    put(house, 1, 2, 3)
+    house.merge()
+    assert house.merged == [0, 1, 2, 4, 3]
+    assert house.owner.metrics()["fleet/duplicates"] == 2
+    house.check()
+
+
+def test_a_message_with_a_bad_result_leaves_no_trace():
+    house = House()
+    house.owner.take(0, 1, 0)
+    with pytest.raises(ValueError, match="ticket 5 was not issued"):
+        put(house, 0, 0, 5)
+    with pytest.raises(ValueError, match="reward is nan"):
+        house.owner.put(0, [make_result(0, rewards={0: [np.nan, 0.0]})])
+    assert house.owner.ledger() == {"generated": 0, "waiting": 0, "lost": 0}
+    assert not house.owner.take(0, 0, 0) and house.owner.num_under_way == 1
+
+
+def test_tickets_of_a_lost_searcher_are_issued_again_and_the_first_result_counts():
+    house = House()
+    join(house, 0, 1)
+    taken = house.owner.take(0, 3, 0)
+    house.owner.lose([0])
+    house.owner.lose([0])  # known already
+    assert house.owner.ledger()["lost"] == 3 * S
+    put(house, 0, 1)  # it was only slow
+    assert house.owner.ledger() == {"generated": 3 * S, "waiting": S, "lost": 2 * S}
+    again = house.owner.take(1, 3, 0)
+    assert numbers(again) == [0, 2, 3]
+    assert again[1].prompt.prompt_id == taken[2].prompt.prompt_id
+    put(house, 0, 2)  # the first one again, before the second
+    put(house, 1, 0, 2, 3)
+    house.merge()
+    assert house.merged == [0, 1, 2, 3]
+    metrics = house.owner.metrics()
+    assert (metrics["fleet/searchers_lost"], metrics["fleet/searchers"]) == (1, 1)
+    assert (metrics["fleet/lost"], metrics["fleet/duplicates"]) == (2, 1)
+    house.check()
+
+
+def test_tickets_whose_message_was_lost_are_sent_again():
+    house = House()
+    assert numbers(house.owner.take(0, 2, 0, held=[])) == [0, 1]
+    assert numbers(house.owner.take(0, 2, 0, held=[])) == [0, 1, 2, 3]
+    assert numbers(house.owner.take(0, 0, 0, held=[0, 2])) == [1, 3]
+
+
+def test_a_silent_searcher_is_lost_until_its_next_message():
+    house = House()
+    join(house, 0, 1)
+    house.owner.take(0, 2, 0)
+    for _ in range(6):
+        house.now += 2.0
+        house.owner.beat(1, Heartbeat(idle_s=house.now))
+        house.owner.lose_silent()
+    assert house.lines[-1] == (
+        "searcher 0 on a is lost: no message for 12 s. Its 2 open tickets are issued again"
+    )
+    assert house.owner.absent([0, 1]) == [0]
+    house.owner.beat(0, Heartbeat())
+    assert house.lines[-1] == "searcher 0 on a is back after 12 s"
+    assert house.owner.num_connected == 2 and house.owner.idle_s == [0.0, 12.0]
+    for jump in (1e6, -2e6):  # a suspended machine, or another time
+        house.now += jump
+        assert not house.owner.lose_silent()
+    join(house, 1)
+    house.owner.beat(1, Heartbeat(idle_s=1.0))
+    assert house.owner.idle_s == [0.0, 13.0]
+    assert house.owner.metrics()["fleet/joins"] == 3
+
+
+@pytest.mark.parametrize("num_searchers", [1, 2, 4])
+def test_a_restored_owner_continues_for_any_number_of_searchers(num_searchers):
+    house = House(prompts=Numbered(long=(1, 6)))
+    assert numbers(house.owner.take(0, 5, 0)) == [0, 2, 3, 4, 5]
+    put(house, 0, 0, 3)
+    house.merge()
+    put(house, 0, 5)
+    house.owner.note_idle(1, 3.0)
+    house.save()
+    put(house, 0, 2)  # after the checkpoint
+    house.owner.take(1, 4, 0)
+    house.num_searchers = num_searchers
+    house.restore()
+    assert house.owner.ledger() == {"generated": 3 * S, "waiting": S, "lost": 0}
+    last = num_searchers - 1
+    assert numbers(house.owner.take(last, 4, 0)) == [2, 4, 7, 8]
+    put(house, last, 2, 4, 7, 8)
+    house.merge()
+    assert house.merged == [0, 3, 2, 4, 5, 7, 8]
+    assert house.owner.num_skipped == 2 and sum(house.owner.idle_s) == 3.0 * (num_searchers > 1)
+    house.check()
+
+
+def test_as_many_tickets_begin_as_are_allowed_with_the_version_of_the_trainer():
+    house = House()
+    house.owner.allow(0, -1)
+    assert not house.owner.take(0, 4, 0) and house.owner.is_done
+    house.owner.allow(5, 3)
+    assert not house.owner.take(0, 9, 2) and not house.owner.is_done
+    assert numbers(house.owner.take(0, 9, 3)) == [0, 1, 2]  # an equal share
+    assert numbers(house.owner.take(1, 9, 3)) == [3, 4]
+    put(house, 0, 0, 1, 2, version=3)
+    assert not house.owner.take(0, 9, 3)
+    join(house, 1)
+    house.owner.lose([1])
+    assert numbers(house.owner.take(0, 9, 3)) == [3, 4]
+    put(house, 0, 4, 3, version=3)
+    assert house.owner.is_done
+    house.merge(most=2)
+    assert house.merged == [0, 1]  # with an exact lag, in the order of the numbers
+    house.merge(most=2)
+    assert house.merged == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "version", "step", "wanted"),
+    [
+        ({"max_staleness": 0}, 0, 9, 1000),  # no bound
+        ({}, 0, 0, 12),  # three batches of four: used at staleness 0, 1 and 2
+        ({}, 7, 7, 12),
+        ({}, 6, 7, 8),  # one step since these weights is gone
+        ({}, 4, 7, 0),  # it would be late at once
+        ({"share": 0.5}, 0, 0, 6),  # half of the slots are replay
+        ({"share": 0.1}, 0, 0, 4),  # never less than a batch can need at once
+        ({"initial_fill": 40}, 0, 0, 20),
+        ({"initial_fill": 40}, 1, 1, 12),
+        ({}, -1, 0, 0),  # there are no weights
+    ],
+)
+def test_as_many_are_open_as_the_trainer_takes_within_the_bound(settings, version, step, wanted):
+    house = House(**{"max_staleness": 2, **settings})
+    house.owner.note_step(step)
+    taken = house.owner.take(0, 1000, version)
+    assert len(taken) == house.owner.num_under_way == wanted
+    if 0 < wanted < 1000:
+        put(house, 0, 0, version=version)
+        assert not house.owner.take(0, 1000, version)  # open until it is used
+        house.merge()
+        house.owner.note_step(step)
+        assert len(house.owner.take(0, 1000, version)) == 1
+
+
+def test_too_many_bytes_that_wait_hold_searchers_back(monkeypatch):
+    monkeypatch.setattr(owners, "_MOST_BYTES", 1)
+    house = House()
+    house.owner.take(0, 2, 0)
+    put(house, 0, 0)
+    assert not house.owner.take(0, 2, 0)
+    house.merge()
+    assert numbers(house.owner.take(0, 2, 0)) == [2, 3]
+
+
+def test_given_responses_come_first_and_once():
+    given = [Ticket(i, make_prompt(i), (np.array([5], np.int32),)) for i in range(3)]
+    house = House(max_staleness=1, num_prompts=1, initial_fill=S, given=given)
+    taken = house.owner.take(0, 2, 0)
+    assert [len(ticket.responses) for ticket in taken] == [1, 1]
+    join(house, 0)
+    house.owner.lose([0])
+    assert house.owner.num_given_left == 3 and house.owner.ledger()["lost"] == 0
+    taken = house.owner.take(0, 9, 0)
+    assert numbers(taken) == [0, 1, 2, 3]
+    assert taken[3].prompt.prompt_id == 3 and not taken[3].responses
+    put(house, 0, 0, 1, 2)
+    assert house.owner.num_given_left == 0
+    house.save()
+    house.given = ()  # a resumed run does not read them again
+    house.restore()
+    assert house.owner.num_given == 3 and numbers(house.owner.take(0, 1, 0)) == [3]
+
+
+def test_shards_of_a_lost_searcher_and_of_dropped_weights_go_to_another():
+    house = House()
+    join(house, 0, 1)
+    house.evaluations.request(3)
+    house.evaluations.request(7)
+    first, second = (house.owner.take_evaluation(i) for i in (0, 1))
+    assert (first[:2], second[:2]) == ((3, 0), (3, 1))
+    assert house.owner.take_evaluation(0) == first  # the answer was lost
+    for _ in range(2):  # the second is a duplicate
+        house.owner.put_evaluation(1, second, shard_of(second, "second"))
+    house.owner.lose([0])
+    assert house.owner.take_evaluation(1) == first
+    house.owner.put_evaluation(0, first, shard_of(first, "first"))  # it was only slow
+    house.owner.put_evaluation(1, first, shard_of(first, "second"))
+    gone = house.owner.take_evaluation(1)
+    house.owner.put_evaluation(1, gone, None)
+    assert house.evaluations.versions == (3, 7) and not house.evaluations.poll()
+    while (ticket := house.owner.take_evaluation(1)) is not None:
+        house.owner.put_evaluation(1, ticket, shard_of(ticket, "second"))
+    found = house.evaluations.poll()
+    assert [each.version for each in found] == [3, 7] and house.evaluations.versions == ()
+    assert found[0].evaluation == [(0, "first"), *((i, "second") for i in range(1, 5))]
+    house.evaluations.request(8)
+    house.evaluations.request(9)
+    house.owner.take_evaluation(0)
+    house.evaluations.forget_unbegun()
+    assert house.evaluations.versions == (8,)
+
+
+def test_a_process_of_another_run_or_of_none_is_told_so():
+    house = House()
+    assert re.search("its code is 2, and the code of", join(house, identity={"code": "2"}).refusal)
+    assert r"its run is (absent), and" in join(house, identity={"code": "1"}).refusal
+    assert "no searcher 7: the run has 2" in join(house, 7).refusal
+    house.owner.set_version(4)
+    assert join(house, 1) == ("1", 4, 0.0, "")
+    nobody = JoinRequest((), "idle", {})
+    assert not house.owner.join(nobody).refusal
+    assert not house.owner.wants_stop
+    house.owner.beat(1, Heartbeat(wants_stop=True))
+    assert house.owner.wants_stop
+    house.owner.has_ended = True
+    assert house.owner.join(nobody).refusal == join(house).refusal == "the run has ended"
