@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ReplayBuffer: stores the searchers' responses and draws the trainer's batches.
 
-Each prompt has its rows, oldest first, so every limit removes the first row of a prompt. A merged
-group is fresh, that is, in a queue by policy version, while enough of its rows were never drawn.
+Each prompt has its responses, oldest first, so every limit removes the first response of a prompt.
+A merged group is fresh, that is, in a queue by policy version, while it has enough responses that
+were never drawn.
 
 Invariants: no drawn response exceeds `max_staleness`; the ledger counts every response once; and a
 restored buffer makes the same next draws as the saved buffer, because nothing depends on the order
@@ -11,6 +12,7 @@ of a dictionary or set.
 
 import dataclasses
 import heapq
+import math
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
@@ -23,14 +25,14 @@ from jaxtyping import Float, Int
 from tba_jax.flow.records import Packer, from_snapshot, to_snapshot
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw, Group, Trajectory
-from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES, ReplaySettings
 from tba_jax.replay.ledger import Ledger
-from tba_jax.replay.rows import AGE, MergedGroup, Row, Store
+from tba_jax.replay.store import COLUMNS, MergedGroup, Store
 
 TRIES = 8
 """Maximum draws per slot; the last draw is trained on even if its rewards are equal."""
 
-_COLUMNS = ("id", "version", "reward", "uses")  # saved values of a row
+_AGE = attrgetter("version", "id")  # order of fresh groups
 
 
 class ReplayBuffer:
@@ -38,7 +40,7 @@ class ReplayBuffer:
 
     Args:
         settings: limits and sampling. The age of a response is that of its oldest policy version.
-            The byte limit includes an estimate of bookkeeping per row.
+            The byte limit includes an estimate of bookkeeping.
         seed: int or sequence of ints for the numpy Generator of every draw.
 
     Attributes:
@@ -54,9 +56,9 @@ class ReplayBuffer:
     def _clear(self) -> None:
         self._stores: dict[int, Store] = {}  # by prompt
         self._prompt_ids: list[int] = []  # by `Store.place`
-        self._oldest: list[Row] = []  # heap; a removed row stays until it is on top
+        self._oldest: list[tuple[int, int, int]] = []  # heap of `Store.first`, past ones included
         self._fresh: list[MergedGroup] = []  # oldest version first
-        self._newest: list[MergedGroup] = []  # groups of the newest merge
+        self._groups: dict[int, MergedGroup] = {}  # fresh ones and those of the newest merge
         self._newest_step = -1
         self._num_fresh: int | None = None  # fresh slots of a batch that waits for data
         self._packer = Packer()
@@ -93,87 +95,90 @@ class ReplayBuffer:
         """Forget the merge before; without a bound of staleness its groups are no longer fresh."""
         if step == self._newest_step:
             return
-        self._newest_step, self._newest = step, []
+        self._newest_step = step
         while self._fresh and not self._settings.max_staleness:
-            self._retire(self._fresh[-1])
+            self._retire(self._fresh[-1], math.inf)
+        self._groups = {group.id: group for group in self._fresh}
 
     def _insert(self, group: Group) -> None:
-        prompt_id = group.prompt.prompt_id
-        store = self._stores.get(prompt_id)
+        prompt, ys = group.prompt, group.trajectories
+        store = self._stores.get(prompt.prompt_id)
         if store is None:
-            store = self._stores[prompt_id] = Store(group.prompt, len(self._prompt_ids))
-            self._prompt_ids.append(prompt_id)
+            store = self._stores[prompt.prompt_id] = Store(prompt, len(self._prompt_ids))
+            self._prompt_ids.append(prompt.prompt_id)
             self.num_bytes += store.num_bytes
-        version = min(y.version_min for y in group.trajectories)
-        merged = MergedGroup(self._next_id, prompt_id, version)
-        for y in group.trajectories:
+        group_id, num = self._next_id, len(ys)
+        version = min(y.version_min for y in ys)
+        merged = MergedGroup(group_id, prompt.prompt_id, version, self._newest_step, num, num)
+        self._groups[group_id] = merged
+        insort(self._fresh, merged, key=_AGE)
+        for y in ys:
             packed = self._packer.pack(y)
-            row = Row(self._next_id, prompt_id, y.version_min, y.reward, packed, group=merged)
+            store.insert(packed, (self._next_id, y.version_min, y.reward, 0, group_id))
             self._next_id += 1
-            merged.rows.append(row)
-            insort(store.rows, row)
-            heapq.heappush(self._oldest, row)
-            self._count(row, 1)
+            self._count(packed, y.version_min, y.reward, 1)
             self._ledger.counters["generated"] += 1
             self._ledger.lengths[len(y.response_tokens)] += 1
-        self._newest.append(merged)
-        insort(self._fresh, merged, key=AGE)
-        for _ in range(len(store.rows) - self._settings.capacity_per_prompt):
+        heapq.heappush(self._oldest, store.first)
+        for _ in range(len(store.ids) - self._settings.capacity_per_prompt):
             self._remove_first(store, "capacity")
         self._shrink()
 
-    def _count(self, row: Row, sign: int) -> None:
-        """Add a row to the sums (`sign` 1), or subtract it (`sign` -1)."""
+    def _count(self, packed: bytes, version: int, reward: float, sign: int) -> None:
+        """Add a response to the sums (`sign` 1), or subtract it (`sign` -1)."""
         self._ledger.counters["stored"] += sign
-        self._sum_rewards += sign * row.reward
-        self._sum_versions += sign * row.version
-        self.num_bytes += sign * row.num_bytes
+        self._sum_rewards += sign * reward
+        self._sum_versions += sign * version
+        self.num_bytes += sign * (len(packed) + RESPONSE_OVERHEAD_BYTES)
 
     # --- removal -------------------------------------------------------------------------------
 
     def _shrink(self) -> None:
         """Remove responses that are too old at this step, and the oldest beyond `max_bytes`."""
         bound = self._settings.max_staleness
-        while bound and self._oldest and self._oldest[0].version < self._step - bound:
+        while bound and self._oldest and self._oldest[0][0] < self._step - bound:
             self._remove_oldest("age")
         while self.num_bytes > self._settings.max_bytes:
             self._remove_oldest("bytes")
-        if len(self._oldest) > 2 * self.num_trajectories + 1024:  # most are removed rows
-            self._oldest = [row for row in self._oldest if row.packed]
+        if len(self._oldest) > 2 * len(self._stores) + 1024:  # most are past ones
+            self._oldest = [store.first for store in self._stores.values()]
             heapq.heapify(self._oldest)
 
     def _remove_oldest(self, reason: str) -> None:
-        row = heapq.heappop(self._oldest)
-        if row.packed:
-            self._remove_first(self._stores[row.prompt_id], reason)
+        _, row_id, prompt_id = heapq.heappop(self._oldest)
+        store = self._stores.get(prompt_id)
+        if store is not None and store.ids[0] == row_id:
+            self._remove_first(store, reason)
 
     def _remove_first(self, store: Store, reason: str) -> None:
-        """Remove the oldest row of a prompt; the last row removes the prompt."""
-        row = store.rows.pop(0)
-        self._count(row, -1)
+        """Remove the oldest response of a prompt; the last response removes the prompt."""
+        packed = store.packed.pop(0)
+        _, version, reward, uses, group_id = (column.pop(0) for column in store.columns)
+        self._count(packed, version, reward, -1)
         self._ledger.counters[f"evicted_{reason}"] += 1
-        row.packed = b""
-        if row.group is not None:
-            row.group.rows.remove(row)
-            self._retire_used(row.group)
-        if not store.rows:
-            self.num_bytes -= store.num_bytes
-            del self._stores[row.prompt_id]
-            last = self._prompt_ids.pop()
-            if last != row.prompt_id:  # the last prompt takes its place
-                self._prompt_ids[store.place] = last
-                self._stores[last].place = store.place
+        if (group := self._groups.get(group_id)) is not None:
+            group.num_rows -= 1
+            group.num_unused -= not uses
+            self._retire(group, 1)
+        if store.ids:
+            heapq.heappush(self._oldest, store.first)
+            return
+        self.num_bytes -= store.num_bytes
+        del self._stores[store.prompt.prompt_id]
+        last = self._prompt_ids.pop()
+        if last != store.prompt.prompt_id:  # the last prompt takes its place
+            self._prompt_ids[store.place] = last
+            self._stores[last].place = store.place
 
-    def _retire_used(self, group: MergedGroup, num_needed: int = 1) -> None:
-        """Retire a fresh group that has fewer unused rows than needed."""
+    def _retire(self, group: MergedGroup, num_needed: float) -> None:
+        """Remove a fresh group from the queue if it has fewer unused responses than needed."""
         if group.is_fresh and group.num_unused < num_needed:
-            self._retire(group)
-
-    def _retire(self, group: MergedGroup) -> None:
-        """Remove a group from the queue of fresh groups."""
-        group.is_fresh = False
-        del self._fresh[bisect_left(self._fresh, AGE(group), key=AGE)]
-        self._ledger.counters["groups_trained" if group.is_trained else "groups_unused"] += 1
+            group.is_fresh = False
+            del self._fresh[bisect_left(self._fresh, _AGE(group), key=_AGE)]
+            if group.step != self._newest_step:
+                del self._groups[group.id]
+            fate = "groups_trained" if group.is_trained else "groups_unused"
+            self._ledger.counters[fate] += 1
 
     # --- draw ----------------------------------------------------------------------------------
 
@@ -250,17 +255,17 @@ class ReplayBuffer:
         if groups:
             num = bisect_right(groups, groups[0].version, key=attrgetter("version"))
         elif self._settings.pace == "off":
-            groups = [g for g in self._newest if g.rows and g.prompt_id not in taken]
+            groups = [g for g in self._groups.values() if g.num_rows and g.prompt_id not in taken]
             num = len(groups)
             self._ledger.counters["fresh_recycled"] += num > 0
         if not num:
             return None
         group = groups[self._below(num)]
-        rows = [group.rows[i] for i in self._rng.permutation(len(group.rows)).tolist()]
-        rows.sort(key=lambda row: row.uses > 0)
-        rows = (rows * -(-group_size // len(rows)))[:group_size]
-        draw = self._use(self._stores[group.prompt_id], rows, True)
-        self._retire_used(group, group_size)
+        store = self._stores[group.prompt_id]
+        rows = self._rng.permutation(store.members(group.id)).tolist()
+        rows.sort(key=lambda i: store.uses[i] > 0)
+        draw = self._use(store, (rows * -(-group_size // len(rows)))[:group_size], True)
+        self._retire(group, group_size)
         return draw
 
     def _draw_replay(self, group_size: int, taken: set[int]) -> Draw:
@@ -268,32 +273,33 @@ class ReplayBuffer:
         while prompt_id in taken:
             prompt_id = self._prompt_ids[self._below(len(self._prompt_ids))]
         store = self._stores[prompt_id]
-        rewards = np.array([row.reward for row in store.rows])
-        picked = choose(self._rng, rewards / self._settings.priority_temperature, group_size)
-        return self._use(store, [store.rows[i] for i in picked.tolist()], False)
+        logits = np.frombuffer(store.rewards) / self._settings.priority_temperature
+        return self._use(store, choose(self._rng, logits, group_size).tolist(), False)
 
     def _below(self, num: int) -> int:
         # A float times a count is uniform enough below 2^53, and ten times faster than integers().
         return int(self._rng.random() * num)
 
-    def _use(self, store: Store, rows: list[Row], is_fresh: bool) -> Draw:
-        """Return the draw of these rows, and count their use."""
+    def _use(self, store: Store, rows: list[int], is_fresh: bool) -> Draw:
+        """Return the draw of these rows of a prompt, and count their use."""
         counters = self._ledger.counters
         drawn: dict[int, Trajectory] = {}
-        for row in dict.fromkeys(rows):
-            y = drawn[row.id] = self._packer.unpack(row.packed)
-            row.uses += 1
-            if row.uses == 1:
-                counters["trained_unique"] += 1
-                self._ledger.trained_lengths[len(y.response_tokens)] += 1
-            if row.uses == 1 and row.group is not None:
-                row.group.is_trained = True
-                self._retire_used(row.group)
+        for i in dict.fromkeys(rows):
+            y = drawn[i] = self._packer.unpack(store.packed[i])
+            store.uses[i] += 1
+            if store.uses[i] > 1:
+                continue
+            counters["trained_unique"] += 1
+            self._ledger.trained_lengths[len(y.response_tokens)] += 1
+            if (group := self._groups.get(store.groups[i])) is not None:
+                group.is_trained = True
+                group.num_unused -= 1
+                self._retire(group, 1)
         num_repeats = len(rows) - len(drawn)
         counters["used"] += len(rows)
         counters["repeats"] += num_repeats
-        ids = tuple(row.id for row in rows)
-        responses = tuple(drawn[row_id] for row_id in ids)
+        ids = tuple(store.ids[i] for i in rows)
+        responses = tuple(drawn[i] for i in rows)
         return Draw(store.prompt, responses, is_fresh, ids, (1,) * len(ids), num_repeats)
 
     def _without_equal(self, draws: list[Draw]) -> list[Draw]:
@@ -316,14 +322,14 @@ class ReplayBuffer:
         with self._lock:
             for draw, own in zip(draws, values, strict=True):
                 store = self._stores.get(draw.prompt.prompt_id)
-                rows = [] if store is None else store.rows
+                if store is None:
+                    continue
                 for row_id, y, logprobs in zip(draw.ids, draw.trajectories, own, strict=True):
-                    index = bisect_left(rows, (y.version_min, row_id), key=AGE)
-                    if index < len(rows) and rows[index].id == row_id:
+                    if (i := store.find(y.version_min, row_id)) is not None:
                         y = dataclasses.replace(y, reference_token_logprobs=logprobs)
-                        self.num_bytes -= rows[index].num_bytes
-                        rows[index].packed = self._packer.pack(y)
-                        self.num_bytes += rows[index].num_bytes
+                        self.num_bytes -= len(store.packed[i])
+                        store.packed[i] = self._packer.pack(y)
+                        self.num_bytes += len(store.packed[i])
             self._shrink()
 
     # --- counts --------------------------------------------------------------------------------
@@ -332,11 +338,6 @@ class ReplayBuffer:
     def num_trajectories(self) -> int:
         """Stored responses."""
         return self._ledger.counters["stored"]
-
-    @property
-    def num_prompts(self) -> int:
-        """Prompts with at least one stored response."""
-        return len(self._stores)
 
     @property
     def num_fresh_groups(self) -> int:
@@ -368,7 +369,7 @@ class ReplayBuffer:
             count = max(1, self.num_trajectories)
             age = self._step * self.num_trajectories - self._sum_versions
             return {
-                "buffer/num_prompts": float(self.num_prompts),
+                "buffer/num_prompts": float(len(self._stores)),
                 "buffer/num_trajectories": float(self.num_trajectories),
                 "buffer/num_bytes": float(self.num_bytes),
                 "buffer/reward_mean": self._sum_rewards / count,
@@ -384,23 +385,17 @@ class ReplayBuffer:
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state(self) -> PartState:
-        """Return prompts with their rows in order (`row_*`), and JSON-compatible metadata."""
+        """Return prompts with their responses (columns `row_*`), and JSON-compatible metadata."""
         with self._lock:
             stores = [self._stores[prompt_id] for prompt_id in self._prompt_ids]
-            rows = [row for store in stores for row in store.rows]
-            packed = [[row.packed for row in store.rows] for store in stores]
-            arrays, meta = to_snapshot([s.prompt for s in stores], packed, self._packer)
-            for name in _COLUMNS:
-                arrays[f"row_{name}"] = np.array([getattr(row, name) for row in rows])
-            groups = {g.id: g for g in (*self._newest, *self._fresh)}
-            owners = [row.group.id if row.group else -1 for row in rows]
-            arrays["row_group"] = np.array([i if i in groups else -1 for i in owners], np.int64)
+            arrays, meta = to_snapshot(
+                [store.prompt for store in stores], [store.packed for store in stores], self._packer
+            )
+            for name, code in COLUMNS.items():
+                columns = [np.frombuffer(getattr(store, name), code) for store in stores]
+                arrays[f"row_{name}"] = np.concatenate([np.zeros(0, code), *columns])
             meta |= {
-                "groups": [
-                    [g.id, g.prompt_id, g.version, g.is_fresh, g.is_trained]
-                    for g in groups.values()
-                ],
-                "newest": [group.id for group in self._newest],
+                "groups": [dataclasses.astuple(group) for group in self._groups.values()],
                 "newest_step": self._newest_step,
                 "num_fresh": self._num_fresh,
                 "ledger": self._ledger.state(),
@@ -417,26 +412,20 @@ class ReplayBuffer:
         with self._lock:
             self._clear()
             prompts, packed, self._packer = from_snapshot(arrays, meta)
-            groups = {saved[0]: MergedGroup(*saved) for saved in meta["groups"]}
-            names = [f"row_{name}" for name in (*_COLUMNS, "group")]
-            columns = zip(*(arrays[name].tolist() for name in names), strict=True)
+            begin = 0
             for prompt, own in zip(prompts, packed, strict=True):
-                store = Store(prompt, len(self._prompt_ids))
-                self._stores[prompt.prompt_id] = store
+                store = self._stores[prompt.prompt_id] = Store(prompt, len(self._prompt_ids), own)
                 self._prompt_ids.append(prompt.prompt_id)
+                end = begin + len(own)
+                for name, column in zip(COLUMNS, store.columns, strict=True):
+                    column.frombytes(arrays[f"row_{name}"][begin:end].tobytes())
+                begin = end
+                self._oldest.append(store.first)
                 self.num_bytes += store.num_bytes
-                for blob in own:
-                    row_id, version, reward, uses, group_id = next(columns)
-                    group = groups.get(group_id)
-                    row = Row(row_id, prompt.prompt_id, version, reward, blob, uses, group)
-                    store.rows.append(row)
-                    self._count(row, 1)
-                    if group is not None:
-                        insort(group.rows, row, key=attrgetter("id"))
-                self._oldest += store.rows
+                self._sum_versions += sum(store.versions)
             heapq.heapify(self._oldest)
-            self._fresh = sorted((g for g in groups.values() if g.is_fresh), key=AGE)
-            self._newest = [groups[group_id] for group_id in meta["newest"]]
+            self._groups = {saved[0]: MergedGroup(*saved) for saved in meta["groups"]}
+            self._fresh = sorted((g for g in self._groups.values() if g.is_fresh), key=_AGE)
             self._newest_step = meta["newest_step"]
             self._num_fresh = meta["num_fresh"]
             self._ledger.restore(meta["ledger"])

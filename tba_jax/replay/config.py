@@ -12,7 +12,7 @@ from tba_jax.settings import Section, field, share
 RESPONSE_OVERHEAD_BYTES = 220
 # The same for one prompt, besides its tokens and text: its objects, with one column of a short text
 # (measured with 20,000 prompts).
-PROMPT_OVERHEAD_BYTES = 900
+PROMPT_OVERHEAD_BYTES = 1450
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,12 @@ def test_fresh_groups_of_one_version_and_their_responses_are_uniform():
     assert_frequencies(counts, uniform(pairs))
 
 
-def test_groups_of_the_newest_merge_are_drawn_again_uniformly():
-    buffer = filled({p: distinct_responses(2) for p in range(9)}, recency_prob=1.0)
+@pytest.mark.parametrize(("bound", "num_fresh"), [(0, 3), (5, 12)])
+def test_groups_of_the_newest_merge_are_drawn_again_uniformly(bound, num_fresh):
+    older = {p: distinct_responses(2) for p in range(3, 12)}
+    buffer = filled(older, recency_prob=1.0, max_staleness=bound)
     buffer.merge(make_groups({p: distinct_responses(2) for p in range(3)}, version=1), 1)
-    assert sorted(prompts_of(buffer.draw(3, 2, 1))) == [0, 1, 2]
+    assert sorted(prompts_of(buffer.draw(num_fresh, 2, 1))) == list(range(num_fresh))
     counts = Counter(prompts_of(buffer.draw(1, 2, 1))[0] for _ in range(NUM // 10))
     assert_frequencies(counts, uniform(range(3)))
     assert buffer.ledger()["fresh_recycled"] == NUM // 10
