@@ -104,7 +104,7 @@ def test_pods_of_two_and_four_make_the_losses_of_one_and_four_resume_on_fewer(ca
         found[number] = losses(workdir)
     assert len(found[1]) == 20
     for number in (2, 4):
-        np.testing.assert_allclose([*found[number].values()], [*found[1].values()], rtol=1e-6)
+        assert_close(found[number], found[1])
     for number in (1, 2):
         workdir = folder / f"resumed{number}"
         shutil.copytree(folder / "of4", workdir)
@@ -115,9 +115,16 @@ def test_pods_of_two_and_four_make_the_losses_of_one_and_four_resume_on_fewer(ca
         assert "at step 20 of 24" in out and len(losses(workdir)) == 24
         assert is_balanced(report(workdir)["ledger"])
         found[f"resumed{number}"] = losses(workdir)
-    np.testing.assert_allclose(
-        [*found["resumed1"].values()], [*found["resumed2"].values()], rtol=1e-6
-    )
+    assert_close(found["resumed1"], found["resumed2"])
+
+
+def assert_close(found, expected):
+    """Within 1e-6 of the largest loss: terms of a small loss are rounded as those of a large one.
+
+    A loss is a mean of squares of residuals, whose float32 log-probs are of one size in all steps.
+    """
+    found, expected = ([*each.values()] for each in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * max(expected))
 
 
 def edit_config(workdir, **fields):
