@@ -28,8 +28,8 @@ from tba_jax.models import model as models
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.tasks.arithmetic import problem
-from tba_jax.train.objectives.base import summed
-from tba_jax.train.objectives.tb import TrajectoryBalance
+from tba_jax.train.groups import of_sums
+from tba_jax.train.losses import tb
 
 PROMPTS = 16  # p: prompts of a batch
 GROUP = 8  # K: responses to each prompt
@@ -123,13 +123,12 @@ def train(model: str, num_steps: int, seed: int = 0) -> list[float]:
     )
     logprob = make_logprob(config)
     reference_logprob = jax.jit(logprob)
-    objective = TrajectoryBalance()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE))
 
     def loss_fn(params: Any, groups: Groups) -> jax.Array:
         # residual = log pi - log pi_ref - r / beta; the loss is its variance in a group (eq. 3).
-        data = summed(logprob(params, groups), groups.reference, groups.rewards)
-        return objective(data, BETA).loss
+        data = of_sums(logprob(params, groups), groups.reference, groups.rewards)
+        return tb(data, BETA).loss.mean()
 
     @jax.jit
     def update(params: Any, state: Any, groups: Groups) -> tuple[Any, Any]:

@@ -27,7 +27,6 @@ from tba_jax.devices.platform import prepare_process
 from tba_jax.report import files
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.settings import ConfigError, given_names, importable_name
-from tba_jax.train.objectives.registry import own_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,12 +163,8 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
         given = given_names(rewards) if in_process else names
         arguments.append(f"task.reward={','.join(given)}")
     if objective is not None:
-        kind = objective if isinstance(objective, type) else type(objective)
-        (name,) = given_names([kind])
+        (name,) = given_names([objective])
         arguments.append(f"objective.name={name}")
-        if kind is not objective:
-            own = (setting.name for setting in own_settings(name))
-            arguments += [f"{x}={getattr(objective, x.rpartition('.')[2])}" for x in own]
     return override(config, [f"--config.{x}" for x in arguments]) if arguments else config
 
 

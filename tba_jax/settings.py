@@ -38,8 +38,8 @@ _LARGEST_FLOAT = 1e30
 # A smaller number is 0 in float32, or its reciprocal is infinite.
 _SMALLEST_FLOAT = 1e-30
 
-# A field with this choice also accepts a class in a user's file, path/to/file.py:CLASS.
-IN_A_FILE = "FILE.py:CLASS"
+# A field with this choice also accepts a function in a user's file, path/to/file.py:FUNCTION.
+IN_A_FILE = "FILE.py:FUNCTION"
 
 # Violations that `need` found in the checks of the innermost `check_all`; None outside `check_all`.
 _VIOLATIONS: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a tiny model, padded and packed, and train steps on meshes that divide it."""
+"""Batches of a tiny model in every layout, and train steps on meshes that divide it."""
 
 import re
 from dataclasses import replace
@@ -13,104 +13,87 @@ from fake_models import random_params, tiny_config
 from jax.sharding import Mesh
 
 from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.flow.packing import Packing
+from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models.scoring import Scoring
 from tba_jax.settings import Schedule
-from tba_jax.train.objectives.registry import make_objective
-from tba_jax.train.objectives.tb import TrajectoryBalance
-from tba_jax.train.state import make_init_state, step_shardings
-from tba_jax.train.step import make_train_step
-from tba_jax.train.step_settings import StepSettings, Target
+from tba_jax.train.objectives import make_objective
+from tba_jax.train.state import init_state, make_init_state, step_shardings
+from tba_jax.train.step import StepSettings, make_train_step
 
 CONFIG = tiny_config()
 SCORING = Scoring(eos_ids=(2,), chunk_tokens=64)
-SETTINGS = StepSettings(TrajectoryBalance(), Target(Schedule(0.1)), SCORING)
-
-
-def named(name):
-    return make_objective(name)
+SETTINGS = StepSettings(make_objective("tb"), SCORING, Schedule(0.1))
 
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def make_draws(p=4, k=4, prompt=4, t=6, seed=0, weights=None):
-    """Draws of random responses; each of a draw has a number of tokens and a reward of its own.
+def make_draws(p=4, k=4, prompt=4, t=6, seed=0, repeats=None):
+    """Draws of random responses, each with its own number of tokens and reward.
 
-    `weights` [p k]: how often each was drawn, 0 for one that was not; None: all of them once.
+    `repeats` [p k]: number of times that each response was drawn; None: once.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, t + 1, (p, k))
     tokens = rng.integers(3, CONFIG.vocab_size, (p, k, prompt + t)).astype(np.int32)
     rewards = rng.integers(0, 2, (p, k)).astype(np.float32)
-    reference = rng.normal(-8, 1, (p, k)).astype(np.float32)
-    weights = np.ones((p, k), int) if weights is None else np.asarray(weights)
 
     def trajectory(i, j):
         n = lengths[i, j]
         return Trajectory(
             prompt_id=i,
             response_tokens=tokens[i, j, prompt : prompt + n],
-            reward=rewards[i, j],
+            reward=float(rewards[i, j]),
             reward_parts={},
-            behavior_token_logprobs=np.full(n, -2.0, np.float32),
-            reference_logprob=reference[i, j],
+            behavior_token_logprobs=rng.normal(-2, 0.5, n).astype(np.float32),
+            reference_logprob=np.nan,
             version_min=0,
             version_max=0,
             searcher=0,
             round=0,
             sampling_temperature=1.0,
             finish_reason="eos",
+            reference_token_logprobs=rng.normal(-2, 0.5, n).astype(np.float32),
         )
 
-    return [
-        Draw(
-            prompt=Prompt(i, "", tokens[i, 0, :prompt], {}),
-            trajectories=tuple(trajectory(i, j) for j in range(k) if weights[i, j]),
-            weights=tuple(int(w) for w in weights[i] if w),
-            is_fresh=True,
-            ids=tuple(j for j in range(k) if weights[i, j]),
-            num_repeats=0,
+    draws = []
+    for i in range(p):
+        own = [trajectory(i, j) for j in range(k)]
+        drawn = [j for j in range(k) for _ in range(1 if repeats is None else repeats[i][j])]
+        draws.append(
+            Draw(
+                prompt=Prompt(i, "", tokens[i, 0, :prompt], {}),
+                trajectories=tuple(own[j] for j in drawn),
+                is_fresh=True,
+                ids=tuple(drawn),
+            )
         )
-        for i in range(p)
-    ]
+    return draws
 
 
-def repeated(draws):
-    """The same draws with every response as often as it was drawn."""
-
-    def repeat(values, weights):
-        return tuple(x for x, n in zip(values, weights, strict=True) for _ in range(n))
-
-    return [
-        d._replace(
-            trajectories=repeat(d.trajectories, d.weights),
-            ids=repeat(d.ids, d.weights),
-            weights=(1,) * sum(d.weights),
-        )
-        for d in draws
-    ]
+def changed(draws, change):
+    """The draws with `change(response)` in place of each response."""
+    return [d._replace(trajectories=tuple(map(change, d.trajectories))) for d in draws]
 
 
-def lay_out(draws, **options):
-    """A batch of these draws, by what the trainer packs with."""
+def lay_out(draws, step=0, **options):
+    """A batch of these draws."""
     prompt = max(len(d.prompt.tokens) for d in draws)
     response = max(len(y.response_tokens) for d in draws for y in d.trajectories)
-    packing = Packing(
+    layout = RowLayout(
         num_prompts=len(draws),
-        group_size=sum(draws[0].weights),
+        group_size=max(len(d.trajectories) for d in draws),
         padding=Padding((prompt,), (response,), 0),
-        policy_temperature=1.0,
         **options,
     )
-    return packing.batch(draws)
+    return layout.batch(draws, step)
 
 
 def make_batch(p=4, k=4, prompt=4, t=6, seed=0, **options):
-    """A batch of random responses, all distinct; options are those of `Packing`."""
+    """A batch of random responses, all distinct; options are those of `RowLayout`."""
     return lay_out(make_draws(p, k, prompt, t, seed), **options)
 
 
@@ -120,6 +103,20 @@ def keep_gradient():
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
     )
+
+
+def gradient_of(batch, settings=SETTINGS, params=None, head=None):
+    """(gradient of the trained parameters, outputs of the step)."""
+    state = init_state(
+        random_params(CONFIG) if params is None else jax.tree.map(jnp.copy, params),
+        keep_gradient(),
+        keep_reference=False,
+        head_size=0 if head is None else CONFIG.hidden_size,
+    )
+    state = state._replace(head=jax.tree.map(jnp.copy, head))
+    step = make_train_step(CONFIG, keep_gradient(), optax.constant_schedule(0.0), settings)
+    state, outputs = step(state, batch)
+    return jax.device_get((state.opt_state.inner_state, outputs))
 
 
 def broken(batch):
@@ -136,7 +133,7 @@ REMAT = replace(SETTINGS, remat="layers")
 SCHEDULE = optax.constant_schedule(0.1)
 # Momentum, so that there is optimiser state; Adam's first update is the gradient's sign, which
 # magnifies rounding.
-OPTIMIZER = optax.sgd(SCHEDULE, momentum=0.9)
+OPTIMIZER = optax.trace(decay=0.9)
 
 
 def make_mesh(shape):
@@ -145,18 +142,23 @@ def make_mesh(shape):
 
 def sharded(shape, settings=REMAT, optimizer=OPTIMIZER, keep_reference=False, num_prompts=0):
     """(shardings, initial state, train step) on a mesh."""
-    heads = "log_z" in settings.objective.heads
+    has_head = bool(settings.objective.needs.head)
     shardings = step_shardings(
         DIVISIBLE,
         optimizer,
         make_mesh(shape),
         keep_reference=keep_reference,
-        log_z_layers=int(heads),
+        head_layers=int(has_head),
         num_prompts=num_prompts,
     )
     params = jax.device_put(random_params(DIVISIBLE), shardings.state.params)
     state = make_init_state(optimizer, shardings)(params)
     return shardings, state, make_train_step(DIVISIBLE, optimizer, SCHEDULE, settings, shardings)
+
+
+def placed(batch, shardings):
+    """The batch on the devices of a mesh."""
+    return jax.device_put(batch, shardings.of_batch(batch))
 
 
 def collectives(text):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.config.schema import SETTINGS
-from tba_jax.train.objectives.registry import own_names
+from tba_jax.train.objectives import own_names
 
 ROOT = Path(__file__).parents[1]
 MODULES = defaultdict(list)  # module or room -> the files that `module.name` may be of

@@ -13,22 +13,16 @@ from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
 
 # Executed without a file, as cells of a notebook are.
 NOTEBOOK = """
-import dataclasses, json, sys
+import json, sys
 import tba_jax
-from tba_jax.settings import ConfigError, field
-from tba_jax.train.objectives.base import Objective
-from tba_jax.train.objectives.pieces import regularised, with_balance
+from tba_jax.settings import ConfigError
+from tba_jax.train.losses import group_mean, regularised, summed
+from tba_jax.train.objectives import Needs, objective
 
-@dataclasses.dataclass(frozen=True)
-class MyLoss(Objective):
-    needs_behavior = False
-    beta_is = "any"
-    strength: float = field(1.0, "factor of the baseline", at_least=0)
-
-    def __call__(self, data, beta):
-        reward = regularised(data, data.policy_logprob, beta)
-        advantage = reward - self.strength * data.mean_over_group(reward)[:, None]
-        return with_balance(data, beta, -data.mean_over_responses(advantage * data.policy_logprob))
+@objective(Needs(sampler="any"))
+def my_loss(groups, beta, *, strength=1.0):
+    reward = regularised(groups, groups.logp, beta)
+    return -(reward - strength * group_mean(reward)) * summed(groups, groups.logp)
 
 def brevity(completions, **columns):
     return [-float(len(text)) for text in completions]
@@ -51,13 +45,13 @@ try:
 except ConfigError as error:
     assert "the run calls <lambda> with (step, values)" in str(error), error
 report = tba_jax.run_training(
-    config, "a", reward=brevity, in_process=True, objective=MyLoss(strength=0.5),
+    config, "a", reward=brevity, in_process=True, objective=my_loss,
     callbacks=[double, fails],
 )
 run = tba_jax.load_run("a")
 assert run.column("own/double")[1].tolist() == [2.0, 4.0, 6.0]
 assert (run.column("train/reward_mean")[1] < 0).all()
-assert run.config.objective.name == "notebook.py:MyLoss"
+assert run.config.objective.name == "notebook.py:my_loss"
 print("all is well")
 """
 

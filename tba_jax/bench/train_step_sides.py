@@ -9,6 +9,7 @@ recomputation, logits of all positions in float32, and their log-softmax.
 Invariant: both sides start from the same weights and batch, and report their first loss.
 """
 
+import dataclasses
 import os
 import resource
 import sys
@@ -26,8 +27,7 @@ from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.bench.processes import run_job, versions
 from tba_jax.bench.synthetic import response, write_checkpoint
 from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import Packing
+from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import model as models
@@ -37,12 +37,12 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import roofline
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.objectives.base import summed
-from tba_jax.train.objectives.tb import TrajectoryBalance
+from tba_jax.train.groups import of_sums
+from tba_jax.train.losses import tb
+from tba_jax.train.objectives import make_objective
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.state import TrainState, init_state, step_shardings
-from tba_jax.train.step import make_train_step
-from tba_jax.train.step_settings import StepSettings, Target
+from tba_jax.train.state import TrainState, init_state, only_finite, step_shardings
+from tba_jax.train.step import StepSettings, make_train_step
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     schedule = optax.constant_schedule(job["learning_rate"])
     optimizer = make_optimizer(
-        OptimizerSettings(weight_decay=job["weight_decay"], clip_norm=job["clip_norm"]), schedule
+        OptimizerSettings(weight_decay=job["weight_decay"], clip_norm=job["clip_norm"])
     )
     make = _naive_step if job["side"] == "naive" else _our_step
     state = init_state(params, optimizer, keep_reference=False)
@@ -92,14 +92,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     step = make(config, optimizer, schedule, job).lower(state, batch).compile()
     compile_s = time.perf_counter() - start
-    state, metrics = step(state, batch)
-    first_loss = float(metrics["train/loss"])
+    state, outputs = step(state, batch)
+    first_loss = float(outputs["numbers"]["loss"])
     times = []
     cpu_start = time.process_time()
     for _ in range(job["steps"]):
         start = time.perf_counter()
-        state, metrics = step(state, batch)
-        jax.block_until_ready((state, metrics))
+        state, outputs = step(state, batch)
+        jax.block_until_ready((state, outputs))
         times.append(time.perf_counter() - start)
     cpu_s = (time.process_time() - cpu_start) / job["steps"]
     memory = step.memory_analysis()
@@ -128,28 +128,28 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
+def _batch(job: dict[str, Any]) -> Batch:
     """Return the batch in the layout of a side: `naive` has a row for each response."""
     arrays = np.load(job["batch"])
     tokens, rewards, x = arrays["tokens"], arrays["rewards"], job["prompt_tokens"]
     p, k, _ = tokens.shape
 
     def trajectory(i: int, j: int) -> Trajectory:
-        reference = float(arrays["reference_logprob"][i, j])
-        return response(i, tokens[i, j, x:], float(rewards[i, j]), reference_logprob=reference)
+        reference = np.zeros(tokens.shape[2] - x, np.float32)
+        reference[0] = arrays["reference_logprob"][i, j]  # of which TB reads the sum only
+        found = response(i, tokens[i, j, x:], float(rewards[i, j]))
+        return dataclasses.replace(found, reference_token_logprobs=reference)
 
     draws = [
         Draw(
             prompt=Prompt(i, "", tokens[i, 0, :x], {}),
             trajectories=tuple(trajectory(i, j) for j in range(k)),
-            weights=(1,) * k,
             is_fresh=True,
             ids=tuple(range(k)),
-            num_repeats=0,
         )
         for i in range(p)
     ]
-    packing = Packing(
+    layout = RowLayout(
         num_prompts=p,
         group_size=k,
         padding=Padding((x,), (job["response_tokens"],), 0),
@@ -158,7 +158,7 @@ def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
         micro_batch_rows=job["micro_batch_rows"],
         is_whole=job["micro_batch_rows"] >= k,
     )
-    return packing.batch(draws)
+    return layout.batch(draws, 0)
 
 
 def _our_step(
@@ -168,9 +168,9 @@ def _our_step(
     job: dict[str, Any],
 ) -> Any:
     settings = StepSettings(
-        TrajectoryBalance(),
-        Target(Schedule(job["beta"])),
+        make_objective("tb"),
         Scoring(compute_dtype=job["dtype"]),
+        Schedule(job["beta"]),
         micro_batch_rows=job["micro_batch_rows"],
         is_whole=job["micro_batch_rows"] >= job["group_size"],
         remat=job["remat"],
@@ -187,9 +187,10 @@ def _naive_step(
     job: dict[str, Any],
 ) -> Callable[..., Any]:
     p, k, t = job["num_prompts"], job["group_size"], job["response_tokens"]
+    guarded = only_finite(optimizer)
 
     def loss_fn(params: Any, batch: Batch) -> Any:
-        tokens = batch.tokens[jnp.argsort(batch.slots[:, 0])]
+        tokens = batch.tokens[jnp.argsort(batch.source[..., 0].reshape(-1))]
         dtype = jnp.dtype(job["dtype"])
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         mask = jnp.ones(tokens.shape, bool)
@@ -200,14 +201,15 @@ def _naive_step(
         logprobs = jax.nn.log_softmax(logits[:, :-1])
         chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
         policy_logprob = chosen[:, -t:].sum(axis=1).reshape(p, k)
-        data = summed(policy_logprob, batch.reference_logprob, batch.rewards)
-        return TrajectoryBalance()(data, job["beta"]).loss
+        groups = of_sums(policy_logprob, batch.reference.sum(-1), batch.rewards)
+        return tb(groups, job["beta"]).loss.mean()
 
     def step(state: TrainState, batch: Batch) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, opt_state=opt_state), {"train/loss": loss}
+        updates, opt_state = guarded.update(grads, state.opt_state, state.params)
+        rate = schedule(state.step)
+        params = jax.tree.map(lambda x, u: x - rate * u, state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), {"numbers": {"loss": loss}}
 
     return jax.jit(step, donate_argnums=0)
 

@@ -12,8 +12,6 @@ Invariant: the same seed and file give the same model.
 """
 
 import argparse
-import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,9 +26,7 @@ from jaxtyping import Array, Float
 from tba_jax.config.command_line import local_folder
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.sharding import trainer_mesh
-from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.bin_packing import rows_at_once
-from tba_jax.flow.packing import Packing
+from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
@@ -41,28 +37,22 @@ from tba_jax.settings import Schedule
 from tba_jax.tasks.examples import Example, read_examples
 from tba_jax.tasks.rows import has_split
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.micro_batches import cut_rows, score_all
-from tba_jax.train.objectives.base import GroupData, Loss, Objective
+from tba_jax.train.groups import Groups, Terms
+from tba_jax.train.losses import summed
+from tba_jax.train.objectives import Needs, Objective, objective
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
-from tba_jax.train.rows import make_rows
 from tba_jax.train.state import StepShardings, make_init_state, step_shardings
-from tba_jax.train.step import make_train_step
-from tba_jax.train.step_settings import StepSettings, Target
+from tba_jax.train.step import StepSettings, make_log_likelihood, make_train_step
 
 _PRINT_STEPS = 20  # steps between two printed losses
 _LENGTHS = 3  # compiled lengths of prompts and of responses
 
 
-@dataclasses.dataclass(frozen=True)
-class Likelihood(Objective):
-    """Supervised loss: -(sum of log pi of all answer tokens) / (number of answer tokens)."""
-
-    needs_behavior = False
-    beta_is = "unused"
-
-    def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
-        del beta
-        return Loss(-data.mean_over_tokens(data.policy_token_logprobs), {})
+@objective(Needs(sampler="any", beta="unused", total="tokens"))
+def likelihood(groups: Groups, beta: Float[Array, ""] | float) -> Terms:
+    """-(sum of log pi of all answer tokens) / (number of answer tokens)."""
+    del beta
+    return Terms(-summed(groups, groups.logp))
 
 
 class Tuned(NamedTuple):
@@ -79,24 +69,24 @@ class Tuned(NamedTuple):
     eval_losses: list[tuple[int, float]]
 
 
-def batches(examples: Sequence[Example], packing: Packing, seed: int) -> Iterator[Any]:
+def batches(examples: Sequence[Example], layout: RowLayout, seed: int) -> Iterator[Any]:
     """Yield batches without end. Each pass has every example once, in an order from the seed."""
     rng = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:
-        while len(waiting) < packing.num_prompts:
+        while len(waiting) < layout.num_prompts:
             waiting += rng.permutation(len(examples)).tolist()
-        yield packing.batch([_draw(examples[i]) for i in waiting[: packing.num_prompts]])
-        del waiting[: packing.num_prompts]
+        yield layout.batch([_draw(examples[i]) for i in waiting[: layout.num_prompts]], 0)
+        del waiting[: layout.num_prompts]
 
 
-def _in_order(examples: Sequence[Example], packing: Packing) -> Iterator[Any]:
+def _in_order(examples: Sequence[Example], layout: RowLayout) -> Iterator[Any]:
     """Yield every example once, in batches; the last batch may have empty rows."""
-    size = packing.num_prompts
+    size = layout.num_prompts
     for start in range(0, len(examples), size):
         draws = [_draw(x) for x in examples[start : start + size]]
-        empty = draws[0]._replace(trajectories=(), weights=(), ids=())
-        yield packing.batch([*draws, *[empty] * (size - len(draws))])
+        empty = draws[0]._replace(trajectories=(), ids=())
+        yield layout.batch([*draws, *[empty] * (size - len(draws))], 0)
 
 
 def _draw(example: Example) -> Draw:
@@ -114,7 +104,12 @@ def _draw(example: Example) -> Draw:
         sampling_temperature=1.0,
         finish_reason="eos",
     )
-    return Draw(Prompt(0, "", example.prompt, {}), (response,), True, (0,), (1,), 0)
+    return Draw(
+        prompt=Prompt(0, "", example.prompt, {}),
+        trajectories=(response,),
+        is_fresh=True,
+        ids=(0,),
+    )
 
 
 def fine_tune(
@@ -144,12 +139,12 @@ def fine_tune(
         learning_rate=Schedule(args.learning_rate, shape="cosine", warmup=args.warmup_steps),
         weight_decay=args.weight_decay,
     )
-    schedule = learning_rate_schedule(optimizer_settings.learning_rate, args.num_steps)
-    optimizer = make_optimizer(optimizer_settings, schedule)
+    rate = learning_rate_schedule(optimizer_settings.learning_rate, args.num_steps)
+    optimizer = make_optimizer(optimizer_settings)
     rows = math.ceil(args.micro_batch_rows / shape.num_parts) * shape.num_parts
     settings = StepSettings(
-        objective=Likelihood(),
-        target=Target(Schedule(1.0)),
+        objective=Objective("likelihood", likelihood),
+        beta=Schedule(1.0),
         scoring=Scoring(compute_dtype=args.dtype),
         micro_batch_rows=rows if rows < args.batch_size else 0,
         row_multiple=shape.num_parts,
@@ -159,7 +154,7 @@ def fine_tune(
     shardings = step_shardings(
         config, optimizer, mesh, keep_reference=False, num_prompts=args.batch_size
     )
-    packing = _packing([*examples, *held_out], source.load_tokenizer().pad_id, args, settings)
+    layout = _layout([*examples, *held_out], source.load_tokenizer().pad_id, args, settings)
     # Adapters are float32; the base weights are read and never updated.
     loaded = source.load_params(
         param_dtype=jnp.dtype(args.dtype if args.lora_rank else "float32"),
@@ -171,35 +166,35 @@ def fine_tune(
         params = lora.init_adapters(config, args.seed, shardings.state.params)
     state = make_init_state(optimizer, shardings)(params)
     del params, loaded
-    step = make_train_step(config, optimizer, schedule, settings, shardings)
-    score = jax.jit(functools.partial(_totals, config=config, settings=settings, where=shardings))
-    stream, losses, eval_losses = batches(examples, packing, args.seed), [], []
+    step = make_train_step(config, optimizer, rate, settings, shardings)
+    score = make_log_likelihood(config, settings, shardings)
+    stream, losses, eval_losses = batches(examples, layout, args.seed), [], []
     for i in range(args.num_steps + 1):
         is_last = i == args.num_steps
         if held_out and (is_last or i % args.eval_period == 0):
             found = [
                 score(state.params, _placed(x, shardings), *base)
-                for x in _in_order(held_out, packing)
+                for x in _in_order(held_out, layout)
             ]
             total, num = np.sum(np.array(found, np.float64), axis=0)
-            eval_losses.append((i, float(total / num)))
+            eval_losses.append((i, float(-total / num)))
             print(f"step {i}: {eval_losses[-1][1]:.4f} nats per held-out token", flush=True)
         if is_last:
             break
-        state, metrics = step(state, _placed(next(stream), shardings), *base)
-        losses.append(float(metrics["train/loss"]))
+        state, outputs = step(state, _placed(next(stream), shardings), *base)
+        losses.append(float(outputs["numbers"]["loss"]))
         if i % _PRINT_STEPS == 0 or i == args.num_steps - 1:
             print(f"step {i + 1} of {args.num_steps}: {losses[-1]:.4f} nats per token", flush=True)
     params = lora.merge(base[0], state.params, config=config) if base else state.params
     return Tuned(params, losses, eval_losses)
 
 
-def _packing(
+def _layout(
     examples: Sequence[Example], pad_id: int, args: argparse.Namespace, settings: StepSettings
-) -> Packing:
+) -> RowLayout:
     prompt = length_buckets(max(len(x.prompt) for x in examples), _LENGTHS)
     response = length_buckets(max(len(x.response) for x in examples), _LENGTHS)
-    return Packing(
+    return RowLayout(
         num_prompts=args.batch_size,
         group_size=1,
         padding=Padding(prompt, response, pad_id),
@@ -208,37 +203,12 @@ def _packing(
         row_multiple=settings.row_multiple,
         micro_batch_rows=settings.micro_batch_rows,
         is_whole=True,
+        reference="none",
     )
 
 
-def _placed(batch: Batch | PackedBatch, shardings: StepShardings) -> Any:
+def _placed(batch: Batch, shardings: StepShardings) -> Any:
     return jax.device_put(batch, shardings.of_batch(batch))
-
-
-def _totals(
-    params: Any,
-    batch: Batch | PackedBatch,
-    base: Any = None,
-    *,
-    config: models.TransformerConfig,
-    settings: StepSettings,
-    where: StepShardings,
-) -> tuple[Array, Array]:
-    """Return (sum of -log pi of the answer tokens of a batch, their number)."""
-    rows = make_rows(
-        where.placed(batch),
-        jnp.int32(0),
-        config,
-        settings.scoring,
-        settings.remat,
-        where.compute,
-        base,
-    )
-    size = rows_at_once(settings.micro_batch_rows, 1, settings.row_multiple)
-    scored = score_all(rows, params, cut_rows(rows, size, is_whole=True), rows.score)
-    totals = rows.totals()
-    data = rows.group_data(scored, None, rows.tokens, totals)
-    return settings.objective(data, 1.0).loss * totals.tokens, totals.tokens
 
 
 def _mesh_shape(text: str) -> MeshShape:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tba_jax.config.schema import SETTINGS, Config
 from tba_jax.settings import Setting
-from tba_jax.train.objectives.registry import objective_names, own_settings
+from tba_jax.train.objectives import objective_names, own_settings
 
 _HEAD = """\
 # Configuration

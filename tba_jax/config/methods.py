@@ -13,7 +13,7 @@ from typing import Any
 
 from tba_jax.settings import ConfigError
 from tba_jax.train.config import ObjectiveSettings
-from tba_jax.train.objectives.registry import is_objective, own_names, own_settings
+from tba_jax.train.objectives import is_objective, own_names, own_settings
 
 FLAG = "--config.objective.preset="
 _NAME = "--config.objective.name="
@@ -26,7 +26,6 @@ _PRIME = {
     "importance": "token_clip",
     "importance_cap": 8.0,
     "kl_clamp": 10.0,
-    "reference.placement": "trainer",
     "reference.reset_period": 50,
 }
 
@@ -58,12 +57,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2410.01679: two passes; states are the lines of a response, with nine continuations
     # each.
     "vineppo": {"name": "vineppo", "epochs": 2, "vine_tokens": 2},
-    # arXiv:2402.03300; its KL reads the reference token by token.
-    "grpo": {
-        "name": "grpo",
-        "beta": 0.04,
-        "reference.placement": "trainer",
-    },
+    # arXiv:2402.03300.
+    "grpo": {"name": "grpo", "beta": 0.04},
 }
 
 

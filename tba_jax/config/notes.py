@@ -60,7 +60,7 @@ def _schedule(name: str, schedule: Schedule, num_steps: int) -> Iterator[str]:
 
 
 def _objective(o: ObjectiveSettings) -> Iterator[str]:
-    if not o.beta.is_always(0.0) and o.built.beta_is == "unused":
+    if not o.beta.is_always(0.0) and o.built.needs.beta == "unused":
         yield f"objective.beta={o.beta} has no effect: objective {o.name} has no KL to a reference"
 
 

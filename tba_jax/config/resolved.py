@@ -22,7 +22,7 @@ def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
 
 def allows_forks(config: Config) -> bool:
     """Return whether an episode may fork into several paths: with an environment, minibatches=1."""
-    return bool(config.task.environment) and config.objective.built.minibatches == 1
+    return bool(config.task.environment) and config.objective.built.value("minibatches", 1) == 1
 
 
 def shares_prompts(config: Config) -> bool:

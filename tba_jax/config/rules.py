@@ -11,7 +11,7 @@ from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import check_all, need
 from tba_jax.tasks.registry import entry_of
-from tba_jax.train.objectives.registry import free_of_behavior
+from tba_jax.train.objectives import for_any_sampler
 
 
 def validate(config: Config) -> None:
@@ -88,13 +88,13 @@ def _driver(config: Config) -> None:
     )
     if config.search.swap == "in_flight":
         need(
-            not config.objective.built.needs_behavior,
+            config.objective.built.needs.sampler == "any",
             "search.swap",
             config.search.swap,
             "a response may then have tokens of several policy versions, which needs an objective "
             "that accepts any sampler",
             "Set --config.search.swap=auto, or objective.name to one of "
-            f"{', '.join(free_of_behavior())}.",
+            f"{', '.join(for_any_sampler())}.",
         )
     if config.replay.max_staleness:
         least = (config.search.exact_lag + 1) * config.sync_period - 1
@@ -154,12 +154,12 @@ def _start_data(config: Config) -> None:
     if not config.task.start_path:
         return
     need(
-        not config.objective.built.needs_behavior,
+        config.objective.built.needs.sampler == "any",
         "task.start_path",
         config.task.start_path,
         "no policy of the run sampled the start data, which needs an objective that accepts any "
         "sampler",
-        f"Set --config.objective.name to one of {', '.join(free_of_behavior())}, or leave "
+        f"Set --config.objective.name to one of {', '.join(for_any_sampler())}, or leave "
         "--config.task.start_path empty.",
     )
     need(
@@ -210,7 +210,7 @@ def _rows(config: Config) -> None:
     """Refuse row layouts that micro-batches or devices cannot divide."""
     wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
     parts = config.mesh.data * config.mesh.fsdp * config.mesh.expert
-    updates = config.objective.built.minibatches
+    updates = config.objective.built.value("minibatches", 1)
     prompts = config.batch.num_prompts
     rows = prompts * config.objective.group_size
     need(
@@ -262,16 +262,15 @@ def _rows(config: Config) -> None:
     )
 
 
-def _rounding(config: Config) -> None:
-    """Refuse stochastic rounding if nothing is stored in bfloat16."""
-    what = "adapters are float32" if config.lora.rank else "model.param_dtype is float32"
+def _truncated(config: Config) -> None:
+    """Refuse ratios to a sampler of which only a truncated distribution is known."""
     need(
-        config.optimizer.rounding == "nearest"
-        or (config.model.param_dtype == "bfloat16" and not config.lora.rank),
-        "optimizer.rounding",
-        config.optimizer.rounding,
-        f"stochastic rounding needs parameters in bfloat16, and {what}",
-        "Set --config.optimizer.rounding=nearest.",
+        config.search.top_p == 1 or config.objective.built.needs.sampler != "ratio",
+        "search.top_p",
+        config.search.top_p,
+        f"objective.name={config.objective.name} reads ratios to the sampler, which are biased if "
+        "the sampler leaves tokens out: the policy's log-probs are over all tokens",
+        "Set --config.search.top_p=1, or for objective.name=tb --config.objective.importance=none.",
     )
 
 
@@ -288,7 +287,7 @@ def _packed_rows(config: Config) -> None:
 
 def _state_values(config: Config) -> None:
     """Refuse settings that prevent estimating state values from sampled continuations."""
-    if not config.objective.built.vine_tokens:
+    if not config.objective.built.value("vine_tokens"):
         return
     mode, stop_strings = MODES[config.placement], config.search.stop_strings
     need(
@@ -315,7 +314,7 @@ def _environment(config: Config) -> None:
         need(not renderer, "task.renderer", renderer, rule, "Leave it empty.")
         return
     need(
-        not config.objective.built.vine_tokens,
+        not config.objective.built.value("vine_tokens"),
         "objective.name",
         config.objective.name,
         "task.environment does not support the state values that VinePPO estimates",
@@ -363,7 +362,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _buffer,
     _rows,
     _packed_rows,
-    _rounding,
+    _truncated,
     _driver,
     _pod,
     _fleet,

@@ -32,7 +32,7 @@ from tba_jax.train.config import (
     OptimizerSettings,
     ReferenceSettings,
 )
-from tba_jax.train.objectives.registry import is_objective, own_settings
+from tba_jax.train.objectives import is_objective, own_settings
 from tba_jax.weights.config import SyncSettings
 
 
@@ -204,7 +204,7 @@ def get_field(config: Config, field: str) -> Any:
     """Return the value of a dotted field name, also of the chosen objective's settings."""
     value: Any = config
     if field.startswith("objective.") and field not in SETTINGS:
-        return getattr(config.objective.built, field.removeprefix("objective."))
+        return config.objective.built.value(field.removeprefix("objective."))
     for part in field.split("."):
         value = getattr(value, part)
     return value
@@ -226,8 +226,7 @@ def flatten(config: Config) -> dict[str, Any]:
     objective's own settings.
     """
     values = {name: get_field(config, name) for name in SETTINGS}
-    for setting in own_settings(config.objective.name):
-        values[setting.name] = getattr(config.objective.built, setting.name.split(".")[1])
+    values |= {f"objective.{name}": x for name, x in config.objective.built.settings}
     return {name: _as_json(values[name]) for name in sorted(values)}
 
 

@@ -145,13 +145,9 @@ class Draw(NamedTuple):
             stays empty.
         is_fresh: whether the slot is drawn from new data, instead of the whole history.
         ids: ID of each response in the buffer.
-        weights: 1 for each response.
-        num_repeats: repeats among the K responses, because fewer than K were stored.
     """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     is_fresh: bool
     ids: tuple[int, ...]
-    weights: tuple[int, ...]
-    num_repeats: int

@@ -25,6 +25,7 @@ from tba_jax.planning.lengths import with_lengths
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
 from tba_jax.settings import ConfigError, Schedule
+from tba_jax.train.objectives import Objective
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -200,7 +201,7 @@ def _stabilised(config: Config) -> Config:
     Exact Trajectory Balance learns unsteadily if weights arrive late (docs/lab/fleet.md). The
     config is unchanged if it sets objective.importance, or if other settings do not support ratios.
     """
-    is_open = _leaves_ratios_open(config) and getattr(config.objective.built, "is_exact", False)
+    is_open = _leaves_ratios_open(config) and _is_exact(config.objective.built)
     if not is_open or not writes_versions(config):
         return config
     about = "weights reach other processes several steps late"
@@ -210,6 +211,12 @@ def _stabilised(config: Config) -> Config:
     except ConfigError:  # for example task.start_path: no sampler drew the start data
         return config
     return bounded
+
+
+def _is_exact(objective: Objective) -> bool:
+    """Return whether the loss is exact Trajectory Balance, not bounded, clipped or approximated."""
+    has_exact_log_z = objective.value("log_z") in ("vargrad", "learned")
+    return objective.needs.sampler == "any" and has_exact_log_z and not objective.value("kl_clamp")
 
 
 def _leaves_ratios_open(config: Config) -> bool:

@@ -58,10 +58,7 @@ def trainer_share(config: Config, model_config: TransformerConfig) -> float:
     if remat_of(config) == "layers":
         training += REPEATED_SHARE * forward
     searching = 2.0 * roofline.matrix_entries(model_config) * x * sampled / samples
-    if config.reference.placement == "trainer":
-        training += forward
-    else:
-        searching += forward * sampled / trained
+    training += forward * sampled / trained  # the reference scores each response once
     narrow = config.search.quantization != "none"
     slots = num_slots(config)
     decoding = roofline.decode_work(
@@ -80,8 +77,7 @@ def held_bytes(config: Config, model_config: TransformerConfig) -> float:
     params = num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     if config.lora.rank:
         return params  # Adapters are small compared with their base.
-    # The state has parameters, two moments, and a reference with reference.placement=trainer.
-    return (4 if config.reference.placement == "trainer" else 3) * params
+    return 4 * params  # parameters, two moments and the reference
 
 
 def step_bytes(
@@ -170,8 +166,6 @@ def searcher_bytes(
     The memory has two versions of the weights, the reference, the KV cache, and reward models.
     """
     weights = _weight_bytes(config, model_config, devices[0])
-    if config.reference.placement == "searcher":
-        weights += num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     columns = config.task.max_prompt_tokens + config.search.max_new_tokens + 8
     dtype = config.model.compute_dtype
     cache = shard_bytes(kv_cache.abstract_layers(model_config, num_slots(config), columns, dtype))

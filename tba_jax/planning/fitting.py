@@ -16,7 +16,7 @@ from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.platform import Platform, platform_of
-from tba_jax.flow import bin_packing
+from tba_jax.flow import layout
 from tba_jax.models.scoring import KEPT_BYTES
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
@@ -103,7 +103,10 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
     filled with empty rows up to a multiple of the devices. If one pass over a batch makes several
     updates, each update gets an equal part of a micro-batch.
     """
-    k, of_update = config.objective.group_size, num_parts * config.objective.built.minibatches
+    k, of_update = (
+        config.objective.group_size,
+        num_parts * config.objective.built.value("minibatches", 1),
+    )
     responses = config.batch.num_prompts * k
     if config.batch.packed_length:
         rows = -(-responses // of_update) * of_update
@@ -153,7 +156,7 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
     """
     k, p = config.objective.group_size, config.batch.num_prompts
     x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
-    updates = config.objective.built.minibatches
+    updates = config.objective.built.value("minibatches", 1)
     multiple, is_all = num_parts * updates, rows >= p * k
     of_row, length = 1, config.batch.packed_length or x + t
     if shares_prompts(config) and not config.batch.packed_length:
@@ -163,10 +166,9 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
     if is_all:
         num_rows = at_once = -(-p * pieces // multiple) * multiple
     else:
-        at_once = bin_packing.rows_at_once(rows, of_row, multiple)
-        num_rows = bin_packing.most_rows(p, pieces, micro_batch_rows=at_once, is_whole=is_whole)
+        at_once = layout.rows_at_once(rows, of_row, multiple)
+        num_rows = layout.most_rows(p, pieces, at_once=at_once, is_whole=is_whole)
     passes = 3 + estimates.REPEATED_SHARE * (remat == "layers") + (not is_all and not is_whole)
-    passes += config.reference.placement == "trainer"
     tokens = at_once * length / num_parts
     of_weights = _TOKENS_OF_SENT_WEIGHTS if is_networked else _TOKENS_OF_WEIGHTS
     if config.lora.rank:  # no gradients of the weights
@@ -215,7 +217,7 @@ def micro_batch_rows(
         whole = config.batch.num_prompts * k
         larger = [n for n in reversed(useful) if (n % k == 0 or n >= whole) and n > wanted]
         room *= 1 - SHARE_FOR_PROGRAMS  # No other choice in this function nearly fills the memory.
-    is_possible = wanted % (num_parts * config.objective.built.minibatches) == 0 and (
+    is_possible = wanted % (num_parts * config.objective.built.value("minibatches", 1)) == 0 and (
         config.batch.packed_length or wanted in options
     )
     nearest = wanted if is_possible else min(options, key=distance)

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tba_jax.config.resolved import remat_of, shares_prompts, writes_versions
+from tba_jax.config.resolved import remat_of, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.session import ADDED_TOKENS, EXTEND_TOKENS, PREFILL_TOKENS
 from tba_jax.devices.sharding import Placement, placed_shapes
 from tba_jax.devices.site import Site
-from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.layout import Batch
 from tba_jax.flow.padding import padded_lengths
 from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
@@ -37,8 +37,8 @@ from tba_jax.planning.estimates import (
 )
 from tba_jax.planning.roofline import Work
 from tba_jax.run import model_parts
-from tba_jax.search.reference import make_reference_program
-from tba_jax.train.step import make_train_step
+from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.step import make_reference_pass, make_train_step
 
 FROZEN = "frozen parameters"
 """Kind of bytes: the base of adapters."""
@@ -168,11 +168,7 @@ def residents(
         # them.
         read = abstract_weights(config, model_config, placement)
         searcher["weights being read"] = shard_bytes(read)
-    if config.reference.placement == "searcher":
-        searcher["reference parameters"] = shard_bytes(
-            abstract_reference(config, model_config, placement)
-        )
-    elif config.eval.reference_metrics:
+    if config.eval.reference_metrics:
         searcher["start model, for evaluation"] = shard_bytes(
             abstract_weights(config, model_config, placement)
         )
@@ -197,34 +193,41 @@ def _trainer_programs(
 ) -> list[Planned]:
     mesh = placement.trainer_mesh
     state = model_parts.abstract_state(config, model_config, mesh)
-    optimizer, schedule = model_parts.make_optimizer_from(config)
     shardings = model_parts.make_step_shardings(config, model_config, mesh)
-    train_step = make_train_step(
-        model_parts.policy_config(config, model_config),
-        optimizer,
-        schedule,
-        model_parts.make_step_settings(config, Ids().eos_ids, mesh),
-        shardings,
-    )
+    policy = model_parts.policy_config(config, model_config)
+    settings = model_parts.make_step_settings(config, Ids().eos_ids, mesh)
+    optimizer, rate = make_optimizer(config.optimizer), model_parts.make_rate(config)
+    train_step = make_train_step(policy, optimizer, rate, settings, shardings)
+    score = make_reference_pass(policy, settings, shardings)
     batch = abstract_batch(config, placement)
-    batch = placed_shapes(batch, shardings.of_batch(batch))
+    whole = batch._replace(missing=jax.ShapeDtypeStruct(batch.tokens.shape[:1], jnp.int32))
+    batch, whole = (placed_shapes(x, shardings.of_batch(x)) for x in (batch, whole))
     # Versions on disk keep the trainer's mesh.
     target = mesh if writes_versions(config) else placement.publication_mesh
     publish = model_parts.make_publication_program(config, model_config, target)
     params = state.params
     frozen = _frozen(config, model_config, placement)
     held = state_bytes_by_kind(state) | _frozen_bytes(frozen)
-    is_packed = isinstance(batch, PackedBatch)
-    shapes = model_parts.make_packing(config, 0, mesh).shapes
+    layout = model_parts.make_layout(config, Ids(), mesh)
+    shapes, num_lengths = layout.shapes, 1 if layout.row_length else layout.padding.num_shapes
+    num_programs = num_lengths * sum(len(shape.buckets) for shape in shapes)
+    work = _train_work(config, model_config, batch, shapes[0].at_once, mesh, held)
     return [
         Planned(
             name="train_step",
             group="trainer",
             lower=lambda: train_step.lower(state, batch, *frozen),
-            work=_train_work(config, model_config, batch, shapes[0].at_once, mesh, held),
+            work=work,
             resident=held,
-            variants=(1 if is_packed else model_parts.make_padding(config, 0).num_shapes)
-            * sum(len(shape.buckets) for shape in shapes),
+            variants=num_programs,
+        ),
+        Planned(
+            name="score_reference",
+            group="trainer",
+            lower=lambda: score.lower(state.reference_params, whole, *frozen),
+            work=Work(held["reference parameters"], work.num_flops / 3),
+            resident=held,
+            variants=num_programs,
         ),
         Planned(
             name="publish",
@@ -239,7 +242,7 @@ def _trainer_programs(
 def _train_work(
     config: Config,
     model_config: TransformerConfig,
-    batch: Batch | PackedBatch,
+    batch: Batch,
     at_once: int,
     mesh: Mesh,
     held: Mapping[str, float],
@@ -254,7 +257,7 @@ def _train_work(
     """
     sizes = sizes_of(config)
     rows, length = batch.tokens.shape
-    c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
+    c = 1 if batch.response_lengths is None else batch.response_lengths.shape[1]
     forward = roofline.train_flops(
         model_config,
         num_rows=rows * c,
@@ -264,7 +267,6 @@ def _train_work(
     )
     forward /= 3
     passes = 3 + REPEATED_SHARE * (remat_of(config) == "layers")
-    passes += config.reference.placement == "trainer"
     weights = num_params(model_config) * jnp.dtype(config.model.compute_dtype).itemsize
     reads = passes * (rows / at_once if at_once else 1) * weights / mesh.shape["model"]
     return Work(2 * sum(held.values()) + reads, passes * forward / mesh.size)
@@ -341,8 +343,6 @@ def _searcher_programs(
                 with_cache=True,
             )
         )
-    if config.reference.placement == "searcher":
-        found.append(_scoring(config, model_config, placement, sizes))
     policy = model_parts.policy_config(config, model_config)
     if policy.adapters is not None:
         found.append(_merge(config, policy, _base(config, model_config, placement, policy), mesh))
@@ -426,81 +426,10 @@ def _chunk(config: Config) -> str:
     return "chunk_sampled" if is_plain else "chunk_truncated"
 
 
-def _scoring(
-    config: Config, model_config: TransformerConfig, placement: Placement, sizes: Sizes
-) -> Planned:
-    scoring = model_parts.make_scoring(config, Ids().eos_ids)
-    site = Site(placement.searcher_meshes[0])
-    program = make_reference_program(model_config, scoring, site)
-    params = abstract_reference(config, model_config, placement)
-    # One row has a whole group if prompts are shared, otherwise one response.
-    shares = shares_prompts(config)
-    c = sizes.samples if shares else 1
-    b = sizes.samples // c
-    of_rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b,), (b, c))]
-    tokens = jax.ShapeDtypeStruct((b, sizes.prompt + c * sizes.response), jnp.int32)
-    forward = roofline.train_flops(
-        model_config,
-        num_rows=sizes.samples,
-        prompt_tokens=sizes.prompt,
-        response_tokens=sizes.response,
-        responses_per_prompt=c,
-    )
-    return Planned(
-        name="score_reference",
-        group="searcher",
-        lower=lambda: program.lower(params, tokens, *of_rows, response_bucket=sizes.response),
-        work=Work(shard_bytes(params), forward / 3 / site.mesh.size),
-        resident={"reference parameters": shard_bytes(params)},
-        variants=model_parts.make_padding(config, 0).num_shapes * (2 if shares else 1),
-        # Upper bound: repeated responses of a group are scored once.
-        calls_per_round=sizes.slot_prompts,
-    )
-
-
-def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
-    """Return the largest batch as ShapeDtypeStructs; arguments as of `make_packing`."""
-    sizes = sizes_of(config)
-    p, k = sizes.prompts, sizes.group
-    packing = model_parts.make_packing(config, 0, placement.trainer_mesh)
-    shape = packing.shapes[0]
-    n, c = shape.buckets[-1], shape.responses
-
-    def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    of_responses: dict[str, Any] = {
-        "prompt_lengths": array((p, k)),
-        "response_lengths": array((p, k)),
-        "rewards": array((p, k), jnp.float32),
-        "reference_logprob": array((p, k), jnp.float32),
-        "versions": array((p, k)),
-        "weights": array((p, k), jnp.float32),
-        "prompts": array((-(-p // packing.row_multiple) * packing.row_multiple, sizes.prompt))
-        if packing.has_prompts
-        else None,
-    }
-
-    if config.batch.packed_length:
-        rows = (n, config.batch.packed_length)
-        return PackedBatch(
-            tokens=array(rows),
-            slots=array(rows),
-            positions=array(rows),
-            behavior_token_logprobs=array(rows, jnp.float32),
-            contexts=array(rows) if packing.shares_prompts else None,
-            token_advantages=array(rows, jnp.float32) if packing.has_advantages else None,
-            **of_responses,
-        )
-    return Batch(
-        tokens=array((n, sizes.prompt + c * sizes.response)),
-        slots=array((n, c)),
-        behavior_token_logprobs=array((n, c, sizes.response), jnp.float32),
-        token_advantages=(
-            array((n, c, sizes.response), jnp.float32) if packing.has_advantages else None
-        ),
-        **of_responses,
-    )
+def abstract_batch(config: Config, placement: Placement) -> Batch:
+    """Return the largest batch of a run as ShapeDtypeStructs."""
+    layout = model_parts.make_layout(config, Ids(), placement.trainer_mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layout.largest())
 
 
 def abstract_weights(
@@ -518,14 +447,6 @@ def abstract_weights(
     where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
     dtype = jnp.dtype(config.model.compute_dtype)
     return lowering.abstract_weights(model_config, dtype, where, quantization)
-
-
-def abstract_reference(
-    config: Config, model_config: TransformerConfig, placement: Placement
-) -> Any:
-    """Return the shapes of the reference on the first searcher, in the trainer's layout."""
-    shardings = model_parts.reference_shardings(model_config, placement.searcher_meshes[0])
-    return _abstract(abstract_params(model_config, config.model.param_dtype), shardings)
 
 
 def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:

@@ -9,10 +9,10 @@ arithmetic (default)
 gsm8k
     The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, with the settings of table 2, appendix B.1
     and the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes
-    on 4 x A100. Not run by us. Parameters and moments are bfloat16, as in the paper. In bfloat16,
-    most weights lose updates of size 1e-5 (docs/lab/low_precision.md). Better settings are
-    --config.model.param_dtype=float32 (12 bytes per parameter with its moments, instead of 6) or,
-    if memory does not suffice, --config.optimizer.rounding=stochastic (6 bytes).
+    on 4 x A100. Not run by us. Parameters and moments are bfloat16, as in the paper, but updates
+    are rounded at random: rounded to nearest, most weights lose updates of size 1e-5
+    (docs/lab/low_precision.md). --config.model.param_dtype=float32 takes 12 bytes per parameter
+    with its moments, instead of 6.
 gsm8k_official
     `gsm8k` with the prompt, the grader and the masked EOS of the paper's code, for comparison with
     that code (docs/fidelity.md). `gsm8k` itself uses the prompt format that the start model was
@@ -133,7 +133,7 @@ PRESETS = {
             "weight_decay": 0.01,
             "clip_norm": 1.0,
         },
-        "reference": {"placement": "trainer", "reset_period": 50},
+        "reference": {"reset_period": 50},
         "search": {
             "samples_per_prompt": 16,
             "max_new_tokens": 2048,

@@ -295,12 +295,10 @@ class ReplayBuffer:
                 group.is_trained = True
                 group.num_unused -= 1
                 self._retire(group, 1)
-        num_repeats = len(rows) - len(drawn)
         counters["used"] += len(rows)
-        counters["repeats"] += num_repeats
+        counters["repeats"] += len(rows) - len(drawn)
         ids = tuple(store.ids[i] for i in rows)
-        responses = tuple(drawn[i] for i in rows)
-        return Draw(store.prompt, responses, is_fresh, ids, (1,) * len(ids), num_repeats)
+        return Draw(store.prompt, tuple(drawn[i] for i in rows), is_fresh, ids)
 
     def _without_equal(self, draws: list[Draw]) -> list[Draw]:
         """With equal_rewards=skip, empty the slots of equal rewards, unless all slots are such."""
@@ -308,8 +306,10 @@ class ReplayBuffer:
         if all(equal):
             return draws
         self._ledger.counters["skipped"] += sum(equal)
-        empty: dict[str, Any] = {"trajectories": (), "ids": (), "weights": (), "num_repeats": 0}
-        return [d._replace(**empty) if e else d for d, e in zip(draws, equal, strict=True)]
+        return [
+            d._replace(trajectories=(), ids=()) if e else d
+            for d, e in zip(draws, equal, strict=True)
+        ]
 
     def keep_references(
         self, draws: Sequence[Draw], values: Sequence[Sequence[Float[np.ndarray, " t"]]]

@@ -288,7 +288,7 @@ def by_staleness(run: Run) -> "Figure | None":
         ("log ratio to the sampler, median (nats)", "log_ratio_p50"),
         ("log ratio, 95 % (nats)", "log_ratio_p95"),
         ("residual, root of mean square", "residual_rms"),
-        ("tokens with a ratio outside 0.8 to 1.2", "clip_fraction"),
+        ("tokens with a ratio above 1.2 (share)", "high_ratios"),
         ("distinct responses (share)", "unique_share"),
     ]
     found = (re.fullmatch("stale_([0-9]+)/ess_fraction", name) for name in run.metrics.names)

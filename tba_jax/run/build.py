@@ -27,8 +27,7 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.precompilation import Precompiler
 from tba_jax.devices.site import Site
-from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import Packing
+from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
 from tba_jax.models.transformer import abstract_params
@@ -42,9 +41,9 @@ from tba_jax.run.host_state import HostState, RunClock, check_facts
 from tba_jax.run.model_parts import (
     abstract_state,
     make_buffer,
-    make_optimizer_from,
-    make_packing,
+    make_layout,
     make_publication_program,
+    make_rate,
     make_step_settings,
     make_step_shardings,
 )
@@ -56,7 +55,6 @@ from tba_jax.run.search_parts import (
     make_evaluator,
     make_prompts,
     make_reader,
-    make_references,
     make_transport,
     make_version_writer,
     read_start_tickets,
@@ -66,8 +64,9 @@ from tba_jax.search.prompts import load_grain
 from tba_jax.search.reference import Reference
 from tba_jax.search.searcher import Searcher
 from tba_jax.tasks.registry import entry_of
+from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, make_init_state
-from tba_jax.train.step import make_train_step
+from tba_jax.train.step import make_reference_pass, make_train_step
 from tba_jax.train.step_plan import Batches, NoPeers, OwnBatches, Peers, ReceivedBatches
 from tba_jax.train.trainer import Trainer
 from tba_jax.weights.transport import PublishedWeights, Transport
@@ -116,9 +115,10 @@ def check_rewards(shared: Shared) -> None:
 
 
 class StepProgram(NamedTuple):
-    """The jitted train step of a run with the shardings of its arguments."""
+    """The jitted train step of a run, the pass of its reference, and shardings of the arguments."""
 
     program: Any
+    reference: Any
     shardings: StepShardings
 
 
@@ -126,10 +126,11 @@ def make_step_program(shared: Shared) -> StepProgram:
     """Return the jitted train step; compilation happens later."""
     config = shared.config
     shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
-    optimizer, schedule = make_optimizer_from(config)
     settings = make_step_settings(config, shared.tokenizer.eos_ids, shared.sites.trainer.mesh)
-    program = make_train_step(shared.policy, optimizer, schedule, settings, shardings)
-    return StepProgram(program, shardings)
+    optimizer, rate = make_optimizer(config.optimizer), make_rate(config)
+    program = make_train_step(shared.policy, optimizer, rate, settings, shardings)
+    reference = make_reference_pass(shared.policy, settings, shardings)
+    return StepProgram(program, reference, shardings)
 
 
 def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompiler:
@@ -141,12 +142,12 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompile
     config = shared.config
     is_alone = shared.cluster.num_processes == 1
     mesh = shared.sites.trainer.mesh
-    packing = make_packing(config, shared.tokenizer.pad_id, mesh)
-    has_one_length = packing.padding.num_shapes == 1 or packing.row_length
+    layout = make_layout(config, shared.tokenizer, mesh)
+    has_one_length = layout.padding.num_shapes == 1 or layout.row_length
     if config.driver != "async" or not is_alone or not has_one_length:
         return Precompiler({}).start()
     load_grain()
-    batch = first_batch(config, packing)
+    batch = first_batch(config, layout)
     jobs: dict[Hashable, Any] = {
         PUBLICATION: functools.partial(_lower_publication, shared, publish),
         step_job(batch): functools.partial(_lower_step, shared, step, batch),
@@ -154,15 +155,14 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompile
     return Precompiler(jobs).start()
 
 
-def _lower_step(
-    shared: Shared, step: StepProgram, batch: Batch | PackedBatch
-) -> jax.stages.Lowered:
+def _lower_step(shared: Shared, step: StepProgram, batch: Batch) -> jax.stages.Lowered:
     config, model = shared.config, shared.model.config
     state = abstract_state(config, model, shared.sites.trainer.mesh)
 
     def abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    batch = batch._replace(missing=None)
     rows = jax.tree.map(abstract, batch, step.shardings.of_batch(batch))
     frozen = ()
     if step.shardings.base is not None:
@@ -176,13 +176,13 @@ def _lower_publication(shared: Shared, publish: Any) -> jax.stages.Lowered:
     return publish.lower(abstract_state(config, model, shared.sites.trainer.mesh).params)
 
 
-def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
+def first_batch(config: Config, layout: RowLayout) -> Batch:
     """Return an artificial batch with the likely shape of the first batch.
 
     Each distinct response takes one row. A quarter of short responses, and all long responses, are
     assumed to be distinct.
     """
-    prompts, size = packing.num_prompts, packing.group_size
+    prompts, size = layout.num_prompts, layout.group_size
     is_short = config.search.max_new_tokens <= SHORT_TOKENS
     distinct = max(1, size // 4) if is_short else size
     tokens = np.zeros(config.task.max_prompt_tokens, np.int32)
@@ -198,16 +198,23 @@ def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
         version_max=0,
         searcher=0,
         round=0,
-        sampling_temperature=packing.policy_temperature,
+        sampling_temperature=layout.policy_temperature,
         finish_reason="length",
         is_sampled=np.ones(length, bool) if config.task.environment else None,
-        token_advantages=np.zeros(length, np.float32) if packing.has_advantages else None,
+        token_advantages=np.zeros(length, np.float32) if layout.has_advantages else None,
     )
-    weights = (size - distinct + 1, *(1,) * (distinct - 1))
+
+    def response_of(j: int) -> Trajectory:
+        """Return a response that equals another one from `distinct` on."""
+        tokens = np.zeros(length, np.int32)
+        tokens[0] = j % distinct
+        return dataclasses.replace(response, response_tokens=tokens)
+
+    responses = tuple(response_of(j) for j in range(size))
     draw = Draw(
-        Prompt(0, "", tokens, {}), (response,) * distinct, True, (0,) * distinct, weights, 0
+        prompt=Prompt(0, "", tokens, {}), trajectories=responses, is_fresh=True, ids=(0,) * size
     )
-    return packing.batch([draw] * prompts)
+    return layout.batch([draw] * prompts, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,20 +263,17 @@ def open_start(
         note(f"there is no checkpoint: training starts again at step 0 ({made:,} steps are lost)")
     references: dict[Site, Reference] = {}
     params, base = None, None
-    scores_here = config.reference.placement == "searcher" and bool(sites.searchers)
-    if newest is None or has_adapters or scores_here:
+    if newest is None or has_adapters:
         phase("loading the model")
         params = model.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=shardings.base if has_adapters else shardings.state.params,
         )
-    if scores_here:
-        references = make_references(config, policy, shared.tokenizer.eos_ids, sites, params)
     if has_adapters:
         base = params
         params = lora.init_adapters(policy, config.seed, shardings.state.params)
     if newest is None:
-        optimizer, _ = make_optimizer_from(config)
+        optimizer = make_optimizer(config.optimizer)
         return Start(make_init_state(optimizer, shardings)(params), base, references)
     del params
     phase("restoring the newest checkpoint")
@@ -324,6 +328,7 @@ def build_trainer(
     ahead: Precompiler,
     state: TrainState,
     base: Any,
+    buffer: ReplayBuffer,
     batches: Batches,
     transport: Transport,
 ) -> Trainer:
@@ -333,26 +338,32 @@ def build_trainer(
         state: the train state; the trainer donates it.
         base: frozen parameters under adapters; None without adapters.
     """
-    program = shared.sites.trainer.locked(step.program)
+    site, shardings = shared.sites.trainer, step.shardings
+    program, score = site.locked(step.program), site.locked(step.reference)
     is_alone = shared.cluster.num_processes == 1
     frozen = () if base is None else (base,)
 
     def train_step(
-        state: TrainState, batch: Batch | PackedBatch
-    ) -> tuple[TrainState, dict[str, Array]]:
+        state: TrainState, batch: Batch
+    ) -> tuple[TrainState, dict[str, Any], Array | None]:
         ahead.wait(step_job(batch))
-        shardings = step.shardings.of_batch(batch)
         if is_alone:
-            placed = jax.device_put(batch, shardings)
+            placed = jax.device_put(batch, shardings.of_batch(batch))
         else:  # every process has all rows, and each device copies its own rows
-            placed = jax.tree.map(_from_whole, batch, shardings)
-        return program(state, placed, *frozen)
+            placed = jax.tree.map(_from_whole, batch, shardings.of_batch(batch))
+        reference = None
+        if batch.missing is not None:
+            reference = score(state.reference_params, placed, *frozen)
+            placed = placed._replace(reference=reference, missing=None)
+        return *program(state, placed, *frozen), reference
 
     return Trainer(
         state=state,
         train_step=train_step,
         transport=transport,
         batches=batches,
+        # After a reset, log-probs that were stored would be those of another reference.
+        keep_references=None if shared.config.reference.reset_period else buffer.keep_references,
         clock=shared.clock,
     )
 
@@ -362,7 +373,7 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
     config = shared.config
     return OwnBatches(
         buffer,
-        make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh),
+        make_layout(config, shared.tokenizer, shared.sites.trainer.mesh),
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,
@@ -372,9 +383,10 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
     )
 
 
-def step_job(batch: Batch | PackedBatch) -> tuple[str, tuple[int, ...]]:
+def step_job(batch: Batch) -> tuple[str, tuple[int, ...]]:
     """Return the name of the job that compiles the train step for this batch."""
-    return "train_step", (*batch.tokens.shape, *batch.slots.shape)
+    per_row = () if batch.response_lengths is None else batch.response_lengths.shape
+    return "train_step", (*batch.tokens.shape, *per_row)
 
 
 def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
@@ -433,6 +445,7 @@ def build(
             ahead=ahead,
             state=start.state,
             base=start.base,
+            buffer=buffer,
             batches=batches,
             transport=weights.transport,
         )
@@ -485,7 +498,6 @@ def make_owner(
         epoch=uuid.uuid4().hex,
         identity=shared.identity,
         num_searchers=shared.sites.num_searchers,
-        num_local=len(shared.sites.searchers),
         num_prompts=config.batch.num_prompts,
         share=config.replay.recency_prob,
         max_staleness=config.replay.max_staleness if config.driver == "async" else 0,

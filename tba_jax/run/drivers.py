@@ -40,7 +40,7 @@ from tba_jax.run.search_process import (
     search_workers,
     serving,
 )
-from tba_jax.train.step_metrics import low_ess_warnings
+from tba_jax.train.metrics import low_ess_warnings
 from tba_jax.weights.transport import DELIVERY_S
 
 _WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the first measurements
@@ -56,7 +56,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
     run.owner.allow(0, -1)
     with serving(run) as service:
         loop(run, SynchronousSearch(run, run.owner, service), interrupted)
-        if run.owner.remote_searchers:
+        if run.remote_searchers:
             run.save()
             run.evaluate_last()
 
@@ -124,8 +124,7 @@ class SynchronousSearch(Search):
             self._run, "every response of the last tickets was rejected, evicted or aged out"
         )
 
-    def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
-        del values
+    def stepped(self) -> dict[str, Any]:
         return failed_requests(self._run)
 
 
@@ -138,7 +137,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     assert run.owner is not None, "this process owns the buffer"
     with serving(run) as service:
         AsynchronousSearch(run, run.owner, service).drive(interrupted)
-        if run.owner.remote_searchers:  # evaluate before the searchers of other processes end
+        if run.remote_searchers:  # evaluate before the searchers of other processes end
             run.evaluate_last()
 
 
@@ -242,8 +241,7 @@ class AsynchronousSearch(Search):
         self._check_starved()
         return reports
 
-    def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
-        del values
+    def stepped(self) -> dict[str, Any]:
         run = self._run
         self._merged_before = self._owner.num_merged
         self._owner.note_step(run.trainer.step_index)
@@ -326,8 +324,8 @@ class AsynchronousSearch(Search):
         trainer = self._run.trainer
         if trainer.step_index >= self._warn_at:
             self._warn_at = math.inf
-            needs_behavior = self._run.config.objective.built.needs_behavior
-            spent = low_ess_warnings(trainer.strata) if needs_behavior else []
+            has_ratios = self._run.config.objective.built.needs.sampler != "any"
+            spent = low_ess_warnings(trainer.values) if has_ratios else []
             for line in [*self._run.buffer.warnings(), *spent]:
                 self._run.logs.progress.note(line)
 

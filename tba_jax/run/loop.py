@@ -17,13 +17,14 @@ StepPlan decides.
 Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and algorithm 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.config.advice import Times
 from tba_jax.flow.tickets import Report, summarise
 from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
+from tba_jax.train.trainer import Finished
 
 
 class Search:
@@ -57,9 +58,8 @@ class Search:
         """Merge more responses for a batch and return their reports, or raise StarvedError."""
         return []
 
-    def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Process the metrics of a finished step; return metrics of the searchers."""
-        del values
+    def stepped(self) -> dict[str, Any]:
+        """React to a step; return metrics of the searchers."""
         return {}
 
 
@@ -77,6 +77,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
     trainer, num_steps = run.trainer, run.config.num_steps
     reports = search.begin(interrupted)
     extra: dict[str, Any] = {}  # metrics between two steps, for the next metrics line
+    extras: dict[int, dict[str, Any]] = {}  # metrics of launched steps whose results are not read
     publishes = search.publishes_first
     is_sync_due = publishes and trainer.step_index % run.config.sync_period == 0
     while trainer.step_index < num_steps and not stops(run, interrupted):
@@ -93,26 +94,39 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
             reports += search.merge()
             extra["sync/merge_s"] = run.clock() - merge_start
             search.merged(step)
-        values = trainer.step(lambda: run.is_interrupted(interrupted))
-        if values is None:
+        if not trainer.step(lambda: run.is_interrupted(interrupted)):
             reports += search.no_batch()
             continue
         is_sync_due, publishes = trainer.plan.sync, trainer.plan.publish
-        extra |= search.stepped(values)
-        extra |= summarise(reports)
-        after_step(run, values, extra)
+        extras[trainer.step_index] = extra | search.stepped() | summarise(reports)
         extra, reports = {}, []
+        # The results of an asynchronous step are read after the next step was launched.
+        is_read_late = run.config.driver == "async" and not trainer.plan.save
+        log_finished(run, trainer.finished(pending=int(is_read_late)), extras)
+        if trainer.plan.save:
+            run.save()
+    log_finished(run, trainer.finished(), extras)
 
 
-def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Log a step, and save if a checkpoint is due.
+def log_finished(run: Run, finished: Sequence[Finished], extras: dict[int, dict[str, Any]]) -> None:
+    """Log steps whose results have arrived.
 
     Args:
-        extra: metrics of publications, merges and searchers since the last step.
+        extras: metrics of publications, merges and searchers by step; those of `finished` leave.
     """
-    step = run.trainer.step_index
+    for each in finished:
+        after_step(run, each, extras.pop(each.step))
+
+
+def after_step(run: Run, finished: Finished, extra: dict[str, Any]) -> None:
+    """Log a step.
+
+    Args:
+        extra: metrics of publications, merges and searchers since the step before.
+    """
+    step, values, shown = finished
     run.clock.note_step()
-    run.samples.add_step(step, run.trainer.shown)
+    run.samples.add_step(step, shown)
     idle = [] if run.owner is None else run.owner.idle_s
     times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
     for line in run.advice.lines(run.config, step, {**values, **extra}, times):
@@ -124,8 +138,6 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
     run.shared.checkpoints.check()
     if run.hold is not None:
         run.hold.check()
-    if run.trainer.plan.save:
-        run.save()
 
 
 def stops(run: Run, interrupted: Callable[[], bool]) -> bool:

@@ -22,7 +22,7 @@ from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices import xla
 from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.flow.packing import Packing
+from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding, length_buckets, padded_lengths
 from tba_jax.models import lora
 from tba_jax.models import model as models
@@ -32,10 +32,9 @@ from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.serving.inference_server import InferenceServer
-from tba_jax.settings import need
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
-from tba_jax.train.step_settings import StepSettings, Target
+from tba_jax.train.step import StepSettings
 from tba_jax.weights.transport import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"
@@ -253,7 +252,7 @@ def make_decoder(
         prompt_buckets=(
             *padded_lengths(config.task.max_prompt_tokens),
             # VinePPO prefills a prompt with the beginning of a response.
-            *((longest,) if config.objective.built.vine_tokens else ()),
+            *((longest,) if config.objective.built.value("vine_tokens") else ()),
             *_conversation_lengths(config, longest),
         ),
         max_length=longest,
@@ -285,48 +284,26 @@ def make_step_settings(
 
     Args:
         mesh: mesh of the trainer; None: the mesh of `config.mesh`.
-
-        Raises:
-        ConfigError: the objective needs token log-probs of the reference, but searchers store sums.
     """
     o, objective = config.objective, config.objective.built
-    need(
-        not objective.needs_token_reference or config.reference.placement == "trainer",
-        "reference.placement",
-        config.reference.placement,
-        f"objective.name={o.name} reads the reference token by token, but searchers store sums",
-        "Set --config.reference.placement=trainer.",
-    )
     return StepSettings(
         objective=objective,
-        target=Target(
-            o.beta.over(config.num_steps),
-            o.reference_temperature.over(config.num_steps),
-            o.reward_temperature.over(config.num_steps),
-        ),
         scoring=make_scoring(config, eos_ids),
-        log_z_rate=objective.log_z_rate,
+        beta=o.beta.over(config.num_steps),
+        reference_temperature=o.reference_temperature.over(config.num_steps),
+        reward_temperature=o.reward_temperature.over(config.num_steps),
         reference_reset_period=config.reference.reset_period,
         micro_batch_rows=micro_batch_rows(config),
-        row_multiple=_row_parts(config, mesh) * objective.minibatches,
+        row_multiple=_row_multiple(config, mesh),
         is_whole=groups_stay_whole(config),
         remat=remat_of(config),
-        epochs=objective.epochs,
-        minibatches=objective.minibatches,
-        shows_tokens=True,
-        rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
+        rounding_seed=config.seed,
     )
 
 
-def make_optimizer_from(config: Config) -> tuple[Any, Any]:
-    """Return (optax transformation, learning-rate schedule) of a config.
-
-    The schedule counts steps; all updates of a step have the same rate.
-    """
-    schedule = learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
-    num_updates = config.objective.built.num_updates
-    of_update = schedule if num_updates == 1 else lambda count: schedule(count // num_updates)
-    return make_optimizer(config.optimizer, of_update), schedule
+def make_rate(config: Config) -> Callable[[Any], Any]:
+    """Return the learning rate as a function of the step."""
+    return learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
 
 
 def micro_batch_rows(config: Config) -> int:
@@ -343,37 +320,37 @@ def groups_stay_whole(config: Config) -> bool:
     return micro_batch_rows(config) >= config.objective.group_size and not allows_forks(config)
 
 
-def make_packing(
-    config: Config,
-    pad_id: int,
-    mesh: Mesh | None = None,
-) -> Packing:
+def make_layout(config: Config, tokenizer: "SpecialIds", mesh: Mesh | None = None) -> RowLayout:
     """Return how draws become the rows of a batch.
 
     Args:
         mesh: mesh of the trainer; None: the mesh of `config.mesh`.
     """
-    objective = config.objective.built
-    return Packing(
+    needs = config.objective.built.needs
+    is_counted = not config.objective.mask_eos
+    return RowLayout(
         num_prompts=config.batch.num_prompts,
         group_size=config.objective.group_size,
-        padding=make_padding(config, pad_id),
+        padding=make_padding(config, tokenizer.pad_id),
         policy_temperature=config.search.sampling_temperature,
         row_length=config.batch.packed_length,
         shares_prompts=shares_prompts(config),
-        row_multiple=_row_parts(config, mesh) * objective.minibatches,
+        row_multiple=_row_multiple(config, mesh),
         micro_batch_rows=micro_batch_rows(config),
         is_whole=groups_stay_whole(config),
-        has_prompts="log_z" in objective.heads,
-        has_advantages=objective.needs_advantages,
+        has_prompts=needs.head == "log_z",
+        has_advantages=needs.advantages,
+        uncounted=() if is_counted else end_ids(config, tokenizer.eos_ids),
+        reference="scored" if config.reference.reset_period else "stored",
     )
 
 
-def _row_parts(config: Config, mesh: Mesh | None) -> int:
-    """Return the number of parts into which devices divide the rows of a batch."""
-    if mesh is None:
-        return config.mesh.data * config.mesh.fsdp * config.mesh.expert
-    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+def _row_multiple(config: Config, mesh: Mesh | None) -> int:
+    """Return the divisor of the rows of a batch: devices that divide them, times minibatches."""
+    mesh_parts = config.mesh.data * config.mesh.fsdp * config.mesh.expert
+    if mesh is not None:
+        mesh_parts = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+    return mesh_parts * config.objective.built.value("minibatches", 1)
 
 
 def make_step_shardings(
@@ -384,22 +361,22 @@ def make_step_shardings(
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    optimizer, _ = make_optimizer_from(config)
+    optimizer = make_optimizer(config.optimizer)
     options = xla.step_options(mesh.devices.flat[0], model_config.hidden_size)
     return step_shardings(
         policy_config(config, model_config),
         optimizer,
         mesh,
-        keep_reference=config.reference.placement == "trainer",
-        log_z_layers=_log_z_layers(config),
+        keep_reference=True,
+        head_layers=_head_layers(config),
         num_prompts=config.batch.num_prompts,
     )._replace(compiler_options=options)
 
 
-def _log_z_layers(config: Config) -> int:
+def _head_layers(config: Config) -> int:
     """Return the number of layers of the head of log Z or values; 0 without a head."""
     objective = config.objective.built
-    return objective.log_z_layers if objective.heads else 0
+    return objective.value("log_z_layers", 1) if objective.needs.head else 0
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
@@ -408,9 +385,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     Args:
         mesh: any mesh with the axes `sharding.MESH_AXES`.
     """
-    optimizer, _ = make_optimizer_from(config)
-    keep_reference = config.reference.placement == "trainer"
-    log_z_layers = _log_z_layers(config)
+    layers = _head_layers(config)
     policy = policy_config(config, model_config)
     if policy.adapters is None:
         params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
@@ -419,10 +394,10 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     shapes = jax.eval_shape(
         functools.partial(
             init_state,
-            optimizer=optimizer,
-            keep_reference=keep_reference,
-            log_z_size=model_config.hidden_size if log_z_layers else 0,
-            log_z_layers=log_z_layers,
+            optimizer=make_optimizer(config.optimizer),
+            keep_reference=True,
+            head_size=model_config.hidden_size if layers else 0,
+            head_layers=layers,
         ),
         params,
     )
@@ -447,9 +422,8 @@ def swaps_in_flight(config: Config) -> bool:
     """Return whether searchers load newer weights between chunks."""
     if config.search.engine == "openai" and not config.task.environment:
         return True  # a response keeps the version that it began with
-    needs_behavior = config.objective.built.needs_behavior
-    swap = config.search.swap
-    return swap == "in_flight" or (swap == "auto" and not needs_behavior)
+    swap, sampler = config.search.swap, config.objective.built.needs.sampler
+    return swap == "in_flight" or (swap == "auto" and sampler == "any")
 
 
 def make_server(

@@ -195,11 +195,8 @@ class Samples:
                 "tokens": tokens,
                 "behavior": _hundredths(policy - y.behavior_token_logprobs, kept),
             }
-            total = y.reference_logprob
-            if shown.reference is not None:
-                total = float(shown.reference[k, :n].sum())
-                record["reference"] = _hundredths(policy - shown.reference[k, :n], kept)
-            record["reference_sum"] = float(policy.sum()) - total
+            record["reference"] = _hundredths(policy - shown.reference[k, :n], kept)
+            record["reference_sum"] = float(policy.sum() - shown.reference[k, :n].sum())
             if y.is_sampled is not None:
                 record["is_sampled"] = y.is_sampled[kept].astype(int).tolist()
             if y.version_spans:
@@ -371,6 +368,12 @@ class Run:
         self.shared.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
         return_free_memory()
+
+    @property
+    def remote_searchers(self) -> range:
+        """IDs of the searchers of other processes that take tickets from the owner."""
+        first = len(self.searchers)
+        return range(first, first if self.owner is None else self.shared.sites.num_searchers)
 
     def record_evaluations(self) -> bool:
         """Record finished evaluations; return whether there were any."""

@@ -52,7 +52,7 @@ from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
-from tba_jax.search.start_data import GivenScorer, load_start_tickets, make_start_program
+from tba_jax.search.start_data import GivenScorer, Limits, load_start_tickets, make_start_program
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.serving.server_session import ServerDecoder
 from tba_jax.tasks.registry import Task, entry_of
@@ -111,11 +111,12 @@ def make_prompts(shared: Shared) -> Prompts:
 
 def read_start_tickets(shared: Shared) -> list[Ticket]:
     """Return the tickets of the given responses in task.start_path, if it is set."""
-    config = shared.config
+    config, search = shared.config, shared.config.search
     if not config.task.start_path:
         return []
     reader = PromptReader(shared.task, shared.tokenizer, config.task.max_prompt_tokens, "skip")
-    return load_start_tickets(config.task.start_path, reader, shared.tokenizer, config.search)
+    limits = Limits(search.min_new_tokens, search.max_new_tokens, search.samples_per_prompt)
+    return load_start_tickets(config.task.start_path, reader, shared.tokenizer, limits)
 
 
 def make_given_scorer(shared: Shared, site: Site) -> GivenScorer | None:
@@ -331,7 +332,7 @@ def build_searchers(
     key = jax.random.key(config.seed)
     episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
     objective, source = config.objective.built, shared.rewards.source
-    states = StateValues(objective.vine_tokens, objective.vine_samples)
+    states = StateValues(objective.value("vine_tokens", 0), objective.value("vine_samples", 0))
     given = {site: make_given_scorer(shared, site) for site in dict.fromkeys(sites)}
     parts = []
     for i, site in enumerate(sites):

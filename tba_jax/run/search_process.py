@@ -43,7 +43,6 @@ from tba_jax.run.search_parts import (
     build_judging,
     build_searchers,
     load_start_weights,
-    make_references,
     make_transport,
 )
 from tba_jax.run.shared import Shared, open_shared
@@ -154,16 +153,10 @@ def open_search_process(
     )
     plain, mesh = shared.model.config, shared.sites.trainer.mesh
     references, base = {}, None
-    if config.reference.placement == "searcher" or shared.policy.adapters is not None:
+    if shared.policy.adapters is not None:
         base = shared.model.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype), shardings=param_shardings(plain, mesh)
         )
-    if config.reference.placement == "searcher":
-        references = make_references(
-            config, shared.policy, shared.tokenizer.eos_ids, shared.sites, base
-        )
-    if shared.policy.adapters is None:
-        base = None
     transport = make_transport(config, shared.policy, shared.sites, workdir, base, None)
     reader = transport.source if isinstance(transport, MergingTransport) else transport
     assert isinstance(reader, VersionReader)
@@ -359,7 +352,7 @@ class SearchService:
         self._run.logs.progress.phase("waiting for the processes that search")
         limit_s = self._run.config.log.watchdog_s
         deadline = time.monotonic() + limit_s
-        while absent := self._owner.absent:
+        while absent := self._owner.absent(self._run.remote_searchers):
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"searchers {absent} did not join within {limit_s:.0f} s "
@@ -413,12 +406,11 @@ class NoSearchService:
 @contextlib.contextmanager
 def serving(run: Run) -> Iterator[SearchService | NoSearchService]:
     """Let searchers of other processes join; notify them when the run ends."""
-    server, owner = run.link, run.owner
-    assert owner is not None, "this process owns the buffer"
-    if not owner.remote_searchers:
+    if not run.remote_searchers:
         yield NoSearchService()
         return
-    assert isinstance(server, OwnerServer), "searchers of other processes join its owner"
+    server, owner = run.link, run.owner
+    assert isinstance(server, OwnerServer) and owner is not None, "this process owns the buffer"
     service = SearchService(run, owner, server)
     try:
         service.open()

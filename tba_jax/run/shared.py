@@ -224,8 +224,7 @@ def make_episodes(
     )
     if is_chat:
         episodes.check_template()
-    objective = config.objective.built
-    is_learned = getattr(objective, "log_z", "") == "learned"
+    is_learned = config.objective.built.needs.head == "log_z"
     if episodes.first_token_only and is_learned:
         raise ValueError(
             "objective.log_z = learned reads the prompt, which is one token for agents and for "

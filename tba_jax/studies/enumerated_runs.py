@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on enumerable problems: one program runs all conditions, seeds and learning rates.
 
-Uses the objectives of `train.objectives`, with groups in the format of the trainer, and data from
+Uses the losses of `train`, with groups in the format of the trainer, and data from
 `enumerated_data`; there is no language model and no buffer.
 
 Invariant: a run depends on its condition, seed and rate alone; the number of runs in a program
@@ -37,7 +37,8 @@ from tba_jax.studies.enumerated_data import (
     is_repeat,
     nothing_kept,
 )
-from tba_jax.train.objectives.base import GroupData, Objective, Totals
+from tba_jax.train.groups import Groups
+from tba_jax.train.objectives import Objective
 
 
 class Batches(NamedTuple):
@@ -57,7 +58,7 @@ class Batches(NamedTuple):
 
 def _group_data(
     drawn: Drawn, reference: Array, problem: Problem, settings: Settings, step: Array
-) -> Callable[[Any], GroupData]:
+) -> Callable[[Any], Groups]:
     """Return a batch as a function of the trained parameters.
 
     Args:
@@ -67,7 +68,7 @@ def _group_data(
         settings: settings of the study.
         step: step of the trained policy.
     """
-    p, k = settings.prompts, settings.group
+    p = settings.prompts
     # With fewer prompts than groups, each prompt is scored once.
     n = min(p, problem.reward.shape[0])
     some, group_of = drawn.prompts[:n], jnp.arange(p) % n
@@ -75,25 +76,19 @@ def _group_data(
     reward = jnp.asarray(problem.reward, jnp.float32)[drawn.prompts[:, None], drawn.strings]
     mask = token_mask(problem, drawn.strings, mask_eos=settings.mask_eos)
     of_reference = jnp.where(mask, reference[group_of[:, None], drawn.strings], 0)
-    length = mask.sum(-1)
 
-    def data(trained: Any) -> GroupData:
+    def data(trained: Any) -> Groups:
         policy = jnp.where(mask, token_logprobs_of(trained, some, group_of, drawn.strings), 0)
-        return GroupData(
-            policy_logprob=policy.sum(-1),
-            policy_token_logprobs=policy,
-            behavior_token_logprobs=jnp.where(mask, drawn.behavior, 0),
-            reference_logprob=of_reference.sum(-1),
-            reference_token_logprobs=of_reference,
+        return Groups(
+            logp=policy,
+            behavior=jnp.where(mask, drawn.behavior, 0),
+            reference=of_reference,
             mask=mask,
             reward=reward,
-            weight=jnp.ones((p, k)),
-            length=length,
             staleness=step - drawn.version,
             log_z=trained["z"][drawn.prompts],
-            totals=Totals(jnp.float32(p), jnp.float32(p * k), length.sum().astype(jnp.float32)),
             # One value per prompt, the same for every token of a response.
-            token_values=jnp.broadcast_to(trained["z"][drawn.prompts][:, None, None], policy.shape),
+            values=jnp.broadcast_to(trained["z"][drawn.prompts][:, None, None], policy.shape),
         )
 
     return data
@@ -171,9 +166,12 @@ def train_once(
         beta = condition.beta + (condition.beta_final - condition.beta) * i / settings.num_steps
 
         def loss(params: Any) -> Array:
-            data = batch(params)
-            data = data if objective.heads else data._replace(log_z=None)
-            return objective(data, beta).loss
+            groups = batch(params)
+            if not objective.needs.head:
+                groups = groups._replace(log_z=None)
+            total = {"tokens": groups.mask.sum(), "prompts": settings.prompts}
+            loss = objective(groups, beta).loss
+            return loss.sum() / total.get(objective.needs.total, loss.size)
 
         gradient: dict[str, Any] = jax.grad(loss)(params)
         scaled, state = _OPTIMIZER.update(gradient, carry.state)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives that studies compare: name -> settings of the section `objective`.
 
-A name is one of `tba_jax.train.objectives`, or a preset of `tba_jax.config.methods` with further
+A name is one of `tba_jax.train.losses`, or a preset of `tba_jax.config.methods` with further
 settings.
 """
 
@@ -32,6 +32,7 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "dapo": {"preset": "dapo"},
     "gspo": {"name": "gspo"},
     "cispo": {"preset": "cispo"},
+    "ipo": {"name": "ipo"},
     "ppo": {"preset": "ppo"},
     "vineppo": {"preset": "vineppo"},
     "online_dpo": {"name": "online_dpo"},

@@ -5,13 +5,10 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from tba_jax.settings import IN_A_FILE, Schedule, Section, field, need, share
-from tba_jax.train.objectives.registry import make_objective, objective_names, own_settings
-
-if TYPE_CHECKING:
-    from tba_jax.train.objectives.base import Objective
+from tba_jax.train.objectives import Objective, make_objective, objective_names
 
 
 @dataclass(frozen=True)
@@ -72,26 +69,23 @@ class ObjectiveSettings(Section):
         return found | dict(found.pop("own"))
 
     @functools.cached_property
-    def built(self) -> "Objective":
+    def built(self) -> Objective:
         """Return the objective that these settings describe.
 
         Raises:
             ConfigError: the objective lacks one of the settings, or a value has another type.
         """
-        return make_objective(self.name, dict(self.own), self)
+        return make_objective(self.name, dict(self.own))
 
     def check(self) -> None:
-        built = self.built
-        for setting in own_settings(self.name):
-            setting.check(getattr(built, setting.name.removeprefix("objective.")))
+        self.built.check()
         need(
-            min(self.beta.numbers) > 0 or built.beta_is != "positive",
+            min(self.beta.numbers) > 0 or self.built.needs.beta != "positive",
             "objective.beta",
             self.beta.plain,
             f"objective.name={self.name} divides by beta",
             "Give a beta that is above 0 at every step.",
         )
-        built.check(self)
 
 
 @dataclass(frozen=True)
@@ -114,11 +108,6 @@ class OptimizerSettings(Section):
     clip_norm: float = field(
         1.0, "maximum global norm of the gradient; 0: no clipping", at_least=0.0
     )
-    rounding: Literal["nearest", "stochastic"] = field(
-        "nearest",
-        "rounding of parameters and moments in bfloat16; stochastic: computed in float32, then "
-        "rounded up or down at random, so that small updates are not lost",
-    )
 
     def check(self) -> None:
         need(
@@ -134,20 +123,6 @@ class OptimizerSettings(Section):
 class ReferenceSettings(Section):
     """Settings of the reference policy pi_ref."""
 
-    placement: Literal["searcher", "trainer"] = field(
-        "searcher",
-        "process that computes log pi_ref: searcher: when a response is drawn; trainer: in every "
-        "step",
-    )
     reset_period: int = field(
         0, "steps after which the policy replaces the reference; 0: never", at_least=0
     )
-
-    def check(self) -> None:
-        need(
-            not self.reset_period or self.placement == "trainer",
-            "reference.reset_period",
-            self.reset_period,
-            "a reference that is reset must be scored by the trainer",
-            "Set --config.reference.placement=trainer.",
-        )

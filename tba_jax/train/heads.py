@@ -29,7 +29,7 @@ class Hidden(NamedTuple):
     shift: Array
 
 
-class LogZHead(NamedTuple):
+class Head(NamedTuple):
     """Parameters of the head, float32.
 
     Attributes:
@@ -43,7 +43,7 @@ class LogZHead(NamedTuple):
     hidden: tuple[Hidden, ...] = ()
 
 
-def init_head(hidden_size: int, num_layers: int = 1) -> LogZHead:
+def init_head(hidden_size: int, num_layers: int = 1) -> Head:
     """Return a head whose output is 0 for every prompt: log Z while the policy is the reference.
 
     Args:
@@ -65,7 +65,7 @@ def init_head(hidden_size: int, num_layers: int = 1) -> LogZHead:
         )
 
     below = tuple(hidden(key) for key in keys[1:])
-    return LogZHead(jnp.zeros(hidden_size, jnp.float32), jnp.float32(0.0), below)
+    return Head(jnp.zeros(hidden_size, jnp.float32), jnp.float32(0.0), below)
 
 
 def _apply_hidden(layer: Hidden, x: Float[Array, "p d"]) -> Float[Array, "p d"]:
@@ -73,7 +73,7 @@ def _apply_hidden(layer: Hidden, x: Float[Array, "p d"]) -> Float[Array, "p d"]:
     return layer.scale[None] * jax.nn.standardize(x, axis=-1, epsilon=1e-5) + layer.shift[None]
 
 
-def read_out(head: LogZHead, states: Float[Array, "*n d"]) -> Float[Array, "*n"]:
+def read_out(head: Head, states: Float[Array, "*n d"]) -> Float[Array, "*n"]:
     """Return the head's output for each state, float32; gradients flow into head and states."""
     x = states.astype(jnp.float32).reshape(-1, states.shape[-1])
     for layer in head.hidden:
@@ -82,7 +82,7 @@ def read_out(head: LogZHead, states: Float[Array, "*n d"]) -> Float[Array, "*n"]
 
 
 def log_z(
-    head: LogZHead,
+    head: Head,
     params: Any,
     prompts: Int[Array, "p s"],
     prompt_lengths: Int[Array, " p"],

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.step_settings import value_at
+from tba_jax.train.schedules import value_at
 
 # Adafactor factors two axes of at least this size. The default of optax, 128, would not factor
 # query matrices [d, heads, 64], because heads are a separate axis.
@@ -37,49 +37,28 @@ def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
     return functools.partial(value_at, rate.over(num_steps))
 
 
-def make_optimizer(
-    settings: OptimizerSettings, schedule: optax.Schedule
-) -> optax.GradientTransformation:
-    """Return the optimiser of these settings, after global-norm clipping if `clip_norm` > 0.
+def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
+    """Return the optimiser of these settings, whose updates are in units of the learning rate.
 
-    adamw has two moments per parameter, in the dtype of the parameters. adafactor has row and
-    column means of the squared gradient instead of two moments, and no momentum; it ignores `b1`,
-    `b2` and `eps`. Its updates are not scaled by the parameters' norm, so a learning rate for AdamW
-    also suits Adafactor.
+    The step multiplies the updates by minus the learning rate. Gradients are clipped by their
+    global norm if `clip_norm` > 0. adamw has two moments per parameter, in the dtype of the
+    parameters. adafactor has row and column means of the squared gradient instead, and no momentum;
+    it ignores `b1`, `b2` and `eps`. Its updates are not scaled by the parameters' norm, so a
+    learning rate for AdamW also suits Adafactor.
 
     References:
         AdamW, arXiv:1711.05101; Adafactor, arXiv:1804.04235.
     """
-    s, weight_decay = settings, settings.weight_decay
+    s = settings
+    clip = [optax.clip_by_global_norm(s.clip_norm)] if s.clip_norm else []
     if s.name == "adamw":
-        steps = [optax.adamw(schedule, b2=s.b2, weight_decay=weight_decay, mask=is_matrix)]
+        scale = [optax.scale_by_adam(b2=s.b2)]
     else:
-        # `optax.adafactor` would not multiply the weight decay by the learning rate.
-        steps = [
+        scale = [
             optax.scale_by_factored_rms(min_dim_size_to_factor=_SMALLEST_FACTORED),
             optax.clip_by_block_rms(1.0),
-            optax.add_decayed_weights(weight_decay, mask=is_matrix),
-            optax.scale_by_learning_rate(schedule),
         ]
-    clip = [optax.clip_by_global_norm(s.clip_norm)] if s.clip_norm else []
-    return optax.chain(*clip, *steps) if clip or len(steps) > 1 else steps[0]
-
-
-def with_schedule_count(opt_state: Any, count: Array) -> Any:
-    """Return the optimiser state with `count` as the count of its learning-rate schedule.
-
-    Args:
-        opt_state: state of an optimiser, with or without a schedule.
-        count: int32 scalar, number of updates.
-    """
-
-    def is_schedule(x: Any) -> bool:
-        return isinstance(x, optax.ScaleByScheduleState)
-
-    def choose(x: Any) -> Any:
-        return x._replace(count=count) if is_schedule(x) else x
-
-    return jax.tree.map(choose, opt_state, is_leaf=is_schedule)
+    return optax.chain(*clip, *scale, optax.add_decayed_weights(s.weight_decay, mask=is_matrix))
 
 
 def is_matrix(params: Any) -> Any:

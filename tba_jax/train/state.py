@@ -18,11 +18,11 @@ from jaxtyping import Array
 
 from tba_jax.devices.sharding import batch_axes, shardings_like
 from tba_jax.devices.site import Site
-from tba_jax.flow.batch import OF_GROUPS, Batch, PackedBatch
+from tba_jax.flow.layout import OF_GROUPS, Batch
 from tba_jax.models import lora
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.train.heads import LogZHead, init_head
+from tba_jax.train.heads import Head, init_head
 
 
 class TrainState(NamedTuple):
@@ -31,13 +31,13 @@ class TrainState(NamedTuple):
     Attributes:
         step: int32, number of completed train steps, including skipped steps.
         params: trained parameters: those of the policy, or its adapters only.
-        opt_state: optax state.
-        reference_params: parameters of the reference, in the structure of `params`; None unless the
-            trainer scores the reference.
+        opt_state: state of `only_finite(optimizer)`.
+        reference_params: parameters of the reference, in the structure of `params`; None if no
+            reference is read.
         skipped_steps: int32, number of steps that changed nothing, because loss or gradient was not
             finite.
         skipped_in_a_row: int32, number of skipped steps since the last finite step.
-        log_z_head: head of a learned log Z or of state values, trained as part of the policy; None
+        head: head of a learned log Z or of state values, trained as part of the policy; None
             if the objective has no head.
     """
 
@@ -47,7 +47,7 @@ class TrainState(NamedTuple):
     reference_params: Any
     skipped_steps: Array
     skipped_in_a_row: Array
-    log_z_head: LogZHead | None = None
+    head: Head | None = None
 
 
 class StepShardings(NamedTuple):
@@ -60,7 +60,7 @@ class StepShardings(NamedTuple):
         replicated: sharding of the metrics.
         compute: sharding of the computation.
         base: shardings of the frozen parameters under adapters; None if all parameters train.
-        log_z_size, log_z_layers: as in `init_state`.
+        head_size, head_layers: as in `init_state`.
         compiler_options: XLA options of the compiled step.
     """
 
@@ -70,19 +70,19 @@ class StepShardings(NamedTuple):
     replicated: NamedSharding
     compute: ComputeSharding
     base: Any = None
-    log_z_size: int = 0
-    log_z_layers: int = 1
+    head_size: int = 0
+    head_layers: int = 1
     compiler_options: Mapping[str, str] = {}
 
-    def of_batch(self, batch: Batch | PackedBatch) -> Any:
+    def of_batch(self, batch: Batch) -> Any:
         """Return the sharding of each array of a batch; None for absent arrays."""
-        fields = {
-            name: None if x is None else self.groups if name in OF_GROUPS else self.batch
-            for name, x in batch._asdict().items()
-        }
-        return type(batch)(**fields)
+        whole = ("num_computed", "missing")
+        where = {name: self.groups if name in OF_GROUPS else self.batch for name in Batch._fields}
+        where |= dict.fromkeys(whole, self.replicated)
+        arrays = batch._asdict()
+        return Batch(**{n: None if x is None else where[n] for n, x in arrays.items()})
 
-    def placed(self, batch: Batch | PackedBatch) -> Batch | PackedBatch:
+    def placed(self, batch: Batch) -> Batch:
         """Constrain a batch to the shardings of `of_batch`; called inside a program."""
         return jax.tree.map(jax.lax.with_sharding_constraint, batch, self.of_batch(batch))
 
@@ -93,7 +93,7 @@ def step_shardings(
     mesh: Mesh,
     *,
     keep_reference: bool,
-    log_z_layers: int = 0,
+    head_layers: int = 0,
     num_prompts: int = 0,
 ) -> StepShardings:
     """Return the shardings of a train step.
@@ -103,7 +103,7 @@ def step_shardings(
         optimizer: optimiser of the state.
         mesh: the trainer's mesh, with the axes `sharding.MESH_AXES`.
         keep_reference: whether the state holds a reference.
-        log_z_layers: number of layers of the head; 0: no head.
+        head_layers: number of layers of the head; 0: no head.
         num_prompts: p of a batch. Arrays per prompt are sharded if the mesh divides p, else
             replicated; 0: they are replicated.
 
@@ -118,8 +118,8 @@ def step_shardings(
             init_state,
             optimizer=optimizer,
             keep_reference=keep_reference,
-            log_z_size=config.hidden_size if log_z_layers else 0,
-            log_z_layers=log_z_layers,
+            head_size=config.hidden_size if head_layers else 0,
+            head_layers=head_layers,
         ),
         params,
     )
@@ -133,8 +133,8 @@ def step_shardings(
         replicated=replicated,
         compute=ComputeSharding(config, Site(mesh)),
         base=base,
-        log_z_size=config.hidden_size if log_z_layers else 0,
-        log_z_layers=log_z_layers,
+        head_size=config.hidden_size if head_layers else 0,
+        head_layers=head_layers,
     )
 
 
@@ -150,8 +150,8 @@ def make_init_state(
             init_state,
             optimizer=optimizer,
             keep_reference=shardings.state.reference_params is not None,
-            log_z_size=shardings.log_z_size,
-            log_z_layers=shardings.log_z_layers,
+            head_size=shardings.head_size,
+            head_layers=shardings.head_layers,
         ),
         donate_argnums=0,
         in_shardings=(shardings.state.params,),
@@ -164,26 +164,31 @@ def init_state(
     optimizer: optax.GradientTransformation,
     *,
     keep_reference: bool,
-    log_z_size: int = 0,
-    log_z_layers: int = 1,
+    head_size: int = 0,
+    head_layers: int = 1,
 ) -> TrainState:
     """Return the state at step 0; the reference, if kept, is a copy of the policy.
 
     Args:
         params: trained parameters.
         optimizer: optimiser of the state.
-        keep_reference: whether the trainer scores the reference.
-        log_z_size: hidden size of the model if there is a head, else 0.
-        log_z_layers: layers of the head.
+        keep_reference: whether the state holds a reference.
+        head_size: hidden size of the model if there is a head, else 0.
+        head_layers: layers of the head.
     """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    head = init_head(log_z_size, log_z_layers) if log_z_size else None
-    opt_state = optimizer.init(trainable(params, head))
+    head = init_head(head_size, head_layers) if head_size else None
+    opt_state = only_finite(optimizer).init(trainable(params, head))
     # Three arrays, because one array cannot be donated three times.
     counts = [jnp.int32(0) for _ in range(3)]
     return TrainState(counts[0], params, opt_state, reference, counts[1], counts[2], head)
 
 
-def trainable(params: Any, head: LogZHead | None) -> Any:
+def trainable(params: Any, head: Head | None) -> Any:
     """Return the tree that the optimiser updates: the policy, with the head if there is one."""
     return params if head is None else (params, head)
+
+
+def only_finite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the optimiser without the updates of gradients that are nan or infinite."""
+    return optax.apply_if_finite(optimizer, max_consecutive_errors=jnp.iinfo(jnp.int32).max)

@@ -13,12 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
-from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import Packing
+from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
-
-_KINDS = {kind.__name__: kind for kind in (Batch, PackedBatch)}
 
 
 class StepPlan(NamedTuple):
@@ -50,7 +47,7 @@ class Decision(NamedTuple):
     """
 
     plan: StepPlan
-    batch: Batch | PackedBatch | None = None
+    batch: Batch | None = None
     draws: Sequence[Draw] = ()
 
 
@@ -110,7 +107,7 @@ class OwnBatches:
     """Batches from this process's replay buffer, and decisions for all trainer processes.
 
     Args:
-        packing: layout of draws in a batch.
+        layout: layout of draws in a batch.
         num_steps: steps of the run.
         sync_period: steps between publications.
         checkpoint_period: steps between checkpoints; 0: no checkpoints.
@@ -120,7 +117,7 @@ class OwnBatches:
     """
 
     buffer: ReplayBuffer
-    packing: Packing
+    layout: RowLayout
     num_steps: int
     sync_period: int
     checkpoint_period: int
@@ -135,9 +132,8 @@ class OwnBatches:
         Raises:
             PeerError: another trainer process does not reach this step in time.
         """
-        size = (self.packing.num_prompts, self.packing.group_size, step)
         stops = wants_stop() or self.peers.wants_stop
-        draws = self.buffer.draw(*size)
+        draws = self.buffer.draw(self.layout.num_prompts, self.layout.group_size, step)
         if draws is not None or stops:
             self.peers.wait(step)
             stops = stops or self.peers.wants_stop
@@ -151,7 +147,7 @@ class OwnBatches:
         )
         decision = Decision(plan)
         if draws is not None:
-            decision = Decision(plan, self.packing.batch(draws), draws)
+            decision = Decision(plan, self.layout.batch(draws, step), draws)
         if draws is not None or stops:
             self.peers.answer(step, decision)
         return decision
@@ -179,8 +175,7 @@ def pack_decision(decision: Decision) -> bytes:
     """Return a decision as bytes: its plan and its batch."""
     batch = decision.batch
     arrays = {} if batch is None else {n: x for n, x in batch._asdict().items() if x is not None}
-    kind = "" if batch is None else type(batch).__name__
-    return pack_arrays(arrays, {"plan": decision.plan, "kind": kind})
+    return pack_arrays(arrays, {"plan": decision.plan})
 
 
 def unpack_decision(data: bytes) -> Decision:
@@ -190,5 +185,4 @@ def unpack_decision(data: bytes) -> Decision:
         ValueError: the bytes are damaged.
     """
     arrays, meta = unpack_arrays(data)
-    plan, kind = StepPlan(*meta["plan"]), meta["kind"]
-    return Decision(plan, _KINDS[kind](**arrays) if kind else None)
+    return Decision(StepPlan(*meta["plan"]), Batch(**arrays) if arrays else None)

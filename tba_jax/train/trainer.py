@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: optimiser steps, publications and merges.
+"""The trainer: optimiser steps and publications.
 
 The trainer publishes weights at every sync, draws batches from the replay buffer, and minimises the
 objective. It never samples: responses arrive through the buffer, and weights leave through a weight
 transport. With several trainer processes, the first
 process draws every batch, and all processes follow its StepPlan.
 
-The trainer owns the step counter. Invariant: published weights
-share no memory with its state.
+A step is launched and its results are fetched later, so the next batch is drawn and laid out while
+the devices work. The trainer owns the step counter. Invariant: published weights share no memory
+with its state.
 """
 
 import dataclasses
@@ -18,11 +19,11 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.layout import Batch
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
+from tba_jax.train.metrics import Outputs, step_metrics
 from tba_jax.train.state import TrainState
-from tba_jax.train.step_metrics import SHOWN_KEY, STRATA_KEY, named_strata
 from tba_jax.train.step_plan import Batches, StepPlan
 from tba_jax.weights.transport import Transport
 
@@ -35,14 +36,39 @@ class Shown(NamedTuple):
     """One prompt of a batch, with log-probs of every token of its responses before the update.
 
     Attributes:
-        draw: the prompt and n responses.
-        policy: float32 [k t], k at least n.
-        reference: float32 [k t]; None unless the trainer scores the reference.
+        draw: the prompt and its K responses.
+        policy, reference: float32 [k t]; 0 at tokens that do not count.
     """
 
     draw: Draw
     policy: np.ndarray
-    reference: np.ndarray | None = None
+    reference: np.ndarray
+
+
+class Finished(NamedTuple):
+    """A step whose results have arrived.
+
+    Attributes:
+        step: number of completed steps after it.
+        values: its metrics; metrics of the draws only in the process that draws.
+        shown: one prompt of its batch; None in processes that did not draw it.
+    """
+
+    step: int
+    values: dict[str, Any]
+    shown: Shown | None
+
+
+class _Launched(NamedTuple):
+    """A step whose results have not been fetched."""
+
+    step: int
+    batch: Batch
+    draws: Sequence[Draw]
+    outputs: dict[str, Any]
+    waited_s: float
+    draw_s: float
+    start_s: float
 
 
 @dataclasses.dataclass
@@ -53,7 +79,7 @@ class Counters:
         wait_s: seconds without data to train on.
         num_syncs: number of publications.
         sync_total_s, sync_max_s: total and longest pause of a publication.
-        trained_tokens: response tokens of all steps.
+        trained_tokens: sampled response tokens of all steps.
         staleness_counts: number of trained responses by staleness in steps.
     """
 
@@ -84,46 +110,56 @@ class Counters:
 MAX_NONFINITE_STEPS = 3
 """Number of consecutive steps with a non-finite loss or gradient after which the run ends."""
 
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any], Array | None]]
+"""(state, batch on the host) -> (state, outputs, reference of the batch or None); returns before
+the device has finished. The reference is there if the batch lacked log-probs of it."""
+
+KeepReferences = Callable[[Sequence[Draw], Sequence[Sequence[np.ndarray]]], None]
+
 
 class Trainer:
     """Trainer of the policy: `step` trains one batch; the driver also calls `publish`.
 
     Args:
         state: initial or restored train state.
-        train_step: return value of `make_train_step`, for a batch on the host.
+        train_step: the step for a batch on the host.
         transport: destination of published weights.
         batches: source of plans and batches.
+        keep_references: stores log-probs of the reference with drawn responses: (draws, for each
+            draw the log-probs of each response); None: they are not kept.
         clock: seconds since the run began.
 
     Attributes:
+        step_index: number of launched steps.
         version: newest published version.
-        strata: metrics of the last step by staleness, with their names.
-        shown: the first prompt of the last batch; None in processes that did not draw it.
+        plan: plan of the last step.
+        values: metrics of the last step whose results have arrived.
     """
 
     def __init__(
         self,
         *,
         state: TrainState,
-        train_step: Callable[
-            [TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]
-        ],
+        train_step: TrainStep,
         transport: Transport,
         batches: Batches,
+        keep_references: KeepReferences | None,
         clock: Callable[[], float],
     ) -> None:
         self.state = state
         self.step_index = int(state.step)
         self.counters = Counters()
         self.version = self.step_index
-        self.strata: dict[str, float] = {}
-        self.shown: Shown | None = None
         self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
+        self.values: dict[str, Any] = {}
         self._train_step = train_step
         self._transport = transport
         self._batches = batches
+        self._keep_references = keep_references
         self._clock = clock
         self._waiting_since: float | None = None
+        self._launched: list[_Launched] = []
+        self._fetched_s = 0.0  # when the last results arrived
 
     def publish(self) -> float:
         """Publish the current weights as this step's version; return the pause in seconds."""
@@ -134,8 +170,8 @@ class Trainer:
         self.counters.add_sync(pause_s)
         return pause_s
 
-    def step(self, wants_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Make one optimiser step; return None while the buffer has no data to train on.
+    def step(self, wants_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Launch one optimiser step; return False while the buffer has no data to train on.
 
         With several trainer processes, all must call this method; `plan` is the same in all.
 
@@ -143,11 +179,7 @@ class Trainer:
             wants_stop: whether this process received a stop signal; `plan.stop` tells all
                 processes.
 
-        Returns:
-            Host metrics of the step; metrics of the data only in the process that draws.
-
         Raises:
-            NonFiniteError: loss or gradient was nan or infinite in too many consecutive steps.
             PeerError: another trainer process does not reach this step in time.
         """
         start = self._clock()
@@ -158,59 +190,83 @@ class Trainer:
         if batch is None:
             if self._waiting_since is None:
                 self._waiting_since = start
-            return None
-        waited = 0.0 if self._waiting_since is None else start - self._waiting_since
+            return False
+        waited_s = 0.0 if self._waiting_since is None else start - self._waiting_since
         self._waiting_since = None
-        self.counters.wait_s += waited
-        drawn_s = self._clock() - start
-        self.state, metrics = self._train_step(self.state, batch)
-        # One transfer for all metrics; it also waits for the step to finish.
-        found = jax.device_get(metrics)
-        self.strata = named_strata(found.pop(STRATA_KEY)) if STRATA_KEY in found else {}
-        shown = found.pop(SHOWN_KEY, None)
-        self.shown = Shown(draws[0], **shown) if shown and draws else None
-        values = {k: float(v) for k, v in found.items()}
-        end = self._clock()
-        in_a_row = int(values.pop("train/skipped_in_a_row"))
-        if in_a_row >= MAX_NONFINITE_STEPS:
-            raise NonFiniteError(
-                f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
-                f"{values['train/grad_norm']}: not finite in {in_a_row} consecutive steps. "
-                "Lower --config.optimizer.learning_rate or raise --config.objective.beta, and "
-                "start again with another --workdir, because the newest checkpoint may have "
-                "diverged, too. If the objective is your own, look for a division by zero or a "
-                "logarithm of zero"
-            )
-        step = self.step_index
+        self.counters.wait_s += waited_s
+        launch_s = self._clock()
+        self.state, outputs, reference = self._train_step(self.state, batch)
+        self._launched.append(
+            _Launched(self.step_index, batch, draws, outputs, waited_s, launch_s - start, launch_s)
+        )
         self.step_index += 1
-        self.counters.trained_tokens += int(values["train/response_tokens"])
-        values.update(
-            {
-                "train/wait_batch_s": waited,
-                "train/draw_s": drawn_s,
-                "train/step_s": end - start,
-                "train/tokens_per_s": values["train/response_tokens"] / max(end - start, 1e-9),
-                **(self._staleness_metrics(draws, step) if draws else {}),
-                **self.strata,
-            }
-        )
-        return values
+        if reference is not None and draws and self._keep_references is not None:
+            # Ready before the update is: the next draw finds the log-probs in the buffer.
+            found = np.asarray(reference)
+            self._keep_references(
+                draws,
+                [
+                    [found[i, j, : len(y.response_tokens)] for j, y in enumerate(d.trajectories)]
+                    for i, d in enumerate(draws)
+                ],
+            )
+        return True
 
-    def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
-        staleness = np.repeat(
-            [step - y.version_min for d in draws for y in d.trajectories],
-            [weight for d in draws for weight in d.weights],
-        )
-        values, counts = np.unique(staleness, return_counts=True)
+    def finished(self, *, pending: int = 0) -> list[Finished]:
+        """Wait for the results of launched steps, except the last `pending`, and return them.
+
+        Raises:
+            NonFiniteError: loss or gradient was nan or infinite in too many consecutive steps.
+        """
+        found = []
+        while len(self._launched) > pending:
+            found.append(self._finish(self._launched.pop(0)))
+        return found
+
+    def _finish(self, launched: _Launched) -> Finished:
+        outputs = Outputs(**jax.device_get(launched.outputs))  # one transfer; waits for the step
+        end_s = self._clock()
+        step_s = end_s - max(launched.start_s, self._fetched_s)
+        self._fetched_s = end_s
+        in_a_row = int(outputs.numbers["skipped_in_a_row"])
+        if in_a_row >= MAX_NONFINITE_STEPS:
+            loss, norm = (float(outputs.numbers[name]) for name in ("loss", "grad_norm"))
+            raise NonFiniteError(
+                f"step {launched.step}: loss {loss}, gradient norm {norm}: not finite in "
+                f"{in_a_row} consecutive steps. Lower --config.optimizer.learning_rate or raise "
+                "--config.objective.beta, and start again with another --workdir, because the "
+                "newest checkpoint may have diverged, too. If the objective is your own, look for "
+                "a division by zero or a logarithm of zero"
+            )
+        values: dict[str, Any] = step_metrics(launched.batch, outputs)
+        del values["train/skipped_in_a_row"]
+        tokens = values["train/response_tokens"]
+        self.counters.trained_tokens += int(tokens)
+        values |= {
+            "train/wait_batch_s": launched.waited_s,
+            "train/draw_s": launched.draw_s,
+            "train/step_s": step_s,
+            "train/tokens_per_s": tokens / max(step_s, 1e-9),
+        }
+        self.values, shown = values, None
+        if launched.draws:
+            values |= self._draw_metrics(launched.draws, launched.step)
+            shown = Shown(launched.draws[0], **outputs.shown)
+        return Finished(launched.step + 1, values, shown)
+
+    def _draw_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
+        """Return metrics of draws; those of staleness are of responses that a version sampled."""
+        responses = [y for d in draws for y in d.trajectories]
+        staleness = np.array([step - y.version_min for y in responses if y.version_min >= 0])
+        values, counts = (x.tolist() for x in np.unique(staleness, return_counts=True))
         known = self.counters.staleness_counts
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+        for value, count in zip(values, counts, strict=True):
             known[value] = known.get(value, 0) + count
+        distinct = sum(len(set(d.ids)) for d in draws)
         return {
-            "buffer/staleness_mean": float(staleness.mean()),
-            "buffer/staleness_max": int(staleness.max()),
-            "buffer/staleness_histogram": [
-                [int(v), int(c)] for v, c in zip(values, counts, strict=True)
-            ],
+            "buffer/staleness_mean": float(staleness.mean()) if values else 0.0,
+            "buffer/staleness_max": max(values, default=0),
+            "buffer/staleness_histogram": [list(x) for x in zip(values, counts, strict=True)],
             "buffer/fresh_fraction": float(np.mean([d.is_fresh for d in draws])),
-            "buffer/repeat_fraction": sum(d.num_repeats for d in draws) / len(staleness),
+            "buffer/repeat_fraction": 1 - distinct / len(responses),
         }

@@ -173,7 +173,7 @@ FLEET = {"task.max_prompt_tokens": 12, "placement": "fleet", "num_searchers": 1}
 def test_a_fleet_bounds_the_ratios_of_exact_trajectory_balance():
     given = make_config(FLEET)
     config = choices.choose(given, {})
-    assert config.objective.built.importance == "token_clip" and notes(config) == []
+    assert config.objective.built.value("importance") == "token_clip" and notes(config) == []
     assert choices.choose(given, flatten(config)).objective == config.objective
     (line,) = choices.lines(config)
     assert (

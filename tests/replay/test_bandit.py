@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from fake_rounds import make_buffer, make_groups
 
-from tba_jax.train.objectives.base import summed
-from tba_jax.train.objectives.reinforce import Rloo
+from tba_jax.train.groups import of_sums
+from tba_jax.train.losses import rloo
 
 LOGITS = np.array([2.0, 0.5, -0.5])
 REWARD = np.array([0.2, 1.0, 0.5])
@@ -60,7 +60,7 @@ def test_rloo_through_the_buffer_is_unbiased(samples):
         def loss(logits):
             policy = jax.nn.log_softmax(logits)[index][None]
             rows = (jnp.asarray(table, jnp.float32)[index][None] for table in (REFERENCE, REWARD))
-            return Rloo()(summed(policy, *rows), BETA).loss
+            return rloo(of_sums(policy, *rows), BETA).loss.mean()
 
         return jax.grad(loss)(jnp.asarray(LOGITS, jnp.float32))
 

@@ -14,8 +14,8 @@ import optax
 import pytest
 from fake_rounds import make_buffer, make_groups
 
-from tba_jax.train.objectives.base import summed
-from tba_jax.train.objectives.tb import TrajectoryBalance
+from tba_jax.train.groups import of_sums
+from tba_jax.train.losses import tb
 
 STRINGS = list(itertools.product(range(4), repeat=4))
 INDEX = {string: i for i, string in enumerate(STRINGS)}
@@ -51,7 +51,7 @@ def distance_after_training(*, recency_prob):
         def loss(logits):
             policy = jax.nn.log_softmax(logits)[indices]
             rows = jnp.asarray(reference)[indices], jnp.asarray(reward)[indices]
-            return TrajectoryBalance()(summed(policy, *rows), BETA).loss
+            return tb(of_sums(policy, *rows), BETA).loss.mean()
 
         updates, state = optimizer.update(jax.grad(loss)(logits), state)
         return optax.apply_updates(logits, updates), state

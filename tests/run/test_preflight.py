@@ -90,13 +90,13 @@ BROKEN = {
     "several rules of one section and of one check": (
         {
             "task__reward": "{}/rewards.py:scroe",
-            "reference__reset_period": 5,
+            "search__top_p": 0.5,
             "search__samples_per_prompt": 300,
             "objective__group_size": 301,
         },
         [
             "there is no 'scroe' in",
-            "reference.reset_period = 5: a reference that is reset",
+            "search.top_p = 0.5: objective.name=tb reads ratios",
             "samples_per_prompt = 300: a group",
             "replay.capacity_per_prompt = 100: must hold",
         ],

@@ -31,14 +31,14 @@ def test_token_texts_keep_spaces_and_put_characters_together():
     assert texts(ids) == [" ", "é", "", " ", "a", "→", "", ""]
 
 
-def shown(num_tokens, policy=-1.0, reference=None):
+def shown(num_tokens, policy=-1.0, reference=-3.0):
     y = Trajectory(
         prompt_id=5,
         response_tokens=np.full(num_tokens, ord("a"), np.int32),
         reward=0.5,
         reward_parts={"format": 1.0},
         behavior_token_logprobs=np.full(num_tokens, -1.5, np.float32),
-        reference_logprob=-3.0 * num_tokens,
+        reference_logprob=np.nan,
         version_min=2,
         version_max=2,
         searcher=1,
@@ -47,9 +47,9 @@ def shown(num_tokens, policy=-1.0, reference=None):
         finish_reason="eos",
     )
     prompt = Prompt(5, "why", np.zeros(1, np.int32), {"answer": "b"})
-    draw = Draw(prompt, (y,), True, (0,), (1,), 0)
-    padded = np.full((2, num_tokens + 3), policy, np.float32)
-    return Shown(draw, padded, reference)
+    draw = Draw(prompt, (y,), True, (0,))
+    shape = 2, num_tokens + 3
+    return Shown(draw, np.full(shape, policy, np.float32), np.full(shape, reference, np.float32))
 
 
 @contextlib.contextmanager

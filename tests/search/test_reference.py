@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fake_batches import DIVISIBLE, make_batch, sharded
+from fake_batches import DIVISIBLE, make_batch, placed, sharded
 from fake_models import random_params, tiny_config
 from jax.sharding import Mesh
 
@@ -26,8 +26,7 @@ def searcher_mesh(first, num):
 
 def test_a_reference_on_a_mesh_and_of_shared_prompts_equals_one_device():
     batch = make_batch()
-    tokens, lengths = batch.tokens, (batch.prompt_lengths.reshape(-1), batch.response_lengths)
-    shared = make_batch(shares_prompts=True).tokens
+    shared = make_batch(shares_prompts=True)
     scores = []
     for num in (1, 2):
         mesh = searcher_mesh(2, num)
@@ -37,8 +36,9 @@ def test_a_reference_on_a_mesh_and_of_shared_prompts_equals_one_device():
         params = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, mesh))
         assert len(params["embed"].addressable_shards) == num
         score = Reference(program, params)
-        scores.append(score(tokens, lengths[0], lengths[1].reshape(-1, 1), 6).reshape(4, 4))
-        scores.append(score(shared, lengths[0][::4], lengths[1], 6))
+        for x in (batch, shared):
+            rows = x.tokens, x.prompt_lengths, x.response_lengths
+            scores.append(score(*rows, 6).reshape(4, 4))
     # Float32 sums of up to six log-probs of order 5, in another order.
     for other in scores[1:]:
         np.testing.assert_allclose(other, scores[0], rtol=1e-5)
@@ -60,7 +60,7 @@ def test_published_weights_are_divided_as_searchers_want_and_outlive_a_donated_s
     transport = MemoryTransport(program, wanted, timeout_s=60)
     transport.publish(0, state.params)
     old = state.params
-    state, _ = step(state, jax.device_put(make_batch(p=4), shardings.batch))
+    state, _ = step(state, placed(make_batch(p=4), shardings))
     jax.block_until_ready(state)
     assert old["embed"].is_deleted()
     assert transport.poll()

@@ -3,20 +3,15 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
-from fake_batches import CONFIG, SCORING, lay_out, make_draws
+from fake_batches import CONFIG, SCORING, gradient_of, lay_out, make_draws
 from fake_models import random_params
 
-from tba_jax.flow.padding import Padding
 from tba_jax.flow.records import Packer
 from tba_jax.flow.trajectory import spans_of
-from tba_jax.search.reference import Reference, make_reference_program
-from tba_jax.train.rows import make_rows
-from tba_jax.train.step_metrics import measured
+from tba_jax.models.logprobs import token_logprobs
 
-BETA = 0.5
 # Of each episode: its paths, and the tokens that the policy sampled. The second path of (2, 5)
 # begins with three tokens that repeat the first path.
 FORKS = {
@@ -43,6 +38,7 @@ def forked_draws():
             rows[j],
             response_tokens=rng.integers(3, CONFIG.vocab_size, len(marks)).astype(np.int32),
             behavior_token_logprobs=np.where(is_sampled, -2, 0).astype(np.float32),
+            reference_token_logprobs=np.full(len(marks), -2, np.float32),
             is_sampled=is_sampled,
             path_lengths=lengths,
             version_max=4,
@@ -52,56 +48,29 @@ def forked_draws():
     return draws
 
 
-def path_scores(params, prompt, y):
-    """log pi of the sampled tokens of each path, each path alone in a row."""
-    reference, found = Reference(make_reference_program(CONFIG, SCORING), params), []
+def alone(params, prompt, y):
+    """log pi of the sampled tokens of the paths, each path alone in a row; their sum."""
+    total = 0.0
     for path in y.paths:
         tokens = y.response_tokens[path]
-        marks = np.ones(len(tokens), bool) if y.is_sampled is None else y.is_sampled[path]
-        for place in range(len(tokens)):
-            rows = Padding((4,), (7,), 0).rows(
-                [prompt.tokens],
-                np.pad(tokens, (0, 7 - len(tokens)))[None, None],
-                np.array([[len(tokens)]], np.int32),
-            )
-            one = np.zeros((1, 1, 7), bool)
-            one[0, 0, place] = marks[place]
-            found.append(float(reference(*rows, one)[0, 0]))
-    return np.array(found)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """(draws, parameters, log-probs of each token of each response)."""
-    draws, params = forked_draws(), random_params(CONFIG)
-    scores = [[path_scores(params, d.prompt, y) for y in d.trajectories] for d in draws]
-    return draws, params, scores
+        n = len(tokens)
+        row = np.concatenate([prompt.tokens, tokens])[None, None]
+        sizes = np.full((1, 1), len(prompt.tokens)), np.full((1, 1), n)
+        found = token_logprobs(
+            params, row, *sizes, response_bucket=n, config=CONFIG, scoring=SCORING
+        )
+        total += found[0, 0] @ (np.ones(n) if y.is_sampled is None else y.is_sampled[path])
+    return float(total)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_an_episode_has_the_sum_of_its_paths_in_every_layout(alone, layout):
-    draws, params, scores = alone
-    batch = jax.tree.map(np.asarray, lay_out(draws, **layout))
-    rows = make_rows(batch, np.int32(0), CONFIG, SCORING, "none", None, None)
-    policy = rows.score(params, rows.inputs)
-    data = rows.group_data(policy, None, rows.tokens, rows.totals())
-    residual = np.zeros((2, 3))
-    for i, draw in enumerate(draws):
-        for j, y in enumerate(draw.trajectories):
-            own, n = scores[i][j], len(y.response_tokens)
-            # Float32, in rows of other lengths.
-            np.testing.assert_allclose(data.policy_logprob[i, j], own.sum(), atol=1e-5)
-            np.testing.assert_allclose(data.policy_token_logprobs[i, j, :n], own, atol=1e-5)
-            np.testing.assert_array_equal(
-                data.mask[i, j, :n], True if y.is_sampled is None else y.is_sampled
-            )
-            np.testing.assert_array_equal(
-                data.behavior_token_logprobs[i, j, :n], y.behavior_token_logprobs
-            )
-            assert not np.any(data.mask[i, j, n:])
-            residual[i, j] = own.sum() - y.reference_logprob - y.reward / BETA
-    found = measured(rows, policy, np.float32(BETA)).residual
-    np.testing.assert_allclose(found, residual - residual.mean(axis=1, keepdims=True), atol=1e-4)
+def test_an_episode_has_the_sum_of_its_paths_in_every_layout(layout):
+    draws, params = forked_draws(), random_params(CONFIG)
+    batch = lay_out(draws, **layout)
+    _, outputs = gradient_of(batch)
+    wanted = [[alone(params, d.prompt, y) for y in d.trajectories] for d in draws]
+    # Float32, in rows of other lengths.
+    np.testing.assert_allclose(outputs["sums"]["policy"], wanted, atol=1e-5)
 
 
 def test_a_forked_episode_comes_back_from_its_bytes():

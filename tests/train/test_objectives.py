@@ -1,89 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives against exact statements about them."""
+"""Objectives by name and in files of the user: their settings, and what is refused."""
 
-import jax
+import os
+import subprocess
+import sys
+
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tba_jax.train.objectives import pieces
-from tba_jax.train.objectives.base import summed, tb_residual, vargrad_log_z
-from tba_jax.train.objectives.reinforce import Rloo
-from tba_jax.train.objectives.tb import TrajectoryBalance, estimated_log_z
+from tba_jax.api import load_config
+from tba_jax.config.schema import flatten, unflatten
+from tba_jax.settings import ConfigError
+from tba_jax.train.groups import of_sums
+from tba_jax.train.objectives import for_any_sampler, make_objective, own_names, own_settings
 
-TB, PAPER = TrajectoryBalance(), TrajectoryBalance("paper")
-
-
-@pytest.fixture
-def group():
-    """Policy log-probs, reference log-probs and rewards of 3 prompts x 5 responses."""
-    rng = np.random.default_rng(0)
-    policy, reference, reward = (jnp.asarray(rng.normal(size=(3, 5)), jnp.float32) for _ in "abc")
-    return policy, reference, reward
+GROUPS = of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
 
 
-def test_loss_is_zero_and_log_z_exact_at_the_enumerated_optimum():
-    # Nine responses, pi = pi_ref exp(r / beta) / Z: residuals are all -log Z.
-    rng = np.random.default_rng(1)
-    beta = 0.3
-    reference = np.log(rng.dirichlet(np.ones(9), size=2))
-    reward = rng.normal(size=(2, 9))
-    log_z = np.log(np.sum(np.exp(reference + reward / beta), axis=1))
-    policy = reference + reward / beta - log_z[:, None]
-    with jax.enable_x64(True):
-        data = summed(jnp.asarray(policy), jnp.asarray(reference), jnp.asarray(reward))
-        loss = TB(data, beta)
-        np.testing.assert_allclose(loss.metrics["tb_loss"], 0.0, atol=1e-25)
-        np.testing.assert_allclose(loss.metrics["log_z"], log_z.mean(), rtol=1e-14)
-        residual = tb_residual(policy, reference, reward, beta=beta)
-        np.testing.assert_allclose(vargrad_log_z(data, jnp.asarray(residual)), log_z, rtol=1e-14)
+def test_a_setting_of_another_type_or_objective_is_refused():
+    with pytest.raises(ConfigError, match="clip_low = 'a': must be positive. The default is 0.2"):
+        make_objective("dapo", {"clip_low": "a"})
+    with pytest.raises(ConfigError, match="inner = 4: .*no such setting; it has clip_low"):
+        make_objective("dapo", {"inner": 4})
+    assert make_objective("grpo", {"clip_low": 1}).value("clip_low") == 1.0
+    assert "clip_low" in own_names()
+    assert [x.name for x in own_settings("cispo")] == ["objective.importance_cap"]
 
 
-def test_rloo_without_a_kl_has_a_gradient_and_ignores_the_reference(group):
-    # It was nan: the residual was divided by beta.
-    policy, _, reward = group
-    found = Rloo()(summed(*group), 0.0)
-    others = (reward.sum(1, keepdims=True) - reward) / 4
-    np.testing.assert_allclose(found.loss, -np.mean((reward - others) * policy), rtol=1e-5)
-    gradient = jax.grad(lambda p: Rloo()(summed(p, jnp.inf + policy, reward), 0.0).loss)(policy)
-    np.testing.assert_allclose(gradient, -(reward - others) / policy.size, atol=1e-6)
-    assert np.isnan(found.metrics["tb_loss"])  # there is no target to be far from
+@pytest.mark.parametrize(
+    "own, setting",
+    [
+        ({"anchor": "none", "log_z": "learned"}, "log_z"),
+        ({"anchor": "none", "kl_clamp": 1.0}, "kl_clamp"),
+        ({"log_z": "mean_reward", "kl_center": "behavior"}, "kl_center"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(own, setting):
+    with pytest.raises(ConfigError, match=f"config.objective.{setting} = "):
+        make_objective("tb", own).check()
 
 
-def test_a_given_log_z_is_used_and_gets_the_gradient_of_a_square():
-    policy, reference = jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -1.0]])
-    reward, log_z = jnp.array([[0.5, 0.0]]), jnp.array([0.7])
-
-    def loss(log_z):
-        return PAPER(summed(policy, reference, reward, log_z), 0.5).loss
-
-    residual = np.array([-1.0 + 1.5 - 1.0, -2.0 + 1.0])
-    np.testing.assert_allclose(loss(log_z), np.mean((residual + 0.7) ** 2), rtol=1e-6)
-    np.testing.assert_allclose(jax.grad(loss)(log_z), [2 * np.mean(residual + 0.7)], rtol=1e-5)
+def test_what_an_objective_needs_follows_from_its_settings():
+    exact = make_objective("tb").needs
+    assert (exact.sampler, exact.beta, exact.head) == ("any", "positive", "")
+    assert make_objective("tb", {"log_z": "learned"}).needs.head == "log_z"
+    assert make_objective("tb", {"importance": "masked"}).needs.sampler == "ratio"
+    assert make_objective("tb", {"anchor": "none"}).needs.beta == "unused"
+    assert make_objective("ppo").needs.total == "tokens"
+    assert for_any_sampler() == ("tb",)
 
 
-# How far a group's mean is from its equal rewards in float32 depends on K and on the weights.
-@pytest.mark.parametrize("weights", [[1] * 6, [1] * 7, [2, 3, 1, 0], [11, 0, 0]])
-@pytest.mark.parametrize("reward", [0.0, 0.1, 7.3, -7.3, 1000.7, 1e6 + 0.1])
-def test_equal_rewards_have_an_advantage_of_exactly_zero(reward, weights):
-    weight = jnp.asarray([weights], jnp.float32)
-    rewards = jnp.where(weight > 0, jnp.float32(reward), 0)
-    zeros = jnp.zeros_like(rewards)
-    data = summed(zeros, zeros, rewards, weight=weight)
-    found = {
-        "centred": pieces.centred(data, rewards),
-        "leave_one_out": rewards - pieces.leave_one_out(data, rewards),
-        "group_normalised": pieces.group_normalised(data, rewards),
-        **{
-            name: rewards - estimated_log_z(data, name, zeros, rewards)
-            for name in ("vargrad", "leave_one_out", "mean_reward")
-        },
-    }
-    for name, advantage in found.items():
-        drawn = np.asarray(advantage)[np.asarray(weight) > 0]
-        np.testing.assert_array_equal(drawn, 0.0, err_msg=name)
+def test_ratios_refuse_a_truncated_sampler_by_name():
+    with pytest.raises(ConfigError, match=r"config.search.top_p = 0.8: objective.name=gspo reads"):
+        load_config("math", objective={"name": "gspo"}, search={"top_p": 0.8})
+    load_config("math", objective={"importance": "none"}, search={"top_p": 0.8})
 
 
-def test_a_single_response_has_no_others_and_a_baseline_of_zero():
-    data = summed(*(jnp.full((1, 1), x) for x in (-1.0, -1.0, 2.0)))
-    np.testing.assert_array_equal(pieces.leave_one_out(data, data.reward), 0.0)
+def test_names_are_known_without_jax():
+    code = (
+        "import sys; from tba_jax.config.schema import Config; import tba_jax.config.rules;"
+        "from tba_jax.train.objectives import objective_names;"
+        "print('tb' in objective_names(), 'jax' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["True", "False"]
+
+
+OWN_FILE = """
+from typing import Annotated
+from tba_jax.train.groups import Terms
+from tba_jax.train.losses import summed
+from tba_jax.train.objectives import About, Needs, objective
+
+@objective(Needs(total="tokens"))
+def ours(groups, beta, *, clip: Annotated[float, About("bound", above=0)] = 0.2):
+    return Terms(-clip * summed(groups, groups.logp), {"tokens": groups.logp})
+
+def plain(groups, beta, *, power=2):
+    return groups.reward ** power
+
+def narrow(groups):
+    return groups.reward
+
+def fails(groups, beta):
+    return groups.nothing
+
+def wrong(groups, beta):
+    return groups.reward.sum()
+
+number = 3
+"""
+
+
+def test_a_function_in_a_file_is_an_objective_and_a_changed_file_is_loaded_again(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_FILE)
+    name = f"{path}:ours"
+    config = load_config("math", objective={"name": name, "clip": 0.3})
+    assert config.objective.built.value("clip") == 0.3
+    assert unflatten(flatten(config)) == config
+    assert make_objective(name)(GROUPS, 0.1).loss.shape == (2, 3)
+    plain = make_objective(f"{path}:plain", {"power": 3})
+    assert plain(GROUPS, 0.1).loss.tolist() == [[1.0] * 3] * 2
+    assert (plain.needs.total, plain.needs.sampler) == ("responses", "ratio")
+    path.write_text(OWN_FILE.replace("0.2", "0.25"))
+    os.utime(path, ns=(1, 1))
+    assert make_objective(name).value("clip") == 0.25
+    with pytest.raises(ConfigError, match="objective.clap.*it has clip"):
+        load_config("math", objective={"name": name, "clap": 0.3})
+    with pytest.raises(ConfigError, match="objective.clip = -1.0: must be positive"):
+        load_config("math", objective={"name": name, "clip": -1.0})
+
+
+@pytest.mark.parametrize(
+    "own, source, why",
+    [
+        ("theirs", OWN_FILE, "there is no theirs; wanted a function"),
+        ("number", OWN_FILE, "number is 3; wanted a function"),
+        ("narrow", OWN_FILE, r"narrow is called with \(groups, beta\), and too many positional"),
+        ("ours", "x = 1\ny = undefined\n", r"raised NameError(.|\n)*mine.py\", line 2"),
+        ("ours", None, "mine.py cannot be read.*Give the path"),
+    ],
+)
+def test_what_is_no_objective_in_a_file_is_named(tmp_path, own, source, why):
+    path = tmp_path / "mine.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(ConfigError, match=f"objective.name={path}:{own}: .*{why}"):
+        load_config("math", objective={"name": f"{path}:{own}"})
+
+
+def test_an_objective_of_the_user_that_fails_is_named_with_its_traceback(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_FILE)
+    with pytest.raises(ConfigError, match="fails raised AttributeError: 'Groups' object") as found:
+        make_objective(f"{path}:fails")(GROUPS, 0.1)
+    assert "return groups.nothing" in str(found.value)
+    with pytest.raises(ConfigError, match=r"wrong returned \(\); wanted one term for each respon"):
+        make_objective(f"{path}:wrong")(GROUPS, 0.1)

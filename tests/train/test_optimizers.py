@@ -4,7 +4,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from fake_models import random_params, tiny_config
 
@@ -44,9 +43,7 @@ def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
     params = {"w": jnp.ones((2, 2))}
 
     def second_update(first, second, clip_norm):
-        optimizer = make_optimizer(
-            OptimizerSettings(weight_decay=0.0, clip_norm=clip_norm), optax.constant_schedule(1.0)
-        )
+        optimizer = make_optimizer(OptimizerSettings(weight_decay=0.0, clip_norm=clip_norm))
         state = optimizer.init(params)
         for gradient in (first, second):
             updates, state = optimizer.update({"w": gradient}, state, params)
@@ -63,8 +60,7 @@ def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
 
 
 def numbers(name, **changes):
-    schedule = changes.pop("schedule", optax.constant_schedule(1.0))
-    return make_optimizer(OptimizerSettings(name, **{"clip_norm": 0.0, **changes}), schedule)
+    return make_optimizer(OptimizerSettings(name, **{"clip_norm": 0.0, **changes}))
 
 
 def test_adafactor_keeps_a_small_part_of_what_adamw_keeps():
@@ -76,34 +72,31 @@ def test_adafactor_keeps_a_small_part_of_what_adamw_keeps():
     adamw, adafactor = (
         num_bytes(jax.eval_shape(numbers(name).init, params)) for name in ("adamw", "adafactor")
     )
-    assert adamw == 2 * num_bytes(params) + 2 * 4  # moments and two counts
+    assert adamw == 2 * num_bytes(params) + 4  # moments and a count
     # Of matrices a row and a column, of norms and biases everything: 0.9 of 297 MiB.
     assert adafactor < num_bytes(params) / 100
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_every_optimizer_decays_matrices_by_the_learning_rate_and_nothing_else(name):
+def test_every_optimizer_decays_matrices_and_nothing_else(name):
     params = random_params(CONFIG)
     zero = jax.tree.map(jnp.zeros_like, params)
-    optimizer = numbers(name, schedule=optax.constant_schedule(0.5), weight_decay=0.1)
+    optimizer = numbers(name, weight_decay=0.1)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     assert float(jnp.abs(updates["layers"]["attn_norm"]).max()) == 0.0
     assert float(jnp.abs(updates["final_norm"]).max()) == 0.0
     for matrix in ("q", "down"):
-        expected = -0.5 * 0.1 * params["layers"][matrix]
+        expected = 0.1 * params["layers"][matrix]
         np.testing.assert_allclose(updates["layers"][matrix], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_updates_follow_the_schedule(name):
+def test_updates_are_in_units_of_the_learning_rate(name):
     params = {"w": jnp.ones((64, 64))}
     gradient = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)}
-    optimizer = numbers(name, schedule=optax.linear_schedule(1.0, 0.0, 4))
-    state, sizes = optimizer.init(params), []
-    for _ in range(5):
+    optimizer = numbers(name)
+    state = optimizer.init(params)
+    for _ in range(3):
         updates, state = optimizer.update(gradient, state, params)
-        sizes.append(float(jnp.sqrt(jnp.mean(updates["w"] ** 2))))
-    # The gradient does not change, so the update is the learning rate times about one: adafactor's
-    # rows and columns know a matrix of noise less well than its entries.
-    np.testing.assert_allclose(sizes, np.array([1, 0.75, 0.5, 0.25, 0]) * sizes[0], rtol=1e-3)
-    assert 0.9 < sizes[0] < 1.3
+        # Adafactor's rows and columns know a matrix of noise less well than its entries.
+        assert 0.9 < float(jnp.sqrt(jnp.mean(updates["w"] ** 2))) < 1.3

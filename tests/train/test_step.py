@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step: schedules, equivalences and sharding."""
+"""The train step: one loss and gradient in every layout and cut, and what becomes of the state."""
 
 import functools
-import types
 from dataclasses import replace
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,244 +15,382 @@ from fake_batches import (
     SCORING,
     SETTINGS,
     broken,
+    changed,
+    gradient_of,
     lay_out,
     make_batch,
     make_draws,
-    named,
     slow,
 )
 from fake_models import random_params, tiny_config
 
+from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.transformer import apply
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.micro_batches import cut_rows
+from tba_jax.train.groups import Groups
+from tba_jax.train.heads import Head, log_z
+from tba_jax.train.losses import tb
+from tba_jax.train.metrics import Outputs, step_metrics
+from tba_jax.train.objectives import make_objective
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state
-from tba_jax.train.step import make_train_step
-from tba_jax.train.step_metrics import SHOWN_KEY
-from tba_jax.train.step_settings import Target
+from tba_jax.train.step import make_reference_pass, make_train_step
+
+BETA, T = 0.1, 6
+# K = 6 responses, of which some are equal: 3 distinct of the first prompt, 1 of the second.
+REPEATS = [[3, 1, 2, 0], [6, 0, 0, 0], [1, 1, 1, 3], [2, 2, 0, 2]]
+HEAD = Head(jnp.linspace(-1, 1, CONFIG.hidden_size, dtype=jnp.float32), jnp.float32(0.3))
 
 
-@functools.cache
-def sgd_step(settings):
-    """(optimizer, train step) with SGD: Adam's first update is the gradient's sign, which magnifies
-    rounding."""
-    schedule = optax.constant_schedule(0.1)
-    optimizer = optax.sgd(schedule)
-    return optimizer, make_train_step(CONFIG, optimizer, schedule, settings)
-
-
-def run_step(batch, settings=SETTINGS, *, params=None):
-    optimizer, step = sgd_step(settings)
-    params = random_params(CONFIG) if params is None else params
-    state = init_state(params, optimizer, keep_reference=False)
-    return step(state, batch)
-
-
-def assert_close_states(got, expected):
-    jax.tree.map(
-        # float32 sums in another order
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        jax.device_get(got.params),
-        jax.device_get(expected.params),
-    )
-
-
-def assert_close_metrics(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        # Sums of 96 float32 log-probs of order 1; the sampler gap is a difference of two.
-        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-# K = 4: whole groups, parts of groups, single rows, a group and space for half of one.
-@pytest.mark.parametrize(
-    ("objective", "micro_batch_rows"),
-    [("tb", 2), ("rloo", 6), slow("rloo", 4), slow("tb", 1)],
-)
-def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
-    cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows >= 4}
-    settings = replace(SETTINGS, objective=named(objective))
-    expected, expected_metrics = run_step(make_batch(), settings)
-    got, metrics = run_step(make_batch(**cut), replace(settings, **cut))
-    assert_close_states(got, expected)
-    if micro_batch_rows == 6:  # a third of each is padding
-        share = 1 - (1 - expected_metrics["train/padding_share"]) * 4 / 6
-        expected_metrics = {**expected_metrics, "train/padding_share": share}
-    assert_close_metrics(metrics, expected_metrics)
-
-
-def test_rows_that_micro_batches_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="micro_batch_rows=3 does not divide the 16 rows"):
-        run_step(make_batch(), replace(SETTINGS, micro_batch_rows=3))
-
-
-def test_a_batch_of_fewer_rows_than_a_micro_batch_is_one():
-    slots = jnp.asarray([[1], [2], [0]])
-    rows: Any = types.SimpleNamespace(tokens=types.SimpleNamespace(slots=slots))
-    cut = cut_rows(rows, 8, is_whole=True)
-    assert cut.num == cut.used == 1
-    np.testing.assert_array_equal(cut.take(slots, jnp.int32(0)), slots)
-    assert cut_rows(rows, 1, is_whole=False).num == 3
-
-
-def test_train_step_metrics_against_numpy():
-    batch = make_batch()
-    _, metrics = run_step(batch)
-    np.testing.assert_allclose(metrics["train/reward_mean"], batch.rewards.mean(), rtol=1e-6)
-    np.testing.assert_allclose(metrics["train/response_tokens"], batch.response_lengths.sum())
-    assert np.isfinite(metrics["train/sampler_gap"])  # step 0, versions 0
-    stale = batch._replace(versions=np.full((4, 4), -1, np.int32))
-    assert np.isnan(run_step(stale)[1]["train/sampler_gap"])
-
-
-def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
-    optimizer, step = sgd_step(replace(SETTINGS, reference_reset_period=2))
-    state = init_state(random_params(CONFIG), optimizer, keep_reference=True)
-    start = jax.device_get(state.params)
-    state, metrics = step(state, make_batch())
-    np.testing.assert_allclose(metrics["train/kl_reference"], 0.0, atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.reference_params), start)
-    state, metrics = step(state, make_batch())
-    assert abs(float(metrics["train/kl_reference"])) > 1e-4
-    reference, policy = jax.device_get((state.reference_params, state.params))
-    jax.tree.map(np.testing.assert_array_equal, reference, policy)
-
-
-def test_tokens_of_an_environment_are_in_no_sum():
-    # The same tokens left out: as those that end a response, and as those it did not write.
-    draws = make_draws()
-    batch = lay_out(draws)
-    ends = replace(SETTINGS, scoring=replace(SCORING, mask_eos=True, eos_ids=(3, 7)))
-    expected, expected_metrics = run_step(batch, ends)
-    _, plain = run_step(batch)
-    assert float(plain["train/loss"]) != float(expected_metrics["train/loss"])
-    marked = [d._replace(trajectories=tuple(map(marked_by_hand, d.trajectories))) for d in draws]
-    got, metrics = run_step(lay_out(marked))
-    assert_close_states(got, expected)
-    for name in ("train/loss", "train/grad_norm", "train/kl_reference"):
-        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
-    in_rows, in_rows_metrics = run_step(lay_out(marked, row_length=18))
-    assert_close_states(in_rows, expected)
-    assert_close_metrics_of_layouts(in_rows_metrics, metrics)
-
-
-def marked_by_hand(y):
-    is_sampled = ~np.isin(y.response_tokens, (3, 7))
-    behavior = np.where(is_sampled, y.behavior_token_logprobs, np.float32(0.0))
+def observed(y):
+    """The response with observations in it, which no policy sampled."""
+    n = len(y.response_tokens)
+    is_sampled = (np.arange(n) % 3 != 1) | (np.arange(n) == n - 1)
+    behavior = np.where(is_sampled, y.behavior_token_logprobs, np.float32(0))
     return replace(y, is_sampled=is_sampled, behavior_token_logprobs=behavior)
 
 
-def assert_close_metrics_of_layouts(got, expected):
-    name = "train/padding_share"
-    assert_close_metrics({**got, name: 0.0}, {**expected, name: 0.0})
+@functools.cache
+def problem_draws():
+    """Draws with repeats, masks with holes and an empty slot; equal tokens of two versions."""
+    draws = changed(make_draws(repeats=REPEATS), observed)
+    twin = replace(draws[0].trajectories[0], version_min=-2, reward=0.5)
+    twin = replace(twin, behavior_token_logprobs=1.25 * twin.behavior_token_logprobs)
+    draws[0] = draws[0]._replace(trajectories=(twin, *draws[0].trajectories[1:]))
+    return [*draws, draws[0]._replace(trajectories=(), ids=())]
 
 
-# All at once; micro-batches of which some are padding, with groups in several, and with whole ones.
-@pytest.mark.parametrize(("objective", "micro_batch_rows"), [("tb", 4), slow("rloo", 3)])
-def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
-    cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows == 4}
-    rows = make_batch(row_length=18, **cut)
-    assert (rows.slots[-1] == 0).all()
-    scoring = replace(SCORING, mask_eos=True, eos_ids=(3, 7))
-    settings = replace(SETTINGS, objective=named(objective), scoring=scoring, shows_tokens=True)
-    expected, expected_metrics = run_step(make_batch(), settings)
-    got, metrics = run_step(rows, replace(settings, **cut))
-    assert_close_states(got, expected)
-    shown, wanted = (x.pop(SHOWN_KEY)["policy"] for x in (metrics, expected_metrics))
-    assert np.count_nonzero(wanted) == make_batch().response_lengths[0].sum()
-    np.testing.assert_allclose(shown[:, : wanted.shape[1]], wanted, atol=1e-5)
-    assert_close_metrics_of_layouts(metrics, expected_metrics)
+def arrays():
+    """Groups of the draws, and tokens of each response after its prompt, written down by hand."""
+    draws = [d for d in problem_draws() if d.trajectories]
+    p, k = len(draws), 6
+    found = {name: np.zeros((p, k, T), np.float32) for name in ("behavior", "reference")}
+    mask, tokens = np.zeros((p, k, T), bool), np.zeros((p, k, 4 + T), np.int32)
+    lengths, reward = np.zeros((p, k), np.int32), np.zeros((p, k), np.float32)
+    for i, j in np.ndindex(p, k):
+        y = draws[i].trajectories[j]
+        n = lengths[i, j] = len(y.response_tokens)
+        tokens[i, j, :4], tokens[i, j, 4 : 4 + n] = draws[i].prompt.tokens, y.response_tokens
+        mask[i, j, :n], reward[i, j] = y.is_sampled, y.reward
+        found["behavior"][i, j, :n] = y.behavior_token_logprobs
+        found["reference"][i, j, :n] = np.where(y.is_sampled, y.reference_token_logprobs, 0)
+    return found, mask, tokens, lengths, reward
 
 
-@pytest.mark.parametrize(("row_length", "micro_batch_rows"), [(0, 0), slow(18, 4)])
-def test_an_empty_slot_is_as_if_its_prompt_were_not_there(row_length, micro_batch_rows):
-    draws = make_draws(p=3)
-    empty = draws[1]._replace(trajectories=(), weights=(), ids=())
-    # Means over prompts, over responses and over tokens.
-    settings = replace(SETTINGS, objective=named("cispo"))
-    expected, expected_metrics = run_step(lay_out([draws[0], draws[2]]), settings)
-    cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows == 4}
-    batch = lay_out([draws[0], empty, draws[2]], row_length=row_length, **cut)
-    got, metrics = run_step(batch, replace(settings, **cut))
-    assert_close_states(got, expected)
-    of_layout = {f"train/{name}": 0.0 for name in ("padding_share", "rows_share")}
-    assert_close_metrics({**metrics, **of_layout}, {**expected_metrics, **of_layout})
+@functools.cache
+def expected(name, **own):
+    """(loss, gradient, log-probs) of the objective on every response alone in a padded row."""
+    (objective, found), mask = (make_objective(name, own), arrays()[0]), arrays()[1]
+    _, _, tokens, lengths, reward = arrays()
+    prompt = np.full(lengths.shape, 4, np.int32)
+    totals = {"prompts": len(reward), "responses": reward.size, "tokens": mask.sum()}
+
+    def values(params, head):
+        rows = tokens.reshape(-1, 4 + T)
+        index = np.arange(4 + T)[None]
+        hidden = apply(
+            params, rows, jnp.broadcast_to(index, rows.shape),
+            index < 4 + lengths.reshape(-1, 1), config=CONFIG, compute_dtype=jnp.float32,
+        )  # fmt: skip
+        return (hidden[:, 3:-1] @ head.weight + head.bias).reshape(mask.shape)
+
+    def loss(trained):
+        params, head = trained
+        logp = token_logprobs(
+            params, tokens, prompt, lengths, response_bucket=T, config=CONFIG, scoring=SCORING
+        )
+        groups = Groups(
+            logp=jnp.where(mask, logp, 0),
+            behavior=found["behavior"],
+            reference=found["reference"],
+            mask=jnp.asarray(mask),
+            reward=jnp.asarray(reward),
+            staleness=jnp.zeros(reward.shape, jnp.int32),
+        )
+        if objective.needs.head == "value":
+            groups = groups._replace(values=jnp.where(mask, values(params, head), 0))
+        if objective.needs.head == "log_z":
+            z = log_z(
+                head, params, tokens[:, 0, :4], prompt[:, 0], config=CONFIG,
+                compute_dtype=jnp.float32, remat="none",
+            )  # fmt: skip
+            groups = groups._replace(log_z=z)
+        terms = objective(groups, BETA).loss
+        return terms.sum() / totals[objective.needs.total], groups.logp
+
+    trained = random_params(CONFIG), HEAD
+    (value, logp), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
+    return value, gradient if objective.needs.head else gradient[0], logp
+
+
+ONE, PARTS, WHOLE = (
+    {"micro_batch_rows": 1},
+    {"micro_batch_rows": 4},
+    {"micro_batch_rows": 6, "is_whole": True},
+)
+SHARED, PACKED = {"shares_prompts": True}, {"row_length": 18}
+CASES = [
+    ("tb", {}),
+    ("grpo", ONE),
+    slow("rloo", PARTS),
+    ("cispo", WHOLE),
+    ("dapo", SHARED),
+    slow("ipo", {**SHARED, **PARTS}),
+    ("tb", {**SHARED, **WHOLE}),
+    ("grpo", {**PACKED, **PARTS}),
+    slow("gspo", {**PACKED, **WHOLE}),
+    ("ppo", {**PACKED, **SHARED, **WHOLE}),
+    slow("ppo", PARTS),
+    ("tb learned", {**SHARED, **PARTS}),
+    slow("tb learned", {**PACKED, **SHARED}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_loss_and_gradient_are_those_of_each_response_alone(name, layout):
+    own = {"log_z": "learned"} if "learned" in name else {}
+    loss, wanted, logp = expected(name.split()[0], **own)
+    objective = make_objective(name.split()[0], own)
+    batch = lay_out(problem_draws(), has_prompts=objective.needs.head == "log_z", **layout)
+    # Equal tokens are computed once: 3, 1, 4 and 3 distinct responses to the four prompts.
+    assert len(np.unique(batch.source[batch.mask])) < batch.mask.sum()
+    cut = {key: layout[key] for key in ("micro_batch_rows", "is_whole") if key in layout}
+    settings = replace(SETTINGS, objective=objective, beta=Schedule(BETA), **cut)
+    gradient, outputs = gradient_of(batch, settings, head=HEAD if objective.needs.head else None)
+    np.testing.assert_allclose(outputs["numbers"]["loss"], loss, rtol=1e-5)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
+    assert largest > 1e-2
+    # float32 sums in another order, of numbers up to the largest
+    chex.assert_trees_all_close(gradient, wanted, rtol=0, atol=2e-6 * largest)
+    np.testing.assert_allclose(outputs["sums"]["policy"][:4], logp.sum(-1), atol=1e-5)
+    assert not outputs["sums"]["policy"][4].any()
+    np.testing.assert_allclose(outputs["shown"]["policy"][:, :T], logp[0], atol=1e-5)
+
+
+def test_equal_tokens_share_a_row_and_keep_their_own_sampler_and_reward():
+    batch = lay_out(problem_draws())
+    first, second = batch.source[0, :2]
+    np.testing.assert_array_equal(first, second)
+    assert (batch.rewards[0, 0], batch.staleness[0].tolist()) == (0.5, [-1, *[0] * 5])
+    assert (batch.behavior[0, 0] != batch.behavior[0, 1])[batch.mask[0, 0]].all()
+
+
+@pytest.mark.parametrize("layout", [PACKED, slow({**SHARED, **WHOLE}), slow(PARTS)], ids=str)
+def test_the_reference_is_computed_in_the_rows_that_lack_it(layout):
+    """The rest of the batch keeps its own numbers, to the bit."""
+    draws = problem_draws()
+    lacking = draws[2].trajectories[0]
+    draws = changed(
+        draws, lambda y: replace(y, reference_token_logprobs=None) if y is lacking else y
+    )
+    batch = lay_out(draws, **layout)
+    cut = {key: layout[key] for key in ("micro_batch_rows", "is_whole") if key in layout}
+    score = make_reference_pass(CONFIG, replace(SETTINGS, **cut))
+    params = random_params(CONFIG)
+    assert (batch.missing < len(batch.tokens)).sum() == 1
+    found = np.asarray(score(params, batch))
+    of_all = expected("tb")[2]
+    # Log-probs of the same parameters: those of the policy, in rows of other lengths.
+    np.testing.assert_allclose(found[2, 0], of_all[2, 0] * batch.mask[2, 0], atol=1e-5)
+    is_known = ~np.isnan(batch.reference)
+    np.testing.assert_array_equal(found[is_known], batch.reference[is_known])
+    whole = lay_out(draws, **layout, reference="scored")
+    np.testing.assert_allclose(np.asarray(score(params, whole))[:4], of_all, atol=1e-5)
+    assert lay_out(problem_draws(), **layout).missing is None
+
+
+def sgd_step(settings, rate=0.5):
+    step = make_train_step(CONFIG, optax.identity(), optax.constant_schedule(rate), settings)
+    return step, init_state(random_params(CONFIG), optax.identity(), keep_reference=False)
+
+
+def test_tokens_without_a_place_in_the_loss_are_in_no_sum():
+    """EOS by `uncounted`; the log-prob of a response is then that of the other tokens."""
+    draws = make_draws(p=2)
+    batch = lay_out(draws, uncounted=(5, 7))
+    _, outputs = gradient_of(batch)
+    is_left = np.isin(draws[1].trajectories[0].response_tokens, (5, 7))
+    assert (batch.mask[1, 0, : len(is_left)] == ~is_left).all()
+    plain = gradient_of(lay_out(draws))[1]
+    assert np.abs(plain["sums"]["policy"] - outputs["sums"]["policy"]).max() > 0.1
+
+
+@pytest.mark.parametrize("micro_batch_rows", [0, slow(8)])
+def test_several_updates_are_a_loop_over_the_same_parts(micro_batch_rows):
+    """PPO: every pass has the same minibatches, and what is held fixed is that of the start."""
+    draws, rate, passes, parts = make_draws(repeats=REPEATS), 0.5, 3, 2
+    cut = {"micro_batch_rows": micro_batch_rows, "row_multiple": parts}
+    several = make_objective("ppo", {"epochs": passes, "minibatches": parts, "gae_lambda": 0.8})
+    settings = replace(SETTINGS, objective=several, **cut)
+    step = make_train_step(CONFIG, optax.identity(), lambda step: rate / (1 + step), settings)
+    trained = random_params(CONFIG), HEAD
+    state = init_state(
+        jax.tree.map(jnp.copy, trained[0]), optax.identity(), keep_reference=False,
+        head_size=CONFIG.hidden_size,
+    )  # fmt: skip
+    state = state._replace(head=jax.tree.map(jnp.copy, HEAD))
+    batch = lay_out(draws, **cut)
+    num = max(1, len(batch.tokens) // micro_batch_rows) if micro_batch_rows else 1
+    part = batch.source[..., 0] // T // num % parts
+    assert 4 < (part == 0).sum() < 20
+    losses = []
+    for at in range(2):
+        start = values_of(trained, batch)
+        before, lr = trained, rate / (1 + at)
+        for j in [0, 1] * passes:
+            loss, gradient = ppo_of(trained, batch, start, part == j)
+            trained = optax.apply_updates(trained, optax.tree.scale(-lr, gradient))
+            losses.append(float(loss))
+        state, outputs = step(state, batch)
+        numbers = outputs["numbers"]
+        np.testing.assert_allclose(numbers["loss"], np.mean(losses[-6:]), rtol=1e-4)
+        np.testing.assert_allclose(numbers["lr"], lr)
+        assert numbers["updates"] == passes * parts
+        moved = max(
+            float(np.abs(a - b).max())
+            for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(before), strict=True)
+        )
+        assert moved > 0.01
+        # float32 sums in another order, carried through six updates
+        chex.assert_trees_all_close((state.params, state.head), trained, rtol=0, atol=1e-4 * moved)
+    assert (int(state.step), int(state.skipped_steps)) == (2, 0)
+
+
+def scored(trained, batch):
+    """(log-probs, values) [n t] of rows of one response."""
+    params, head = trained
+    tokens, lengths, sizes = batch.tokens, batch.response_lengths, batch.prompt_lengths
+    logp = token_logprobs(
+        params, tokens[:, None], sizes[:, None], lengths, response_bucket=T, config=CONFIG,
+        scoring=SCORING,
+    )  # fmt: skip
+    first, index = 4 - sizes[:, None], np.arange(tokens.shape[1])[None]
+    hidden = apply(
+        params, tokens, jnp.maximum(index - first, 0), (index >= first) & (index < 4 + lengths),
+        config=CONFIG, compute_dtype=jnp.float32,
+    )  # fmt: skip
+    return logp[:, 0], hidden[:, 3:-1] @ head.weight + head.bias
+
+
+def of_groups(x, batch):
+    return jnp.where(batch.mask, jnp.take(x.reshape(-1), batch.source, mode="clip"), 0)
+
+
+def values_of(trained, batch):
+    return of_groups(scored(trained, batch)[1], batch)
+
+
+@jax.jit
+def ppo_of(trained, batch, start, is_here):
+    objective = make_objective("ppo", {"gae_lambda": 0.8})
+    mask = batch.mask & is_here[..., None]
+
+    def loss(trained):
+        logp, values = (of_groups(x, batch) for x in scored(trained, batch))
+        groups = Groups(
+            logp, batch.behavior, batch.reference, mask, batch.rewards, batch.staleness,
+            values=values, start_values=start,
+        )  # fmt: skip
+        return jnp.where(is_here, objective(groups, 0.1).loss, 0).sum() / mask.sum()
+
+    return jax.value_and_grad(loss)(trained)
 
 
 def test_a_step_that_is_not_finite_changes_only_the_counters():
     schedule = optax.linear_schedule(0.1, 0.0, 10)
-    optimizer = optax.adam(schedule)
+    optimizer = optax.scale_by_adam()
     step = make_train_step(CONFIG, optimizer, schedule, SETTINGS)
     state = init_state(random_params(CONFIG), optimizer, keep_reference=False)
     state, _ = step(state, make_batch())
     before = jax.device_get(state)
     for in_a_row in (1, 2):
-        state, metrics = step(state, broken(make_batch()))
-        assert not np.isfinite(metrics["train/loss"])
-        assert metrics["train/skipped_in_a_row"] == metrics["train/skipped_steps"] == in_a_row
+        state, outputs = step(state, broken(make_batch()))
+        numbers = outputs["numbers"]
+        assert not np.isfinite(numbers["loss"])
+        assert numbers["skipped_in_a_row"] == numbers["skipped_steps"] == in_a_row
     after = jax.device_get(state)
-    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
-    jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
+    chex.assert_trees_all_equal(after.params, before.params)
+    chex.assert_trees_all_equal(after.opt_state.inner_state, before.opt_state.inner_state)
     assert (after.step, after.skipped_steps, after.skipped_in_a_row) == (3, 2, 2)
-    # The next update is the one the skipped steps would have been, at their learning rate.
-    expected, expected_metrics = step(jax.device_put(before), make_batch(seed=1))
-    got, metrics = step(state, make_batch(seed=1))
-    jax.tree.map(np.testing.assert_array_equal, got.params, jax.device_get(expected.params))
-    assert metrics["train/lr"] == expected_metrics["train/lr"]
-    assert (metrics["train/skipped_steps"], metrics["train/skipped_in_a_row"]) == (2, 0)
+    # The next update is the one that the skipped steps would have been, at their learning rate.
+    wanted, wanted_outputs = step(jax.device_put(before), make_batch(seed=1))
+    got, outputs = step(state, make_batch(seed=1))
+    chex.assert_trees_all_equal(got.params, wanted.params)
+    assert outputs["numbers"]["lr"] == wanted_outputs["numbers"]["lr"]
+    assert (int(got.skipped_steps), int(got.skipped_in_a_row)) == (2, 0)
 
 
-# Storage of parameters and optimiser, dtype of matmul inputs.
+def test_a_non_finite_update_among_several_does_not_shift_the_learning_rate():
+    objective = make_objective("ppo", {"epochs": 3, "minibatches": 2})
+    settings = replace(SETTINGS, objective=objective, row_multiple=2)
+    step = make_train_step(CONFIG, optax.identity(), lambda step: 0.5 / (1 + step), settings)
+    state = init_state(
+        random_params(CONFIG), optax.identity(), keep_reference=False, head_size=CONFIG.hidden_size
+    )
+    state, outputs = step(state, broken(make_batch(row_multiple=2)))
+    assert (outputs["numbers"]["updates"], int(state.skipped_steps)) == (3, 0)
+    _, outputs = step(state, make_batch(row_multiple=2))
+    np.testing.assert_allclose(outputs["numbers"]["lr"], 0.25)
+
+
 @pytest.mark.parametrize(
     ("param_dtype", "compute_dtype"),
     [slow("float32", "bfloat16"), ("bfloat16", "bfloat16")],
 )
 @pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
 def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):
-    schedule = optax.constant_schedule(3e-3)
-    optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.01), schedule)
-    settings = replace(
-        SETTINGS, scoring=replace(SCORING, compute_dtype=compute_dtype), micro_batch_rows=8
-    )
-    step = make_train_step(CONFIG, optimizer, schedule, settings)
+    optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.01))
+    scoring = replace(SCORING, compute_dtype=compute_dtype)
+    # Traced for the gradient, for the value and for the shapes of outputs, and never again.
+    loss = chex.assert_max_traces(tb, n=3)
+    objective = replace(SETTINGS.objective, loss=loss)
+    settings = replace(SETTINGS, objective=objective, scoring=scoring, micro_batch_rows=8)
+    step = make_train_step(CONFIG, optimizer, optax.constant_schedule(3e-3), settings)
     params = jax.tree.map(lambda x: x.astype(param_dtype), random_params(CONFIG))
     state = init_state(params, optimizer, keep_reference=False)
     dtypes = jax.tree.map(lambda x: x.dtype, state)
-    assert all(x.dtype == param_dtype for x in jax.tree.leaves(state.params))
     floats = [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert floats and all(x.dtype == param_dtype for x in floats)
     losses = []
     for _ in range(12):
-        state, metrics = step(state, make_batch())
-        losses.append(float(metrics["train/loss"]))
+        state, outputs = step(state, make_batch())
+        losses.append(float(outputs["numbers"]["loss"]))
     assert jax.tree.map(lambda x: x.dtype, state) == dtypes
-    assert all(value.dtype in (jnp.float32, jnp.int32) for value in metrics.values())
     assert losses[-1] < 0.7 * losses[0], losses
 
 
 @pytest.mark.parametrize(("micro_batch_rows", "keep_reference"), [(2, True), slow(0, False)])
 def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
-    schedule = optax.constant_schedule(1e-3)
-    optimizer = make_optimizer(OptimizerSettings("adamw", b2=0.99, weight_decay=0.01), schedule)
+    optimizer = make_optimizer(OptimizerSettings("adamw", b2=0.99, weight_decay=0.01))
     settings = replace(SETTINGS, micro_batch_rows=micro_batch_rows, reference_reset_period=2)
-    step = make_train_step(CONFIG, optimizer, schedule, settings)
+    step = make_train_step(CONFIG, optimizer, optax.constant_schedule(1e-3), settings)
     state = init_state(random_params(CONFIG), optimizer, keep_reference=keep_reference)
     memory = step.lower(state, make_batch()).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+    # All but the flag of the last update, which the step writes and does not read.
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state)) - 1
+
+
+def test_a_reset_replaces_the_reference_by_the_policy():
+    settings = replace(SETTINGS, reference_reset_period=2)
+    step = make_train_step(CONFIG, optax.identity(), optax.constant_schedule(0.5), settings)
+    state = init_state(random_params(CONFIG), optax.identity(), keep_reference=True)
+    state, _ = step(state, make_batch())
+    chex.assert_trees_all_equal(state.reference_params, random_params(CONFIG))
+    state, _ = step(state, make_batch())
+    chex.assert_trees_all_equal(state.reference_params, state.params)
 
 
 @pytest.mark.slow
 def test_remat_and_micro_batches_take_less_memory():
     config = tiny_config(num_layers=8)
-    optimizer = optax.sgd(0.1)
     state = jax.eval_shape(
-        lambda: init_state(random_params(config), optimizer, keep_reference=False)
+        lambda: init_state(random_params(config), optax.identity(), keep_reference=False)
     )
 
     def temporaries(**changes):
         settings = replace(SETTINGS, **changes)
-        step = make_train_step(config, optimizer, optax.constant_schedule(0.1), settings)
+        step = make_train_step(config, optax.identity(), optax.constant_schedule(0.1), settings)
         lowered = step.lower(state, make_batch(p=8, prompt=40, t=40))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -264,23 +401,25 @@ def test_remat_and_micro_batches_take_less_memory():
 
 
 def test_temperatures_move_with_the_step_and_scale_the_target():
+    """log R = (log pi_ref / gamma + r / beta) / T_r, as in TBA's red-teaming."""
     batch = make_batch()
-    target = Target(Schedule(0.1), Schedule(1.0, 2.0, 4, "linear"), Schedule(2.0, 1.0, 4, "linear"))
-    settings = replace(SETTINGS, target=target)
-    optimizer, step = sgd_step(settings)
-    _, plain = sgd_step(SETTINGS)
-    params = random_params(CONFIG)
-    for at, gamma, heat in ((0, 1.0, 2.0), (2, 1.5, 1.5), (4, 2.0, 1.0), (9, 2.0, 1.0)):
-        state = init_state(jax.tree.map(jnp.copy, params), optimizer, keep_reference=False)
-        _, metrics = step(state._replace(step=jnp.int32(at)), batch)
-        assert metrics["train/reference_temperature"] == gamma
-        assert metrics["train/reward_temperature"] == heat
+    settings = replace(
+        SETTINGS,
+        reference_temperature=Schedule(1.0, 2.0, 4, "linear"),
+        reward_temperature=Schedule(2.0, 1.0, 4, "linear"),
+    )
+    step, _ = sgd_step(settings)
+    plain, _ = sgd_step(SETTINGS)
+    for at, gamma, heat in ((0, 1.0, 2.0), (2, 1.5, 1.5), (9, 2.0, 1.0)):
+        outputs = step(sgd_step(settings)[1]._replace(step=jnp.int32(at)), batch)[1]
+        numbers = outputs["numbers"]
+        assert (numbers["reference_temperature"], numbers["reward_temperature"]) == (gamma, heat)
         # The same loss as the plain step's on numbers that were divided by hand.
         by_hand = batch._replace(
-            reference_logprob=batch.reference_logprob / (gamma * heat),
-            rewards=batch.rewards / heat,
+            reference=batch.reference / (gamma * heat), rewards=batch.rewards / heat
         )
-        state = init_state(jax.tree.map(jnp.copy, params), optimizer, keep_reference=False)
-        np.testing.assert_allclose(
-            metrics["train/loss"], plain(state, by_hand)[1]["train/loss"], rtol=1e-6
-        )
+        wanted = plain(sgd_step(SETTINGS)[1], by_hand)[1]
+        np.testing.assert_allclose(numbers["loss"], wanted["numbers"]["loss"], rtol=1e-6)
+        values = step_metrics(batch, Outputs(**jax.device_get(outputs)))
+        np.testing.assert_allclose(values["train/tb_loss"], numbers["loss"] * 20, rtol=1e-5)
+        np.testing.assert_allclose(values["train/reward_mean"], batch.rewards.mean())

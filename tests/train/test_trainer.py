@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: what it makes of draws, and when it gives up."""
+"""The trainer: what it makes of draws, when results are read, and when it gives up."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import Packing
+from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.train.step_plan import OwnBatches
 from tba_jax.train.trainer import NonFiniteError, Trainer
 
-PADDED = Packing(1, 2, Padding((4,), (8,), 0), policy_temperature=1.0)
+PADDED = RowLayout(1, 2, Padding((4,), (8,), 0))
 
 
 def make_draws():
@@ -28,7 +27,7 @@ def make_draws():
             reward=1.0,
             reward_parts={},
             behavior_token_logprobs=np.full(length, -1.0, np.float32),
-            reference_logprob=-2.0,
+            reference_logprob=np.nan,
             version_min=0,
             version_max=0,
             searcher=0,
@@ -37,59 +36,108 @@ def make_draws():
             finish_reason="eos",
         )
 
-    return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1), (1, 1), 0)]
+    return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1))]
 
 
-def make_trainer(outcomes, seen, *, packing=PADDED, draws=None, **changes):
+class Buffer:
+    """A buffer that always has the same draws, and what it was told to keep."""
+
+    def __init__(self, draws):
+        self.draws, self.kept = draws, []
+
+    def draw(self, *size):
+        return self.draws
+
+    def keep_references(self, draws, values):
+        self.kept.append(values)
+
+
+def make_trainer(outcomes, *, layout=PADDED, draws=None, keeps_references=True, step=0):
     """A trainer whose steps are finite or not, as `outcomes` says."""
-    drawn = make_draws() if draws is None else draws
-    buffer = SimpleNamespace(draw=lambda *_: drawn)
+    buffer = Buffer(make_draws() if draws is None else draws)
     outcomes, in_a_row = iter(outcomes), 0
 
     def train_step(state, batch):
         nonlocal in_a_row
         is_finite = next(outcomes)
         in_a_row = 0 if is_finite else in_a_row + 1
-        seen.append(batch)
-        loss = 1.0 if is_finite else np.nan
-        metrics = {"train/loss": loss, "train/grad_norm": loss, "train/response_tokens": 7.0}
-        return state, metrics | {"train/skipped_in_a_row": in_a_row, "train/skipped_steps": 0}
+        loss = jnp.float32(1.0 if is_finite else np.nan)
+        numbers = {"loss": loss, "grad_norm": loss, "beta": jnp.float32(0.1)}
+        sums = ("policy", "reference", "low_ratios", "high_ratios", "largest_gap")
+        outputs = {
+            "numbers": numbers | {"skipped_in_a_row": in_a_row, "skipped_steps": 0},
+            "sums": {name: jnp.zeros(batch.rewards.shape) for name in sums},
+            "own": {"tokens": {}, "responses": {}},
+            "log_z": None,
+            "shown": {"policy": jnp.zeros((2, 8)), "reference": jnp.zeros((2, 8))},
+        }
+        reference = (
+            None
+            if batch.missing is None
+            else jnp.arange(float(batch.source.size)).reshape(batch.source.shape)
+        )
+        return state, outputs, reference
 
-    arguments = {
-        "state": SimpleNamespace(step=jnp.int32(0)),
-        "train_step": train_step,
-        "batches": OwnBatches(buffer, packing, num_steps=10, sync_period=1, checkpoint_period=0),
-        "transport": SimpleNamespace(is_publishing=False),
-        "clock": lambda: 0.0,
-    }
-    return Trainer(**(arguments | changes))
+    return Trainer(
+        state=SimpleNamespace(step=jnp.int32(step)),
+        train_step=train_step,
+        batches=OwnBatches(buffer, layout, num_steps=10, sync_period=1, checkpoint_period=0),
+        transport=SimpleNamespace(is_publishing=False),
+        keep_references=buffer.keep_references if keeps_references else None,
+        clock=lambda: 0.0,
+    ), buffer
 
 
 def test_nonfinite_steps_are_fatal_only_in_a_row():
-    trainer = make_trainer([False, False, True, False, False, False], [])
-    for _ in range(5):
-        trainer.step()
-    assert trainer.step_index == 5
+    trainer, _ = make_trainer([False, False, True, False, False, False])
+    for _ in range(6):
+        assert trainer.step()
+    assert [x.step for x in trainer.finished(pending=1)] == [1, 2, 3, 4, 5]
     with pytest.raises(NonFiniteError, match=r"step 5: loss nan.*3 consecutive.*learning_rate"):
+        trainer.finished()
+
+
+def test_results_are_read_when_they_are_asked_for():
+    trainer, _ = make_trainer([True] * 3)
+    trainer.step()
+    assert trainer.finished(pending=1) == [] and trainer.step_index == 1
+    trainer.step()
+    (first,) = trainer.finished(pending=1)
+    assert (first.step, first.values["train/response_tokens"]) == (1, 7)
+    assert trainer.counters.trained_tokens == 7
+    assert [x.step for x in trainer.finished()] == [2] and trainer.finished() == []
+    assert trainer.counters.trained_tokens == 14
+
+
+def test_log_probs_of_the_reference_are_kept_with_their_tokens():
+    trainer, buffer = make_trainer([True])
+    trainer.step()
+    ((one, six),) = buffer.kept[0]
+    assert (one.tolist(), six.tolist()) == ([0], [8, 9, 10, 11, 12, 13])
+    scored = [
+        d._replace(
+            trajectories=tuple(
+                replace(y, reference_token_logprobs=y.behavior_token_logprobs)
+                for y in d.trajectories
+            )
+        )
+        for d in make_draws()
+    ]
+    for options in ({"draws": scored}, {"keeps_references": False}):
+        trainer, buffer = make_trainer([True], **options)
         trainer.step()
-
-
-def test_batches_are_packed_if_rows_have_a_length():
-    seen: list = []
-    trainer = make_trainer([True], seen)
-    trainer.step()
-    assert isinstance(seen[0], Batch) and seen[0].tokens.shape == (2, 12)
-    trainer = make_trainer([True], seen, packing=replace(PADDED, row_length=16))
-    trainer.step()
-    assert isinstance(seen[1], PackedBatch) and seen[1].tokens.shape == (1, 16)
+        assert buffer.kept == []
 
 
 def test_staleness_counts_a_response_as_often_as_it_was_drawn():
     draw = make_draws()[0]
-    young, old = draw.trajectories[0], replace(draw.trajectories[1], version_min=-3)
-    drawn = [draw._replace(trajectories=(young, old), weights=(1, 3), num_repeats=2)]
-    trainer = make_trainer([True], [], draws=drawn, packing=replace(PADDED, group_size=4))
-    values = trainer.step()
-    assert values["buffer/staleness_histogram"] == [[0, 1], [3, 3]]
-    assert values["buffer/staleness_mean"] == 9 / 4 and values["buffer/repeat_fraction"] == 0.5
-    assert trainer.counters.staleness_counts == {0: 1, 3: 3}
+    young, old = replace(draw.trajectories[0], version_min=3), draw.trajectories[1]
+    given = replace(old, version_min=-1)
+    drawn = [draw._replace(trajectories=(young, old, old, given), ids=(0, 1, 1, 2))]
+    layout = replace(PADDED, group_size=4)
+    trainer, _ = make_trainer([True], draws=drawn, layout=layout, step=3)
+    trainer.step()
+    ((_, values, shown),) = trainer.finished()
+    assert values["buffer/staleness_histogram"] == [[0, 1], [3, 2]]
+    assert values["buffer/staleness_mean"] == 2 and values["buffer/repeat_fraction"] == 1 / 4
+    assert trainer.counters.staleness_counts == {0: 1, 3: 2} and shown.draw is drawn[0]

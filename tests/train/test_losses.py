@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every objective against its published formula, written down in numpy over repeated rows.
+"""Every loss against its published formula, written down in numpy over rows of responses.
 
 Values directly; gradients by central differences of the formula, in which `now` is the policy
 where gradients flow and `then` the same policy where they are stopped. Nothing of it uses jax's
-autodiff or the pieces that objectives are made of.
+autodiff or the parts that losses are made of.
 """
 
 import functools
@@ -14,85 +14,82 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.settings import Schedule
-from tba_jax.train.objectives.base import GroupData, Totals
-from tba_jax.train.objectives.registry import make_objective, objective_names
+from tba_jax.train.groups import Groups, of_sums
+from tba_jax.train.objectives import make_objective, objective_names
 
 BETA = 0.3
-# K = 6 of up to four distinct responses.
-WEIGHTS = np.array([[3, 1, 2, 0], [1, 1, 1, 3], [2, 2, 1, 1]])
+# Three prompts with K = 6 responses, of which some are equal.
+DRAWS = np.array([[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 3, 3], [0, 0, 1, 1, 2, 3]])
 T = 6
 
 
 def problem():
     """Arrays [p k t] and [p k] of a small batch; the sampler is near the policy.
 
-    The third and the fifth token are observations, except at the end of a response.
+    The third and the fifth token are observations, except at the end of a response. Equal responses
+    have equal log-probs of the policy, and each its own of its sampler.
     """
     rng = np.random.default_rng(3)
-    lengths = rng.integers(1, T + 1, WEIGHTS.shape)[..., None]
+
+    def drawn(x):
+        return np.take_along_axis(x, DRAWS.reshape(*DRAWS.shape, *[1] * (x.ndim - 2)), axis=1)
+
+    lengths = rng.integers(1, T + 1, (3, 4))[..., None]
     mask = np.arange(T) < lengths
     mask &= (np.arange(T) % 2 == 1) | (np.arange(T) == 0) | (np.arange(T) == lengths - 1)
-    mask &= WEIGHTS[..., None] > 0
     policy = np.where(mask, rng.normal(-1.5, 0.5, mask.shape), 0.0)
-    behavior = np.where(mask, policy + rng.normal(0, 0.4, mask.shape), 0.0)
     reference = np.where(mask, policy + rng.normal(0, 0.6, mask.shape), 0.0)
-    reward = np.where(WEIGHTS > 0, rng.integers(0, 4, WEIGHTS.shape) / 2, 0.0)
+    values = np.where(mask, rng.normal(size=mask.shape), 0.0)
+    given = np.where(mask, rng.normal(size=mask.shape), 0.0)
+    reward = drawn(rng.integers(0, 4, (3, 4)) / 2)
+    mask, policy, reference, values, given = map(drawn, (mask, policy, reference, values, given))
     return SimpleNamespace(
         policy=policy,
-        behavior=behavior,
+        behavior=np.where(mask, policy + rng.normal(0, 0.4, mask.shape), 0.0),
         reference=reference,
         reward=reward,
         mask=mask,
-        log_z=rng.normal(size=len(WEIGHTS)),
-        values=np.where(mask, rng.normal(size=mask.shape), 0.0),
-        staleness=np.where(WEIGHTS > 0, rng.integers(0, 5, WEIGHTS.shape), 0),
+        log_z=rng.normal(size=3),
+        values=values,
         begun=None,
-        given=np.where(mask, rng.normal(size=mask.shape), 0.0),
+        given=given,
     )
 
 
 def loss_of(objective, policy, made):
-    weight = jnp.asarray(WEIGHTS, jnp.float64)
-    policy = jnp.where(made.mask, policy, 0.0)
-    data = GroupData(
-        policy_logprob=policy.sum(-1),
-        policy_token_logprobs=policy,
-        behavior_token_logprobs=jnp.asarray(made.behavior),
-        reference_logprob=jnp.asarray(made.reference.sum(-1)),
-        reference_token_logprobs=jnp.asarray(made.reference),
+    head = objective.needs.head
+    groups = Groups(
+        logp=jnp.where(made.mask, policy, 0.0),
+        behavior=jnp.asarray(made.behavior),
+        reference=jnp.asarray(made.reference),
         mask=jnp.asarray(made.mask),
         reward=jnp.asarray(made.reward),
-        weight=weight,
-        length=jnp.asarray(made.mask.sum(-1)),
-        staleness=jnp.asarray(made.staleness),
-        log_z=jnp.asarray(made.log_z) if "log_z" in objective.heads else None,
-        token_values=jnp.asarray(made.values) if "value" in objective.heads else None,
-        token_advantages=jnp.asarray(made.given) if objective.needs_advantages else None,
+        staleness=jnp.zeros(DRAWS.shape, jnp.int32),
+        log_z=jnp.asarray(made.log_z) if head == "log_z" else None,
+        values=jnp.asarray(made.values) if head == "value" else None,
+        advantages=jnp.asarray(made.given) if objective.needs.advantages else None,
         start_values=None if made.begun is None else jnp.asarray(made.begun),
-        totals=Totals(jnp.float64(len(WEIGHTS)), weight.sum(), (made.mask.sum(-1) * WEIGHTS).sum()),
     )
-    return objective(data, BETA).loss
+    totals = {"prompts": 3, "responses": DRAWS.size, "tokens": made.mask.sum()}
+    return objective(groups, BETA).loss.sum() / totals[objective.needs.total]
 
 
 def groups(policy, made):
     """Each prompt's K responses as rows: lists of their tokens' log-probs, rewards, ages."""
-    for i, weights in enumerate(WEIGHTS):
-        rows = [j for j, w in enumerate(weights) for _ in range(w)]
+    for i in range(3):
 
-        def tokens(x, i=i, rows=rows):
-            return [x[i, j][made.mask[i, j]] for j in rows]
+        def tokens(x, i=i):
+            return [x[i, j][made.mask[i, j]] for j in range(DRAWS.shape[1])]
 
         yield SimpleNamespace(
             now=tokens(policy),
             then=tokens(made.policy),
             mu=tokens(made.behavior),
             ref=tokens(made.reference),
-            r=made.reward[i, rows],
+            r=made.reward[i],
             log_z=made.log_z[i],
             a=tokens(made.given),
             v=tokens(made.values),
-            n=len(rows),
         )
 
 
@@ -180,6 +177,16 @@ def cispo(gs, cap=5.0):
     return np.mean([of(g) for g in gs])
 
 
+def ipo(gs, bound=0.1, weight=1e-3):
+    """Tokens whose probability changed by more than the bound keep the squared log-ratio only."""
+    parts = []
+    for g in gs:
+        for now, then, mu, a in zip(g.now, g.then, g.mu, g.r - g.r.mean(), strict=True):
+            is_kept = np.abs(np.exp(then) - np.exp(mu)) <= bound
+            parts.append(weight * (now - mu) ** 2 - np.where(is_kept, np.exp(now - mu) * a, 0))
+    return np.mean(np.concatenate(parts))
+
+
 def online_dpo(gs):
     def of(g):
         h = total(g.now) - total(g.ref)
@@ -260,6 +267,9 @@ FORMULAS = {
     "gspo": ({}, over_responses(gspo)),
     "cispo": ({}, cispo),
     "cispo, cap": ({"importance_cap": 1.1}, lambda gs: cispo(gs, 1.1)),
+    "ipo": ({}, ipo),
+    "ipo, bound": (
+        {"probability_bound": 0.02, "ratio_weight": 0.5}, lambda gs: ipo(gs, 0.02, 0.5)),
     "online_dpo": ({}, online_dpo),
     "ppo": ({}, ppo_with_values),
     "vineppo": ({}, lambda gs: -np.mean(np.concatenate([
@@ -303,8 +313,8 @@ def test_every_objective_has_a_formula_here():
 
 
 def named(name, **own):
-    """The objective of a formula's name, at the tests' beta."""
-    return make_objective(name.split(",")[0], own, SimpleNamespace(beta=Schedule(BETA)))
+    """The objective of a formula's name."""
+    return make_objective(name.split(",")[0], own)
 
 
 @functools.cache
@@ -359,17 +369,71 @@ def test_values_are_pulled_to_what_advantages_say_when_the_step_began(has_begun)
             jnp.asarray(made.policy), jnp.asarray(made.values)
         )
     expected, total = np.zeros((2, *made.mask.shape)), 0.0
-    tokens = (made.mask.sum(-1) * WEIGHTS).sum()
     reward = made.reward - BETA * (made.behavior.sum(-1) - made.reference.sum(-1))
-    for i, j in zip(*np.nonzero(WEIGHTS), strict=True):
+    share = 1 / made.mask.sum()
+    for i, j in np.ndindex(DRAWS.shape):
         at = i, j, made.mask[i, j]
         a = advantages(begun[at], reward[i, j], 0.7)
         ratio = np.exp(made.policy[at] - made.behavior[at])
         error = made.values[at] - (a + begun[at])
-        share = WEIGHTS[i, j] / tokens
         total += share * (0.05 * error**2 - ppo(ratio, a, 0.2, 0.2)).sum()
         is_open = np.where(a > 0, ratio < 1.2, ratio > 0.8)
         expected[0][at] = -share * np.where(is_open, ratio * a, 0)
         expected[1][at] = 0.1 * share * error
     np.testing.assert_allclose(value, total, rtol=1e-12)
     np.testing.assert_allclose(gradients, expected, rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", sorted({name.split(",")[0] for name in FORMULAS}))
+def test_a_group_of_equal_rewards_has_no_advantage(name):
+    """Exactly none of a baseline: with log-probs of the reference, TB and RLOO have gradients."""
+    made = problem()
+    made.reward[:] = 1 / 3  # no binary fraction
+    made.given[:] = 0
+    made.reference = made.behavior = made.policy
+    made.values[:] = 1 / 3
+    gradient = jax.grad(lambda p: loss_of(named(name), p, made))(jnp.asarray(made.policy))
+    if name == "reinforce":
+        assert np.abs(gradient).max() > 1e-3
+    else:
+        np.testing.assert_allclose(gradient, 0, atol=0 if name != "tb" else 1e-7)
+
+
+def test_rloo_has_the_gradient_of_trajectory_balance_times_k_over_k_minus_1():
+    made, k = problem(), DRAWS.shape[1]
+    reference, reward = (jnp.asarray(x) for x in (made.reference.sum(-1), made.reward))
+
+    def gradient(name):
+        loss = make_objective(name)
+        return jax.grad(lambda p: loss(of_sums(p, reference, reward), BETA).loss.sum())(
+            jnp.asarray(made.policy.sum(-1))
+        )
+
+    # Both add K numbers of a group in float32, of at most 10.
+    np.testing.assert_allclose(gradient("rloo") * (k - 1) / k, gradient("tb"), atol=1e-5)
+
+
+def test_metrics_of_a_clip_say_which_side():
+    made = problem()
+    ratio = np.array([[[0.5, 0.9, 1.5]], [[0.5, 0.9, 1.5]]])
+    made = Groups(
+        logp=jnp.log(jnp.asarray(ratio)).repeat(2, 1),
+        behavior=jnp.zeros((2, 2, 3)),
+        reference=jnp.zeros((2, 2, 3)),
+        mask=jnp.ones((2, 2, 3), bool),
+        reward=jnp.array([[0.0, 1.0], [1.0, 1.0]]),
+        staleness=jnp.zeros((2, 2), jnp.int32),
+    )
+    metrics = make_objective("grpo")(made, BETA).metrics
+    np.testing.assert_array_equal(metrics["clip_low"][0], [[1, 0, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(metrics["clip_high"][0], [[0, 0, 0], [0, 0, 1]])
+    assert not metrics["clip_low"][1].any() and not metrics["clip_high"][1].any()
+
+
+@pytest.mark.parametrize("field, shape", [("reward", (2, 3)), ("mask", (2, 2, 4)), ("log_z", (3,))])
+def test_a_wrong_shape_is_an_assertion_that_names_both_shapes(field, shape):
+    groups = of_sums(jnp.zeros((2, 2)), jnp.zeros((2, 2)), jnp.zeros((2, 2)))
+    groups = groups._replace(**{field: jnp.zeros(shape)})
+    with pytest.raises(AssertionError, match=rf"(?s)Groups.{field} beside logp \(2, 2, 1\).*") as e:
+        make_objective("tb")(groups, BETA)
+    assert str(shape) in str(e.value)
