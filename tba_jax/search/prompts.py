@@ -7,12 +7,11 @@ never truncated (tests/search/test_prompts.py).
 """
 
 import collections
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.tasks.registry import Task
 
 LongPrompts = Literal["refuse", "skip"]
@@ -21,27 +20,6 @@ Split = Literal["train", "eval"]
 # Characters; tokenizing megabytes only to find them too long would take minutes.
 _LONG_TEXT = 2**16
 _MOST_SHOWN = 8  # unknown characters in a message
-
-
-class Encoder(Protocol):
-    """Methods of a tokenizer that prompts need."""
-
-    @property
-    def longest_token(self) -> int:
-        """Number of characters of the longest token."""
-        ...
-
-    def encode(self, text: str, add_bos: bool) -> np.ndarray:
-        """Return the token IDs of a text, int32 [s]."""
-        ...
-
-    def knows(self, character: str) -> bool:
-        """Return whether the tokenizer can represent this character."""
-        ...
-
-    def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return chat messages as one text in the format of the chat template."""
-        ...
 
 
 def load_grain() -> None:
@@ -54,7 +32,7 @@ def load_grain() -> None:
 
 
 def text_of(
-    task: Task, tokenizer: Encoder, split: Split, index: int
+    task: Task, tokenizer: Tokenizer, split: Split, index: int
 ) -> tuple[str, Mapping[str, Any]]:
     """Return the text of a prompt, with chat messages formatted, and the columns of its problem.
 
@@ -82,7 +60,7 @@ class PromptReader:
     """
 
     def __init__(
-        self, task: Task, tokenizer: Encoder, max_prompt_tokens: int, long_prompts: LongPrompts
+        self, task: Task, tokenizer: Tokenizer, max_prompt_tokens: int, long_prompts: LongPrompts
     ) -> None:
         self.task = task
         self.max_prompt_tokens = max_prompt_tokens

@@ -6,8 +6,8 @@ the start policy. Invariants: no response is truncated or omitted, and the polic
 each response (tests/search/test_start_data.py).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,19 +21,11 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
+from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.search.prompts import Encoder, PromptReader
+from tba_jax.search.prompts import PromptReader
 from tba_jax.search.sampler import SampledGroup
 from tba_jax.tasks.rows import read_rows
-
-
-class PolicyTokenizer(Encoder, Protocol):
-    """Methods of the policy's tokenizer that given responses need."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
-        ...
 
 
 class Limits(NamedTuple):
@@ -51,7 +43,7 @@ class Limits(NamedTuple):
 
 
 def load_start_tickets(
-    path: str, reader: PromptReader, tokenizer: PolicyTokenizer, limits: Limits
+    path: str, reader: PromptReader, tokenizer: Tokenizer, limits: Limits
 ) -> list[Ticket]:
     """Return tickets with given responses; prompts are in the order of their first row.
 
@@ -68,18 +60,10 @@ def load_start_tickets(
             "task.start_path: this model has no end-of-sequence token, so no given response could "
             "end. Leave task.start_path empty"
         )
-    size = reader.task.train_size()
     prompts: dict[int, Prompt] = {}
     responses: dict[int, list[np.ndarray]] = {}
     for where, row in read_rows(path, "train"):
-        text, index = row.get("response"), row.get("prompt_id", 0 if size == 1 else None)
-        if not isinstance(text, str):
-            raise ValueError(f"{where}: want an object with text under 'response'; got {row!r:.80}")
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
-            raise ValueError(
-                f"{where}: prompt_id = {index!r:.80}, want the index of a training problem of task "
-                f"{reader.task.name}, a whole number from 0 to {size - 1}"
-            )
+        index = _index_of(row, where, reader)
         if index not in prompts:
             prompt = reader.read("train", index)
             if prompt is None:
@@ -89,19 +73,7 @@ def load_start_tickets(
                     "setting, or leave the row out"
                 )
             prompts[index] = prompt
-        tokens = tokenizer.encode(text, add_bos=False)
-        if np.isin(tokens, tokenizer.eos_ids).any():
-            raise ValueError(
-                f"{where}: the response contains an end-of-sequence token: {text!r:.80}. Remove "
-                "that token; a run appends one to every response"
-            )
-        if not limits.min_new_tokens <= len(tokens) < limits.max_new_tokens:
-            raise ValueError(
-                f"{where}: the response has {len(tokens)} tokens; wanted {limits.min_new_tokens} "
-                f"(search.min_new_tokens) to {limits.max_new_tokens - 1} (search.max_new_tokens "
-                "- 1). Change these settings, or leave the row out"
-            )
-        tokens = np.append(tokens, tokenizer.eos_ids[0]).astype(np.int32)
+        tokens = _response_of(row, where, tokenizer, limits)
         responses.setdefault(index, []).append(tokens)
     most = limits.samples_per_prompt
     groups = [
@@ -110,6 +82,40 @@ def load_start_tickets(
         for i in range(0, len(rows), most)
     ]
     return [Ticket(number, *group) for number, group in enumerate(groups)]
+
+
+def _index_of(row: Mapping[str, Any], where: str, reader: PromptReader) -> int:
+    """Return the training problem of a row."""
+    size = reader.task.train_size()
+    index = row.get("prompt_id", 0 if size == 1 else None)
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
+        raise ValueError(
+            f"{where}: prompt_id = {index!r:.80}, want the index of a training problem of task "
+            f"{reader.task.name}, a whole number from 0 to {size - 1}"
+        )
+    return index
+
+
+def _response_of(
+    row: Mapping[str, Any], where: str, tokenizer: Tokenizer, limits: Limits
+) -> np.ndarray:
+    """Return the tokens of a row's response with an end-of-sequence token, int32 [t]."""
+    text = row.get("response")
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: want an object with text under 'response'; got {row!r:.80}")
+    tokens = tokenizer.encode(text, add_bos=False)
+    if np.isin(tokens, tokenizer.eos_ids).any():
+        raise ValueError(
+            f"{where}: the response contains an end-of-sequence token: {text!r:.80}. Remove that "
+            "token; a run appends one to every response"
+        )
+    if not limits.min_new_tokens <= len(tokens) < limits.max_new_tokens:
+        raise ValueError(
+            f"{where}: the response has {len(tokens)} tokens; wanted {limits.min_new_tokens} "
+            f"(search.min_new_tokens) to {limits.max_new_tokens - 1} (search.max_new_tokens - 1). "
+            "Change these settings, or leave the row out"
+        )
+    return np.append(tokens, tokenizer.eos_ids[0]).astype(np.int32)
 
 
 class GivenScorer:
