@@ -80,6 +80,7 @@ class House:
             epoch=str(self.num_owners),
             identity=IDENTITY,
             num_searchers=self.num_searchers,
+            num_local=0,
             samples_per_prompt=S,
             heartbeat_timeout_s=10.0,
             **self.settings,

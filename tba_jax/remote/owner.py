@@ -56,6 +56,8 @@ class OwnerSettings(NamedTuple):
     Attributes:
         epoch: name of this owner, different from the names of all earlier owners of the run.
         identity: digest of the code, and the run ID, that other processes must have.
+        num_searchers: number of searchers of the run.
+        num_local: number of searchers of this process, the first ones.
         num_prompts: p, groups in a batch.
         share: m, mean share of fresh groups in a batch.
         max_staleness: bound on staleness in steps; 0: no bound.
@@ -67,6 +69,7 @@ class OwnerSettings(NamedTuple):
     epoch: str
     identity: Mapping[str, str]
     num_searchers: int
+    num_local: int
     num_prompts: int
     share: float
     max_staleness: int
@@ -454,10 +457,16 @@ class Owner:
         with self._lock:
             return sum(each.is_connected for each in self._searchers)
 
-    def absent(self, searchers: Sequence[int]) -> list[int]:
-        """Return which of these searchers no process runs."""
+    @property
+    def remote_searchers(self) -> range:
+        """IDs of the searchers of other processes."""
+        return range(self.settings.num_local, self.settings.num_searchers)
+
+    @property
+    def absent(self) -> list[int]:
+        """IDs of the searchers of other processes that no process runs."""
         with self._lock:
-            return [i for i in searchers if not self._searchers[i].is_connected]
+            return [i for i in self.remote_searchers if not self._searchers[i].is_connected]
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the searchers of other processes by name."""
@@ -466,7 +475,7 @@ class Owner:
             figures = {
                 "fleet/hosts": len({x.host for x in self._searchers if x.is_connected}),
                 "fleet/searchers": self.num_connected,
-                "fleet/slots": len(self._searchers),
+                "fleet/slots": len(self.remote_searchers),
                 "fleet/joins": sum(joins),
                 "fleet/searchers_lost": self._num_searchers_lost,
                 "fleet/lost": self._num_lost // self.settings.samples_per_prompt,
@@ -475,7 +484,7 @@ class Owner:
             return {name: float(value) for name, value in figures.items()}
 
     def searchers(self) -> list[dict[str, Any]]:
-        """Return one row for each searcher, for the report."""
+        """Return one row for each searcher of another process, for the report."""
         with self._lock:
             return [
                 {
@@ -487,7 +496,7 @@ class Owner:
                     "staleness_mean": x.staleness / x.num_groups if x.num_groups else None,
                     "idle_s": x.idle_s,
                 }
-                for i, x in enumerate(self._searchers)
+                for i, x in ((i, self._searchers[i]) for i in self.remote_searchers)
             ]
 
     @property

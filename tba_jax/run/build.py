@@ -498,6 +498,7 @@ def make_owner(
         epoch=uuid.uuid4().hex,
         identity=shared.identity,
         num_searchers=shared.sites.num_searchers,
+        num_local=len(shared.sites.searchers),
         num_prompts=config.batch.num_prompts,
         share=config.replay.recency_prob,
         max_staleness=config.replay.max_staleness if config.driver == "async" else 0,

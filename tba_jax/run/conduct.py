@@ -147,7 +147,7 @@ def _drive(run: Run, interrupted: Callable[[], bool]) -> None:
         if run.evaluated.before is None:
             run.evaluate_start_model()
     # With searchers in other processes, the driver also evaluates the final policy.
-    has_others = bool(run.remote_searchers) or run.shared.is_follower
+    has_others = run.owner is None or bool(run.owner.remote_searchers)
     if begun < config.num_steps or has_others:
         drive = drive_sync if config.driver == "sync" else drive_async
         if run.shared.is_follower:

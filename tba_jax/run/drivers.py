@@ -56,7 +56,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
     run.owner.allow(0, -1)
     with serving(run) as service:
         loop(run, SynchronousSearch(run, run.owner, service), interrupted)
-        if run.remote_searchers:
+        if run.owner.remote_searchers:
             run.save()
             run.evaluate_last()
 
@@ -137,7 +137,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     assert run.owner is not None, "this process owns the buffer"
     with serving(run) as service:
         AsynchronousSearch(run, run.owner, service).drive(interrupted)
-        if run.remote_searchers:  # evaluate before the searchers of other processes end
+        if run.owner.remote_searchers:  # evaluate before the searchers of other processes end
             run.evaluate_last()
 
 

@@ -369,12 +369,6 @@ class Run:
         self.last_saved_step = step
         return_free_memory()
 
-    @property
-    def remote_searchers(self) -> range:
-        """IDs of the searchers of other processes that take tickets from the owner."""
-        first = len(self.searchers)
-        return range(first, first if self.owner is None else self.shared.sites.num_searchers)
-
     def record_evaluations(self) -> bool:
         """Record finished evaluations; return whether there were any."""
         if self.owner is None:

@@ -52,7 +52,7 @@ from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
-from tba_jax.search.start_data import GivenScorer, Limits, load_start_tickets, make_start_program
+from tba_jax.search.start_data import GivenScorer, load_start_tickets, make_start_program
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.serving.server_session import ServerDecoder
 from tba_jax.tasks.registry import Task, entry_of
@@ -111,12 +111,11 @@ def make_prompts(shared: Shared) -> Prompts:
 
 def read_start_tickets(shared: Shared) -> list[Ticket]:
     """Return the tickets of the given responses in task.start_path, if it is set."""
-    config, search = shared.config, shared.config.search
+    config = shared.config
     if not config.task.start_path:
         return []
     reader = PromptReader(shared.task, shared.tokenizer, config.task.max_prompt_tokens, "skip")
-    limits = Limits(search.min_new_tokens, search.max_new_tokens, search.samples_per_prompt)
-    return load_start_tickets(config.task.start_path, reader, shared.tokenizer, limits)
+    return load_start_tickets(config.task.start_path, reader, shared.tokenizer, config.search)
 
 
 def make_given_scorer(shared: Shared, site: Site) -> GivenScorer | None:

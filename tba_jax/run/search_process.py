@@ -352,7 +352,7 @@ class SearchService:
         self._run.logs.progress.phase("waiting for the processes that search")
         limit_s = self._run.config.log.watchdog_s
         deadline = time.monotonic() + limit_s
-        while absent := self._owner.absent(self._run.remote_searchers):
+        while absent := self._owner.absent:
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"searchers {absent} did not join within {limit_s:.0f} s "
@@ -406,11 +406,12 @@ class NoSearchService:
 @contextlib.contextmanager
 def serving(run: Run) -> Iterator[SearchService | NoSearchService]:
     """Let searchers of other processes join; notify them when the run ends."""
-    if not run.remote_searchers:
+    server, owner = run.link, run.owner
+    assert owner is not None, "this process owns the buffer"
+    if not owner.remote_searchers:
         yield NoSearchService()
         return
-    server, owner = run.link, run.owner
-    assert isinstance(server, OwnerServer) and owner is not None, "this process owns the buffer"
+    assert isinstance(server, OwnerServer), "searchers of other processes join its owner"
     service = SearchService(run, owner, server)
     try:
         service.open()

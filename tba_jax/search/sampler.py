@@ -79,9 +79,6 @@ class StateValues(NamedTuple):
     samples: int
 
 
-NO_STATES = StateValues(0, 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """Sampling settings of a run, and the decoder of one searcher.
@@ -95,7 +92,7 @@ class Sampler:
     settings: SearchSettings
     key: jax.Array
     episodes: Episodes | None = None
-    states: StateValues = NO_STATES
+    states: StateValues = StateValues(0, 0)
 
     def open(self, published: Published) -> "GroupSession":
         """Return an empty session."""

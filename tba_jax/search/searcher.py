@@ -10,19 +10,15 @@ response must have one version, when the session is empty.
 import dataclasses
 import queue
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from tba_jax.evaluation.evaluator import ShardEvaluator
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.tickets import (
-    DecodeCounts,
-    EvaluationShard,
-    EvaluationTicket,
-    Result,
-    Ticket,
-)
+from tba_jax.flow.tickets import DecodeCounts, Result, Ticket
+from tba_jax.remote.client import Client
+from tba_jax.remote.owner import Owner
 from tba_jax.rewards.grader import Grader, Grades
 from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.reference import ReferenceScorer, dispatch_reference
@@ -30,28 +26,6 @@ from tba_jax.search.sampler import GroupSession, SampledGroup, Sampler
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.search.state_values import advantages_of, values_of
 from tba_jax.weights.transport import Published
-
-
-class TicketSource(Protocol):
-    """The owner of the run's tickets, or a client of an owner in another process."""
-
-    def take(self, searcher: int, free: int, version: int) -> list[Ticket]:
-        """Return at most `free` tickets to begin with weights of this version."""
-        ...
-
-    def put(self, searcher: int, results: Sequence[Result]) -> None:
-        """Accept the results of tickets."""
-        ...
-
-    def take_evaluation(self, searcher: int) -> EvaluationTicket | None:
-        """Return an evaluation shard to work on; None if there is none."""
-        ...
-
-    def put_evaluation(
-        self, searcher: int, ticket: EvaluationTicket, shard: EvaluationShard | None
-    ) -> None:
-        """Accept a shard; None: the searcher has no weights of its version."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +81,10 @@ class Searcher:
     """One searcher; one thread calls `step`, one calls `grade`.
 
     Args:
-        source: source of tickets and destination of results.
+        source: owner of the run's tickets, or client of an owner in another process.
     """
 
-    def __init__(self, parts: SearchParts, source: TicketSource) -> None:
+    def __init__(self, parts: SearchParts, source: Owner | Client) -> None:
         self.parts = parts
         self.index = parts.index
         self.source = source

@@ -7,7 +7,7 @@ each response (tests/search/test_start_data.py).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,27 +23,14 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.search.config import SearchSettings
 from tba_jax.search.prompts import PromptReader
 from tba_jax.search.sampler import SampledGroup
 from tba_jax.tasks.rows import read_rows
 
 
-class Limits(NamedTuple):
-    """Limits of given responses.
-
-    Attributes:
-        min_new_tokens: minimum length of a response without its end-of-sequence token.
-        max_new_tokens: maximum length of a response with its end-of-sequence token.
-        samples_per_prompt: maximum number of responses of a ticket.
-    """
-
-    min_new_tokens: int
-    max_new_tokens: int
-    samples_per_prompt: int
-
-
 def load_start_tickets(
-    path: str, reader: PromptReader, tokenizer: Tokenizer, limits: Limits
+    path: str, reader: PromptReader, tokenizer: Tokenizer, settings: SearchSettings
 ) -> list[Ticket]:
     """Return tickets with given responses; prompts are in the order of their first row.
 
@@ -51,6 +38,8 @@ def load_start_tickets(
         path: JSON lines (or Parquet) with "response" and, for a task of several prompts,
             "prompt_id", the index of the training problem.
         reader: reader that skips too long prompts.
+        settings: has the limits of a response without and with its end-of-sequence token, and the
+            number of responses of a ticket.
 
     Raises:
         ValueError: the file or a row is unusable; the message names it.
@@ -73,9 +62,9 @@ def load_start_tickets(
                     "setting, or leave the row out"
                 )
             prompts[index] = prompt
-        tokens = _response_of(row, where, tokenizer, limits)
+        tokens = _response_of(row, where, tokenizer, settings)
         responses.setdefault(index, []).append(tokens)
-    most = limits.samples_per_prompt
+    most = settings.samples_per_prompt
     groups = [
         (prompts[index], tuple(rows[i : i + most]))
         for index, rows in responses.items()
@@ -97,7 +86,7 @@ def _index_of(row: Mapping[str, Any], where: str, reader: PromptReader) -> int:
 
 
 def _response_of(
-    row: Mapping[str, Any], where: str, tokenizer: Tokenizer, limits: Limits
+    row: Mapping[str, Any], where: str, tokenizer: Tokenizer, settings: SearchSettings
 ) -> np.ndarray:
     """Return the tokens of a row's response with an end-of-sequence token, int32 [t]."""
     text = row.get("response")
@@ -109,11 +98,11 @@ def _response_of(
             f"{where}: the response contains an end-of-sequence token: {text!r:.80}. Remove that "
             "token; a run appends one to every response"
         )
-    if not limits.min_new_tokens <= len(tokens) < limits.max_new_tokens:
+    if not settings.min_new_tokens <= len(tokens) < settings.max_new_tokens:
         raise ValueError(
-            f"{where}: the response has {len(tokens)} tokens; wanted {limits.min_new_tokens} "
-            f"(search.min_new_tokens) to {limits.max_new_tokens - 1} (search.max_new_tokens - 1). "
-            "Change these settings, or leave the row out"
+            f"{where}: the response has {len(tokens)} tokens; wanted {settings.min_new_tokens} "
+            f"(search.min_new_tokens) to {settings.max_new_tokens - 1} (search.max_new_tokens "
+            "- 1). Change these settings, or leave the row out"
         )
     return np.append(tokens, tokenizer.eos_ids[0]).astype(np.int32)
 

@@ -78,30 +78,21 @@ def advantages_of(
         every: number of tokens between two states.
     """
     known = np.array([np.nan if r is None else r for r in rewards], np.float64)
-    return [
-        _advantages(tokens, known[j], _mean_of_others(known, j), values, every)
-        for j, tokens in enumerate(responses)
-    ]
+    advantages = []
+    for tokens, reward, others in zip(responses, known, _others(known), strict=True):
+        found, start = np.zeros(len(tokens), np.float32), 0
+        value = others.mean() if others.size else reward
+        for end in range(every, len(tokens), every):
+            after = values[tokens[:end].tobytes()]
+            if not np.isnan(after):
+                found[start:end] = after - value
+                start, value = end, after
+        found[start:] = reward - value
+        advantages.append(np.zeros_like(found) if np.isnan(reward) else found)
+    return advantages
 
 
-def _mean_of_others(rewards: np.ndarray, index: int) -> float:
-    """Return, for each response, the mean reward of the others; its own reward without others."""
-    others = np.delete(rewards, index)
-    others = others[~np.isnan(others)]
-    return float(others.mean()) if others.size else float(rewards[index])
-
-
-def _advantages(
-    tokens: np.ndarray, reward: float, value: float, values: Mapping[bytes, float], every: int
-) -> np.ndarray:
-    found = np.zeros(len(tokens), np.float32)
-    if np.isnan(reward):
-        return found
-    start = 0
-    for end in range(every, len(tokens), every):
-        after = values[tokens[:end].tobytes()]
-        if not np.isnan(after):
-            found[start:end] = after - value
-            start, value = end, after
-    found[start:] = reward - value
-    return found
+def _others(rewards: np.ndarray) -> list[np.ndarray]:
+    """Return, for each response, the known rewards of the other responses."""
+    others = [np.delete(rewards, j) for j in range(len(rewards))]
+    return [own[~np.isnan(own)] for own in others]

@@ -94,7 +94,7 @@ def test_a_silent_searcher_is_lost_until_its_next_message():
     assert house.lines[-1] == (
         "searcher 0 on a is lost: no message for 12 s. Its 2 open tickets are issued again"
     )
-    assert house.owner.absent([0, 1]) == [0]
+    assert house.owner.absent == [0]
     house.owner.beat(0, Heartbeat())
     assert house.lines[-1] == "searcher 0 on a is back after 12 s"
     assert house.owner.num_connected == 2 and house.owner.idle_s == [0.0, 12.0]

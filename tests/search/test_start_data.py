@@ -18,8 +18,9 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
+from tba_jax.search.config import SearchSettings
 from tba_jax.search.prompts import PromptReader
-from tba_jax.search.start_data import GivenScorer, Limits, load_start_tickets, make_start_program
+from tba_jax.search.start_data import GivenScorer, load_start_tickets, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
 
 
@@ -37,7 +38,8 @@ def write(tmp_path, *rows):
 def load(path, tokenizer, **changes):
     most = changes.pop("max_prompt_tokens", 12)
     reader = PromptReader(Arithmetic(), tokenizer, most, "skip")
-    return load_start_tickets(path, reader, tokenizer, Limits(0, 6, 2)._replace(**changes))
+    limits = {"min_new_tokens": 0, "max_new_tokens": 6, "samples_per_prompt": 2, **changes}
+    return load_start_tickets(path, reader, tokenizer, SearchSettings(**limits))
 
 
 def test_rows_become_groups_of_at_most_s_responses_that_end(tmp_path, tokenizer):
