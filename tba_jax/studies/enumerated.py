@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Problems with 256 possible responses, and policies over these responses, for exact measures.
 
-A response has four tokens out of a vocabulary of four. In a problem with an end of sequence, token
-0 ends the response; strings with another token after it have probability 0. A policy gives the
-log-probs of all 256 strings, so the target, the distance to the target and success are exact.
+A response has four tokens out of a vocabulary of four. A policy gives the log-probs of all 256
+strings, so the target, the distance to the target and success are exact.
 
 Invariant: evaluating a policy samples nothing.
 """
@@ -14,12 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 VOCABULARY, LENGTH = 4, 4
-NUM_DRAWS = 64
-END = 0
-_IMPOSSIBLE = -1e9  # A log-prob; minus infinity times a probability of 0 would be nan.
 STRINGS = np.array(list(itertools.product(range(VOCABULARY), repeat=LENGTH)), np.int32)
 # Every prefix, shorter ones first, and the index of the prefix before each token of each string.
 _NUM_PREFIXES = sum(VOCABULARY**n for n in range(LENGTH))
@@ -31,9 +27,6 @@ _PREFIX = np.stack(
     ],
     axis=1,
 ).astype(np.int32)
-# For each token of each string: whether the token is after the end, and whether it is the end.
-_AFTER_END = np.cumsum(STRINGS == END, axis=1) - (STRINGS == END) > 0
-_IS_END = (STRINGS == END) & ~_AFTER_END
 
 
 class Problem(NamedTuple):
@@ -42,14 +35,10 @@ class Problem(NamedTuple):
     Attributes:
         reward: [n 256], reward of every string of every prompt.
         width: width of the policy's network; 0: a separate table for each prompt.
-        habit: initial advantage of token 0 over the others at every position of a table, in nats.
-        ends: whether token 0 ends a response.
     """
 
     reward: np.ndarray | Array
     width: int = 0
-    habit: float = 0.0
-    ends: bool = False
 
 
 class Measures(NamedTuple):
@@ -59,43 +48,28 @@ class Measures(NamedTuple):
         target_kl: KL(target || policy) in nats.
         success: expected reward.
         entropy: entropy of responses in nats.
-        best: probability of the most likely response.
         modes: perplexity of the distribution over rewarded strings.
-        distinct: expected number of distinct strings with a reward of at least 1/2 among
-            `NUM_DRAWS` draws.
-        length: expected number of tokens, with the end; nan if the problem has no end.
-        unended: probability of four tokens without an end; nan if the problem has no end.
     """
 
     target_kl: Array | np.ndarray
     success: Array | np.ndarray
     entropy: Array | np.ndarray
-    best: Array | np.ndarray
     modes: Array | np.ndarray
-    distinct: Array | np.ndarray
-    length: Array | np.ndarray
-    unended: Array | np.ndarray
 
 
 def init_policy(key: Array, problem: Problem) -> Any:
-    """Return initial parameters, with the log Z of each prompt for objectives that learn it.
-
-    The parameter for the end of responses is not trained.
-    """
+    """Return initial parameters, with the log Z of each prompt for objectives that learn it."""
     n, d = problem.reward.shape[0], problem.width
-    beside = {"z": jnp.zeros(n)} | ({"end": jnp.zeros(())} if problem.ends else {})
     if not d:
         table = 0.5 * jax.random.normal(key, (n, _NUM_PREFIXES, VOCABULARY))
-        if problem.habit:
-            table = table.at[..., 0].add(problem.habit)
-        return {"table": table, **beside}
+        return {"table": table, "z": jnp.zeros(n)}
     keys = jax.random.split(key, 4)
     return {
         "prompt": jax.random.normal(keys[0], (n, d)),
         "prefix": jax.random.normal(keys[1], (_NUM_PREFIXES, d)),
         "hidden": jax.random.normal(keys[2], (d, d)) * (2 / d) ** 0.5,
         "out": jax.random.normal(keys[3], (d, VOCABULARY)) * 0.3 / d**0.5,
-        **beside,
+        "z": jnp.zeros(n),
     }
 
 
@@ -111,8 +85,7 @@ def _next_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 85
 
 def token_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 256 t"]:
     """Return the log-probs of every token of every string."""
-    every = jnp.arange(len(STRINGS))
-    return _ended(params, _next_logprobs(params, prompts)[:, _PREFIX, STRINGS], every)
+    return _next_logprobs(params, prompts)[:, _PREFIX, STRINGS]
 
 
 def token_logprobs_of(
@@ -123,25 +96,7 @@ def token_logprobs_of(
     Group i has the prompt `prompts[group_of[i]]`.
     """
     index = group_of[:, None, None], jnp.asarray(_PREFIX)[strings], jnp.asarray(STRINGS)[strings]
-    return _ended(params, _next_logprobs(params, prompts)[index], strings)
-
-
-def _ended(params: Any, logprobs: Array, strings: Array) -> Array:
-    """Set the log-probs of tokens after an end: 0 for token 0, else impossible."""
-    if "end" not in params:
-        return logprobs
-    after = jnp.where(jnp.asarray(STRINGS)[strings] == END, 0.0, _IMPOSSIBLE)
-    return jnp.where(jnp.asarray(_AFTER_END)[strings], after, logprobs)
-
-
-def token_mask(
-    problem: Problem, strings: Int[Array, "p k"], *, mask_eos: bool
-) -> Bool[Array, "p k t"]:
-    """Return a mask of the tokens that belong to a response, with or without its end."""
-    if not problem.ends:
-        return jnp.ones((*strings.shape, LENGTH), bool)
-    left_out = _AFTER_END | _IS_END if mask_eos else _AFTER_END
-    return ~jnp.asarray(left_out)[strings]
+    return _next_logprobs(params, prompts)[index]
 
 
 def target(reference: Float[Array, "p 256"], reward: Float[Array, "p 256"], beta: float) -> Array:
@@ -158,18 +113,11 @@ def measure(params: Any, start: Any, problem: Problem, beta: float) -> Measures:
     p = jnp.exp(logprob)
     earned = p * reward
     earned = earned / jnp.maximum(earned.sum(-1, keepdims=True), 1e-30)
-    none = jnp.float32(jnp.nan)
     return Measures(
         jnp.mean(jnp.sum(jnp.exp(goal) * (goal - logprob), -1)),
         jnp.mean(jnp.sum(p * reward, -1)),
         -jnp.mean(jnp.sum(p * logprob, -1)),
-        jnp.mean(jnp.max(p, -1)),
         jnp.mean(jnp.exp(jnp.sum(jax.scipy.special.entr(earned), -1))),
-        jnp.mean(
-            jnp.sum((reward >= 0.5) * -jnp.expm1(NUM_DRAWS * jnp.log1p(-jnp.minimum(p, 1))), -1)
-        ),
-        jnp.mean(p @ (~_AFTER_END).sum(1).astype(np.float32)) if problem.ends else none,
-        jnp.mean(p @ (~_IS_END.any(1)).astype(np.float32)) if problem.ends else none,
     )
 
 
@@ -192,32 +140,3 @@ def sums(num_prompts: int = 32, width: int = 32) -> Problem:
     for prompt in range(num_prompts):
         reward[prompt, order[prompt * size : (prompt + 1) * size]] = 1.0
     return Problem(reward, width)
-
-
-def sparse() -> Problem:
-    """Return a problem with one prompt and 16 correct strings, which a new policy rarely writes.
-
-    Token 0 is the most likely token, and no correct string contains it. About one string in 1,000
-    of a new policy is correct.
-    """
-    without = np.flatnonzero((STRINGS > 0).all(1))
-    right = np.random.default_rng(0).choice(without, 16, replace=False)
-    reward = np.zeros((1, len(STRINGS)), np.float32)
-    reward[0, right] = 1.0
-    return Problem(reward, habit=2.2)
-
-
-def stops(num_prompts: int = 32, width: int = 32) -> Problem:
-    """Return the problem of writing one of three answers of one to three digits, then the end.
-
-    Longer responses are wrong. With a new policy, one response in twelve is correct, and one in
-    three has no end.
-    """
-    rng = np.random.default_rng(0)
-    reward = np.zeros((num_prompts, len(STRINGS)), np.float32)
-    place = VOCABULARY ** np.arange(LENGTH)[::-1]
-    for prompt in range(num_prompts):
-        for length in range(1, LENGTH):
-            digits = rng.integers(1, VOCABULARY, length)
-            reward[prompt, digits @ place[:length]] = 1.0
-    return Problem(reward, width, ends=True)

@@ -25,13 +25,11 @@ from tba_jax.studies.enumerated import (
     measure,
     token_logprobs,
     token_logprobs_of,
-    token_mask,
 )
 from tba_jax.studies.enumerated_data import (
     Condition,
     Drawn,
     Settings,
-    Store,
     batch_of,
     draw,
     is_repeat,
@@ -47,13 +45,10 @@ class Batches(NamedTuple):
     Attributes:
         unique: mean share of distinct strings in a group.
         rewarded: mean reward.
-        found: correct strings (reward of at least 1/2) drawn since the start, per prompt; nan if
-            responses are not stored.
     """
 
     unique: Array | np.ndarray
     rewarded: Array | np.ndarray
-    found: Array | np.ndarray
 
 
 def _group_data(
@@ -74,14 +69,14 @@ def _group_data(
     some, group_of = drawn.prompts[:n], jnp.arange(p) % n
 
     reward = jnp.asarray(problem.reward, jnp.float32)[drawn.prompts[:, None], drawn.strings]
-    mask = token_mask(problem, drawn.strings, mask_eos=settings.mask_eos)
-    of_reference = jnp.where(mask, reference[group_of[:, None], drawn.strings], 0)
+    of_reference = reference[group_of[:, None], drawn.strings]
+    mask = jnp.ones(of_reference.shape, bool)
 
     def data(trained: Any) -> Groups:
-        policy = jnp.where(mask, token_logprobs_of(trained, some, group_of, drawn.strings), 0)
+        policy = token_logprobs_of(trained, some, group_of, drawn.strings)
         return Groups(
             logp=policy,
-            behavior=jnp.where(mask, drawn.behavior, 0),
+            behavior=drawn.behavior,
             reference=of_reference,
             mask=mask,
             reward=reward,
@@ -101,35 +96,29 @@ class _Carry(NamedTuple):
         params: parameters of the policy.
         state: optimizer state of Adam.
         queue: entry i has the policy of the last step that equals i modulo the queue's length.
-        kept: stored responses for replay; None without replay.
+        kept: stored groups for replay; None without replay.
         anchor: parameters of a reference that changes; None for a fixed reference.
     """
 
     params: Any
     state: Any
     queue: Any
-    kept: Drawn | Store | None
+    kept: Drawn | None
     anchor: Any
 
 
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 
 
-def _first(start: Any, num_prompts: int, settings: Settings, queue_size: int) -> _Carry:
+def _first(start: Any, settings: Settings, queue_size: int) -> _Carry:
     """Return the state before the first step."""
     return _Carry(
         start,
         _OPTIMIZER.init(start),
         jax.tree.map(lambda x: jnp.broadcast_to(x, (queue_size, *x.shape)), start),
-        nothing_kept(settings, num_prompts),
+        nothing_kept(settings),
         start if settings.reset_period else None,
     )
-
-
-def _moved_anchor(anchor: Any, params: Any, settings: Settings, i: Array) -> Any:
-    """Return the reference after step i."""
-    is_due = (i + 1) % settings.reset_period == 0
-    return jax.lax.cond(is_due, lambda: params, lambda: anchor)
 
 
 def train_once(
@@ -148,13 +137,13 @@ def train_once(
     decay = optax.cosine_decay_schedule(1.0, settings.num_steps)
     rewards = jnp.asarray(problem.reward, jnp.float32)
 
-    def drawn_at(carry: _Carry, i: Array) -> tuple[Drawn, Drawn | Store | None]:
+    def drawn_at(carry: _Carry, i: Array) -> tuple[Drawn, Drawn | None]:
         version = i // condition.sync_period * condition.sync_period
         version = jnp.maximum(version - condition.lag, 0)
         mu = jax.tree.map(lambda q: q[version % queue_size], carry.queue)
         k_draw, k_replay = jax.random.split(jax.random.fold_in(k_data, i))
         drawn = draw(mu, at_start, settings, condition, version, k_draw)
-        return batch_of(drawn, carry.kept, rewards, settings, condition, i, k_replay)
+        return batch_of(drawn, carry.kept, condition, i, k_replay)
 
     def step(carry: _Carry, i: Array) -> tuple[_Carry, tuple[Array, Array]]:
         params = carry.params
@@ -182,23 +171,20 @@ def train_once(
         params = optax.apply_updates(params, updates)
         anchor = carry.anchor
         if anchor is not None:
-            anchor = _moved_anchor(anchor, params, settings, i)
+            is_due = (i + 1) % settings.reset_period == 0
+            anchor = jax.tree.map(lambda new, old: jnp.where(is_due, new, old), params, anchor)
         unique = 1 - jnp.mean(is_repeat(drawn.strings))
         rewarded = jnp.mean(rewards[drawn.prompts[:, None], drawn.strings])
         return _Carry(params, state, queue, kept, anchor), (unique, rewarded)
 
     def stretch(carry: _Carry, first: Array) -> tuple[_Carry, tuple[Measures, Batches]]:
         carry, (unique, rewarded) = jax.lax.scan(step, carry, first + jnp.arange(between))
-        found = jnp.float32(jnp.nan)
-        if isinstance(carry.kept, Store):
-            is_found = (carry.kept.step >= 0) & (rewards >= 0.5)
-            found = jnp.mean(jnp.sum(is_found, axis=-1).astype(jnp.float32))
         measured = measure(carry.params, start, problem, settings.target_beta)
-        return carry, (measured, Batches(jnp.mean(unique), jnp.mean(rewarded), found))
+        return carry, (measured, Batches(jnp.mean(unique), jnp.mean(rewarded)))
 
     between = settings.num_steps // settings.num_evaluations
     evaluated_at = between * jnp.arange(settings.num_evaluations)
-    first = _first(start, len(at_start), settings, queue_size)
+    first = _first(start, settings, queue_size)
     return jax.lax.scan(stretch, first, evaluated_at)[1]
 
 

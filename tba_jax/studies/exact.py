@@ -4,11 +4,10 @@
     python -m tba_jax.studies.exact STUDY [--only="tb;grpo"] [--seeds=10] [--out=DIR]
 
 STUDY is one of `sweeps.STUDIES`: optimum (which objectives reach pi_ref exp(r / beta)), staleness
-(data exactly 0, 8 or 32 steps stale), staleness_resets (its control), group (K), recency (m), sync
-(k), beta, centring, reset, samples (S), priority, searchers, capacity (drawn and stored data),
-diversity (at equal success), stops (responses that end). All rates, seeds and cases of an objective
-with equal shapes run in one program. Each finished objective and case is a line of OUT/STUDY.jsonl
-and is not computed again; a table and a figure show all lines. Protocols: docs/lab/claims.md.
+(data exactly 0, 8 or 32 steps stale), group (K), recency (m), sync (k), beta. All rates, seeds and
+cases of an objective with equal shapes run in one program. Each finished objective and case is a
+line of OUT/STUDY.jsonl and is not computed again; a table and a figure show all lines. Protocols:
+docs/lab/claims.md.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from tba_jax.commands.entry_point import run_command
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import ConfigError
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
-from tba_jax.studies import exact_report, exact_runs_report
+from tba_jax.studies import exact_report
 from tba_jax.studies.enumerated import Measures
 from tba_jax.studies.enumerated_runs import Batches, train
 from tba_jax.studies.named import settings_of
@@ -106,10 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 success = np.nanmax(row.measures.success[..., -1].mean(-1))
                 print(f"{name}, {row.case}: success {success:.3f}, {row.wall_s:.0f} s", flush=True)
     found = [from_line(line) for line in _lines(log, key, study.names)]
-    report = exact_report if study.shows == "ends" else exact_runs_report
-    text = report.table(args.study, study, found)
+    text = exact_report.table(args.study, study, found)
     (out / f"{args.study}.md").write_text(text + "\n")
-    (out / f"{args.study}.png").write_bytes(report.figure(args.study, study, found))
+    (out / f"{args.study}.png").write_bytes(exact_report.figure(args.study, study, found))
     print(text)
     return 0
 

@@ -6,17 +6,14 @@ reported. Slopes are least-squares fits; no other value is fitted.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tba_jax.report.plots import GRID, MAIN, MUTED, SECOND, SERIES, new_figure, style_axes, to_png
+from tba_jax.report.plots import GRID, MUTED, SERIES, new_figure, style_axes, to_png
 from tba_jax.studies.enumerated import Measures
 from tba_jax.studies.enumerated_runs import Batches
 from tba_jax.studies.sweeps import Study
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # A run has collapsed if it ends below this share of its best success.
 COLLAPSED = 0.5
@@ -179,71 +176,36 @@ def sweep_table(study: Study, rows: Sequence[Row]) -> str:
 def figure(name: str, study: Study, rows: Sequence[Row]) -> bytes:
     """Return the figure of a study as PNG."""
     if name == "optimum":
-        return _optimum_figure(study, rows)
-    return (_staleness_figure if name == "staleness" else _sweep_figure)(study, rows)
+        return _dots_figure(study, rows, "target_kl")
+    return (_dots_figure if name == "staleness" else _sweep_figure)(study, rows)
 
 
-def dots(axes: "Axes", names: Sequence[str]) -> None:
-    """Label the vertical axis with objectives, the first on top."""
-    style_axes(axes)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), names)
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-
-
-def _optimum_figure(study: Study, rows: Sequence[Row]) -> bytes:
+def _dots_figure(study: Study, rows: Sequence[Row], by: str = "success") -> bytes:
+    """Draw a dot for each objective and case: success, or the worst distance to the target."""
     names = names_of(rows)
     picture = new_figure(7.0, 0.27 * len(names) + 1.0)
     axes = picture.subplots()
-    dots(axes, names)
+    style_axes(axes)
+    axes.set_ylim(len(names) - 0.5, -0.5)  # the first objective on top
+    axes.set_yticks(range(len(names)), names)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
     for i, label in enumerate(study.cases):
-        shown = [
-            (end_of(row, study.rates, "target_kl").target_kl.max(), names.index(row.objective))
-            for row in rows
-            if row.case == label
-        ]
-        if shown:
-            x, y = zip(*shown, strict=True)
-            axes.plot(
-                np.maximum(x, 1e-6), np.array(y) + 0.16 * (i - 1.5), "o", color=SERIES[i],
-                markersize=5, label=label,
-            )  # fmt: skip
-    axes.axvline(AT_TARGET, color=MUTED, linewidth=0.8, linestyle="--")
-    axes.set_xscale("log")
-    axes.set_xlabel("KL(target || policy) at the end, worst seed, nats")
-    picture.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    return to_png(picture, dpi=130)
-
-
-def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
-    """Draw success at each lag and its slope, with objectives in the order of their slopes."""
-    lags = [float(label) for label in study.cases]
-    found = {
-        name: [end_of(row, study.rates) for row in rows_of(rows, name, study)]
-        for name in names_of(rows)
-    }
-    found = {name: ends for name, ends in found.items() if len(ends) == len(lags)}
-    names = sorted(found, key=lambda name: -slopes(found[name], lags).mean())
-    picture = new_figure(8.0, 0.27 * len(names) + 1.0)
-    left, right = picture.subplots(1, 2, sharey=True)
-    for axes in (left, right):
-        dots(axes, names)
-    for i, label in enumerate(study.cases):
-        means = [interval(found[name][i].success)[0] for name in names]
-        left.plot(means, range(len(names)), "o", color=SERIES[i], markersize=5, label=label)
-    for y, name in enumerate(names):
-        mean, half = interval(slopes(found[name], lags))
-        color = SECOND if name.startswith("tb") else MAIN
-        right.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=5, capsize=2)
-    right.axvline(0, color=MUTED, linewidth=0.8)
-    left.set_xlabel("success at the end")
-    right.set_xlabel("slope of success per 10 steps of lag, 90 %")
-    left.set_xlim(0, 1.02)
-    picture.legend(
-        loc="outside upper center", ncols=4, frameon=False, fontsize=9, title=study.axis,
-        title_fontsize=9,
-    )  # fmt: skip
+        shown = [row for row in rows if row.case == label]
+        ends = [end_of(row, study.rates, by) for row in shown]
+        if by == "success":
+            x = [end.success.mean() for end in ends]
+        else:
+            x = [max(end.target_kl.max(), 1e-6) for end in ends]
+        y = [names.index(row.objective) + 0.16 * (i - 1.5) for row in shown]
+        axes.plot(x, y, "o", color=SERIES[i], markersize=5, label=label)
+    if by == "success":
+        axes.set_xlabel("success at the end")
+    else:
+        axes.axvline(AT_TARGET, color=MUTED, linewidth=0.8, linestyle="--")
+        axes.set_xscale("log")
+        axes.set_xlabel("KL(target || policy) at the end, worst seed, nats")
+    picture.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9, title=study.axis)
     return to_png(picture, dpi=130)
 
 

@@ -15,9 +15,6 @@ from tba_jax.train.config import ObjectiveSettings
 OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "tb": {"preset": "tba"},
     "tb, learned log Z": {"preset": "tba", "log_z": "learned"},
-    "tb, leave one out": {"preset": "tba", "log_z": "leave_one_out"},
-    "tb, centred by the sampler": {"preset": "tba", "kl_center": "behavior"},
-    "tb, not centred": {"preset": "tba", "kl_center": "none"},
     "tba_prime": {"preset": "tba_prime"},
     "tba_prime_live": {"preset": "tba_prime_live"},
     "topr": {"preset": "topr"},
