@@ -40,6 +40,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "topr": {"anchor": "none", "importance": "topr"},
     # One actor, synchronous and on-policy (the baseline of TBA's red-teaming).
     "gflownet_sync": {
+        "importance": "none",
         "driver": "sync",
         "num_searchers": 1,
         "sync_period": 1,

@@ -11,7 +11,6 @@ from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import check_all, need
 from tba_jax.tasks.registry import entry_of
-from tba_jax.train.objectives import for_any_sampler
 
 
 def validate(config: Config) -> None:
@@ -88,13 +87,12 @@ def _driver(config: Config) -> None:
     )
     if config.search.swap == "in_flight":
         need(
-            config.objective.built.needs.sampler == "any",
+            config.objective.built.needs.sampler != "policy",
             "search.swap",
             config.search.swap,
-            "a response may then have tokens of several policy versions, which needs an objective "
-            "that accepts any sampler",
-            "Set --config.search.swap=auto, or objective.name to one of "
-            f"{', '.join(for_any_sampler())}.",
+            "a response may then have tokens of several policy versions, and "
+            f"objective.name={config.objective.name} takes them for tokens of the current one",
+            "Set --config.search.swap=auto.",
         )
     if config.replay.max_staleness:
         least = (config.search.exact_lag + 1) * config.sync_period - 1
@@ -159,7 +157,7 @@ def _start_data(config: Config) -> None:
         config.task.start_path,
         "no policy of the run sampled the start data, which needs an objective that accepts any "
         "sampler",
-        f"Set --config.objective.name to one of {', '.join(for_any_sampler())}, or leave "
+        "Set --config.objective.name=tb and --config.objective.importance=none, or leave "
         "--config.task.start_path empty.",
     )
     need(

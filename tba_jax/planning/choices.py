@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import dtypes_on, writes_versions
-from tba_jax.config.rules import validate
+from tba_jax.config.resolved import dtypes_on
 from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import MODES, arrange
@@ -25,7 +24,6 @@ from tba_jax.planning.lengths import with_lengths
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
 from tba_jax.settings import ConfigError, Schedule
-from tba_jax.train.objectives import Objective
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -47,7 +45,6 @@ _PLACEMENT = (
 _DTYPE = "model.compute_dtype"
 _RATE = "optimizer.learning_rate"
 _ROWS = "batch.micro_batch_rows"
-_IMPORTANCE = "objective.importance"
 _SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "task.max_prompt_tokens": (0, LENGTHS),
@@ -85,7 +82,6 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
     """
     if saved:
         return _as_saved(config, saved)
-    config = _stabilised(config)
     if not config.task.max_prompt_tokens:
         changed, reason = with_lengths(config)
         config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
@@ -195,34 +191,6 @@ def _with_rate(config: Config) -> Config:
     return _chosen(config, {_RATE: schedule}, about)
 
 
-def _stabilised(config: Config) -> Config:
-    """Return the config with bounded importance ratios if weights reach searchers late.
-
-    Exact Trajectory Balance learns unsteadily if weights arrive late (docs/lab/fleet.md). The
-    config is unchanged if it sets objective.importance, or if other settings do not support ratios.
-    """
-    is_open = _leaves_ratios_open(config) and _is_exact(config.objective.built)
-    if not is_open or not writes_versions(config):
-        return config
-    about = "weights reach other processes several steps late"
-    bounded = _chosen(config, {_IMPORTANCE: "token_clip"}, about)
-    try:
-        validate(bounded)
-    except ConfigError:  # for example task.start_path: no sampler drew the start data
-        return config
-    return bounded
-
-
-def _is_exact(objective: Objective) -> bool:
-    """Return whether the loss is exact Trajectory Balance, not bounded, clipped or approximated."""
-    has_exact_log_z = objective.value("log_z") in ("vargrad", "learned")
-    return objective.needs.sampler == "any" and has_exact_log_z and not objective.value("kl_clamp")
-
-
-def _leaves_ratios_open(config: Config) -> bool:
-    return config.objective.name == "tb" and "importance" not in dict(config.objective.own)
-
-
 def _placed(
     config: Config, model_config: TransformerConfig, devices: Sequence[Any], memory_bytes: float
 ) -> Config:
@@ -256,8 +224,6 @@ def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
     """
     has_open_placement = not config.num_searchers
     names = [name for name in open_settings(config) if name in saved]
-    if _leaves_ratios_open(config) and saved.get(_IMPORTANCE, "none") != "none":
-        names.append(_IMPORTANCE)
     config = replace(config, {name: saved[name] for name in names})
     if not has_open_placement or MODES[config.placement].has_remote_searchers:
         return config

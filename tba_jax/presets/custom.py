@@ -32,11 +32,7 @@ PRESETS = {
             "num_eval_prompts": 256,
         },
         "batch": {"num_prompts": 16},
-        "objective": {
-            "group_size": 8,
-            "beta": "linear(0.2, 0.05)",
-            "importance": "token_clip",
-        },
+        "objective": {"group_size": 8, "beta": "linear(0.2, 0.05)"},
         "optimizer": {"learning_rate": 0.0},
         "search": {
             "samples_per_prompt": 8,

@@ -51,9 +51,7 @@ PRESETS = {
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
         # A batch has 40 to 60 distinct responses: one compiled program of 64 rows is enough.
         "batch": {"num_prompts": 16, "micro_batch_rows": 64},
-        # Five in six responses are repeats, nearly all of the kind "hasty". Without a bound on
-        # token ratios, rare responses move the policy far from the reference.
-        "objective": {"group_size": 16, "beta": 0.05, "importance": "token_clip"},
+        "objective": {"group_size": 16, "beta": 0.05},
         "optimizer": {"learning_rate": "linear(2e-4, 0, warmup=5)"},
         "search": {
             "samples_per_prompt": 16,
@@ -93,6 +91,7 @@ PRESETS = {
             "group_size": 20,
             "beta": "linear(0.014, 0.004, 500)",
             "scale": "paper",
+            "importance": "none",
         },
         "optimizer": {
             # The cosine has 600 steps, but only 300 remain, so the run ends at half the peak rate.
@@ -126,7 +125,7 @@ PRESETS = {
         },
         # One group per trainer device at a time, a row with its prompt once.
         "batch": {"num_prompts": 32, "micro_batch_rows": 64},
-        "objective": {"group_size": 16, "beta": 0.005},
+        "objective": {"group_size": 16, "beta": 0.005, "importance": "none"},
         "optimizer": {
             "learning_rate": 1e-6,
             "b2": 0.99,
@@ -180,6 +179,7 @@ for _name, _path, _of_model, _changes in (
         **_MATH,
         **_changes,
         "task": {**_MATH["task"], "chat": True},
+        "objective": {"group_size": 16, "beta": 0.005},
         "model": {**_MATH["model"], "path": _path, **_of_model},
     }
 

@@ -53,6 +53,7 @@ _PAPER = {
         "beta": 0.05,
         "scale": "paper",
         "log_z": "learned",
+        "importance": "none",
     },
     "optimizer": {
         # The scheduler of the paper's code expects 8 calls per step and is called once per step, so
@@ -103,7 +104,8 @@ PRESETS = {
         "batch": {"num_prompts": 4},
         # With beta = 0.5, groups without a success pull the policy to the reference as strongly as
         # rare successes move it away.
-        "objective": {"group_size": 16, "beta": 0.2},
+        # Successes of any age are worth training on: ratios to their samplers are not bounded.
+        "objective": {"group_size": 16, "beta": 0.2, "importance": "none"},
         "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},
         "search": {
             # Four copies of the empty prompt: the slots hold 64 attacks, as many as a batch.

@@ -46,6 +46,7 @@ def _pythia(size: str) -> dict:
             # counted from 1.
             "beta": "linear(1, 0.05, 128, jump=31)",
             "scale": "paper",
+            "importance": "none",
         },
         "optimizer": {"learning_rate": "linear(3e-6, 0)", "clip_norm": 0.0},
         "search": {

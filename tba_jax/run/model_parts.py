@@ -423,7 +423,7 @@ def swaps_in_flight(config: Config) -> bool:
     if config.search.engine == "openai" and not config.task.environment:
         return True  # a response keeps the version that it began with
     swap, sampler = config.search.swap, config.objective.built.needs.sampler
-    return swap == "in_flight" or (swap == "auto" and sampler == "any")
+    return swap == "in_flight" or (swap == "auto" and sampler != "policy")
 
 
 def make_server(

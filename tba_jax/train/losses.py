@@ -155,9 +155,8 @@ Importance = Annotated[
     About(
         "weight by the ratio to the sampler, without gradient. Per token: token_clip: 0 above the "
         "cap; truncated: at most the cap; masked: 0 outside floor and cap. Per response: "
-        "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean. If "
-        "this setting is not given, exact Trajectory Balance uses token_clip where weights reach "
-        "the searchers as files (fleet, whole_hosts)"
+        "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean. "
+        "none: exact Trajectory Balance, less stable on old responses"
     ),
 ]
 Cap = Annotated[float, About("largest ratio to the sampler", above=0)]
@@ -179,12 +178,12 @@ def tb(
     log_z: LogZ = "vargrad",
     anchor: Anchor = "reference",
     kl_center: KlCenter = "live",
-    importance: Importance = "none",
+    importance: Importance = "token_clip",
     importance_cap: Cap = 8.0,
     importance_floor: Floor = 0.5,
     kl_clamp: KlClamp = 0.0,
 ) -> Terms:
-    """Trajectory Balance, in VarGrad form unless log Z is learned; by default for any sampler.
+    """Trajectory Balance, in VarGrad form unless log Z is learned; with importance=none exact.
 
     t_j = (log pi - log anchor)_j - r_j / beta + log Z          log-probs summed over tokens
     advantage: beta / 2 times the mean of t_j^2; with VarGrad its gradient is exactly that of

@@ -64,8 +64,8 @@ class Needs:
     Attributes:
         total: what the sum of the terms is divided by, counted over the batch.
         sampler: any: the loss is right for responses of any sampler; policy: it assumes that the
-            sampler is the current policy; ratio: it reads the sampler's log-probs. Except for any,
-            responses of several versions, or of no version of the policy, are refused.
+            sampler is the current policy, so responses of several versions are refused; ratio: it
+            reads the sampler's log-probs. Only any accepts responses of no version of the policy.
         beta: positive: the loss divides by beta; any: beta may be 0; unused: beta is not read.
         head: learned head that the loss reads, or "".
         advantages: whether the loss reads advantages that the searcher estimated.
@@ -308,11 +308,6 @@ def own_names() -> tuple[str, ...]:
     """Import JAX, and return the sorted names of all objectives' own settings."""
     found = {s.name for name in objective_names() for s in own_settings(name)}
     return tuple(sorted(name.removeprefix("objective.") for name in found))
-
-
-def for_any_sampler() -> tuple[str, ...]:
-    """Return the objectives that accept responses of any sampler with their default settings."""
-    return tuple(n for n in objective_names() if make_objective(n).needs.sampler == "any")
 
 
 def make_objective(name: str, own: Mapping[str, Any] = types.MappingProxyType({})) -> Objective:

@@ -177,7 +177,7 @@ def test_no_field_is_dead():
         ),
         (
             {"search.swap": "in_flight", "objective.name": "rloo"},
-            "tokens of several policy versions, which needs an objective that accepts any sampler",
+            "tokens of several policy versions, and objective.name=rloo takes them",
         ),
         (
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
@@ -290,11 +290,12 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective.name": "rloo"}, "accepts any sampler.*objective.name to one of tb"),
+        ({"objective.name": "rloo"}, "accepts any sampler.*objective.importance=none"),
+        ({"objective.importance": "token_clip"}, "accepts any sampler.*objective.importance=none"),
         # Its states would lack the continuations that a searcher samples.
         (
             {"objective.name": "vineppo", "placement": "shared"},
-            "accepts any sampler.*objective.name to one of tb",
+            "accepts any sampler.*objective.importance=none",
         ),
         ({"driver": "sync", "search.exact_lag": 2}, "search.exact_lag=0"),
     ],
@@ -302,6 +303,10 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
 def test_start_data_that_a_run_cannot_take_is_refused(tmp_path, changes, message):
     path = tmp_path / "start.jsonl"
     path.write_text('{"prompt_id": 0, "response": "1"}\n')
-    validate(make_config({"task.start_path": str(path)}))
+    given = {"task.start_path": str(path), "objective.importance": "none"}
+    if "objective.name" in changes:
+        del given["objective.importance"]
+    else:
+        validate(make_config(given))
     with pytest.raises(ConfigError, match=f"task.start_path.*{message}"):
-        validate(make_config({"task.start_path": str(path), **changes}))
+        validate(make_config({**given, **changes}))

@@ -23,7 +23,8 @@ def test_every_preset_is_valid_on_the_main_job_and_is_no_setting(name):
     validate(config)
     assert not hasattr(config.objective, "preset")
     made = config.objective.built
-    assert (made == make_objective("tb")) == (name in ("tba", "gflownet_sync"))
+    is_exact = made == make_objective("tb", {"importance": "none"})
+    assert is_exact == (name in ("tba", "gflownet_sync"))
     batch = first_batch(config, make_layout(config, Ids()))
     assert (batch.advantages is not None) == (name == "vineppo")
 
@@ -32,7 +33,7 @@ def test_presets_are_the_published_points():
     def of(name):
         return override(Config(), [f"--config.objective.preset={name}"]).objective.built
 
-    assert of("tba") == make_objective("tb")
+    assert of("tba") == make_objective("tb", {"importance": "none"})
     assert of("topr") == make_objective("tb", {"anchor": "none", "importance": "topr"})
     own = {"kl_center": "behavior", "importance": "token_clip", "importance_cap": 8.0}
     prime = make_objective("tb", {**own, "kl_clamp": 10.0})
@@ -54,7 +55,7 @@ def test_a_name_drops_what_only_other_objectives_have():
     assert built.value("importance") == "token_clip"
     assert override(None, ["--config=math", "--config.objective.name=rloo"]).objective.own == ()
     given = ["--config=math:gsm8k", "--config.objective.name=tb"]
-    assert override(None, given).objective.own == (("scale", "paper"),)
+    assert override(None, given).objective.own == (("importance", "none"), ("scale", "paper"))
 
 
 @pytest.mark.parametrize(

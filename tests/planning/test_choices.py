@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from tba_jax.config.notes import notes
 from tba_jax.config.schema import flatten, freeze, get_field, make_config, replace
 from tba_jax.devices.placement import MeshShape
 from tba_jax.models.hf import config_json
@@ -165,30 +164,3 @@ def test_a_learning_rate_of_0_is_chosen_for_the_size_of_the_model(fields, rate):
     assert found.warmup == min(10, config.num_steps // 2)
     assert any("optimizer.learning_rate" in line for line in choices.lines(config))
     assert choices.choose(replace(config, {"seed": 1}), {}).optimizer == config.optimizer
-
-
-FLEET = {"task.max_prompt_tokens": 12, "placement": "fleet", "num_searchers": 1}
-
-
-def test_a_fleet_bounds_the_ratios_of_exact_trajectory_balance():
-    given = make_config(FLEET)
-    config = choices.choose(given, {})
-    assert config.objective.built.value("importance") == "token_clip" and notes(config) == []
-    assert choices.choose(given, flatten(config)).objective == config.objective
-    (line,) = choices.lines(config)
-    assert (
-        "objective.importance=token_clip (weights reach other processes several steps late)" in line
-    )
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"placement": "shared"},
-        {"objective.importance": "none"},
-        {"task.name": "custom", "task.data_path": "rows.jsonl", "task.start_path": "start.jsonl"},
-    ],
-)
-def test_a_config_that_says_otherwise_keeps_its_ratios(fields):
-    given = make_config(FLEET | fields)
-    assert choices.choose(given, {}) == given

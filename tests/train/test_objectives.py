@@ -12,7 +12,7 @@ from tba_jax.api import load_config
 from tba_jax.config.schema import flatten, unflatten
 from tba_jax.settings import ConfigError
 from tba_jax.train.groups import of_sums
-from tba_jax.train.objectives import for_any_sampler, make_objective, own_names, own_settings
+from tba_jax.train.objectives import make_objective, own_names, own_settings
 
 GROUPS = of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
 
@@ -41,13 +41,12 @@ def test_settings_that_contradict_each_other_are_refused(own, setting):
 
 
 def test_what_an_objective_needs_follows_from_its_settings():
-    exact = make_objective("tb").needs
+    exact = make_objective("tb", {"importance": "none"}).needs
     assert (exact.sampler, exact.beta, exact.head) == ("any", "positive", "")
     assert make_objective("tb", {"log_z": "learned"}).needs.head == "log_z"
-    assert make_objective("tb", {"importance": "masked"}).needs.sampler == "ratio"
+    assert make_objective("tb").needs.sampler == "ratio"
     assert make_objective("tb", {"anchor": "none"}).needs.beta == "unused"
     assert make_objective("ppo").needs.total == "tokens"
-    assert for_any_sampler() == ("tb",)
 
 
 def test_ratios_refuse_a_truncated_sampler_by_name():
