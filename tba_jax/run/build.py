@@ -67,7 +67,7 @@ from tba_jax.tasks.registry import entry_of
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, make_init_state
 from tba_jax.train.step import make_reference_pass, make_train_step
-from tba_jax.train.step_plan import Batches, NoPeers, OwnBatches, Peers, ReceivedBatches
+from tba_jax.train.step_plan import Decide, OwnBatches, Peers, received
 from tba_jax.train.trainer import Trainer
 from tba_jax.weights.transport import PublishedWeights, Transport
 
@@ -329,7 +329,7 @@ def build_trainer(
     state: TrainState,
     base: Any,
     buffer: ReplayBuffer,
-    batches: Batches,
+    decide: Decide,
     transport: Transport,
 ) -> Trainer:
     """Build the trainer of a process.
@@ -361,14 +361,14 @@ def build_trainer(
         state=state,
         train_step=train_step,
         transport=transport,
-        batches=batches,
+        decide=decide,
         # After a reset, log-probs that were stored would be those of another reference.
         keep_references=None if shared.config.reference.reset_period else buffer.keep_references,
         clock=shared.clock,
     )
 
 
-def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatches:
+def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers | None) -> OwnBatches:
     """Return the source of batches in the process that owns the buffer."""
     config = shared.config
     return OwnBatches(
@@ -434,11 +434,10 @@ def build(
         weights = _open_weights(shared, start, publishing, lambda: evaluations.versions)
         search = build_searchers(shared, weights, start.references, judging)
         buffer = make_buffer(config)
-        batches: Batches
         if isinstance(link, StepClient):
-            batches = ReceivedBatches(link.wait)
+            decide = received(link.wait)
         else:
-            batches = own_batches(shared, buffer, NoPeers() if link is None else link)
+            decide = own_batches(shared, buffer, link).decide
         trainer = build_trainer(
             shared,
             step=step,
@@ -446,7 +445,7 @@ def build(
             state=start.state,
             base=start.base,
             buffer=buffer,
-            batches=batches,
+            decide=decide,
             transport=weights.transport,
         )
         owner, searchers = None, ()

@@ -86,47 +86,34 @@ def _setting(name: str, type_: Any, default: Any, about: About) -> Setting:
     return Setting(full, type_, default, about.meaning, on_resume=False, among=(), **bounds)
 
 
-# Settings of the step and of searchers, which some objectives have beside those of their loss.
-_OF_THE_STEP = {
-    name: (type_, default, About(meaning, **bounds))
-    for name, type_, default, meaning, bounds in (
-        ("epochs", int, 1, "passes over each batch", {"at_least": 1}),
-        (
-            "minibatches",
-            int,
-            1,
-            "optimiser updates of a pass, each by an equal part of the batch",
-            {"at_least": 1},
-        ),
-        (
-            "log_z_rate",
-            float,
-            1.0,
-            "learning rate of the head of log Z or of values, divided by that of the policy",
-            {"above": 0},
-        ),
-        (
-            "log_z_layers",
-            int,
-            1,
-            "layers of that head: 1: linear; more: with GELU and LayerNorm between them",
-            {"at_least": 1},
-        ),
-        (
-            "vine_tokens",
-            int,
-            8,
-            "tokens of a response between two states with estimated values",
-            {"at_least": 1},
-        ),
-        (
-            "vine_samples",
-            int,
-            4,
-            "continuations per state for the estimate of its value",
-            {"at_least": 1},
-        ),
-    )
+# Settings of the step and of searchers that some objectives have: name -> type, default, meaning.
+_OF_THE_STEP: Mapping[str, tuple[type, Any, About]] = {
+    "epochs": (int, 1, About("passes over each batch", at_least=1)),
+    "minibatches": (
+        int,
+        1,
+        About("optimiser updates of a pass, each by an equal part of the batch", at_least=1),
+    ),
+    "log_z_rate": (
+        float,
+        1.0,
+        About("learning rate of the head of log Z or of values, divided by the policy's", above=0),
+    ),
+    "log_z_layers": (
+        int,
+        1,
+        About("layers of that head: 1: linear; more: with GELU and LayerNorm", at_least=1),
+    ),
+    "vine_tokens": (
+        int,
+        8,
+        About("tokens of a response between two states with estimated values", at_least=1),
+    ),
+    "vine_samples": (
+        int,
+        4,
+        About("continuations per state for the estimate of its value", at_least=1),
+    ),
 }
 
 

@@ -144,19 +144,33 @@ Score = Callable[[Any, Rows], Array]
 """(trained parameters, some rows) -> scores of these rows."""
 
 
-def score_all(score: Score, trained: Any, rows: Rows, cut: Cut, used: Array | int) -> Array:
-    """Return the scores of all rows, by micro-batches; 0 in micro-batches from `used` on."""
-    whole = cut._replace(num=cut.num * cut.parts, parts=1)
-    if whole.num == 1:
+def score_all(
+    score: Score,
+    trained: Any,
+    rows: Rows,
+    cut: Cut,
+    used: Array | int,
+    part: Array | int | None = None,
+) -> Array:
+    """Return the scores of all rows, by micro-batches; 0 in micro-batches from `used` on.
+
+    Args:
+        part: minibatch to score, the scores of others are 0; None: all.
+    """
+    if cut.num == cut.parts == 1:
         return score(trained, rows)
 
     def one(i: Array, scored: Array) -> Array:
-        # Minibatch j of the used micro-batches: their rows are spread over all minibatches.
-        part, index = i // used, i % used
-        return cut.put(scored, part, index, score(trained, cut.take(rows, part, index)))
+        own, index = (i // used, i % used) if part is None else (part, i)
+        return cut.put(scored, own, index, score(trained, cut.take(rows, own, index)))
 
+    num = used * cut.parts if part is None else used
+    return jax.lax.fori_loop(0, num, one, _zeros(score, trained, rows))
+
+
+def _zeros(score: Score, trained: Any, rows: Rows) -> Array:
     shape = jax.eval_shape(score, trained, rows)
-    return jax.lax.fori_loop(0, used * cut.parts, one, jnp.zeros(shape.shape, shape.dtype))
+    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def gradients(
@@ -191,16 +205,11 @@ def gradients(
     if cut.num == 1 and cut.parts == 1:
         scored, pull = jax.vjp(lambda x: score(x, rows), trained)
         return scored, pull(weigh(scored))[0]
-    shape = jax.eval_shape(score, trained, rows)
-    zeros = jnp.zeros(shape.shape, shape.dtype)
     first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+    start = _zeros(score, trained, rows)
     if not is_whole:
-
-        def score_one(i: Array, scored: Array) -> Array:
-            return cut.put(scored, part, i, score(trained, cut.take(rows, part, i)))
-
-        zeros = jax.lax.fori_loop(0, used, score_one, zeros)
-    of_all = None if is_whole else weigh(zeros)
+        start = score_all(score, trained, rows, cut, used, part)
+    of_all = None if is_whole else weigh(start)
 
     def one(i: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         total, scored = carry
@@ -210,5 +219,5 @@ def gradients(
         (grads,) = pull(cut.take(weights, part, i))
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), scored
 
-    total, scored = jax.lax.fori_loop(0, used, one, (first, zeros))
+    total, scored = jax.lax.fori_loop(0, used, one, (first, start))
     return scored, jax.tree.map(lambda x, p: x.astype(p.dtype), total, trained)

@@ -120,7 +120,10 @@ def make_train_step(
             log_z_pull = _log_z(stored, batch, config, settings, shardings, base)
         scorer = _scorer(config, settings, shardings, batch, base)
         work = _Work(settings, guarded, state, batch, groups, beta, lr, scorer, log_z_pull)
-        done = work.one_update(stored) if work.num_updates == 1 else work.several_updates(stored)
+        if work.num_updates > 1:
+            done = work.several_updates(stored)
+        else:
+            done = work.update(0, stored, state.opt_state, groups)
         new_state = _next(state, done, work.num_updates, settings)
         numbers = {
             **done.numbers,
@@ -268,10 +271,6 @@ class _Work:
         new = optax.apply_updates(old, updates)
         key = rounding_key(self.settings.rounding_seed, self.state.step * self.num_updates + number)
         return rounded_like((new, new_state), (trained, opt_state), key)
-
-    def one_update(self, stored: Any) -> _Done:
-        """Make the only update of a step."""
-        return self.update(0, stored, self.state.opt_state, self.groups)
 
     def several_updates(self, stored: Any) -> _Done:
         """Make several passes over the minibatches of a batch, with an update for each.

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepPlan: the decision on a step that all trainer processes follow, and sources of batches.
+"""StepPlan: the decision on a step that all trainer processes follow.
 
 With separate decisions, processes would diverge without an error: one process would save while
 another trains and waits forever. So the process with the replay buffer decides each step and draws
-its batch; the other processes receive both through `Peers`.
-
-Invariant: every trainer process has the same plan and the same batch for a step.
+its batch; the other processes receive both. Invariant: every trainer process has the same plan and
+the same batch for a step.
 """
 
 import dataclasses
@@ -51,20 +50,11 @@ class Decision(NamedTuple):
     draws: Sequence[Draw] = ()
 
 
-class Batches(Protocol):
-    """Source of a trainer's plans and batches."""
+Decide = Callable[[int, Callable[[], bool], Callable[[], bool]], Decision]
+"""(step, wants_stop, is_publishing) -> decision on a step.
 
-    def decide(
-        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
-    ) -> Decision:
-        """Return plan and batch of a step.
-
-        Args:
-            step: number of completed steps.
-            wants_stop: whether this process received a stop signal.
-            is_publishing: whether this process still writes the last published weights.
-        """
-        ...
+`step` is the number of completed steps. The others return whether this process received a stop
+signal, and whether it still writes the last published weights."""
 
 
 class Peers(Protocol):
@@ -89,19 +79,6 @@ class Peers(Protocol):
         ...
 
 
-class NoPeers:
-    """`Peers` of a trainer of one process."""
-
-    wants_stop = False
-    is_publishing = False
-
-    def wait(self, step: int) -> None:
-        """Return at once: there is no other process."""
-
-    def answer(self, step: int, decision: Decision) -> None:
-        """Do nothing: there is no other process."""
-
-
 @dataclasses.dataclass(frozen=True)
 class OwnBatches:
     """Batches from this process's replay buffer, and decisions for all trainer processes.
@@ -113,7 +90,7 @@ class OwnBatches:
         checkpoint_period: steps between checkpoints; 0: no checkpoints.
         needs_versions: whether every version must be published; a publication then waits until the
             last version is written.
-        peers: the other trainer processes.
+        peers: the other trainer processes; None: there is no other.
     """
 
     buffer: ReplayBuffer
@@ -122,53 +99,52 @@ class OwnBatches:
     sync_period: int
     checkpoint_period: int
     needs_versions: bool = False
-    peers: Peers = dataclasses.field(default_factory=NoPeers)
+    peers: Peers | None = None
 
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
     ) -> Decision:
-        """See `Batches.decide`.
+        """Return the decision on a step, see `Decide`.
 
         Raises:
             PeerError: another trainer process does not reach this step in time.
         """
-        stops = wants_stop() or self.peers.wants_stop
+        peers = self.peers
+        stops = wants_stop() or (peers is not None and peers.wants_stop)
         draws = self.buffer.draw(self.layout.num_prompts, self.layout.group_size, step)
-        if draws is not None or stops:
-            self.peers.wait(step)
-            stops = stops or self.peers.wants_stop
+        is_decided = draws is not None or stops
+        if peers is not None and is_decided:
+            peers.wait(step)
+            stops = stops or peers.wants_stop
         done, period = step + 1, self.checkpoint_period
+        is_busy = is_publishing() or (peers is not None and peers.is_publishing)
         plan = StepPlan(
             wait=draws is None,
             stop=stops,
             sync=done % self.sync_period == 0 and done < self.num_steps,
             save=bool(period) and done % period == 0,
-            publish=self.needs_versions or not (is_publishing() or self.peers.is_publishing),
+            publish=self.needs_versions or not is_busy,
         )
         decision = Decision(plan)
         if draws is not None:
             decision = Decision(plan, self.layout.batch(draws, step), draws)
-        if draws is not None or stops:
-            self.peers.answer(step, decision)
+        if peers is not None and is_decided:
+            peers.answer(step, decision)
         return decision
 
 
-@dataclasses.dataclass(frozen=True)
-class ReceivedBatches:
-    """Plans and batches received from the process that owns the replay buffer.
+def received(receive: Callable[[int, Callable[[], tuple[bool, bool]]], bytes]) -> Decide:
+    """Return decisions that arrive from the process that owns the replay buffer.
+
+    With them `plan.wait` is True only if the run stops before the step.
 
     Args:
         receive: (step, facts) -> bytes of `pack_decision`; `facts` returns (wants_stop,
             is_publishing).
     """
-
-    receive: Callable[[int, Callable[[], tuple[bool, bool]]], bytes]
-
-    def decide(
-        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
-    ) -> Decision:
-        """See `Batches.decide`; `plan.wait` is True only if the run stops before this step."""
-        return unpack_decision(self.receive(step, lambda: (wants_stop(), is_publishing())))
+    return lambda step, wants_stop, is_publishing: unpack_decision(
+        receive(step, lambda: (wants_stop(), is_publishing()))
+    )
 
 
 def pack_decision(decision: Decision) -> bytes:

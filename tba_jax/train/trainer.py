@@ -24,7 +24,7 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
 from tba_jax.train.metrics import Outputs, step_metrics
 from tba_jax.train.state import TrainState
-from tba_jax.train.step_plan import Batches, StepPlan
+from tba_jax.train.step_plan import Decide, StepPlan
 from tba_jax.weights.transport import Transport
 
 
@@ -124,7 +124,7 @@ class Trainer:
         state: initial or restored train state.
         train_step: the step for a batch on the host.
         transport: destination of published weights.
-        batches: source of plans and batches.
+        decide: source of plans and batches.
         keep_references: stores log-probs of the reference with drawn responses: (draws, for each
             draw the log-probs of each response); None: they are not kept.
         clock: seconds since the run began.
@@ -142,7 +142,7 @@ class Trainer:
         state: TrainState,
         train_step: TrainStep,
         transport: Transport,
-        batches: Batches,
+        decide: Decide,
         keep_references: KeepReferences | None,
         clock: Callable[[], float],
     ) -> None:
@@ -154,7 +154,7 @@ class Trainer:
         self.values: dict[str, Any] = {}
         self._train_step = train_step
         self._transport = transport
-        self._batches = batches
+        self._decide = decide
         self._keep_references = keep_references
         self._clock = clock
         self._waiting_since: float | None = None
@@ -183,10 +183,9 @@ class Trainer:
             PeerError: another trainer process does not reach this step in time.
         """
         start = self._clock()
-        decision = self._batches.decide(
+        self.plan, batch, draws = self._decide(
             self.step_index, wants_stop, lambda: self._transport.is_publishing
         )
-        self.plan, batch, draws = decision
         if batch is None:
             if self._waiting_since is None:
                 self._waiting_since = start

@@ -343,6 +343,7 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtyp
     optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.01))
     scoring = replace(SCORING, compute_dtype=compute_dtype)
     # Traced for the gradient, for the value and for the shapes of outputs, and never again.
+    chex.clear_trace_counter()
     loss = chex.assert_max_traces(tb, n=3)
     objective = replace(SETTINGS.objective, loss=loss)
     settings = replace(SETTINGS, objective=objective, scoring=scoring, micro_batch_rows=8)

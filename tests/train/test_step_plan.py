@@ -12,9 +12,9 @@ from tba_jax.flow.layout import Batch
 from tba_jax.train.step_plan import (
     Decision,
     OwnBatches,
-    ReceivedBatches,
     StepPlan,
     pack_decision,
+    received,
     unpack_decision,
 )
 
@@ -65,9 +65,9 @@ def test_everyone_receives_what_the_owner_decided():
     decision = batches(peers).decide(3, no, no)
     assert peers.answers == {3: decision} and not decision.plan.publish
     sent = pack_decision(decision)
-    received = ReceivedBatches(lambda step, facts: sent).decide(3, no, no)
-    assert received.plan == decision.plan and not received.draws
-    np.testing.assert_array_equal(received.batch.tokens, decision.batch.tokens)
+    found = received(lambda step, facts: sent)(3, no, no)
+    assert found.plan == decision.plan and not found.draws
+    np.testing.assert_array_equal(found.batch.tokens, decision.batch.tokens)
 
 
 def test_a_step_that_waits_for_data_is_not_sent():
