@@ -9,7 +9,6 @@ from fake_tickets import House
 
 from tba_jax.decoding.requests import Response, Statistics
 from tba_jax.environments.episode import SingleTurnSession
-from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
@@ -108,8 +107,6 @@ class World:
             grader=Grader(reward(), lambda rows: ["x"] * len(rows), lambda text: None, ""),
             evaluator=None,
             given=None,
-            reference=None,
-            padding=Padding((4,), (4,), 0),
             clock=lambda: 0.0,
             swaps_in_flight=in_flight,
         )

@@ -17,7 +17,7 @@ S = 2  # responses of a ticket
 
 def make_report(start_s=0.0, **changes):
     """Of half a second in which four tokens were drawn."""
-    times = (start_s, start_s + 0.5, 0.25, 0.125, 0.125)
+    times = (start_s, start_s + 0.5, 0.25, 0.125)
     return Report(4, 0.25, 2.0, 1.0, 0.5, 0.0, 0.0, {}, *times)._replace(**changes)
 
 

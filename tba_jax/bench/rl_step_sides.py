@@ -162,7 +162,7 @@ def step_times(records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     for before, step in itertools.pairwise(steps):
         parts = {
             "decode_s": step["search/decode_s"],
-            "reference_s": step["search/reward_s"] + step["search/reference_s"],
+            "reference_s": step["search/reward_s"],
             "train_s": step["train/step_s"],
         }
         step_s = step["time_s"] - before["time_s"]

@@ -95,7 +95,6 @@ class Report(NamedTuple):
         start_s, end_s: start of the decoding, and end of the grading.
         decode_s: the ticket's share of the searcher's decoding time.
         reward_s: the ticket's share of the time for rewards.
-        reference_s: the same for log-probs of the reference after the rewards were computed.
     """
 
     tokens: int
@@ -110,14 +109,13 @@ class Report(NamedTuple):
     end_s: float = 0.0
     decode_s: float = 0.0
     reward_s: float = 0.0
-    reference_s: float = 0.0
 
 
 def summarise(reports: Sequence[Report]) -> dict[str, float]:
     """Return search metrics of the tickets that one sync merged; {} without tickets."""
     if not reports:
         return {}
-    sums = {n: sum(getattr(r, n) for r in reports) for n in ("decode_s", "reward_s", "reference_s")}
+    sums = {name: sum(getattr(r, name) for r in reports) for name in ("decode_s", "reward_s")}
     out = {
         "search/tickets": float(len(reports)),
         **{f"search/{name}": value for name, value in sums.items()},

@@ -26,7 +26,6 @@ from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.precompilation import Precompiler
-from tba_jax.devices.site import Site
 from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
@@ -61,7 +60,6 @@ from tba_jax.run.search_parts import (
 )
 from tba_jax.run.shared import Shared, all_problems, functions, open_shared, try_reward
 from tba_jax.search.prompts import load_grain
-from tba_jax.search.reference import Reference
 from tba_jax.search.searcher import Searcher
 from tba_jax.tasks.registry import entry_of
 from tba_jax.train.optimizers import make_optimizer
@@ -224,15 +222,12 @@ class Start:
     Attributes:
         state: the train state, initial or restored.
         base: frozen parameters below the adapters; None if all parameters are trained.
-        references: a reference scorer for each set of searcher devices; empty unless searchers
-            compute the reference log-probabilities.
         step: step of the restored checkpoint; 0 for a new run.
         host_state: host state of that checkpoint (`Checkpoints.restore`); None for a new run.
     """
 
     state: TrainState
     base: Any
-    references: dict[Site, Reference]
     step: int = 0
     host_state: HostState | None = None
 
@@ -261,7 +256,6 @@ def open_start(
         check_prompts(shared, phase, note)
     if newest is None and shared.cluster.is_primary and (made := steps_made(shared.workdir)):
         note(f"there is no checkpoint: training starts again at step 0 ({made:,} steps are lost)")
-    references: dict[Site, Reference] = {}
     params, base = None, None
     if newest is None or has_adapters:
         phase("loading the model")
@@ -274,14 +268,14 @@ def open_start(
         params = lora.init_adapters(policy, config.seed, shardings.state.params)
     if newest is None:
         optimizer = make_optimizer(config.optimizer)
-        return Start(make_init_state(optimizer, shardings)(params), base, references)
+        return Start(make_init_state(optimizer, shardings)(params), base)
     del params
     phase("restoring the newest checkpoint")
     target = abstract_state(config, model.config, mesh)
     _, state, host_state = shared.checkpoints.restore(target, newest)
     check_facts(newest, host_state.facts, shared.facts)
     state = state if isinstance(state, TrainState) else TrainState(*state)
-    return Start(state, base, references, newest, host_state)
+    return Start(state, base, newest, host_state)
 
 
 def steps_made(workdir: Path) -> int:
@@ -423,7 +417,7 @@ def build(
             check_rewards(shared)
         start = open_start(shared, progress.phase, progress.note)
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
-        judging = build_judging(shared, start.references)
+        judging = build_judging(shared)
         evaluator = make_evaluator(config, shared.task, shared.tokenizer, judging.metrics)
         if (skipped := evaluator.num_skipped) > 0:
             progress.note(
@@ -432,7 +426,7 @@ def build(
         evaluations = EvaluationQueue(evaluator, clock)
         publishing = ahead.after(PUBLICATION, publish)
         weights = _open_weights(shared, start, publishing, lambda: evaluations.versions)
-        search = build_searchers(shared, weights, start.references, judging)
+        search = build_searchers(shared, weights, judging)
         buffer = make_buffer(config)
         if isinstance(link, StepClient):
             decide = received(link.wait)

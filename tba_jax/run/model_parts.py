@@ -107,11 +107,6 @@ def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
     return on_mesh(mesh, lora.split(param_shardings(policy, mesh))[1])
 
 
-def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
-    """Return the shardings of a searcher's reference in the trainer's layout."""
-    return on_mesh(mesh, param_shardings(model_config, mesh))
-
-
 def make_publication(
     model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> tuple[Layout, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searchers of a process: references, decoders, prompts, transport, and the evaluator.
+"""The searchers of a process: decoders, prompts, transport, and the evaluator.
 
 All of these are built from the shared parts, without the trainer.
 """
@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array
 
-from tba_jax.config.resolved import shares_prompts, transport_of
+from tba_jax.config.resolved import transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
@@ -42,14 +41,12 @@ from tba_jax.run.model_parts import (
     make_padding,
     make_publication,
     make_scoring,
-    reference_shardings,
     searcher_shardings,
     start_weights,
     swaps_in_flight,
 )
 from tba_jax.run.shared import Shared, make_episodes, make_grader
 from tba_jax.search.prompts import PromptReader, Prompts
-from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer, load_start_tickets, make_start_program
@@ -61,41 +58,6 @@ from tba_jax.weights.transport import MemoryTransport, Published, Transport, mak
 from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.version_writer import CheckpointTransport, Members, VersionWriter
 from tba_jax.weights.versions import Versions
-
-
-def make_references(
-    config: Config,
-    policy: TransformerConfig,
-    eos_ids: tuple[int, ...],
-    sites: Sites,
-    params: Any,
-) -> dict[Site, Reference]:
-    """Make a reference scorer for each set of searcher devices.
-
-    Each scorer has its own parameters. With adapters a trainer on the same devices shares the
-    frozen parameters.
-    """
-    plain = dataclasses.replace(policy, adapters=None)
-    mesh = sites.publication.mesh
-    if policy.adapters is None or mesh != sites.trainer.mesh:
-        # Copy, because the train state consists of `params` and is donated, or because the
-        # parameters span processes.
-        copy = make_publish_program(
-            jnp.dtype(config.model.param_dtype),
-            None,
-            param_shardings(plain, mesh),
-            float32_leaves=plain.float32_leaves,
-        )
-        params = copy(params)
-    programs: dict[Site, Callable[..., Array]] = {}
-    references = {}
-    for site in dict.fromkeys(sites.searchers):
-        key = site.program_site
-        if key not in programs:
-            programs[key] = make_reference_program(plain, make_scoring(config, eos_ids), key)
-        own = hand_over(params, reference_shardings(plain, site.mesh))
-        references[site] = Reference(programs[key], own)
-    return references
 
 
 def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReader:
@@ -315,14 +277,9 @@ class Search:
 def build_searchers(
     shared: Shared,
     weights: ProcessWeights,
-    references: Mapping[Site, Reference],
     judging: "Judging",
 ) -> Search:
-    """Build the parts of the searchers of this process, if it has searchers.
-
-    Args:
-        references: reference of each site; empty if the trainer scores the reference.
-    """
+    """Build the parts of the searchers of this process, if it has searchers."""
     transport = weights.transport
     if not shared.sites.searchers:
         return Search(transport)
@@ -354,10 +311,7 @@ def build_searchers(
                     config, decoders[site], grader, judging.measures[i], episodes
                 ),
                 given=given[site],
-                reference=references.get(site),
-                padding=make_padding(config, shared.tokenizer.pad_id),
                 clock=shared.clock,
-                shares_prompts=shares_prompts(config),
                 swaps_in_flight=swaps_in_flight(config),
                 waits_for_all=config.driver == "sync" and episodes is not None,
             )
@@ -464,18 +418,12 @@ def make_evaluator(
     )
 
 
-def build_judging(shared: Shared, references: Mapping[Site, Reference]) -> Judging:
-    """Make the measures of each searcher of this process, and the metrics of the run.
-
-    Args:
-        references: reference scorer of each site; metrics use its weights as the start model.
-    """
+def build_judging(shared: Shared) -> Judging:
+    """Make the measures of each searcher of this process, and the metrics of the run."""
     start_params = functools.cache(functools.partial(load_start_weights, shared))
     lock = threading.Lock()  # searchers that share devices load only one copy
 
     def reference_params(site: Site) -> Any:
-        if site in references:
-            return references[site].params
         with lock:
             return start_params(site)
 

@@ -152,7 +152,7 @@ def open_search_process(
         sites=_fleet_sites(config, searchers[0]) if cluster is None else None,
     )
     plain, mesh = shared.model.config, shared.sites.trainer.mesh
-    references, base = {}, None
+    base = None
     if shared.policy.adapters is not None:
         base = shared.model.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype), shardings=param_shardings(plain, mesh)
@@ -161,7 +161,7 @@ def open_search_process(
     reader = transport.source if isinstance(transport, MergingTransport) else transport
     assert isinstance(reader, VersionReader)
     weights = StoredWeights(shared, transport, reader)
-    search = build_searchers(shared, weights, references, build_judging(shared, references))
+    search = build_searchers(shared, weights, build_judging(shared))
     return SearchProcess(shared, search, weights, wants_stop)
 
 

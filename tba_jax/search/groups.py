@@ -35,14 +35,12 @@ def assemble(
     *,
     searcher: int,
     number: int,
-    reference_logprob: np.ndarray | None = None,
     advantages: Sequence[np.ndarray] | None = None,
 ) -> Group:
     """Return the trajectories of the responses that have a reward.
 
     Args:
         number: number of the ticket.
-        reference_logprob: float32 [S], sums over responses; None: the trainer scores the reference.
         advantages: float32 [t] per response; None: no advantages.
     """
     trajectories = []
@@ -61,9 +59,7 @@ def assemble(
                 reward=float(reward),
                 reward_parts={name: float(values[j]) for name, values in grades.parts.items()},
                 behavior_token_logprobs=y.token_logprobs,
-                reference_logprob=np.nan
-                if reference_logprob is None
-                else float(reference_logprob[j]),
+                reference_logprob=np.nan,  # the trainer scores the reference
                 version_min=y.version_min,
                 version_max=y.version_max,
                 searcher=searcher,

@@ -15,13 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tba_jax.evaluation.evaluator import ShardEvaluator
-from tba_jax.flow.padding import Padding
 from tba_jax.flow.tickets import DecodeCounts, Result, Ticket
 from tba_jax.remote.client import Client
 from tba_jax.remote.owner import Owner
 from tba_jax.rewards.grader import Grader, Grades
 from tba_jax.search.groups import assemble, grade_groups, measure
-from tba_jax.search.reference import ReferenceScorer, dispatch_reference
 from tba_jax.search.sampler import GroupSession, SampledGroup, Sampler
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.search.state_values import advantages_of, values_of
@@ -38,9 +36,6 @@ class SearchParts:
             publication.
         evaluated: version -> weights of a version under evaluation; None if they were dropped.
         given: scores given responses.
-        reference: computes log pi_ref; None if the trainer computes it.
-        padding: padding for the reference.
-        shares_prompts: as in `dispatch_reference`.
         swaps_in_flight: True: load newer weights between chunks; False: when the session is empty.
         waits_for_all: whether to end all begun episodes before others begin, in a fixed order, so
             that no duration of an environment changes a result.
@@ -53,10 +48,7 @@ class SearchParts:
     grader: Grader
     evaluator: ShardEvaluator
     given: GivenScorer | None
-    reference: ReferenceScorer | None
-    padding: Padding
     clock: Callable[[], float]
-    shares_prompts: bool = False
     swaps_in_flight: bool = False
     waits_for_all: bool = False
 
@@ -169,40 +161,24 @@ class Searcher:
         return bool(ended)
 
     def _results(self, ended: Sequence[_Ended]) -> list[Result]:
-        """Return the results of tickets, with rewards, reference log-probs and advantages."""
+        """Return the results of tickets, with rewards and advantages."""
         parts, groups = self.parts, [each.group for each in ended]
-        start_s, scored = parts.clock(), None
-        if parts.reference is not None:
-            size = parts.sampler.settings.samples_per_prompt
-            scored = dispatch_reference(
-                parts.reference, groups, size, parts.padding, shares_prompts=parts.shares_prompts
-            )
+        start_s = parts.clock()
         grades = grade_groups(parts.grader, groups)
         advantages = [self._advantages(*each) for each in zip(groups, grades, strict=True)]
-        graded_s = parts.clock()
-        # The device has computed the reference concurrently; wait only for the rest.
-        sums = [None] * len(groups) if scored is None else scored.sums()
         end_s = parts.clock()
         results = []
-        for i, (begun, group, decode_s) in enumerate(ended):
-            report = measure(group, grades[i])._replace(
+        for (begun, group, decode_s), own, of_tokens in zip(ended, grades, advantages, strict=True):
+            number = begun.ticket.number
+            made = assemble(group, own, searcher=parts.index, number=number, advantages=of_tokens)
+            report = measure(group, own)._replace(
                 start_s=begun.start_s,
                 end_s=end_s,
                 decode_s=decode_s,
-                reward_s=(graded_s - start_s) / len(ended),
-                reference_s=(end_s - graded_s) / len(ended),
+                reward_s=(end_s - start_s) / len(ended),
             )
             if begun.ticket.responses:
                 report = report._replace(tokens=0)
-            number = begun.ticket.number
-            made = assemble(
-                group,
-                grades[i],
-                searcher=parts.index,
-                number=number,
-                reference_logprob=sums[i],
-                advantages=advantages[i],
-            )
             results.append(Result(number, begun.version, made, report))
         return results
 

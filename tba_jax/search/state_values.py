@@ -94,5 +94,4 @@ def advantages_of(
 
 def _others(rewards: np.ndarray) -> list[np.ndarray]:
     """Return, for each response, the known rewards of the other responses."""
-    others = [np.delete(rewards, j) for j in range(len(rewards))]
-    return [own[~np.isnan(own)] for own in others]
+    return [own[~np.isnan(own)] for own in (np.delete(rewards, j) for j in range(len(rewards)))]

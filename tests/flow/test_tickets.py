@@ -69,7 +69,6 @@ def test_search_metrics_are_means_over_tickets_and_leave_out_what_is_nan():
         "search/tickets": 2.0,
         "search/decode_s": 0.5,
         "search/reward_s": 0.25,
-        "search/reference_s": 0.25,
         "search/ticket_s": 1.0,
         "search/tokens_per_s": 80.0,
         "search/reward_mean": 0.5,

@@ -11,7 +11,6 @@ from fake_models import random_params, tiny_config
 from fake_tickets import House
 
 from tba_jax.decoding.engine import Decoder
-from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
@@ -173,8 +172,6 @@ def test_a_ticket_brings_advantages(decoder, published):
             grader=GRADER,
             evaluator=None,
             given=None,
-            reference=None,
-            padding=Padding((3,), (3,), 0),
             clock=lambda: 0.0,
         ),
         house.owner,
