@@ -49,7 +49,6 @@ def make_draws(p=4, k=4, prompt=4, t=6, seed=0, repeats=None):
             reward=float(rewards[i, j]),
             reward_parts={},
             behavior_token_logprobs=rng.normal(-2, 0.5, n).astype(np.float32),
-            reference_logprob=np.nan,
             version_min=0,
             version_max=0,
             searcher=0,

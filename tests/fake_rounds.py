@@ -30,7 +30,6 @@ def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, round=0, search
         reward=reward,
         reward_parts=parts or {},
         behavior_token_logprobs=-0.125 * tokens.astype(np.float32) - 0.1,
-        reference_logprob=-1.5 * len(tokens),
         version_min=version,
         version_max=version + 1,
         searcher=searcher,

@@ -20,7 +20,6 @@ def response(prompt_id: int, tokens: np.ndarray, reward: float, **fields: Any) -
         "reward": reward,
         "reward_parts": {},
         "behavior_token_logprobs": np.full(len(tokens), -1, np.float32),
-        "reference_logprob": -float(len(tokens)),
         "version_min": 0,
         "version_max": 0,
         "searcher": 0,

@@ -96,7 +96,6 @@ def _draw(example: Example) -> Draw:
         reward=0.0,
         reward_parts={},
         behavior_token_logprobs=np.zeros(len(example.response), np.float32),
-        reference_logprob=0.0,
         version_min=-1,
         version_max=-1,
         searcher=0,

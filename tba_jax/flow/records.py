@@ -17,9 +17,9 @@ from tba_jax.flow.trajectory import FinishReason, Group, Prompt, Trajectory
 
 Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
-# Numbers of a trajectory: prompt ID, reward and reference log-prob; oldest and newest version,
-# round, row of the shared values, tokens, paths, spans of versions, and a bit for each array.
-_HEAD = struct.Struct("<q2d8i")
+# Numbers of a trajectory: prompt ID and reward; oldest and newest version, round, row of the shared
+# values, tokens, paths, spans of versions, and a bit for each array.
+_HEAD = struct.Struct("<qd8i")
 # Arrays of a trajectory, [t] each, with their bits; those that are None are left out.
 _ARRAYS = (
     (1, "response_tokens", np.dtype("<i4")),
@@ -65,7 +65,7 @@ class Packer:
             self.table.append(shared)
         arrays = [(bit, getattr(y, name), dtype) for bit, name, dtype in _ARRAYS]
         has = sum(bit for bit, x, _ in arrays if x is not None)
-        numbers = (y.prompt_id, y.reward, y.reference_logprob, y.version_min, y.version_max)
+        numbers = (y.prompt_id, y.reward, y.version_min, y.version_max)
         counts = (len(y.response_tokens), len(y.path_lengths), len(spans))
         return b"".join(
             [
@@ -79,7 +79,7 @@ class Packer:
 
     def unpack(self, packed: bytes) -> Trajectory:
         """Return the trajectory that `pack` converted; its arrays are read-only views."""
-        prompt_id, reward, reference_logprob, *integers = _HEAD.unpack_from(packed)
+        prompt_id, reward, *integers = _HEAD.unpack_from(packed)
         version_min, version_max, round_, row, count, num_paths, num_spans, has = integers
         searcher, temperature, finish_reason, part_names = self.table[row]
         start = _HEAD.size
@@ -104,7 +104,6 @@ class Packer:
             reward,
             parts,
             behavior,
-            reference_logprob,
             version_min,
             version_max,
             searcher,

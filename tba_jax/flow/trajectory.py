@@ -49,8 +49,6 @@ class Trajectory:
             not apply; empty if there is only one reward.
         behavior_token_logprobs: float32 [t], log-probs of the distribution that was sampled from;
             0 where is_sampled is False.
-        reference_logprob: log pi_ref(y|x) summed over the response (float32 arithmetic), or nan
-            if the trainer scores the reference.
         version_min: oldest policy version that drew a token of this response.
         version_max: newest policy version that drew a token of this response.
         searcher: ID of the searcher that committed the response.
@@ -71,7 +69,6 @@ class Trajectory:
     reward: float
     reward_parts: Mapping[str, float]
     behavior_token_logprobs: np.ndarray
-    reference_logprob: float
     version_min: int
     version_max: int
     searcher: int

@@ -191,7 +191,6 @@ def first_batch(config: Config, layout: RowLayout) -> Batch:
         reward=0.0,
         reward_parts={},
         behavior_token_logprobs=np.zeros(length, np.float32),
-        reference_logprob=0.0,
         version_min=0,
         version_max=0,
         searcher=0,

@@ -59,7 +59,6 @@ def assemble(
                 reward=float(reward),
                 reward_parts={name: float(values[j]) for name, values in grades.parts.items()},
                 behavior_token_logprobs=y.token_logprobs,
-                reference_logprob=np.nan,  # the trainer scores the reference
                 version_min=y.version_min,
                 version_max=y.version_max,
                 searcher=searcher,

@@ -20,7 +20,6 @@ def make_trajectory(tokens, **changes) -> Trajectory:
         "reward": 0.0,
         "reward_parts": {},
         "behavior_token_logprobs": -np.arange(1, len(tokens) + 1, dtype=np.float32),
-        "reference_logprob": np.nan,
         "version_min": 0,
         "version_max": 0,
         "searcher": 0,

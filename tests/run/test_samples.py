@@ -38,7 +38,6 @@ def shown(num_tokens, policy=-1.0, reference=-3.0):
         reward=0.5,
         reward_parts={"format": 1.0},
         behavior_token_logprobs=np.full(num_tokens, -1.5, np.float32),
-        reference_logprob=np.nan,
         version_min=2,
         version_max=2,
         searcher=1,

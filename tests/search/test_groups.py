@@ -78,4 +78,3 @@ def test_what_an_environment_wrote_is_marked():
     (grades,) = grade_groups(make_grader(), [turns])
     group = assemble(turns, grades, searcher=0, number=0)
     assert [y.is_sampled is marks for y in group.trajectories] == [False, True]
-    assert np.isnan([y.reference_logprob for y in group.trajectories]).all()

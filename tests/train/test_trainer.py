@@ -27,7 +27,6 @@ def make_draws():
             reward=1.0,
             reward_parts={},
             behavior_token_logprobs=np.full(length, -1.0, np.float32),
-            reference_logprob=np.nan,
             version_min=0,
             version_max=0,
             searcher=0,
