@@ -33,7 +33,7 @@ def write(folder, times, **figures):
 
 def test_a_step_is_timed_from_end_to_end(tmp_path):
     times = [9.0, 14.0, 18.0, 22.0]
-    write(tmp_path / "run", times, round_s=[8.0, 1.0, 2.0, 3.0])
+    write(tmp_path / "run", times, ticket_s=[8.0, 1.0, 2.0, 3.0])
     found = read(tmp_path / "run", skip=2)
     # Steps 3 and 4, from 14 s to 22 s.
     assert found == Figures(step_s=4.0, search_s=2.5, train_s=2.0, replay_ratio=2.0, staleness=3.5)
