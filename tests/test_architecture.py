@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tba_jax"
 
@@ -198,3 +200,14 @@ def test_configs_cannot_be_imported_by_accident():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pi, *path = done.stdout.splitlines()
     assert pi.startswith("3.14") and not [p for p in path if p.endswith(("presets", "configs"))]
+
+
+# Lines of a room, from the day on which it reached its limit: a room that must grow says why here.
+LIMITS = {"replay": 900, "evaluation": 735}
+
+
+@pytest.mark.parametrize("room", LIMITS)
+def test_rooms_stay_within_their_limit(room):
+    files = (PACKAGE / room).rglob("*.py")
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+    assert lines <= LIMITS[room], f"{room} has {lines} lines; wanted at most {LIMITS[room]}"
