@@ -233,6 +233,7 @@ class RowLayout:
             if any((sequence.prompt, j) in lacking for j in sequence.slots):
                 missing.add(int(order[at if self.row_length else rows.piece_of[at]]))
         if self.has_prompts:
+            assert batch.prompts is not None and batch.prompt_sizes is not None
             prompts = [d.prompt.tokens for d in draws]
             prompts += [prompts[0][:0]] * (-len(prompts) % self.row_multiple)
             batch.prompts[:] = left_pad(prompts, lengths[0], self.padding.pad_id)
@@ -361,6 +362,7 @@ class RowLayout:
     ) -> None:
         t = batch.source.shape[2]
         first = batch.tokens.shape[1] - c * t
+        assert batch.prompt_lengths is not None and batch.response_lengths is not None
         piece = 0
         for draw, group in zip(draws, groups, strict=True):
             x = draw.prompt.tokens
@@ -382,6 +384,7 @@ class RowLayout:
         rows: Placements,
         order: np.ndarray,
     ) -> None:
+        assert batch.segments is not None and batch.positions is not None
         for at, sequence in enumerate(sequences):
             x = draws[sequence.prompt].prompt.tokens
             row, start = order[at], int(rows.starts[at])

@@ -50,7 +50,7 @@ class Packer:
     """
 
     def __init__(self, table: Iterable[Sequence[Any]] = ()) -> None:
-        self.table = [Shared(*row[:3], tuple(row[3])) for row in table]
+        self.table = [Shared(*row[:3], part_names=tuple(row[3])) for row in table]
         self._index = {shared: i for i, shared in enumerate(self.table)}
 
     def pack(self, y: Trajectory) -> bytes:

@@ -291,8 +291,12 @@ class _Work:
             sums = jax.tree.map(jnp.add, sums, (done.numbers, done.own))
             return done.trained, done.opt_state, sums
 
+        def sums_of(trained: Any, opt_state: Any) -> tuple[Any, Any]:
+            done = self.update(0, trained, opt_state, groups)
+            return done.numbers, done.own
+
         begin = stored, self.state.opt_state
-        shapes = jax.eval_shape(lambda *x: self.update(0, *x, groups)[3:], *begin)
+        shapes = jax.eval_shape(sums_of, *begin)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         trained, opt_state, (numbers, own) = jax.lax.fori_loop(
             0, self.num_updates, one, (*begin, zeros)
@@ -319,6 +323,7 @@ def make_reference_pass(
         batch = batch if shardings is None else shardings.placed(batch)
         scorer = _scorer(config, settings, shardings, batch, base)
         missing = batch.missing
+        assert missing is not None, "the layout names the rows that lack log-probs"
         rows = jax.tree.map(lambda x: jnp.take(x, missing, axis=0, mode="clip"), rows_of(batch))
         if shardings is not None:
             rows = jax.lax.with_sharding_constraint(rows, shardings.batch)
