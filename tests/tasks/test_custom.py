@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tba_jax.search.prompts import PromptStream
+from tba_jax.search.prompts import PromptReader
 from tba_jax.tasks.registry import get_task
 
 
@@ -89,17 +89,8 @@ def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
     rows = [{"prompt": CHAT, "target": "2"}, {"prompt": [{**CHAT[0], "content": "1+2?"}]}]
     rows[1]["target"] = "3"
     task = get_task("custom", write(tmp_path / "a.jsonl", rows), 1)
-    stream = PromptStream(
-        task,
-        ChatTokenizer(),
-        searcher=0,
-        num_searchers=1,
-        ownership="any",
-        seed=0,
-        max_prompt_tokens=40,
-        long_prompts="refuse",
-    )
-    (prompt,) = stream.take(1)
+    prompt = PromptReader(task, ChatTokenizer(), 40, "refuse").read("train", 0)
+    assert prompt is not None
     (message,) = prompt.columns["prompt"]
     assert prompt.text == f"[user|{message['content']}]"
     assert prompt.tokens.tolist() == [1, *map(ord, prompt.text)]

@@ -255,6 +255,7 @@ def behavior_log_z(g):
     return np.mean(g.r / BETA - (total(g.mu) - total(g.ref)))
 
 
+EXACT = {"importance": "none"}
 FORMULAS = {
     "reinforce": ({}, over_responses(
         lambda g: -(g.r - BETA * (total(g.then) - total(g.ref))) * total(g.now))),
@@ -275,18 +276,20 @@ FORMULAS = {
     "vineppo": ({}, lambda gs: -np.mean(np.concatenate([
         x for g in gs for x in tokens_of(g, g.a)]))),
     "ppo, trace": ({"gae_lambda": 0.7}, lambda gs: ppo_with_values(gs, 0.7)),
-    "tb": ({}, balance(tb_residual, vargrad)),
-    "tb, paper": ({"scale": "paper"}, lambda gs: balance(tb_residual, vargrad)(gs) * 2 / BETA),
-    "tb, learned": ({"log_z": "learned"}, balance(tb_residual, lambda g: g.log_z)),
-    "tb, leave one out": ({"log_z": "leave_one_out"}, balance(tb_residual, loo_log_z)),
+    "tb": (EXACT, balance(tb_residual, vargrad)),
+    "tb, paper": (
+        EXACT | {"scale": "paper"}, lambda gs: balance(tb_residual, vargrad)(gs) * 2 / BETA),
+    "tb, learned": (EXACT | {"log_z": "learned"}, balance(tb_residual, lambda g: g.log_z)),
+    "tb, leave one out": (EXACT | {"log_z": "leave_one_out"}, balance(tb_residual, loo_log_z)),
     "tb, mean reward": (
-        {"log_z": "mean_reward"}, balance(tb_residual, lambda g: np.mean(g.r) / BETA)),
+        EXACT | {"log_z": "mean_reward"}, balance(tb_residual, lambda g: np.mean(g.r) / BETA)),
     "tb, centred by none": (
-        {"kl_center": "none"}, balance(tb_residual, lambda g: np.mean(g.r) / BETA)),
+        EXACT | {"kl_center": "none"}, balance(tb_residual, lambda g: np.mean(g.r) / BETA)),
     "tb, centred by the sampler": (
-        {"kl_center": "behavior"}, balance(tb_residual, behavior_log_z)),
-    "tb, from the sampler": ({"anchor": "behavior"}, balance(from_sampler, own(from_sampler))),
-    "tb, clamped": ({"kl_clamp": 0.5}, balance(clamped, own(clamped))),
+        EXACT | {"kl_center": "behavior"}, balance(tb_residual, behavior_log_z)),
+    "tb, from the sampler": (
+        EXACT | {"anchor": "behavior"}, balance(from_sampler, own(from_sampler))),
+    "tb, clamped": (EXACT | {"kl_clamp": 0.5}, balance(clamped, own(clamped))),
     "tb, topr": ({"importance": "topr"}, balance(tb_residual, vargrad, weight=topr)),
     "tb, sequence clip": (
         {"importance": "sequence_clip", "importance_cap": 1.2},
@@ -295,13 +298,14 @@ FORMULAS = {
     "tb, token clip": (
         {"importance": "token_clip", "importance_cap": 1.3},
         weighted_tokens(lambda w: np.where(w > 1.3, 0, w))),
+    "tb, default": ({}, weighted_tokens(lambda w: np.where(w > 8, 0, w))),
     "tb, truncated": (
         {"importance": "truncated", "importance_cap": 1.3},
         weighted_tokens(lambda w: np.minimum(w, 1.3))),
     "tb, masked": (
         {"importance": "masked", "importance_cap": 1.3, "importance_floor": 0.8},
         weighted_tokens(lambda w: np.where((w < 0.8) | (w > 1.3), 0, w))),
-    "tb, no anchor": ({"anchor": "none"}, over_responses(
+    "tb, no anchor": (EXACT | {"anchor": "none"}, over_responses(
         lambda g: -(g.r - g.r.mean()) * total(g.now))),
     "tb, no anchor, topr": ({"anchor": "none", "importance": "topr"}, over_responses(
         lambda g: -topr(g) * (g.r - g.r.mean()) * total(g.now))),
