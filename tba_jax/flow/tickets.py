@@ -180,6 +180,12 @@ def check_result(result: Result) -> None:
             raise ValueError(f"{where}: reward is {y.reward}; count the response as rejected")
         if not count:
             raise ValueError(f"{where}: an empty response; wanted at least its last token")
+        if not np.isfinite(y.behavior_token_logprobs).all():
+            raise ValueError(
+                f"{where}: the log-probs of the policy are not finite, so it has diverged. Lower "
+                "--config.optimizer.learning_rate or raise --config.objective.beta, and start "
+                "again with another --workdir, because the newest checkpoint may have diverged, too"
+            )
         for name, values in sizes.items():
             if values is not None and (len(values) != count or not np.isfinite(values).all()):
                 raise ValueError(

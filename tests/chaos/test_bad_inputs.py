@@ -97,7 +97,10 @@ def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
         (["--config.reward.num_workers=100000"], "reward.num_workers = 100000"),
         (["--config.placement=fleet", "--config.fleet.max_searchers=100000"], "in [1, 4096]"),
         (["--config={pipe}"], "no config file"),
-        (["--config.task.start_path={pipe}"], "no such .jsonl or .parquet file"),
+        (
+            ["--config.task.start_path={pipe}", "--config.objective.importance=none"],
+            "no such .jsonl or .parquet file",
+        ),
         (["--config.model.path={pipe}"], "pipe.jsonl' is not a folder"),
         (["--workdir={pipe}"], "pipe.jsonl cannot be read (Not a directory)"),
     ],

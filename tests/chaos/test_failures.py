@@ -135,20 +135,16 @@ def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
 
 
 @pytest.mark.slow
-def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cache, tmp_path):
+def test_a_policy_that_diverges_stops_the_run_and_keeps_the_checkpoint(cache, tmp_path):
     workdir = tmp_path / "run"
     overrides = ("optimizer.learning_rate=1e9", "checkpoint.period=1")
     done = run(workdir, *overrides, *SYNC, "eval.period=0", cache=cache)
-    # The first step spoils the parameters; the next ones are skipped, the third of them ends it.
+    # The first step spoils the parameters, with which the searchers then sample.
     assert_one_error(
-        done,
-        1,
-        "step 3: loss nan, gradient norm nan",
-        "not finite in 3 consecutive steps",
-        "Lower --config.optimizer.learning_rate",
+        done, 2, "log-probs of the policy are not finite", "Lower --config.optimizer.learning_rate"
     )
     step, host_state = load_host_state(str(workdir))
-    assert step == 3 and "buffer" in host_state.parts
+    assert step == 1 and "buffer" in host_state.parts
 
 
 @pytest.fixture(scope="module")
