@@ -52,7 +52,7 @@ def make_draws(p=4, k=4, prompt=4, t=6, seed=0, repeats=None):
             version_min=0,
             version_max=0,
             searcher=0,
-            round=0,
+            ticket=0,
             sampling_temperature=1.0,
             finish_reason="eos",
             reference_token_logprobs=rng.normal(-2, 0.5, n).astype(np.float32),

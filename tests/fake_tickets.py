@@ -4,7 +4,7 @@
 import json
 import types
 
-from fake_rounds import make_buffer, make_groups, make_prompt
+from fake_groups import make_buffer, make_groups, make_prompt
 
 from tba_jax.flow.state import PartState
 from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket, Report, Result
@@ -24,7 +24,7 @@ def make_report(start_s=0.0, **changes):
 def make_result(number, version=0, searcher=0, prompt_id=None, **changes):
     """A ticket's result; its prompt has the ticket's number."""
     responses = {number if prompt_id is None else prompt_id: [[5, number + 1], [6]]}
-    (group,) = make_groups(responses, round=number, version=version, searcher=searcher, **changes)
+    (group,) = make_groups(responses, ticket=number, version=version, searcher=searcher, **changes)
     return Result(number, version, group, make_report(float(number)))
 
 
@@ -103,7 +103,7 @@ class House:
     def _merge(self, groups, step):
         for group in groups:
             assert len(group.trajectories) + sum(group.rejected.values())
-            self.merged.append(group.trajectories[0].round)
+            self.merged.append(group.trajectories[0].ticket)
 
     def _check(self, waiting, generated):
         assert generated == waiting + S * len(self.merged)

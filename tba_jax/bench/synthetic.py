@@ -23,7 +23,7 @@ def response(prompt_id: int, tokens: np.ndarray, reward: float, **fields: Any) -
         "version_min": 0,
         "version_max": 0,
         "searcher": 0,
-        "round": 0,
+        "ticket": 0,
         "sampling_temperature": 1.0,
         "finish_reason": "length",
     }

@@ -99,7 +99,7 @@ def _draw(example: Example) -> Draw:
         version_min=-1,
         version_max=-1,
         searcher=0,
-        round=0,
+        ticket=0,
         sampling_temperature=1.0,
         finish_reason="eos",
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tba_jax.config.schema import Config
 
-_NUM_REPORTS = 3  # reports of rounds that a share is computed from
+_NUM_REPORTS = 3  # reports of tickets that a share is computed from
 _MAX_CUT_SHARE = 0.2
 _MAX_EQUAL_SHARE = 0.8
 _EARLY_STEPS = 50  # a policy that has learned gives equal rewards, too
@@ -50,7 +50,7 @@ class Advice:
         """Return the advice that has not been given before.
 
         Args:
-            values: metrics of the last step, and of the rounds merged before it.
+            values: metrics of the last step, and of the tickets merged before it.
         """
         if "search/cut_share" in values:
             self._cut.append(values["search/cut_share"])

@@ -11,8 +11,6 @@ from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.settings import Schedule
 from tba_jax.train.config import ObjectiveSettings
 
-# Rounds of a searcher per step above which a note warns about the delay of the first step.
-
 
 def notes(config: Config) -> list[str]:
     """Return one sentence per note, each starting with the setting."""

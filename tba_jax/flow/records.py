@@ -17,8 +17,8 @@ from tba_jax.flow.trajectory import FinishReason, Group, Prompt, Trajectory
 
 Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
-# Numbers of a trajectory: prompt ID and reward; oldest and newest version, round, row of the shared
-# values, tokens, paths, spans of versions, and a bit for each array.
+# Numbers of a trajectory: prompt ID and reward; oldest and newest version, ticket, row of the
+# shared values, tokens, paths, spans of versions, and a bit for each array.
 _HEAD = struct.Struct("<qd8i")
 # Arrays of a trajectory, [t] each, with their bits; those that are None are left out.
 _ARRAYS = (
@@ -69,7 +69,7 @@ class Packer:
         counts = (len(y.response_tokens), len(y.path_lengths), len(spans))
         return b"".join(
             [
-                _HEAD.pack(*numbers, y.round, row, *counts, has),
+                _HEAD.pack(*numbers, y.ticket, row, *counts, has),
                 struct.pack(f"<{len(names)}d", *y.reward_parts.values()),
                 struct.pack(f"<{len(y.path_lengths)}i", *y.path_lengths),
                 struct.pack(f"<{2 * len(spans)}i", *itertools.chain.from_iterable(spans)),
@@ -80,7 +80,7 @@ class Packer:
     def unpack(self, packed: bytes) -> Trajectory:
         """Return the trajectory that `pack` converted; its arrays are read-only views."""
         prompt_id, reward, *integers = _HEAD.unpack_from(packed)
-        version_min, version_max, round_, row, count, num_paths, num_spans, has = integers
+        version_min, version_max, ticket, row, count, num_paths, num_spans, has = integers
         searcher, temperature, finish_reason, part_names = self.table[row]
         start = _HEAD.size
         parts, paths, spans = {}, (), ()
@@ -107,7 +107,7 @@ class Packer:
             version_min,
             version_max,
             searcher,
-            round_,
+            ticket,
             temperature,
             finish_reason,
             is_sampled,

@@ -52,7 +52,7 @@ class Trajectory:
         version_min: oldest policy version that drew a token of this response.
         version_max: newest policy version that drew a token of this response.
         searcher: ID of the searcher that committed the response.
-        round: number of the searcher's round or ticket.
+        ticket: number of the ticket.
         is_sampled: bool [t], True where the policy sampled the token and False where an environment
             wrote it; None: every token is sampled.
         token_advantages: float32 [t], estimated by sampling continuations from states of the
@@ -72,7 +72,7 @@ class Trajectory:
     version_min: int
     version_max: int
     searcher: int
-    round: int
+    ticket: int
     sampling_temperature: float
     finish_reason: FinishReason
     is_sampled: np.ndarray | None = None
@@ -123,7 +123,7 @@ def paths_of(num_tokens: int, path_lengths: Sequence[int]) -> list[slice]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The S scored responses of one round to one prompt, in sampling order.
+    """The S scored responses of a ticket, to one prompt, in sampling order.
 
     `rejected` has the number of responses without a reward, by the name of the reason. The number
     of generated responses is len(trajectories) + sum(rejected.values()).

@@ -23,7 +23,7 @@ llama_150k
 Before the first step, the paper fills the buffer with the SFT data and ten batches of samples of
 the SFT model. The presets gpt2 and llama start with the ten batches of samples. To add the SFT
 data, set --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read. The attacks in
-SFT.jsonl are judged in rounds of search.samples_per_prompt attacks.
+SFT.jsonl are judged in groups of search.samples_per_prompt attacks.
 
 gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
 library of the paper's code (peft) chooses for these models. The toy trains all parameters.

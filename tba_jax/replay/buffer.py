@@ -75,7 +75,7 @@ class ReplayBuffer:
         newest data. Groups that are merged together or one by one give the same buffer.
 
         Args:
-            groups: groups that `check_commit` accepts.
+            groups: groups that `check_result` accepts.
             step: number of completed optimiser steps.
 
         Returns:
@@ -349,19 +349,19 @@ class ReplayBuffer:
         with self._lock:
             return {**self._ledger.counters, "rejected": dict(self._ledger.rejected)}
 
-    def check_ledger(self, outbox_pending: int, outbox_generated: int | None = None) -> None:
+    def check_ledger(self, num_waiting: int, num_generated: int | None = None) -> None:
         """Check that every response is accounted for.
 
         Args:
-            outbox_pending: responses waiting in outboxes.
-            outbox_generated: responses ever put into outboxes, read at the same instant; None:
-                check only merged responses.
+            num_waiting: responses that wait for a merge.
+            num_generated: responses of all results, read at the same instant; None: check only
+                merged responses.
 
         Raises:
             LedgerError: the numbers do not add up; the message has them.
         """
         with self._lock:
-            self._ledger.check(outbox_pending, outbox_generated)
+            self._ledger.check(num_waiting, num_generated)
 
     def stats(self) -> dict[str, float]:
         """Return metrics; means are over stored responses, or 0 without a response."""

@@ -63,18 +63,18 @@ class Ledger:
         """Return all counters, and the total of rejected responses."""
         return {**self.counters, "rejected": self.rejected.total()}
 
-    def check(self, outbox_pending: int, outbox_generated: int | None) -> None:
+    def check(self, num_waiting: int, num_generated: int | None) -> None:
         """See `ReplayBuffer.check_ledger`."""
         totals = self.totals()
-        generated = outbox_generated
+        generated = num_generated
         if generated is None:
-            generated = totals["generated"] + outbox_pending
+            generated = totals["generated"] + num_waiting
         gone = {k: n for k, n in totals.items() if k.startswith("evicted_")}
-        total = outbox_pending + totals["stored"] + sum(gone.values()) + totals["rejected"]
+        total = num_waiting + totals["stored"] + sum(gone.values()) + totals["rejected"]
         if generated != total:
             raise LedgerError(
                 f"{generated} responses were generated, but {total} are accounted for: "
-                f"{outbox_pending} in outboxes, {totals['stored']} stored, {gone}, "
+                f"{num_waiting} wait for a merge, {totals['stored']} stored, {gone}, "
                 f"rejected {dict(self.rejected)}"
             )
 

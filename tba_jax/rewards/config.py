@@ -53,7 +53,9 @@ class RewardSettings(Section):
         on_resume=True,
     )
     max_failure_rate: float = share(
-        0.5, "share of failed rewards in a round above which the run stops", on_resume=True
+        0.5,
+        "share of failed rewards, of responses graded together, above which the run stops",
+        on_resume=True,
     )
 
 

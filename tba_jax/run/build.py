@@ -194,7 +194,7 @@ def first_batch(config: Config, layout: RowLayout) -> Batch:
         version_min=0,
         version_max=0,
         searcher=0,
-        round=0,
+        ticket=0,
         sampling_temperature=layout.policy_temperature,
         finish_reason="length",
         is_sampled=np.ones(length, bool) if config.task.environment else None,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: Orbax saves and restores all state of a step as one atomic unit.
 
-A checkpoint holds the train state (sharded arrays) and the host state: the replay buffer, the
-outboxes, the prompt streams and the counters. `HostStateHandler` writes the host state into a file
+A checkpoint holds the train state (sharded arrays) and the host state: the replay buffer,
+the tickets of the owner and the counters. `HostStateHandler` writes the host state into a file
 of the same Orbax save. Processes synchronise only through the coordination service of
 `jax.distributed`, because the devices may be in use by searchers.
 

@@ -188,7 +188,7 @@ class AsynchronousSearch(Search):
             run.shared.rewards.close()  # Ends a `score` call that waits for a reward.
             self._join(workers)
             raise
-        # Save before joining, because a searcher may need minutes to finish its round.
+        # Save before joining, because a searcher may need minutes to end its chunk.
         run.save()
         self._join(workers)
         self._count()

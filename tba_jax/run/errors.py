@@ -130,7 +130,7 @@ def out_of_memory(error: BaseException | None) -> str:
 
 
 class Watchdog:
-    """Timeout that ends the process if no step, round or evaluation ends within `limit_s`."""
+    """Timeout that ends the process if no step, ticket or evaluation ends within `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -144,7 +144,7 @@ class Watchdog:
         """End the process if the limit has passed; a worker calls this repeatedly."""
         if time.monotonic() - self._last > self._limit_s:
             print(
-                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
+                f"error: no step, ticket or evaluation ended for {self._limit_s:.0f} s "
                 "(config.log.watchdog_s); the "
                 "stacks of all threads follow. The newest checkpoint is intact: run the same "
                 "command again to continue from it",

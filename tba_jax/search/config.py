@@ -52,10 +52,10 @@ class SearchSettings(Section):
         "output channel; applied at publication, or after a searcher has merged adapters; also in "
         "evaluations during the run",
     )
-    swap: Literal["auto", "in_flight", "round"] = field(
+    swap: Literal["auto", "in_flight", "idle"] = field(
         "auto",
         "driver=async: when a searcher takes newer weights: in_flight: between decode chunks; "
-        "round: when all open responses have ended; auto: in_flight if the objective permits it",
+        "idle: when all open responses have ended; auto: in_flight if the objective permits it",
     )
     sampling_temperature: float = field(
         1.0, "divides the logits of searchers, and of policy and reference", above=0

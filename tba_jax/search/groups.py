@@ -62,7 +62,7 @@ def assemble(
                 version_min=y.version_min,
                 version_max=y.version_max,
                 searcher=searcher,
-                round=number,
+                ticket=number,
                 sampling_temperature=y.temperature,
                 finish_reason=y.finish,
                 is_sampled=y.is_sampled,

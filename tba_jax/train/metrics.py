@@ -182,8 +182,7 @@ def low_ess_warnings(values: Mapping[str, float]) -> list[str]:
             lines.append(
                 f"responses that are at least {low} steps stale ({share:.0%} of a batch) have an "
                 f"effective sample size of {ess:.1%}: objectives with importance ratios learn from "
-                "few of them. Lower replay.max_staleness or the learning rate, or set "
-                "--config.objective.name=tb"
+                "few of them. Lower replay.max_staleness or the learning rate"
             )
     return lines
 

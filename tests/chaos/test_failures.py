@@ -128,7 +128,7 @@ def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
     )
     assert done.returncode == 3
     assert done.stderr.startswith(
-        "error: no step, round or evaluation ended for 15 s (config.log.watchdog_s)"
+        "error: no step, ticket or evaluation ended for 15 s (config.log.watchdog_s)"
     )
     assert "run the same command again" in done.stderr
     assert "in grade" in done.stderr  # where the searcher hangs

@@ -23,7 +23,7 @@ def make_trajectory(tokens, **changes) -> Trajectory:
         "version_min": 0,
         "version_max": 0,
         "searcher": 0,
-        "round": 0,
+        "ticket": 0,
         "sampling_temperature": 1.0,
         "finish_reason": "eos",
         "reference_token_logprobs": np.full(len(tokens), -2.5, np.float32),

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from fake_rounds import assert_same_trajectory
+from fake_groups import assert_same_trajectory
 from fake_tickets import make_report, make_result
 
 from tba_jax.flow.tickets import check_result, pack_results, summarise, unpack_results

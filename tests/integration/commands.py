@@ -220,7 +220,7 @@ def assert_every_ticket_once(workdir):
     done = set(range(position["next"])) - set(position["open"])
     _, packed, packer = from_snapshot(*host_state.parts["buffer"])
     stored = map(packer.unpack, itertools.chain.from_iterable(packed))
-    merged = collections.Counter(y.round for y in stored)
+    merged = collections.Counter(y.ticket for y in stored)
     assert merged and max(merged.values()) <= size
     assert len(set(waiting)) == len(waiting) and not set(merged) & set(waiting)
     assert set(merged) | set(waiting) <= done

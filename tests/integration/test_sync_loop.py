@@ -138,7 +138,7 @@ def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path
     stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
     tokenizer = Tokenizer.load(str(model_parts.START_MODEL))
     assert {f"{i:03d}" for i in range(160)} <= {tokenizer.decode(y.response_tokens) for y in stored}
-    given = collections.Counter(y.prompt_id for y in stored if y.round < 10)
+    given = collections.Counter(y.prompt_id for y in stored if y.ticket < 10)
     assert given == {3: 80, 8: 80}
     assert all(np.isfinite(y.reward) for y in stored)
     # The trainer has scored the reference of drawn responses.

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from fake_rounds import make_prompt
+from fake_groups import make_prompt
 from fake_tickets import make_result, shard_of
 
 from tba_jax.flow.tickets import DecodeCounts, EvaluationTicket, Ticket

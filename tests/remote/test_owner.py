@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from fake_rounds import make_prompt
+from fake_groups import make_prompt
 from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
 
 from tba_jax.flow.tickets import Ticket
@@ -244,10 +244,10 @@ def test_a_process_of_another_run_or_of_none_is_told_so():
     assert "no searcher 7: the run has 2" in join(house, 7).refusal
     house.owner.set_version(4)
     assert join(house, 1) == ("1", 4, 0.0, "")
-    nobody = JoinRequest((), "idle", {})
-    assert not house.owner.join(nobody).refusal
+    idle = JoinRequest((), "idle", {})
+    assert not house.owner.join(idle).refusal
     assert not house.owner.wants_stop
     house.owner.beat(1, Heartbeat(wants_stop=True))
     assert house.owner.wants_stop
     house.owner.has_ended = True
-    assert house.owner.join(nobody).refusal == join(house).refusal == "the run has ended"
+    assert house.owner.join(idle).refusal == join(house).refusal == "the run has ended"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_rounds import make_buffer, make_groups
+from fake_groups import make_buffer, make_groups
 
 from tba_jax.train.groups import of_sums
 from tba_jax.train.losses import rloo

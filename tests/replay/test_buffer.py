@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from fake_rounds import (
+from fake_groups import (
     assert_same_trajectory,
     distinct_responses,
     drawn,
@@ -30,7 +30,7 @@ from tba_jax.replay.ledger import Ledger, LedgerError
 
 def varied_trajectories():
     """Trajectories with every optional field, to prompt 3."""
-    y = make_trajectory(3, range(1, 38), reward=1 / 3, version=4, round=7, searcher=2)
+    y = make_trajectory(3, range(1, 38), reward=1 / 3, version=4, ticket=7, searcher=2)
     return [
         make_trajectory(3, [150_000], reward=-2.0, version=5),
         dataclasses.replace(y, reward_parts={"accuracy": 0.1, "format": -1e-17}),
@@ -135,11 +135,11 @@ def test_the_ledger_check_sees_a_lost_and_an_invented_response():
     assert (counts["generated"], counts["stored"], counts["rejected"]) == (5, 1, 4)
     assert buffer.ledger()["rejected"] == {"reward_timeout": 3, "reward_nan": 1}
     buffer.check_ledger(0)
-    buffer.check_ledger(4, outbox_generated=9)
+    buffer.check_ledger(4, num_generated=9)
     with pytest.raises(LedgerError, match="8 responses were generated, but 9 are accounted for"):
-        buffer.check_ledger(4, outbox_generated=8)
+        buffer.check_ledger(4, num_generated=8)
     with pytest.raises(LedgerError, match="10 responses were generated, but 9 are accounted for"):
-        buffer.check_ledger(4, outbox_generated=10)
+        buffer.check_ledger(4, num_generated=10)
 
 
 def random_groups(rng, step):

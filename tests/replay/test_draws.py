@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_rounds import distinct_responses, make_buffer, make_groups, prompts_of
+from fake_groups import distinct_responses, make_buffer, make_groups, prompts_of
 from scipy.stats import binom, chi2
 
 from tba_jax.replay.buffer import TRIES

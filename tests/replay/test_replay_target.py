@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fake_rounds import make_buffer, make_groups
+from fake_groups import make_buffer, make_groups
 
 from tba_jax.train.groups import of_sums
 from tba_jax.train.losses import tb

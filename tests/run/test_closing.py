@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Closing figures: what became of the work of searchers."""
 
-from fake_rounds import distinct_responses, make_buffer, make_groups
+from fake_groups import distinct_responses, make_buffer, make_groups
 
 from tba_jax.run.conduct import economy_summary
 

@@ -41,7 +41,7 @@ def shown(num_tokens, policy=-1.0, reference=-3.0):
         version_min=2,
         version_max=2,
         searcher=1,
-        round=0,
+        ticket=0,
         sampling_temperature=1.0,
         finish_reason="eos",
     )

@@ -59,7 +59,7 @@ def test_every_response_is_a_trajectory_or_counted_by_its_reason():
     (y,) = first.trajectories
     assert (y.response_tokens.tolist(), y.reward, y.reward_parts) == ([5], 5.0, {"half": 2.5})
     assert y.behavior_token_logprobs.tolist() == [-1.0]
-    assert (y.version_min, y.version_max, y.searcher, y.round) == (3, 4, 1, 9)
+    assert (y.version_min, y.version_max, y.searcher, y.ticket) == (3, 4, 1, 9)
     assert (y.sampling_temperature, y.finish_reason, y.is_sampled) == (1.0, "eos", None)
     assert [(z.prompt_id, z.reward) for z in second.trajectories] == [(7, 8.0)]
     assert second.rejected == {}

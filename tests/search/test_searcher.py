@@ -39,7 +39,7 @@ def test_a_ticket_comes_back_when_its_last_response_ended():
     group = result.group
     assert [y.response_tokens.tolist() for y in group.trajectories] == [[10, 0], [10, 1]]
     assert [y.reward for y in group.trajectories] == [10.0, 10.0]
-    assert (result.version, result.generated, group.trajectories[0].round) == (0, 2, 0)
+    assert (result.version, result.generated, group.trajectories[0].ticket) == (0, 2, 0)
     assert world.owner.decoded_tokens == 4 * 4
 
 
@@ -167,7 +167,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
 
 
 def sample(house, searchers, count):
-    """Results of so many tickets, by number."""
+    """Results of `count` tickets, by number."""
     house.owner.allow(count, 0)
     while not house.owner.is_done:
         for searcher in searchers:

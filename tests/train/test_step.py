@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step: one loss and gradient in every layout and cut, and what becomes of the state."""
+"""The train step: one loss and gradient in every layout and cut, and the state after it."""
 
 import functools
 from dataclasses import replace

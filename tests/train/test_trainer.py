@@ -30,7 +30,7 @@ def make_draws():
             version_min=0,
             version_max=0,
             searcher=0,
-            round=0,
+            ticket=0,
             sampling_temperature=1.0,
             finish_reason="eos",
         )

@@ -22,7 +22,7 @@ def make_prompt(prompt_id):
     return Prompt(prompt_id, f"prompt {prompt_id}", tokens, {"answer": str(prompt_id)})
 
 
-def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, round=0, searcher=0, parts=None):
+def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, ticket=0, searcher=0, parts=None):
     tokens = np.array(tokens, np.int32)
     return Trajectory(
         prompt_id=prompt_id,
@@ -33,13 +33,13 @@ def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, round=0, search
         version_min=version,
         version_max=version + 1,
         searcher=searcher,
-        round=round,
+        ticket=ticket,
         sampling_temperature=0.7,
         finish_reason="eos" if len(tokens) % 2 else "length",
     )
 
 
-def make_groups(responses, *, round=0, version=0, searcher=0, rejected=None, rewards=None):
+def make_groups(responses, *, ticket=0, version=0, searcher=0, rejected=None, rewards=None):
     """Groups of one merge.
 
     Args:
@@ -53,7 +53,12 @@ def make_groups(responses, *, round=0, version=0, searcher=0, rejected=None, rew
             make_prompt(prompt_id),
             tuple(
                 make_trajectory(
-                    prompt_id, tokens, reward=value, version=version, round=round, searcher=searcher
+                    prompt_id,
+                    tokens,
+                    reward=value,
+                    version=version,
+                    ticket=ticket,
+                    searcher=searcher,
                 )
                 for tokens, value in zip(
                     token_lists, rewards.get(prompt_id, [0.0] * len(token_lists)), strict=True
