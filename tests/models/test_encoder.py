@@ -180,4 +180,5 @@ def test_what_old_checkpoints_carry_beside_the_parameters_is_accepted(roberta, f
         tensors["roberta.pooler.dense.bias"] = np.ones(16, np.float32)
 
     rewrite(folder, change)
-    jax.tree.map(np.testing.assert_array_equal, encoder.load(folder)[1], roberta[1])
+    same = jax.tree.map(np.array_equal, encoder.load(folder)[1], roberta[1])
+    assert jax.tree.all(same)
