@@ -232,7 +232,7 @@ def staleness(run: Run) -> "Figure | None":
     values, uses = np.array([*counts]), np.array([*counts.values()])
     mean = float((values * uses).sum() / total)
     tail = int(values[np.searchsorted(np.cumsum(uses), 0.97 * total)])
-    last = max(6, min(int(values.max()), tail + 2))
+    last = max(4, min(int(values.max()), tail + 2))
     bins = np.arange(last + 1)
     shares = np.array([counts.get(int(b), 0) for b in bins], np.float64)
     shares[-1] = sum(count for value, count in counts.items() if value >= last)
@@ -240,6 +240,7 @@ def staleness(run: Run) -> "Figure | None":
     axes = figure.add_subplot()
     style_axes(axes)
     axes.bar(bins, shares / total, width=0.82, color=MAIN)
+    axes.set_ylim(top=1.15 * shares.max() / total)  # room for the mean above the bars
     axes.axvline(mean, color=SECOND, linewidth=1.6, linestyle=(0, (4, 2)))
     axes.annotate(
         f"mean {mean:.1f}",
