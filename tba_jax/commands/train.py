@@ -100,9 +100,17 @@ def main(argv: Sequence[str]) -> int:
 
         if found := problems(config):
             raise UserError(listed(found))
+        if config.model.path and (line := _tokenizer_difference(config.model.path)):
+            print(f"note: {line}", file=sys.stderr)
         return 0
     with surviving_closed_outputs():
         return _run(config, workdir, address)
+
+
+def _tokenizer_difference(model_path: str) -> str:
+    from tba_jax.models.hf import folders, tokenizer_files
+
+    return tokenizer_files.difference(folders.resolve(model_path, with_weights=False))
 
 
 def _print_settings(workdir: str, config: Config) -> None:

@@ -172,7 +172,7 @@ class GuardClassifier:
             {"role": "assistant", "content": response},
         ]
         text = self._tokenizer.format_chat(messages, is_complete=True)
-        return self._tokenizer.encode(text, add_bos=True)
+        return self._tokenizer.encode(text, add_bos=False)
 
 
 def make_classifier(settings: ClassifierSettings, dtype: str, device: Any) -> ResponseClassifier:

@@ -153,9 +153,11 @@ class RewardModel:
         Raises:
             ValueError: a prompt with its response exceeds the model's positions.
         """
-        if "prompt" in columns and self._tokenizer.has_chat_template:
+        is_chat = "prompt" in columns and self._tokenizer.has_chat_template
+        if is_chat:
             prompts = [self._tokenizer.format_chat(messages) for messages in columns["prompt"]]
-        rows = self._rows(prompts, completions, completion_ids, has_eos)
+        encoded = {text: self._tokenizer.encode(text, add_bos=not is_chat) for text in set(prompts)}
+        rows = self._rows([encoded[x] for x in prompts], completions, completion_ids, has_eos)
         scores = self._score_rows(rows)
         rewards: list[float | None] = []
         reasons: list[str | None] = []
@@ -174,13 +176,12 @@ class RewardModel:
 
     def _rows(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[np.ndarray],
         completions: Sequence[str],
         completion_ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> list[np.ndarray]:
         """Return the tokens of prompt and response, in the model's vocabulary."""
-        encoded = {text: self._tokenizer.encode(text, add_bos=True) for text in set(prompts)}
         rows = []
         for prompt, text, ids, is_complete in zip(
             prompts, completions, completion_ids, has_eos, strict=True
@@ -189,7 +190,7 @@ class RewardModel:
                 ids = self._tokenizer.encode(text, add_bos=False)
                 if is_complete:
                     ids = np.append(ids, np.int32(self._tokenizer.eos_ids[0]))
-            row = np.concatenate([encoded[prompt], ids])
+            row = np.concatenate([prompt, ids])
             if len(row) > self._config.max_positions:
                 raise ValueError(
                     f"{self._where} has {self._config.max_positions} positions; a prompt with its "

@@ -114,7 +114,8 @@ class Victim:
 
     def encode(self, attack: str) -> np.ndarray | None:
         """Return token IDs of the victim's prompt; None if the prompt is empty or too long."""
-        tokens = self._tokenizer.encode(self.format(attack), add_bos=True)
+        is_chat = self._template == CHAT_TEMPLATE
+        tokens = self._tokenizer.encode(self.format(attack), add_bos=not is_chat)
         return tokens if 0 < len(tokens) <= self._longest else None
 
     def respond(self, prompts: Sequence[np.ndarray], weights: Any, key: jax.Array) -> list[str]:

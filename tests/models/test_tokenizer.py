@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tba_jax.models import tokenizer as tokenizer_module
-from tba_jax.models.hf import folders
+from tba_jax.models.hf import folders, tokenizer_files
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.errors import is_mendable
 
@@ -162,21 +161,18 @@ def test_bos_goes_where_the_tokenizers_own_rule_puts_it(tmp_path, adds_bos):
     np.testing.assert_array_equal(tokenizer.encode("<bos>ab a", add_bos=True), want)
 
 
-@pytest.mark.parametrize("add_bos", [True, False])
-def test_chat_with_bos_in_the_template_has_one(tmp_path, add_bos):
-    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+def test_special_tokens_of_a_chat_are_read(tmp_path):
     library = byte_level(adds_bos=True, added=["<think>"])
     tokenizer = write_folder(tmp_path, library, special=("bos", "eos"), template=TEMPLATE)
     text = tokenizer.format_chat([{"role": "user", "content": "a <think> b"}])
     assert text == "<bos> user: a <think> b assistant:"
-    ids = tokenizer.encode(text, add_bos=add_bos)
+    ids = tokenizer.encode(text, add_bos=False)
     assert (ids == BOS).sum() == 1 and ids[0] == BOS
     assert (ids == ADDED).sum() == 1
     assert tokenizer.decode(ids, skip_special=False) == text
 
 
 def test_chat_template_file_and_named_templates_are_read(tmp_path):
-    pytest.importorskip("jinja2", reason="chat templates need jinja2")
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
     user = [{"role": "user", "content": "a"}]
     assert make_folder(tmp_path, template=named).format_chat(user) == "<bos> user: a assistant:"
@@ -193,7 +189,6 @@ def test_chat_template_file_and_named_templates_are_read(tmp_path):
     ],
 )
 def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path, messages, message):
-    pytest.importorskip("jinja2", reason="chat templates need jinja2")
     with pytest.raises(ValueError, match=message):
         make_folder(tmp_path, template=TEMPLATE).format_chat(messages)
 
@@ -351,38 +346,103 @@ EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_a_tokenizer_without_code_is_read_as_transformers_reads_it(name):
+def test_texts_are_split_as_transformers_splits_them(name):
     folder = folders.resolve(f"embedded:{name}")
     ours = Tokenizer.load(folder)
-    assert isinstance(ours._tokenizer, tokenizer_module._Plain)
-    generation, model = (
-        json.loads((folder / f"{x}.json").read_text()) for x in ("generation_config", "config")
-    )
-    eos_ids = tokenizer_module._declared_eos_ids(generation, model)
-    library = tokenizer_module._of_transformers(folder)
-    theirs = Tokenizer(library, eos_ids, model["vocab_size"])
-    for attribute in ("bos_id", "adds_bos", "eos_ids", "pad_id", "vocab_size", "has_chat_template"):
-        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
-    assert ours.has_vocabulary_of(theirs) and theirs.has_vocabulary_of(ours)
-    marks = "0123456789+-=:,.ab \n\u00e9\u4e2d"
-    known, known_to_theirs = ({c for c in marks if each.knows(c)} for each in (ours, theirs))
-    assert known == known_to_theirs and "=" in known and not known & {"\u00e9", "\u4e2d"}
+    theirs = ours.library
+    assert (ours.bos_id, len(theirs)) == (theirs.bos_token_id, ours.vocab_size)
+    assert tokenizer_files.difference(folder) == ""
     rng = np.random.default_rng(0)
     letters = [*"0123456789+-=:,.ab \n\u00e9\u4e2d", "<bos>", "<eos>", "<pad>", "<unk>", "<none>"]
+    assert {c for c in letters[:19] if ours.knows(c)} >= set("0123456789=")
+    assert not ours.knows("\u4e2d")
     for _ in range(200):
         text = "".join(rng.choice(letters, rng.integers(0, 12)))
-        for add_bos in (False, True):
-            ids = ours.encode(text, add_bos)
-            np.testing.assert_array_equal(ids, theirs.encode(text, add_bos))
-        for most in (None, 3):
-            np.testing.assert_array_equal(
-                ours.encode_complete(text, most), theirs.encode_complete(text, most)
-            )
-        # Ids past the tokenizer's own, too.
+        ids = ours.encode(text, add_bos=False)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+        assert ours.encode_complete(text).tolist() == theirs.encode(text)
+        # IDs past the tokenizer's own, too.
         drawn = rng.integers(0, ours.vocab_size + 9, 8)
         for skip_special in (False, True):
             for row in (ids, drawn):
-                assert ours.decode(row, skip_special) == theirs.decode(row, skip_special)
+                want = theirs.decode(
+                    row, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+                )
+                assert ours.decode(row, skip_special) == want
+
+
+CHAT = [{"role": "user", "content": "a <think> b"}]
+BEGUN = [*CHAT, {"role": "assistant", "content": " ab \n"}]
+TEMPLATES = {
+    "with bos": TEMPLATE,
+    "without bos": TEMPLATE.removeprefix("{{ bos_token }}"),
+    "bos in the second line": "\n" + TEMPLATE,
+    "bos twice": "{{ bos_token }}" + TEMPLATE,
+    "stripped": TEMPLATE.replace("m['content']", "m['content'] | trim"),
+    "loop controls, generation, tojson": (
+        "{%- for m in messages %}\n    {%- if loop.index > 5 %}{% break %}{% endif %}"
+        "{%- generation %}{{ m['content'] }}{%- endgeneration %}"
+        "{{ {'r': m['role'], 'x': '<\u00e9>'} | tojson }}{%- endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("messages", [CHAT, BEGUN], ids=["asked", "begun"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_chat_has_the_ids_of_transformers(tmp_path, name, messages, adds_bos):
+    """Nothing is added to the output of a template, with any rule of the tokenizer for BOS."""
+    library = byte_level(adds_bos=adds_bos, added=["<think>"])
+    special = ("bos", "eos")
+    ours = write_folder(tmp_path, library, special=special, template=TEMPLATES[name])
+    is_begun = messages is BEGUN
+    if is_begun and name == "loop controls, generation, tojson":
+        messages = [*messages[:-1], {**messages[-1], "content": "ab"}]
+    want = ours.library.apply_chat_template(
+        messages,
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
+        return_dict=False,
+    )
+    assert ours.encode(ours.format_chat(messages), add_bos=False).tolist() == want
+
+
+def test_ids_of_a_text_do_not_depend_on_a_chat_template(tmp_path):
+    """transformers adds <none>, a declared token that tokenizer.json lacks; text never has it."""
+    for name in ("plain", "chat"):
+        (tmp_path / name).mkdir()
+    plain = write_folder(tmp_path / "plain", byte_level(adds_bos=True), special=("bos", "eos"))
+    chat = write_folder(
+        tmp_path / "chat", byte_level(adds_bos=True), special=("bos", "eos"), template=TEMPLATE
+    )
+    for text in ("ab <eos> a\n", "", "<bos>x", "\u00e9 <none>"):
+        np.testing.assert_array_equal(plain.encode(text, True), chat.encode(text, True))
+
+
+def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
+    tokenizer = write_folder(
+        tmp_path, byte_level(), special=("eos",), declared=[EOS, PAD], model={"eos_token_id": 2}
+    )
+    assert tokenizer.eos_ids == (EOS, PAD)  # 2, a stale value in config.json, is an ordinary token
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert Tokenizer.load(tmp_path).eos_ids == (EOS, 2)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_tokenizer_json_decides_about_bos_as_in_transformers(tmp_path, adds_bos):
+    library = byte_level(adds_bos=not adds_bos)
+    settings = {"add_bos_token": adds_bos}
+    tokenizer = write_folder(tmp_path, library, special=("bos", "eos"), settings=settings)
+    assert tokenizer.encode("ab", add_bos=True).tolist() == tokenizer.library.encode("ab")
+    assert tokenizer.adds_bos != adds_bos
+
+
+def test_a_class_of_transformers_that_splits_otherwise_is_named(tmp_path):
+    """GPT-2's class brings its own rule for spaces, whatever tokenizer.json says."""
+    library = byte_level()
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    write_folder(tmp_path, library, special=("eos",), settings={"tokenizer_class": "GPT2Tokenizer"})
+    assert "transformers (GPT2Tokenizer) splits" in tokenizer_files.difference(tmp_path)
 
 
 def test_an_embedded_tokenizer_is_loaded_without_transformers():

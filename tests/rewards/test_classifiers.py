@@ -64,7 +64,7 @@ def test_guard_scores_its_verdict_after_the_conversation(tmp_path):
     tokenizer = Tokenizer.load(path)
     for prompt, text, logprob in zip(prompts, TEXTS, got, strict=True):
         conversation = f"user: {prompt}\nassistant: {text}\nassistant:"
-        before = tokenizer.encode(conversation, add_bos=True)
+        before = tokenizer.encode(conversation, add_bos=False)
         row = np.concatenate([before, tokenizer.encode("unsafe", add_bos=False)])[None]
         hidden = transformer.apply(
             params,

@@ -93,7 +93,7 @@ def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
     assert prompt is not None
     (message,) = prompt.columns["prompt"]
     assert prompt.text == f"[user|{message['content']}]"
-    assert prompt.tokens.tolist() == [1, *map(ord, prompt.text)]
+    assert prompt.tokens.tolist() == [*map(ord, prompt.text)]  # a template is complete
     assert prompt.columns["target"] == {"1+1?": "2", "1+2?": "3"}[message["content"]]
 
 
