@@ -8,30 +8,45 @@ measured memory; decoding against the memory rate; the train step against the ma
 job with the asynchronous and the synchronous driver. Each part runs in its own process with a time
 limit and writes its result to DIR when it ends, so a part that fails, hangs or exceeds its limit
 does not affect the other parts. DIR contains results.json, page.md and the output of every part.
---dry_run runs all parts at tiny sizes on CPU in a minute or two.
+--dry_run runs all parts at tiny sizes on CPU in a minute or two. --probe=NAME runs one of the first
+three parts in this process and prints its result.
 """
 
+import dataclasses
 import datetime
+import functools
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tba_jax.bench.reporting import make_parser
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-_PROBE = ("tba_jax.bench.accelerator_probe",)
-_DECODE = ("tba_jax.bench.decode", "--repeats=1", "--json")
-_STEP = ("tba_jax.bench.train_step", "--repeats=1", "--json")
-_TRAIN = ("tba_jax.main", "--config=math:arithmetic", "--config.num_steps=200")
-_DRY = ("--config.num_steps=2", "--config.task.num_eval_prompts=8")
-_SMALL_STEP = ("--num_prompts=2", "--group_size=2", "--prompt_tokens=8", "--response_tokens=8")
-_DRY_PATIENCE = 10
+from tba_jax.bench import harness
+from tba_jax.bench.harness import Figures
+from tba_jax.config.command_line import override
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.platform import platform_of, prepare_process
+from tba_jax.devices.site import any_device
+from tba_jax.models.hf import config_json
+from tba_jax.models.logprobs import packed_token_logprobs, token_logprobs
+from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding
+from tba_jax.models.transformer import TransformerConfig, init_params
+from tba_jax.planning import layouts, roofline
+from tba_jax.planning.programs import Planned, plan_programs
+from tba_jax.planning.shapes import config_of
+from tba_jax.run.model_parts import model_path
+
+_DRY_PATIENCE = 10  # a dry run must also pass on slow machines
 
 
 class Part(NamedTuple):
@@ -41,69 +56,125 @@ class Part(NamedTuple):
         name: stem of the part's files.
         question: question that the part answers.
         limit_s: time limit of the part's process.
-        module: module and arguments, as after `python -m`; {out} stands for the part's folder.
+        command: module and arguments, as after `python -m`; {out} stands for the part's folder.
         dry: arguments of a dry run; later arguments override earlier ones.
     """
 
     name: str
     question: str
     limit_s: float
-    module: tuple[str, ...]
-    dry: tuple[str, ...] = ("--dry_run",)
+    command: str
+    dry: str = "--dry_run"
 
 
+_PROBE = "tba_jax.bench.accelerator --probe="
+_TRAIN = "tba_jax.main --config=math:arithmetic --config.num_steps=200 --workdir={out}"
+_DRY_TRAIN = "--config.num_steps=2 --config.task.num_eval_prompts=8"
 PARTS = (
     Part(
         "device",
         "Which device, which versions, and which measured rates?",
         60,
-        (*_PROBE, "device"),
+        f"{_PROBE}device",
     ),
-    Part("parity", "Do programs give the same results as on CPU?", 120, (*_PROBE, "parity")),
-    Part(
-        "memory",
-        "Does the device use as much memory as planned?",
-        120,
-        (*_PROBE, "memory"),
-    ),
+    Part("parity", "Do programs give the same results as on CPU?", 120, f"{_PROBE}parity"),
+    Part("memory", "Does the device use as much memory as planned?", 120, f"{_PROBE}memory"),
     Part(
         "decode",
         "How close is decoding to the memory rate (1.5B, 128 responses, bfloat16)?",
         150,
-        (
-            *_DECODE,
-            "--shape=1.5b",
-            "--dtype=bfloat16",
-            "--num_prompts=128",
-            "--prompt_tokens=256",
-        ),
-        ("--shape=tiny", "--num_prompts=2", "--prompt_tokens=8", "--max_new_tokens=8"),
+        "tba_jax.bench.decode --repeats=1 --json --shape=1.5b --dtype=bfloat16 --num_prompts=128 "
+        "--prompt_tokens=256",
+        "--shape=tiny --num_prompts=2 --prompt_tokens=8 --max_new_tokens=8",
     ),
     Part(
         "train_step",
         "How close is the train step to the matmul rate (1.5B, bfloat16)?",
         150,
-        (*_STEP, "--model_shape=1.5b", "--dtype=bfloat16"),
-        ("--model_shape=tiny", "--steps=1", *_SMALL_STEP),
+        "tba_jax.bench.train_step --repeats=1 --json --model_shape=1.5b --dtype=bfloat16",
+        "--model_shape=tiny --steps=1 --num_prompts=2 --group_size=2 --prompt_tokens=8 "
+        "--response_tokens=8",
     ),
     Part(
         "async",
         "How long does the main job take with the asynchronous driver?",
         120,
-        (*_TRAIN, "--config.driver=async", "--workdir={out}"),
-        _DRY,
+        f"{_TRAIN} --config.driver=async",
+        _DRY_TRAIN,
     ),
     Part(
         "sync",
         "How long does the main job take with the synchronous driver?",
         120,
-        (*_TRAIN, "--config.driver=sync", "--workdir={out}"),
-        _DRY,
+        f"{_TRAIN} --config.driver=sync",
+        _DRY_TRAIN,
     ),
 )
 
 
-def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if every part succeeded."""
+    parser = harness.make_parser("accelerator", __doc__)
+    names = [part.name for part in PARTS]
+    probes = {"device": device, "parity": parity, "memory": memory}
+    parser.add_argument("--out", type=Path, help="folder for results")
+    parser.add_argument(
+        "--budget_s", type=float, default=600.0, help="time limit of all parts together"
+    )
+    parser.add_argument("--parts", default=",".join(names), help="parts to run, with commas")
+    parser.add_argument("--probe", choices=probes, help="print the result of one part")
+    parser.add_argument("--dry_run", action="store_true", help="run at tiny sizes on CPU")
+    args = parser.parse_args(argv)
+    prepare_process()
+    wanted = args.parts.split(",")
+    try:
+        if args.probe:
+            print(json.dumps(probes[args.probe](args.dry_run)))
+            return 0
+        if strays := [n for n in wanted if n not in names]:
+            raise ValueError(f"--parts: no {strays[0]!r}; there are {', '.join(names)}")
+        if args.out is None:
+            raise ValueError("--out is missing. Give a folder for the results")
+    except ValueError as error:
+        print(f"accelerator: {error}", file=sys.stderr)
+        return 1 if args.probe else 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in PARTS if part.name in wanted]
+    results = measure(parts, args.out.absolute(), args.budget_s, is_dry=args.dry_run)
+    print(args.out / "page.md")
+    return 0 if all(found["status"] == "done" for found in results.values()) else 1
+
+
+def measure(
+    parts: Sequence[Part], out: Path, budget_s: float, *, is_dry: bool
+) -> dict[str, Figures]:
+    """Run the parts one after the other, and write each result when the part ends.
+
+    Args:
+        parts: parts, most important first.
+        out: folder of the results.
+        budget_s: time limit of all parts together; after it, no part is started.
+        is_dry: run at tiny sizes on CPU.
+    """
+    results: dict[str, Figures] = {}
+    end = time.monotonic() + budget_s
+    for part in parts:
+        left = end - time.monotonic()
+        if left <= 0:
+            status = f"not started within {budget_s:.0f} s (--budget_s)"
+            results[part.name] = {"question": part.question, "status": status, "figures": {}}
+        else:
+            limit_s = part.limit_s * (_DRY_PATIENCE if is_dry else 1)
+            results[part.name] = run_part(part, out, min(left, limit_s), is_dry=is_dry)
+        print(f"{part.name}: {results[part.name]['status']}", flush=True)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found = {"date": date, "dry_run": is_dry, "parts": results}
+        (out / "results.json").write_text(json.dumps(found, indent=1))
+        (out / "page.md").write_text("\n".join(page(results, date, is_dry=is_dry)) + "\n")
+    return results
+
+
+def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> Figures:
     """Run one part in its own process and return its result.
 
     Args:
@@ -112,38 +183,27 @@ def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str
         limit_s: seconds after which the process and its children are ended.
         is_dry: run at tiny sizes on CPU.
     """
-    folder = out / part.name
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = [x.replace("{out}", str(folder / "run")) for x in part.module]
-    command = ["-m", *arguments, *(part.dry if is_dry else ())]
+    log, run_folder = out / f"{part.name}.log", out / part.name
+    words = f"{part.command} {part.dry}" if is_dry else part.command
+    command = ["-m", *(x.replace("{out}", str(run_folder)) for x in shlex.split(words))]
     environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if is_dry else {})
     start = time.monotonic()
-    with (out / f"{part.name}.log").open("w") as log:
-        # The part gets its own session, so that its children end with it.
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
+    with harness.started([sys.executable, *command], log, environment) as process:
         try:
             code = process.wait(timeout=limit_s)
             status = "done" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             status = f"ended after its {limit_s:.0f} s"
     return {
         "question": part.question,
         "command": shlex.join(["python", *command]),
         "status": status,
         "seconds": round(time.monotonic() - start, 1),
-        "figures": _figures(out / f"{part.name}.log", folder / "run" / "report.json"),
+        "figures": _figures(log, run_folder / "report.json"),
     }
 
 
-def _figures(log: Path, report: Path) -> dict[str, Any]:
+def _figures(log: Path, report: Path) -> Figures:
     """Return the result of a part: the last JSON object in its log, or the report of a run."""
     if report.exists():
         return json.loads(report.read_text())
@@ -156,103 +216,212 @@ def _figures(log: Path, report: Path) -> dict[str, Any]:
     return {}
 
 
-def measure(
-    parts: Sequence[Part], out: Path, budget_s: float, *, is_dry: bool
-) -> dict[str, dict[str, Any]]:
-    """Run the parts one after the other, and write each result when the part ends.
-
-    Args:
-        parts: parts, most important first.
-        out: folder of the results.
-        budget_s: time limit of all parts together; after it, no part is started.
-        is_dry: run at tiny sizes on CPU.
-    """
-    results: dict[str, dict[str, Any]] = {}
-    end = time.monotonic() + budget_s
-    for part in parts:
-        left = end - time.monotonic()
-        if left <= 0:
-            results[part.name] = {
-                "question": part.question,
-                "status": f"not started within {budget_s:.0f} s (--budget_s)",
-                "figures": {},
-            }
-        else:
-            # A dry run must also pass on slow machines.
-            limit_s = part.limit_s * (_DRY_PATIENCE if is_dry else 1)
-            results[part.name] = run_part(part, out, min(left, limit_s), is_dry=is_dry)
-        print(f"{part.name}: {results[part.name]['status']}", flush=True)
-        write(out, parts, results, is_dry=is_dry)
-    return results
-
-
-def write(
-    out: Path, parts: Sequence[Part], results: Mapping[str, dict[str, Any]], *, is_dry: bool
-) -> None:
-    """Write results.json and page.md with the results so far."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = {"date": now, "dry_run": is_dry, "parts": dict(results)}
-    (out / "results.json").write_text(json.dumps(found, indent=1))
-    (out / "page.md").write_text("\n".join(page(parts, results, now, is_dry=is_dry)) + "\n")
-
-
-def page(
-    parts: Sequence[Part], results: Mapping[str, dict[str, Any]], date: str, *, is_dry: bool
-) -> Iterable[str]:
-    """Return the results as text."""
-    yield "# One accelerator"
-    yield ""
+def page(results: Mapping[str, Figures], date: str, *, is_dry: bool) -> Iterable[str]:
+    """Yield the lines of the results as text; long lists are only in results.json."""
+    yield "# One accelerator\n"
     if is_dry:
-        yield "**A dry run on CPU at tiny sizes. Nothing here was measured on an accelerator.**"
-        yield ""
+        yield "**A dry run on CPU at tiny sizes. Nothing here was measured on an accelerator.**\n"
     yield f"`python -m tba_jax.bench.accelerator`, {date}"
-    for part in parts:
-        if part.name not in results:
-            continue
-        found = results[part.name]
-        yield f"\n## {part.name}: {found['status']}\n"
-        yield part.question
+    for name, found in results.items():
+        yield f"\n## {name}: {found['status']}\n"
+        yield found["question"]
         if "command" in found:
-            yield f"\n    {found['command']}\n\n{found['seconds']} s; it printed {part.name}.log"
-        rows = list(_rows(found["figures"]))
+            yield f"\n    {found['command']}\n\n{found['seconds']} s; it printed {name}.log"
+        rows = dict(harness.flat(found["figures"]))
         if rows:
             yield "\n| | |\n|---|---|"
-            yield from (f"| {name} | {value} |" for name, value in rows)
+        for figure, value in rows.items():
+            if isinstance(value, float):
+                yield f"| {figure} | {value:,.4g} |"
+            elif not isinstance(value, list) or len(value) <= 8:
+                text = str(value).replace("|", "\\|")
+                yield f"| {figure} | {text} |"
 
 
-def _rows(figures: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
-    """Yield names and values of nested figures; long lists are only in results.json."""
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _rows(value, f"{before}{name}.")
-        elif isinstance(value, float):
-            yield before + name, f"{value:,.4g}"
-        elif not isinstance(value, list) or len(value) <= 8:
-            yield before + name, str(value).replace("|", "\\|")
+# --- probes ------------------------------------------------------------------
+
+_SHAPE = TransformerConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_size=1024,
+)
+_TINY = dataclasses.replace(
+    _SHAPE, vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, mlp_size=32
+)
+_ROWS, _PROMPT, _RESPONSE = 4, 96, 32
+# Limit of the norm of the difference divided by the norm. A float32 product on tensor cores keeps
+# 10 bits of its factors, bfloat16 keeps 7.
+_TOLERANCE = {"float32": 0.005, "bfloat16": 0.05}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if every part succeeded."""
-    parser = make_parser("accelerator", __doc__)
-    names = [part.name for part in PARTS]
-    parser.add_argument("--out", required=True, type=Path, help="folder for results")
-    parser.add_argument(
-        "--budget_s", type=float, default=600.0, help="time limit of all parts together"
+def device(is_dry: bool) -> Figures:
+    """Return versions, devices and measured rates of the first device."""
+    found = jax.local_devices()
+    names = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+    rates = roofline.measure_rates("bfloat16", 2**24 if is_dry else 2**32)
+    return {
+        "versions": harness.versions(*names),
+        "platform": platform_of(found[0]),
+        "platform_version": found[0].client.platform_version,
+        "device": found[0].device_kind,
+        "num_devices": len(found),
+        "memory_bytes": (found[0].memory_stats() or {}).get("bytes_limit"),
+        "bytes_per_s": rates.bytes_per_s,
+        "bfloat16_flops_per_s": rates.flops_per_s,
+    }
+
+
+def parity(is_dry: bool) -> Figures:
+    """Compare every computation of a run at a small shape on the device with CPU in float32.
+
+    Raises:
+        ValueError: results differ by more than rounding; the message names them.
+    """
+    config = _TINY if is_dry else _SHAPE
+    here, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu):
+        params = init_params(config, jax.random.key(0), jnp.float32)
+    wanted = _outputs(config, params, "float32", cpu)
+    found: Figures = {}
+    for dtype in ("bfloat16",) if is_dry else _TOLERANCE:
+        for name, value in _outputs(config, params, dtype, here).items():
+            found[f"{name}.{dtype}"] = _difference(value, wanted[name])
+    found["decoding.float32"] = _decoding_error(config, params, here, cpu)
+    far = [n for n, x in found.items() if not x <= _TOLERANCE[n.rsplit(".", 1)[1]]]
+    if far:
+        raise ValueError(f"{', '.join(far)} differ from CPU: {json.dumps(found)}")
+    return {"device": here.device_kind, "difference_over_norm": found}
+
+
+def _difference(value: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(value - wanted) / np.linalg.norm(wanted))
+
+
+def _outputs(
+    config: TransformerConfig, params: Any, dtype: str, where: Any
+) -> dict[str, np.ndarray]:
+    """Return log-probs of padded and packed rows, and the gradients of both, as float32."""
+    rng = np.random.default_rng(0)
+    length = _PROMPT + _RESPONSE
+    tokens = rng.integers(0, config.vocab_size, (_ROWS, length)).astype(np.int32)
+    index = np.arange(length)
+    lengths = (
+        np.arange(_PROMPT, 0, -_PROMPT // _ROWS)[:_ROWS, None].astype(np.int32),
+        np.full((_ROWS, 1), _RESPONSE - 1, np.int32),
     )
-    parser.add_argument("--parts", default=",".join(names), help="parts to run, with commas")
-    parser.add_argument("--dry_run", action="store_true", help="run at tiny sizes on CPU")
-    args = parser.parse_args(argv)
-    wanted = args.parts.split(",")
-    if strays := [n for n in wanted if n not in names]:
-        print(
-            f"accelerator: --parts: no {strays[0]!r}; there are {', '.join(names)}", file=sys.stderr
+    segments = np.broadcast_to(1 + (index >= length // 2), tokens.shape).astype(np.int32)
+    positions = np.broadcast_to(index % (length // 2), tokens.shape).astype(np.int32)
+    options: Any = {
+        "config": config,
+        "scoring": Scoring(compute_dtype=dtype),
+        "sharding": ComputeSharding(config, any_device(platform_of(where))),
+    }
+
+    def padded(params: Any, tokens: Any, *rows: Any) -> Any:
+        own = {"response_bucket": _RESPONSE, **options}
+        return token_logprobs(params, tokens[:, None], *rows, **own)[:, 0]
+
+    packed = functools.partial(packed_token_logprobs, **options)
+    out = {}
+    with jax.default_device(where):
+        own = jax.device_put(params, where)
+        for name, score, rows in (
+            ("padded", padded, (tokens, *lengths)),
+            ("packed", packed, (tokens, segments, positions)),
+        ):
+
+            def loss(params: Any, score: Callable[..., Any] = score, rows: Any = rows) -> Any:
+                logprobs = score(params, *rows)
+                return jnp.sum(logprobs), logprobs
+
+            grads, out[f"{name}.logprobs"] = jax.jit(jax.grad(loss, has_aux=True))(own)
+            out[f"{name}.gradient"] = jnp.concatenate(
+                [x.astype(jnp.float32).reshape(-1) for x in jax.tree.leaves(grads)]
+            )
+    return {name: np.asarray(x, np.float32) for name, x in out.items()}
+
+
+def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any) -> float:
+    """Return the difference between the decoder's log-probs and log-probs computed on CPU."""
+    prompts = np.random.default_rng(1).integers(0, config.vocab_size, (_ROWS, _PROMPT))
+    with jax.default_device(here):
+        decoder = Decoder(
+            config,
+            compute_dtype=jnp.float32,
+            eos_ids=(),
+            pad_id=0,
+            prompt_buckets=(_PROMPT,),
+            max_length=_PROMPT + _RESPONSE,
+            site=any_device(platform_of(here)),
         )
-        return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in PARTS if part.name in wanted]
-    results = measure(parts, args.out.absolute(), args.budget_s, is_dry=args.dry_run)
-    print(args.out / "page.md")
-    return 0 if all(found["status"] == "done" for found in results.values()) else 1
+        decoded = decoder.decode(
+            jax.device_put(params, here),
+            list(prompts.astype(np.int32)),
+            num_samples=2,
+            key=jax.random.key(2),
+            settings=SamplingSettings(_RESPONSE),
+        )
+    rows = np.concatenate(
+        [np.broadcast_to(prompts[:, None], (_ROWS, 2, _PROMPT)), decoded.tokens], axis=2
+    )
+    with jax.default_device(cpu):
+        score = functools.partial(
+            token_logprobs, response_bucket=_RESPONSE, config=config, scoring=Scoring()
+        )
+        lengths = (np.full((_ROWS, 2), n, np.int32) for n in (_PROMPT, _RESPONSE))
+        scored = jax.jit(score)(params, rows.astype(np.int32), *lengths)
+    return _difference(np.asarray(decoded.token_logprobs), np.asarray(scored))
+
+
+def memory(is_dry: bool) -> Figures:
+    """Return the estimated and the measured memory of a decode chunk and of a train step.
+
+    The device reports the peak since the start of the process, so the smaller program runs first.
+    """
+    preset = "math:arithmetic" if is_dry else "math:gsm8k"
+    devices = jax.local_devices()[:1]
+    config = override(None, [f"--config={preset}", "--config.placement=shared"])
+    config = dataclasses.replace(config, num_searchers=1)
+    model_config = config_json.transformer_config(config_of(model_path(config)))
+    placement = layouts.place(config, devices).placement
+    planned = {p.name: p for p in plan_programs(config, model_config, placement)}
+    names = ("decode_chunk", "train_step")
+    return {
+        "preset": preset,
+        "device": devices[0].device_kind,
+        "programs": {name: _measured(planned[name], devices[0]) for name in names},
+    }
+
+
+def _measured(planned: Planned, where: Any) -> Figures:
+    """Compile a program, run it with zeros, and return both figures of its memory."""
+    lowered = planned.lower()
+    compiled = lowered.compile()
+    taken = compiled.memory_analysis()
+    assert taken is not None, "this backend does not report the memory of compiled programs"
+    args_info: Any = lowered.args_info
+    arguments = jax.tree.map(
+        lambda x, sharding: jax.device_put(jnp.zeros(x.shape, x.dtype), sharding),
+        args_info[0],
+        compiled.input_shardings[0],
+    )
+    jax.block_until_ready(compiled(*arguments))
+    compiled_bytes = (
+        taken.argument_size_in_bytes
+        + taken.output_size_in_bytes
+        - taken.alias_size_in_bytes
+        + taken.temp_size_in_bytes
+    )
+    measured = (where.memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+        "compiled_bytes": compiled_bytes,
+        "measured_bytes": measured,
+        "measured_over_compiled": measured / compiled_bytes if measured else None,
+    }
 
 
 if __name__ == "__main__":

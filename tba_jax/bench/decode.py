@@ -15,87 +15,87 @@ at the measured memory bandwidth or matmul rate, whichever is slower, divided by
 """
 
 import argparse
-import dataclasses
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.bench import processes, reporting
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-_SHAPES = ("39m", "1.5b", "tiny")
-_SIDE = (sys.executable, "-m", "tba_jax.bench.decode_engine")
+from tba_jax.bench import harness
+from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.session import Session
+from tba_jax.devices.platform import platform_of
+from tba_jax.devices.site import any_device
+from tba_jax.models import transformer
+from tba_jax.models.transformer import Params
+from tba_jax.planning import roofline
 
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Prompts and lengths of a decoding benchmark.
-
-    Attributes:
-        num_prompts, num_samples: p prompts, S responses to each.
-        prompt_tokens: length of every prompt.
-        max_new_tokens: length limit of responses.
-        has_eos: whether responses may end before the length limit.
-    """
-
-    num_prompts: int
-    num_samples: int
-    prompt_tokens: int
-    max_new_tokens: int
-    has_eos: bool
-
-
-WORKLOADS = {
-    "uniform": Workload(32, 1, 64, 128, has_eos=False),
-    "rl": Workload(8, 16, 256, 256, has_eos=True),
+_SIZES = ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens")
+# Sizes, and whether responses may end before the length limit.
+WORKLOADS: Mapping[str, Mapping[str, Any]] = {
+    "uniform": dict(zip(_SIZES, (32, 1, 64, 128), strict=True)) | {"has_eos": False},
+    "rl": dict(zip(_SIZES, (8, 16, 256, 256), strict=True)) | {"has_eos": True},
 }
+_COLUMNS = (
+    "tokens_per_s",
+    "first_token_s",
+    "prefill_s",
+    "decode_s",
+    "cpu_s",
+    "response_length",
+    "step_s",
+    "bound_step_s",
+    "slot_share",
+    "roofline_share",
+)
+_MOST_WARM_UPS = 6
+_MEAN_LENGTH_SHARE = 1 / 3  # mean length over the length limit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = reporting.make_parser("decode", __doc__)
-    parser.add_argument("--shape", default="39m", choices=_SHAPES, help="shape of the model")
+    parser = harness.make_parser("decode", __doc__)
+    parser.add_argument("--shape", default="39m", choices=SHAPES, help="shape of the model")
     parser.add_argument("--workload", default="uniform", choices=WORKLOADS)
-    for name in ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens"):
-        parser.add_argument(f"--{name}", type=int, help="default: that of the workload")
+    # default: sizes of the workload
+    harness.add_integers(parser, dict.fromkeys(_SIZES), max_new_tokens=8)
+    harness.add_integers(parser, {"chunk_steps": 8, "repeats": 3})
     parser.add_argument("--num_slots", type=int, default=0, help="decode slots; 0: all responses")
-    parser.add_argument("--chunk_steps", type=int, default=8, help="decode steps of a chunk")
-    reporting.add_process_flags(parser)
-    return reporting.run_in_folder(parser, argv, measure, _table)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--seed", type=int, default=0)
+    return harness.run(parser, argv, measure, columns=_COLUMNS, sides={"engine": engine})
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return all figures by name.
-
-    Args:
-        folder: empty folder for messages between processes.
-
-    Raises:
-        ValueError: an option cannot be measured, or a process failed.
-    """
-    least = {"num_prompts": 1, "num_samples": 1, "prompt_tokens": 1, "max_new_tokens": 8}
-    reporting.check_least(args, {**least, "repeats": 1, "chunk_steps": 1})
-    given = {name: getattr(args, name) for name in least if getattr(args, name) is not None}
-    workload = dataclasses.replace(WORKLOADS[args.workload], **given)
+def measure(args: argparse.Namespace, folder: Path) -> Figures:
+    """Return all figures by name."""
+    given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    workload = {**WORKLOADS[args.workload], **given}
     names = ("shape", "dtype", "chunk_steps", "num_slots")
-    job = {name: getattr(args, name) for name in names} | dataclasses.asdict(workload)
+    job = {name: getattr(args, name) for name in names} | workload
+    command = harness.own_command("decode")
     reports = []
     for repeat in range(args.repeats):
         # Each repeat draws other responses; one seed for its warm-up, one for what is measured.
         own = {"seed": args.seed + 1000 * repeat}
-        reports.append(processes.run_side("engine", job | own, folder, command=_SIDE))
+        reports.append(harness.run_side("engine", job | own, folder, command=command))
         print(f"{reports[-1]['tokens_per_s']:.1f} tokens/s", file=sys.stderr)
     return figures_of(reports) | {
         "shape": args.shape,
         "dtype": args.dtype,
-        "workload": {"name": args.workload, **dataclasses.asdict(workload)},
+        "workload": {"name": args.workload, **workload},
         "repeats": args.repeats,
-        "hardware": processes.hardware(reports[0]),
+        "hardware": harness.hardware(reports[0]),
     }
 
 
-def figures_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def figures_of(reports: Sequence[Figures]) -> Figures:
     """Return the medians of the figures over the reports of all repeats."""
     kept = ("num_slots", "num_params", "num_threads", "versions")
     numbers = [name for name, x in reports[0].items() if isinstance(x, float)]
@@ -108,35 +108,103 @@ def figures_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _table(result: Mapping[str, Any]) -> list[str]:
-    w, hw = result["workload"], result["hardware"]
-    return [
-        f"random weights, shape {result['shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
-        f"{result['dtype']}",
-        f"{w['name']}: {w['num_prompts']} x {w['num_samples']} responses, prompts of "
-        f"{w['prompt_tokens']}, up to {w['max_new_tokens']} new tokens; {result['repeats']} "
-        "repeats",
-        f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
-        "",
-        *reporting.columns(
-            [result],
-            {
-                "tokens/s": "{tokens_per_s:.1f}",
-                "first token": "{first_token_s:.3f} s",
-                "prefill": "{prefill_s:.2f} s",
-                "decode": "{decode_s:.2f} s",
-                "CPU time": "{cpu_s:.2f} s",
-                "mean length": "{response_length:.1f}",
-            },
-        ),
-        "",
-        f"decode step {1e3 * result['step_s']:.2f} ms of {result['num_slots']} slots, "
-        f"{100 * result['slot_share']:.0f} % in use; roofline "
-        f"{1e3 * result['bound_step_s']:.2f} ms, share {100 * result['roofline_share']:.0f} %",
-        f"  {result['bytes_per_step'] / 1e6:.1f} MB at {result['bytes_per_s'] / 1e9:.1f} GB/s, "
-        f"{result['flops_per_step'] / 1e9:.2f} GFLOP at {result['flops_per_s'] / 1e9:.1f} GFLOP/s",
-        f"  {result['recompiled']} programs compiled after the warm-up",
-    ]
+def engine(job: Figures) -> Figures:
+    """Measure the engine once under the workload of a job; the result has times and work."""
+    config = SHAPES[job["shape"]]
+    params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
+    rng = np.random.default_rng(job["seed"])
+    shape = (job["num_prompts"], job["prompt_tokens"])
+    prompts = rng.integers(0, config.vocab_size, shape).astype(np.int32)
+    num_rows = len(prompts) * job["num_samples"]
+    num_slots = min(job["num_slots"] or num_rows, num_rows)
+    eos_ids: Sequence[int] = ()
+    if job["has_eos"]:
+        # Random weights prefer no token, so a share of the vocabulary ends responses as often.
+        eos_ids = range(0, config.vocab_size, round(_MEAN_LENGTH_SHARE * job["max_new_tokens"]))
+    decoder = Decoder(
+        config,
+        compute_dtype=job["dtype"],
+        eos_ids=tuple(eos_ids),
+        pad_id=0,
+        prompt_buckets=(job["prompt_tokens"],),
+        max_length=job["prompt_tokens"] + job["max_new_tokens"],
+        chunk_steps=job["chunk_steps"],
+        site=any_device(platform_of(jax.local_devices()[0])),
+    )
+    weights = jax.block_until_ready(decoder.weights(params))
+    del params
+
+    def call(seed: int) -> tuple[Session, list[int]]:
+        return _draw(decoder, weights, prompts, job["num_samples"], num_slots, seed)
+
+    _warm_up(decoder, lambda run: call(job["seed"] + 1 + run))
+    compiled = decoder.compile_count
+    start, cpu_start = time.perf_counter(), time.process_time()
+    session, lengths = call(job["seed"])
+    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+    statistics = session.statistics
+    work = roofline.decode_work(
+        config,
+        itemsize=jnp.dtype(job["dtype"]).itemsize,
+        num_steps=statistics.steps,
+        prompt_tokens=prompts.shape[1],
+        response_lengths=lengths,
+    )
+    rates = roofline.measure_rates(job["dtype"], sum(x.nbytes for x in jax.tree.leaves(weights)))
+    return {
+        "tokens_per_s": sum(lengths) / wall_s,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "first_token_s": statistics.first_token_s,
+        "prefill_s": statistics.prefill_s,
+        "decode_s": statistics.chunk_s,
+        "response_length": float(np.mean(lengths)),
+        "slot_share": statistics.tokens / statistics.slot_steps,
+        "bytes_per_step": work.num_bytes / statistics.steps,
+        "flops_per_step": work.num_flops / statistics.steps,
+        "bytes_per_s": rates.bytes_per_s,
+        "flops_per_s": rates.flops_per_s,
+        "step_s": statistics.chunk_s / statistics.steps,
+        "bound_step_s": rates.bound_s(work) / statistics.steps,
+        "recompiled": decoder.compile_count - compiled,
+        "num_slots": num_slots,
+        "num_params": transformer.num_params(config),
+        "versions": harness.versions("jax", "jaxlib", "flax"),
+        **harness.here(),
+    }
+
+
+def _draw(
+    decoder: Decoder,
+    weights: Params,
+    prompts: np.ndarray,
+    num_samples: int,
+    num_slots: int,
+    seed: int,
+) -> tuple[Session, list[int]]:
+    """Submit all prompts at once; return (idle session, lengths of its responses)."""
+    settings = SamplingSettings(max_new_tokens=decoder.max_length - prompts.shape[1])
+    session = decoder.session(
+        weights, num_slots=num_slots, prefill_prompts=-(-num_slots // num_samples)
+    )
+    keys = row_keys(jax.random.key(seed), len(prompts) * num_samples)
+    for prompt, own in zip(prompts, keys.reshape(-1, num_samples, 2), strict=True):
+        session.submit(prompt, own, settings)
+    return session, [len(response.tokens) for response in session.run()]
+
+
+def _warm_up(decoder: Decoder, call: Callable[[int], object]) -> None:
+    """Run until two consecutive runs compile nothing.
+
+    Which programs a run compiles depends on the lengths of its responses.
+    """
+    quiet = 0
+    for run in range(_MOST_WARM_UPS):
+        compiled = decoder.compile_count
+        call(run)
+        quiet = quiet + 1 if decoder.compile_count == compiled else 0
+        if quiet == 2:
+            return
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python -m tba_jax.bench.rl_step --peers=trl --peer_python=trl/bin/python --json
 
 A step samples responses to a batch of prompts, scores them under the reference, and trains on them
-once, in one thread. Our side is the main command's synchronous driver, read from its metrics,
-with its own choices unless flags say otherwise. TRL gets the same checkpoint, prompts, reward,
+once, in one thread. Our side is the main command's synchronous driver, with its own choices unless
+flags say otherwise. TRL gets the same checkpoint, prompts, reward,
 optimiser and KL coefficient, without gradient checkpointing, and its own micro-batches. Responses
 are sampled, so the sides have equal shapes and not equal texts; their mean length is reported.
 Every repeat of a side runs in a fresh process, and sides alternate; first steps (which compile) are
@@ -15,50 +15,66 @@ quiet machine: `step_s_of_repeats` shows disturbed repeats.
 """
 
 import argparse
-import os
+import itertools
+import json
+import resource
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.bench import processes, reporting, trl_peer
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
-_SHAPES = ("39m", "1.5b", "tiny")
+from tba_jax.bench import harness, trl_peer
+from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, get_field, make_config
+from tba_jax.decoding.session import Session
+from tba_jax.models import transformer
+from tba_jax.planning.choices import choose
+from tba_jax.run import build
+from tba_jax.run.session import train
+
 _SIZES = {"prompts": 8, "group": 16, "prompt_tokens": 256, "response_tokens": 81}
-_OURS_SIDE = (sys.executable, "-m", "tba_jax.bench.rl_step_sides")
-_PACKAGES = {"trl": trl_peer.PACKAGES}
 _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")
+_COLUMNS = (*_PARTS, "ratio", "mean_response_tokens", "max_rss_bytes")
+
+# A number that differs between responses and costs nothing.
+REWARD = """
+def share_of_even(completion_ids, **columns):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = reporting.make_parser("rl_step", __doc__)
+    parser = harness.make_parser("rl_step", __doc__)
+    parser.add_argument("--model_shape", default="39m", choices=SHAPES, help="a Qwen2 shape")
+    harness.add_integers(parser, _SIZES | {"repeats": 3, "warm_steps": 1, "steps": 1}, group=2)
     parser.add_argument(
-        "--model_shape", default="39m", choices=_SHAPES, help="shape of a Qwen2 model"
+        "--micro_batch_rows", type=int, default=0, help="of our side; 0: chosen by the run"
     )
-    for name, value in _SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument(
-        "--micro_batch_rows",
-        type=int,
-        default=0,
-        help="rows of a micro-batch of tba_jax; 0: chosen by the run",
-    )
-    parser.add_argument(
-        "--peer_micro_batch_rows", type=int, default=16, help="rows of a micro-batch of the peer"
-    )
+    parser.add_argument("--peer_micro_batch_rows", type=harness.at_least(1), default=16)
     parser.add_argument("--remat", default="auto", choices=("auto", "none", "dots", "layers"))
-    parser.add_argument("--peers", default="", help="peer to compare with: trl; empty: none")
-    parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
-    parser.add_argument("--repeats", type=int, default=3, help="processes per side")
-    parser.add_argument("--warm_steps", type=int, default=1, help="steps per process before timing")
-    parser.add_argument("--steps", type=int, default=1, help="timed steps per process")
+    harness.add_peer_flags(parser)
     parser.add_argument("--seed", type=int, default=0)
-    return reporting.run_in_folder(parser, argv, measure, _table)
+    return harness.run(
+        parser,
+        argv,
+        measure,
+        columns=_COLUMNS,
+        rows=lambda result: {"tba_jax": result, **result["peers"]},
+        sides={"write": write, "tba_jax": steps},
+    )
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, folder: Path) -> Figures:
     """Return all figures by name.
 
     Args:
@@ -67,26 +83,30 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: an option or an environment cannot be measured, or a side failed.
     """
-    _check(args)
-    peers = processes.peers_of(args.peers, _PACKAGES, args.peer_python)
+    rows = args.prompts * args.group
+    for name in ("micro_batch_rows", "peer_micro_batch_rows"):
+        if rows % (getattr(args, name) or rows):
+            raise ValueError(
+                f"got --{name}={getattr(args, name)}, which does not divide the {rows} rows of a "
+                "step; give a divisor of --prompts times --group"
+            )
+    if args.peers:  # fail before anything is measured
+        harness.peer_versions(args.peer_python, trl_peer.PACKAGES)
     names = (*_SIZES, "micro_batch_rows", "peer_micro_batch_rows", "warm_steps", "steps", "seed")
-    job = {name: getattr(args, name) for name in names} | {"folder": str(folder)}
-    job |= {"beta": 0.05, "learning_rate": 1e-6}
-    shape = {"shape": args.model_shape}
-    written = processes.run_side("write", job | shape, folder, command=_OURS_SIDE)
-    peer = (args.peer_python, "-P", trl_peer.__file__)
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in ("tba_jax", *peers)}
-    for repeat in range(args.repeats):
-        for side, found in reports.items():
-            if side in peers:
-                report = processes.run_side(side, job, folder, env, command=peer)
-            else:
-                overrides = {"model.remat": args.remat}
-                own = {"overrides": overrides, "workdir": str(folder / f"{side}-{repeat}")}
-                report = processes.run_side(side, job | own, folder, command=_OURS_SIDE)
-            found.append(report)
-            print(f"{side}: {_in_words(_medians([report]))}", file=sys.stderr)
+    job = {name: getattr(args, name) for name in (*names, "model_shape", "remat")}
+    job |= {"folder": str(folder), "beta": 0.05, "learning_rate": 1e-6}
+    ours, theirs = harness.own_command("rl_step"), [args.peer_python, "-P", trl_peer.__file__]
+    written = harness.run_side("write", job, folder, command=ours)
+    reports: dict[str, list[Figures]] = {"tba_jax": [], **({"trl": []} if args.peers else {})}
+    for repeat, (side, found) in itertools.product(range(args.repeats), reports.items()):
+        if side == "trl":
+            report = harness.run_side(side, job, folder, command=theirs, env=harness.peer_env())
+        else:
+            own = {"workdir": str(folder / f"run-{repeat}")}
+            report = harness.run_side(side, job | own, folder, command=ours)
+        found.append(report)
+        parts = (f"{part} {x:.2f}" for part, x in _medians([report]).items())
+        print(f"{side}: {', '.join(parts)}", file=sys.stderr)
     figures = {side: _figures(found) for side, found in reports.items()}
     mine = figures.pop("tba_jax")
     return {
@@ -96,33 +116,21 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         },
         "model_shape": args.model_shape,
         "num_params": written["num_params"],
-        "workload": {name: job[name] for name in job if hasattr(args, name)},
+        "workload": {name: job[name] for name in names},
         "remat": args.remat,
         "chosen": reports["tba_jax"][0]["chosen"],
         "repeats": args.repeats,
-        "hardware": processes.hardware(reports["tba_jax"][0]),
+        "hardware": harness.hardware(reports["tba_jax"][0]),
     }
 
 
-def _check(args: argparse.Namespace) -> None:
-    least = dict.fromkeys((*_SIZES, "peer_micro_batch_rows", "repeats", "warm_steps", "steps"), 1)
-    reporting.check_least(args, least | {"group": 2, "micro_batch_rows": 0})
-    rows = args.prompts * args.group
-    for name in ("micro_batch_rows", "peer_micro_batch_rows"):
-        if rows % (getattr(args, name) or rows):
-            raise ValueError(
-                f"got --{name}={getattr(args, name)}, which does not divide the {rows} rows of a "
-                "step; give a divisor of --prompts times --group"
-            )
-
-
-def _medians(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _medians(reports: Sequence[Figures]) -> dict[str, float]:
     """Return the median of every part over all timed steps."""
-    steps = [step for report in reports for step in report["steps"]]
-    return {part: statistics.median(step[part] for step in steps) for part in _PARTS}
+    timed = [step for report in reports for step in report["steps"]]
+    return {part: statistics.median(step[part] for step in timed) for part in _PARTS}
 
 
-def _figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _figures(reports: Sequence[Figures]) -> Figures:
     """Return the figures of one side of the comparison over all repeats."""
     return {
         **_medians(reports),
@@ -133,38 +141,140 @@ def _figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _in_words(x: Mapping[str, float]) -> str:
-    return ", ".join(f"{part.removesuffix('_s')} {x[part]:.1f} s" for part in _PARTS)
+# --- sides -------------------------------------------------------------------
 
 
-def _table(result: Mapping[str, Any]) -> list[str]:
-    w, hw = result["workload"], result["hardware"]
-    sides = {"tba_jax": result, **result["peers"]}
-    return [
-        f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
-        f"float32, remat {result['remat']}",
-        f"{w['prompts']} prompts of {w['prompt_tokens']} tokens x {w['group']} responses of "
-        f"{w['response_tokens']}; {result['repeats']} x {w['steps']} steps",
-        f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
-        "",
-        *reporting.columns(
-            (
-                {"side": side, "over": x["step_s"] / result["step_s"], "mib": _mib(x), **x}
-                for side, x in sides.items()
-            ),
+def write(job: Figures) -> Figures:
+    """Write a model folder of random weights with a tokenizer of words, prompts and the reward."""
+    folder, config = Path(job["folder"]), SHAPES[job["model_shape"]]
+    model = folder / "model"
+    harness.write_checkpoint(model, config)
+    eos = config.vocab_size - 1
+    words = ["<pad>", *(f"w{i}" for i in range(1, eos)), "<eos>"]  # word w7 is token 7
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "padding_side": "left"}
+    settings = {
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **special},
+        "generation_config": {"eos_token_id": eos, "pad_token_id": 0},
+    }
+    for name, content in settings.items():
+        (model / f"{name}.json").write_text(json.dumps(content))
+    rng = np.random.default_rng(job["seed"])
+    num_prompts = (job["warm_steps"] + job["steps"]) * job["prompts"]
+    ids = rng.integers(1, eos, (num_prompts + 1, job["prompt_tokens"]))
+    rows = [json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in ids]
+    (folder / "data").mkdir()
+    (folder / "data" / "test.jsonl").write_text(rows[0])
+    (folder / "data" / "train.jsonl").write_text("".join(rows[1:]))
+    (folder / "reward.py").write_text(REWARD)
+    return {"num_params": transformer.num_params(config)}
+
+
+def steps(job: Figures) -> Figures:
+    """Return the seconds of the parts of each timed step of our side."""
+    config = run_config(job)
+    validate(config)
+    config = choose(config, {})
+    validate(config)
+    parts = Parts()
+    session: Any = Session
+    builder: Any = build
+    make_pass = build.make_reference_pass
+    session.step = parts.timed("decode_s", Session.step)
+    builder.make_reference_pass = lambda *given: parts.timed("reference_s", make_pass(*given))
+    train(config, Path(job["workdir"]), callbacks=[parts.note])
+    timed = parts.of_steps()[job["warm_steps"] - 1 :]
+    num_responses = job["prompts"] * job["group"]
+    return {
+        "steps": timed,
+        "mean_response_tokens": statistics.mean(x["tokens"] for x in timed) / num_responses,
+        "chosen": {name: get_field(config, name) for name, _ in config.chosen},
+        "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "versions": harness.versions("jax", "jaxlib"),
+        **harness.here(),
+    }
+
+
+class Parts:
+    """Seconds that a run of one thread spends in the parts of its steps.
+
+    Attributes:
+        spent: part -> seconds since the start.
+        notes: after each step: seconds of each part so far, the time, and the step's tokens.
+    """
+
+    def __init__(self) -> None:
+        self.spent = {"decode_s": 0.0, "reference_s": 0.0, "train_s": 0.0}
+        self.notes: list[dict[str, float]] = []
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function; its calls wait for their results and count as seconds of a part."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            found = jax.block_until_ready(function(*args, **kwargs))
+            self.spent[part] += time.perf_counter() - start
+            return found
+
+        return call
+
+    def note(self, step: int, values: Mapping[str, float]) -> None:
+        """Note the end of a step; a callback of the run, with its metrics."""
+        self.spent["train_s"] += values["train/step_s"]
+        self.notes.append(
             {
-                "": "{side}",
-                **{part.removesuffix("_s"): f"{{{part}:.2f}} s" for part in _PARTS},
-                "ratio": "{over:.2f}x",
-                "tokens": "{mean_response_tokens:.1f}",
-                "process": "{mib:.0f} MiB",
-            },
-        ),
-    ]
+                **self.spent,
+                "step_s": time.perf_counter(),
+                "tokens": values["train/response_tokens"],
+            }
+        )
+
+    def of_steps(self) -> list[dict[str, float]]:
+        """Return the seconds of the parts of each step but the first, and its response tokens."""
+        out = []
+        for before, after in itertools.pairwise(self.notes):
+            x = {name: after[name] - before[name] for name in (*self.spent, "step_s")}
+            x["train_s"] -= x["reference_s"]  # the run counts the reference as part of its step
+            x["rest_s"] = x["step_s"] - sum(x[name] for name in self.spent)
+            out.append({**x, "tokens": after["tokens"]})
+        return out
 
 
-def _mib(side: Mapping[str, Any]) -> float:
-    return side["max_rss_bytes"] / 2**20
+def run_config(job: Mapping[str, Any]) -> Config:
+    """Return the config of a job."""
+    folder = Path(job["folder"])
+    return make_config(
+        {
+            "name": "bench/rl_step",
+            "driver": "sync",
+            "seed": job["seed"],
+            "num_steps": job["warm_steps"] + job["steps"],
+            "task.name": "custom",
+            "task.data_path": str(folder / "data"),
+            "task.reward": f"{folder / 'reward.py'}:share_of_even",
+            "task.max_prompt_tokens": job["prompt_tokens"],
+            "task.num_eval_prompts": 1,
+            "model.path": str(folder / "model"),
+            "model.remat": job["remat"],
+            "batch.num_prompts": job["prompts"],
+            "batch.micro_batch_rows": job["micro_batch_rows"],
+            "objective.group_size": job["group"],
+            "objective.beta": job["beta"],
+            "optimizer.learning_rate": job["learning_rate"],
+            "search.samples_per_prompt": job["group"],
+            "search.num_slots": job["prompts"] * job["group"],
+            "search.max_new_tokens": job["response_tokens"],
+            "replay.recency_prob": 1.0,
+            "reward.num_workers": 1,
+            "checkpoint.period": 0,
+            # The evaluations are before and after all steps, of one response each.
+            "eval.period": 0,
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -5,96 +5,116 @@
 
 Workload: groups of full rows, one Trajectory Balance step with AdamW and clipping. `tba_jax` is our
 step, which computes every prompt once for all its responses. `naive` is a plain JAX step of the
-same model (full logits, no recomputation). Both sides load one checkpoint of random weights and
-report the loss of their first step; the command fails if the losses differ. Every repeat of a side
-runs in a fresh process, one after the other; `step_s` is the median over the steps of all repeats.
-Tokens per second count prompt and response. `mfu` is the share of the measured matmul rate that the
-operations of a side use, without recomputation. Use a quiet machine: a large `cpu_s` (processor
-time) shows disturbed runs.
+same model and optimiser: a row for each response, no recomputation, and the log-softmax of all
+logits in float32. Both sides have equal random weights and report the loss of their first step; the
+command fails if the losses differ. Every repeat of a side runs in a fresh process, one after the
+other; `step_s` is the median over the steps of all repeats. Tokens per second count prompt and
+response. `mfu` is the share of the measured matmul rate that the operations of a side use, without
+recomputation. Use a quiet machine: a large `cpu_s` (processor time) shows disturbed runs.
 """
 
 import argparse
+import functools
 import math
-import os
+import resource
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.bench import processes, reporting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-_SHAPES = ("39m", "1.5b", "tiny")
+from tba_jax.bench import harness
+from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.flow.layout import Batch, RowLayout
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.models import transformer
+from tba_jax.models.scoring import Scoring
+from tba_jax.planning import roofline
+from tba_jax.settings import Schedule
+from tba_jax.train.config import OptimizerSettings
+from tba_jax.train.groups import of_sums
+from tba_jax.train.losses import tb
+from tba_jax.train.objectives import make_objective
+from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.state import TrainState, init_state, only_finite
+from tba_jax.train.step import StepSettings, make_train_step
+
 _SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 128}
 _SIDES = ("tba_jax", "naive")
+_BETA, _LEARNING_RATE = 0.05, 1e-6
 # smaller than differences between models, larger than rounding of sums of log-probs
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+_COLUMNS = (
+    "tokens_per_s",
+    "step_s",
+    "min_step_s",
+    "cpu_s",
+    "ratio",
+    "mfu",
+    "temporary_bytes",
+    "max_rss_bytes",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = reporting.make_parser("train_step", __doc__)
-    parser.add_argument(
-        "--model_shape", default="39m", choices=_SHAPES, help="shape of a Qwen2 model"
-    )
-    for name, value in _SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = harness.make_parser("train_step", __doc__)
+    parser.add_argument("--model_shape", default="39m", choices=SHAPES, help="a Qwen2 shape")
+    harness.add_integers(parser, _SIZES | {"steps": 5, "repeats": 3}, group_size=2)
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
     parser.add_argument(
         "--micro_batch_rows", type=int, default=0, help="rows of a micro-batch; 0: all rows"
     )
-    parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
-    reporting.add_process_flags(parser)
-    return reporting.run_in_folder(parser, argv, measure, _table)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--seed", type=int, default=0)
+    return harness.run(
+        parser,
+        argv,
+        measure,
+        columns=_COLUMNS,
+        rows=lambda result: {"tba_jax": result, "naive": result["naive"]},
+        sides=dict.fromkeys(_SIDES, steps),
+    )
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, folder: Path) -> Figures:
     """Return all figures by name.
 
-    Args:
-        folder: empty folder for the checkpoint and messages between processes.
-
     Raises:
-        ValueError: an option cannot be measured, a side failed, or the losses of the sides differ.
+        ValueError: a side failed, or the losses of the sides differ.
     """
-    least = {**dict.fromkeys((*_SIZES, "repeats", "steps"), 1), "group_size": 2}
-    reporting.check_least(args, least | {"micro_batch_rows": 0})
-    names = (*_SIZES, "dtype", "remat", "micro_batch_rows", "steps", "seed")
-    job = {name: getattr(args, name) for name in names}
-    job |= {"model": str(folder / "model"), "batch": str(folder / "batch.npz")}
-    job |= {"beta": 0.05, "learning_rate": 1e-6, "weight_decay": 0.01, "clip_norm": 1.0}
-    ours = (sys.executable, "-m", "tba_jax.bench.train_step_sides")
-    cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
-    written = processes.run_side(
-        "write", job | {"shape": args.model_shape}, folder, cpu, command=ours
-    )
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in _SIDES}
+    settings = ("model_shape", "dtype", "remat", "micro_batch_rows", "steps")
+    job = {name: getattr(args, name) for name in (*_SIZES, *settings, "seed")}
+    command = harness.own_command("train_step")
+    reports: dict[str, list[Figures]] = {name: [] for name in _SIDES}
     for _ in range(args.repeats):
         for side, found in reports.items():
-            found.append(processes.run_side(side, job, folder, command=ours))
+            found.append(harness.run_side(side, job, folder, command=command))
             step_s = statistics.median(found[-1]["step_s"])
             print(f"{side}: {step_s:.3f} s, loss {found[-1]['loss']:.4f}", file=sys.stderr)
     _check_losses({name: x[0]["loss"] for name, x in reports.items()}, args.dtype)
     tokens = args.num_prompts * args.group_size * (args.prompt_tokens + args.response_tokens)
-    figures = {name: _figures(x, tokens, written["flops"][name]) for name, x in reports.items()}
-    rate = statistics.median(x["flops_per_s"] for x in reports["tba_jax"])
-    for x in figures.values():
-        x["mfu"] = x["flops_per_s"] / rate
+    rate = statistics.median(x["matmul_flops_per_s"] for x in reports["tba_jax"])
+    figures = {name: _figures(x, tokens, rate) for name, x in reports.items()}
     mine, naive = figures["tba_jax"], figures["naive"]
+    first = reports["tba_jax"][0]
     return {
         **mine,
         "naive": naive | {"ratio": naive["step_s"] / mine["step_s"]},
         "matmul_flops_per_s": rate,
-        "model_flops": written["flops"]["tba_jax"],
-        "num_params": written["num_params"],
-        "model_shape": args.model_shape,
-        "dtype": args.dtype,
+        "model_flops": first["model_flops"],
+        "num_params": first["num_params"],
         "workload": {name: getattr(args, name) for name in _SIZES},
-        "remat": args.remat,
-        "micro_batch_rows": args.micro_batch_rows,
+        **{name: getattr(args, name) for name in settings},
         "repeats": args.repeats,
-        "steps": args.steps,
-        "hardware": processes.hardware(reports["tba_jax"][0]),
+        "hardware": harness.hardware(first),
     }
 
 
@@ -108,68 +128,171 @@ def _check_losses(losses: Mapping[str, float], dtype: str) -> None:
             )
 
 
-def _figures(
-    reports: Sequence[Mapping[str, Any]], tokens: int, model_flops: float
-) -> dict[str, Any]:
+def _figures(reports: Sequence[Figures], tokens: int, matmul_flops_per_s: float) -> Figures:
     """Return the measurements of one side over all repeats."""
     first, times = reports[0], [x for report in reports for x in report["step_s"]]
     step_s = statistics.median(times)
-    kept = (
-        "loss",
-        "temporary_bytes",
-        "compiled_peak_bytes",
-        "device_peak_bytes",
-        "num_threads",
-        "device",
-        "versions",
-    )
+    memory = ("temporary_bytes", "compiled_peak_bytes", "device_peak_bytes")
     return {
         "tokens_per_s": tokens / step_s,
         "step_s": step_s,
         "min_step_s": min(times),
         "step_s_of_repeats": [statistics.median(x["step_s"]) for x in reports],
         "cpu_s": statistics.median(x["cpu_s"] for x in reports),
-        "flops_per_s": model_flops / step_s,
+        "flops_per_s": first["model_flops"] / step_s,
+        "mfu": first["model_flops"] / step_s / matmul_flops_per_s,
         "max_rss_bytes": max(x["max_rss_bytes"] for x in reports),
-        **{name: first[name] for name in kept if name in first},
+        **{name: first[name] for name in ("loss", *memory, "num_threads", "device", "versions")},
     }
 
 
-def _table(result: Mapping[str, Any]) -> list[str]:
-    w, hw = result["workload"], result["hardware"]
-    sides = {"tba_jax": {**result, "ratio": 1.0}, "naive": result["naive"]}
-    rows = [
-        f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
-        f"{result['dtype']}, remat {result['remat']}",
-        f"{w['num_prompts']} x {w['group_size']} rows of {w['prompt_tokens']} + "
-        f"{w['response_tokens']} tokens; {result['repeats']} x {result['steps']} steps",
-        f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
-        "",
-        *reporting.columns(
-            ({"side": side, **_mib(x), **x} for side, x in sides.items()),
-            {
-                "": "{side}",
-                "tokens/s": "{tokens_per_s:.1f}",
-                "step": "{step_s:.3f} s",
-                "least": "{min_step_s:.3f} s",
-                "CPU time": "{cpu_s:.2f} s",
-                "ratio": "{ratio:.2f}x",
-                "MFU": "{mfu:.0%}",
-                "temporaries": "{temporary_mib:.0f} MiB",
-                "process": "{process_mib:.0f} MiB",
-            },
-        ),
+# --- sides -------------------------------------------------------------------
+
+
+def steps(job: Figures) -> Figures:
+    """Measure the train step of one side: its times, memory, and the loss of the first step."""
+    config = SHAPES[job["model_shape"]]
+    params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.01, clip_norm=1.0))
+    is_ours = job["side"] == "tba_jax"
+    run = _our_step(job, optimizer) if is_ours else _naive_step(job, optimizer)
+    state = init_state(params, optimizer, keep_reference=False)
+    del params
+    batch = jax.device_put(_batch(job))
+    start = time.perf_counter()
+    step = run.lower(state, batch).compile()
+    compile_s = time.perf_counter() - start
+    state, outputs = step(state, batch)
+    first_loss = float(outputs["numbers"]["loss"])
+    times = []
+    cpu_start = time.process_time()
+    for _ in range(job["steps"]):
+        start = time.perf_counter()
+        state, outputs = step(state, batch)
+        jax.block_until_ready((state, outputs))
+        times.append(time.perf_counter() - start)
+    cpu_s = (time.process_time() - cpu_start) / job["steps"]
+    memory = step.memory_analysis()
+    assert memory is not None, "this backend does not report its memory"
+    stats = jax.devices()[0].memory_stats() or {}
+    sizes = {
+        "num_rows": job["num_prompts"] * job["group_size"],
+        "prompt_tokens": job["prompt_tokens"],
+        "response_tokens": job["response_tokens"],
+        "responses_per_prompt": job["group_size"] if is_ours else 1,
+    }
+    result = {
+        "loss": first_loss,
+        "step_s": times,
+        "cpu_s": cpu_s,
+        "compile_s": compile_s,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "compiled_peak_bytes": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
+        "device_peak_bytes": stats.get("peak_bytes_in_use"),
+        "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "num_params": transformer.num_params(config),
+        "model_flops": roofline.train_flops(config, **sizes),
+        "versions": harness.versions("jax", "jaxlib", "optax"),
+        **harness.here(),
+    }
+    del state
+    if is_ours:
+        rates = roofline.measure_rates(job["dtype"], weight_bytes)
+        result["matmul_flops_per_s"] = rates.flops_per_s
+    return result
+
+
+def _batch(job: Figures) -> Batch:
+    """Return groups of full rows in the layout of a side: `naive` has a row for each response."""
+    p, k = job["num_prompts"], job["group_size"]
+    x, t = job["prompt_tokens"], job["response_tokens"]
+    vocabulary = SHAPES[job["model_shape"]].vocab_size
+    rng = np.random.default_rng(job["seed"])
+    tokens = rng.integers(0, vocabulary, (p, k, x + t)).astype(np.int32)
+    rewards = rng.integers(0, 2, (p, k))
+    # Approximate log-prob of random tokens under random weights. TB reads the sums only, which are
+    # at the first token.
+    reference = np.zeros((p, k, t), np.float32)
+    reference[..., 0] = rng.normal(-t * np.log(vocabulary), 3, (p, k))
+
+    def trajectory(i: int, j: int) -> Trajectory:
+        return Trajectory(
+            prompt_id=i,
+            response_tokens=tokens[i, j, x:],
+            reward=float(rewards[i, j]),
+            reward_parts={},
+            behavior_token_logprobs=np.full(t, -1, np.float32),
+            reference_token_logprobs=reference[i, j],
+            version_min=0,
+            version_max=0,
+            searcher=0,
+            ticket=0,
+            sampling_temperature=1.0,
+            finish_reason="length",
+        )
+
+    draws = [
+        Draw(
+            prompt=Prompt(i, "", tokens[i, 0, :x], {}),
+            trajectories=tuple(trajectory(i, j) for j in range(k)),
+            is_fresh=True,
+            ids=tuple(range(k)),
+        )
+        for i in range(p)
     ]
-    rate, flops = result["matmul_flops_per_s"], result["model_flops"]
-    rows += ["", f"{flops / 1e9:.1f} GFLOP per step; matmul rate {rate / 1e9:.1f} GFLOP/s"]
-    return rows
+    layout = RowLayout(
+        num_prompts=p,
+        group_size=k,
+        padding=Padding((x,), (t,), 0),
+        policy_temperature=1.0,
+        shares_prompts=job["side"] == "tba_jax",
+        micro_batch_rows=job["micro_batch_rows"],
+        is_whole=job["micro_batch_rows"] >= k,
+    )
+    return layout.batch(draws, 0)
 
 
-def _mib(side: Mapping[str, Any]) -> dict[str, float]:
-    found = {"process_mib": side["max_rss_bytes"] / 2**20}
-    if side.get("temporary_bytes") is not None:
-        found["temporary_mib"] = side["temporary_bytes"] / 2**20
-    return found
+def _our_step(job: Figures, optimizer: optax.GradientTransformation) -> Any:
+    settings = StepSettings(
+        make_objective("tb"),
+        Scoring(compute_dtype=job["dtype"]),
+        Schedule(_BETA),
+        micro_batch_rows=job["micro_batch_rows"],
+        is_whole=job["micro_batch_rows"] >= job["group_size"],
+        remat=job["remat"],
+    )
+    rate = optax.constant_schedule(_LEARNING_RATE)
+    return make_train_step(SHAPES[job["model_shape"]], optimizer, rate, settings)
+
+
+def _naive_step(job: Figures, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    options = {"config": SHAPES[job["model_shape"]], "compute_dtype": jnp.dtype(job["dtype"])}
+    p, k, t = job["num_prompts"], job["group_size"], job["response_tokens"]
+    guarded = only_finite(optimizer)
+
+    def loss_fn(params: Any, batch: Batch) -> Any:
+        tokens = batch.tokens[jnp.argsort(batch.source[..., 0].reshape(-1))]
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        mask = jnp.ones(tokens.shape, bool)
+        hidden = transformer.apply(params, tokens, positions, mask, **options)
+        logprobs = jax.nn.log_softmax(transformer.unembed(params, hidden, **options)[:, :-1])
+        chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+        policy_logprob = chosen[:, -t:].sum(axis=1).reshape(p, k)
+        groups = of_sums(policy_logprob, batch.reference.sum(-1), batch.rewards)
+        return tb(groups, _BETA).loss.mean()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, batch: Batch) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        updates, opt_state = guarded.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda x, u: x - _LEARNING_RATE * u, state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), {"numbers": {"loss": loss}}
+
+    return step
 
 
 if __name__ == "__main__":

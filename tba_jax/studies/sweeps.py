@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definitions of the studies on enumerable problems.
+"""Definitions of the studies on enumerable problems, and the objectives that they compare.
 
 A study combines objectives with cases. Cases that differ only in their `Condition` have equal
 `Settings` and share a program. Protocols: docs/lab/claims.md.
@@ -9,11 +9,44 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tba_jax.studies.enumerated import Problem, few_modes, sums
-from tba_jax.studies.enumerated_data import SAMPLERS, Condition, Settings
-from tba_jax.studies.named import OBJECTIVES
+from tba_jax.config.methods import fields_of
+from tba_jax.config.schema import make_config
+from tba_jax.studies.problems import Problem, few_modes, sums
+from tba_jax.studies.training import SAMPLERS, Condition, Settings
+from tba_jax.train.config import ObjectiveSettings
 
 LAGS = (0, 8, 32)
+
+# Name -> settings of the section `objective`; `preset` is one of `config.methods`.
+OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
+    "tb": {"preset": "tba"},
+    "tb, learned log Z": {"preset": "tba", "log_z": "learned"},
+    "tba_prime": {"preset": "tba_prime"},
+    "tba_prime_live": {"preset": "tba_prime_live"},
+    "topr": {"preset": "topr"},
+    "rloo": {"name": "rloo"},
+    "rloo, beta 0": {"name": "rloo", "beta": 0.0},
+    "proximal_rloo": {"name": "proximal_rloo"},
+    "grpo": {"preset": "grpo"},
+    "grpo, beta 0": {"name": "grpo", "beta": 0.0},
+    "dr_grpo": {"name": "dr_grpo"},
+    "dapo": {"preset": "dapo"},
+    "gspo": {"name": "gspo"},
+    "cispo": {"preset": "cispo"},
+    "ipo": {"name": "ipo"},
+    "ppo": {"preset": "ppo"},
+    "online_dpo": {"name": "online_dpo"},
+}
+
+
+def settings_of(name: str, beta: float) -> ObjectiveSettings:
+    """Return the settings of an objective, with constant `beta` unless the objective sets beta."""
+    given = dict(OBJECTIVES[name])
+    of_preset = fields_of(given.pop("preset")) if "preset" in given else {}
+    fields = {"objective.beta": beta}
+    fields |= {k: v for k, v in of_preset.items() if k.startswith("objective.")}
+    fields |= {f"objective.{field}": value for field, value in given.items()}
+    return make_config(fields).objective
 
 
 class Case(NamedTuple):
@@ -40,7 +73,9 @@ class Study:
         beta: beta of the target, and of objectives that do not set beta.
         num_steps: steps of each run.
         settings_of: objective -> further fields of `Settings`.
-        axis: description of the cases, for figures.
+        axis: description of the cases.
+        is_of_target: whether the distance to the target is of interest, instead of success.
+        has_slopes: whether the cases are lags, so that success has a slope over them.
     """
 
     names: tuple[str, ...]
@@ -51,6 +86,8 @@ class Study:
     num_steps: int = 400
     settings_of: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     axis: str = ""
+    is_of_target: bool = False
+    has_slopes: bool = False
 
     def condition(self, label: str) -> Condition:
         """Return the condition of a case."""
@@ -63,8 +100,7 @@ class Study:
         return dataclasses.replace(first, **{**own, **self.cases[label].settings})
 
 
-# Other drivers are the same objective here. VinePPO needs values from a searcher.
-_ALL = tuple(name for name in OBJECTIVES if name not in ("vineppo", "gflownet_sync", "reinforce"))
+_ALL = tuple(OBJECTIVES)
 _FEW = ("tb", "grpo, beta 0", "proximal_rloo")
 _PRIME = {name: {"reset_period": 50} for name in ("tba_prime", "tba_prime_live")}
 _BETAS = (0.0, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -92,6 +128,7 @@ STUDIES: Mapping[str, Study] = {
         0.1,
         1000,
         axis="data drawn by",
+        is_of_target=True,
     ),
     # Success and collapsed runs by the age of the data.
     "staleness": Study(
@@ -100,6 +137,7 @@ STUDIES: Mapping[str, Study] = {
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         settings_of=_PRIME,
         axis="steps of lag",
+        has_slopes=True,
     ),
     # K responses to each of 128 / K prompts.
     "group": Study(

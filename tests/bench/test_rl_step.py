@@ -5,42 +5,35 @@ import json
 
 import pytest
 
-from tba_jax.bench import rl_step, rl_step_sides
+from tba_jax.bench import rl_step
+from tba_jax.bench.harness import SHAPES
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import num_params
 
 
-def record(step, time_s, decode_s, reward_s, train_s):
-    return {
-        "step": step,
-        "time_s": time_s,
-        "train/loss": 1.0,
-        "train/step_s": train_s,
-        "search/decode_s": decode_s,
-        "search/reward_s": reward_s,
-        "search/response_length_mean": 10.0 * step,
-    }
+def test_the_parts_of_a_step_are_what_was_spent_since_the_step_before(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rl_step.time, "perf_counter", lambda: now[0])
 
+    def work(seconds):
+        now[0] += seconds
 
-def test_the_parts_of_a_step_come_from_its_own_line():
-    records = [
-        {"step": 0, "time_s": 4.5, "eval/n": 1},
-        record(1, 20.0, 5.0, 0.5, 7.0),
-        record(2, 31.5, 4.0, 1.25, 1.5),
-        record(3, 40.0, 3.0, 1.25, 1.5),
-    ]
-    second = {"step_s": 11.5, "decode_s": 4.0, "reference_s": 1.25, "train_s": 1.5, "rest_s": 4.75}
-    third = {"step_s": 8.5, "decode_s": 3.0, "reference_s": 1.25, "train_s": 1.5, "rest_s": 2.75}
-    assert rl_step_sides.step_times(records) == [
-        {**second, "response_length": 20.0},
-        {**third, "response_length": 30.0},
-    ]
+    parts = rl_step.Parts()
+    decode, score = (parts.timed(part, work) for part in ("decode_s", "reference_s"))
+    for decode_s, reference_s, step_s in ((50, 20, 30), (4, 1, 3), (3, 1, 2)):
+        decode(decode_s)
+        score(reference_s)
+        work(step_s - reference_s + 0.5)  # the run counts the reference as part of its step
+        parts.note(1, {"train/step_s": step_s, "train/response_tokens": 10 * step_s})
+    second = {"step_s": 7.5, "decode_s": 4, "reference_s": 1, "train_s": 2, "rest_s": 0.5}
+    third = {"step_s": 5.5, "decode_s": 3, "reference_s": 1, "train_s": 1, "rest_s": 0.5}
+    assert parts.of_steps() == [{**second, "tokens": 30}, {**third, "tokens": 20}]
 
 
 def test_prompts_have_the_tokens_that_were_asked_for(tmp_path):
-    job = {"folder": str(tmp_path), "shape": "tiny", "seed": 3, "warm_steps": 1, "steps": 2}
-    written = rl_step_sides.write({**job, "prompts": 2, "prompt_tokens": 7})
-    assert written["num_params"] == num_params(rl_step_sides.SHAPES["tiny"])
+    job = {"folder": str(tmp_path), "model_shape": "tiny", "seed": 3, "warm_steps": 1, "steps": 2}
+    written = rl_step.write({**job, "prompts": 2, "prompt_tokens": 7})
+    assert written["num_params"] == num_params(SHAPES["tiny"])
     tokenizer = Tokenizer.load(tmp_path / "model")
     rows = (tmp_path / "data" / "train.jsonl").read_text().splitlines()
     assert len(rows) == 6

@@ -4,6 +4,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from tba_jax.bench import time_to_accuracy, trl_peer
@@ -28,7 +29,7 @@ def watch(tmp_path, *accuracies, stop_at, code=SIDE):
     (tmp_path / "side").mkdir()
     log = tmp_path / "side" / "log.jsonl"
     command = [sys.executable, "-c", code, str(log), *map(str, accuracies)]
-    return time_to_accuracy.watch("side", command, {}, log, lambda x: x.get("accuracy"), stop_at)
+    return time_to_accuracy.watch("side", command, {}, log, "accuracy", stop_at)
 
 
 def test_a_process_is_ended_where_it_has_reached_the_accuracy(tmp_path):
@@ -43,7 +44,7 @@ def test_a_process_is_ended_where_it_has_reached_the_accuracy(tmp_path):
 
 def test_a_process_that_ends_below_it_has_no_time(tmp_path):
     reached = watch(tmp_path, 0.5, stop_at=0.9)
-    assert (reached.from_command_s, reached.step) == (None, None)
+    assert np.isnan(reached.from_command_s) and reached.step is None
     assert [x[:2] for x in reached.accuracies] == [(2, 0.5)]
 
 
@@ -56,16 +57,16 @@ def test_a_process_that_fails_is_an_error_with_its_last_line(tmp_path, capsys):
 def test_figures_are_medians_and_ratios_are_within_a_seed():
     ours = [Reached(t, 1.0, 40, []) for t in (3.0, 5.0, 4.0)]
     theirs = [Reached(t, 2.0, 30, []) for t in (6.0, 20.0, 16.0)]
-    figures = time_to_accuracy._figures("ours", ours, 0.95)
+    figures = time_to_accuracy.figures_of("ours", ours, 0.95)
     names = ("from_command_s", "first_step_s", "after_first_step_s", "steps", "reached")
     assert [figures[name] for name in names] == [4.0, 1.0, 3.0, 40, "3 of 3"]
     # 1/2, 1/4, 1/4 from command; 2/4, 4/18, 3/14 after the first step.
-    ratios = time_to_accuracy._ratios(ours, theirs)
+    ratios = time_to_accuracy.ratios(ours, theirs)
     assert ratios == {"from_command": 0.25, "after_first_step": pytest.approx(4 / 18)}
-    missed = [Reached(None, 1.0, None, [(10, 0.5, 2.0)])]
-    assert time_to_accuracy._figures("ours", [*ours, *missed], 0.95)["reached"] == "3 of 4"
+    missed = [Reached(np.nan, 1.0, None, [(10, 0.5, 2.0)])]
+    assert time_to_accuracy.figures_of("ours", [*ours, *missed], 0.95)["reached"] == "3 of 4"
     with pytest.raises(ValueError, match="trl never reached an accuracy of 0.95, 0.5 at most"):
-        time_to_accuracy._figures("trl", missed, 0.95)
+        time_to_accuracy.figures_of("trl", missed, 0.95)
 
 
 def test_the_peer_grades_as_the_task_does():

@@ -5,12 +5,13 @@ import json
 
 import pytest
 
-from tba_jax.bench import decode_engine, train_step
+from tba_jax.bench import train_step
+from tba_jax.bench.harness import SHAPES
 from tba_jax.planning import roofline
 
 
 def test_flops_by_hand():
-    config = decode_engine.SHAPES["tiny"]
+    config = SHAPES["tiny"]
     # q and o 2 x 32 x 32, k and v 32 x 32, MLP 3 x 32 x 64, of two layers; the tied table.
     inner, table = 2 * (2048 + 1024 + 6144), 128 * 32
     assert roofline.matrix_entries(config) == inner + table

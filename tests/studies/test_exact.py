@@ -9,13 +9,10 @@ import pytest
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.settings import Schedule
-from tba_jax.studies import exact, exact_report, named
-from tba_jax.studies.enumerated import STRINGS, Measures, token_logprobs, token_logprobs_of
-from tba_jax.studies.enumerated_data import Condition, Drawn, Settings, draw, replayed_groups
-from tba_jax.studies.enumerated_runs import Batches
+from tba_jax.studies import exact, exact_report, sweeps
+from tba_jax.studies.problems import STRINGS, Measures, sums, token_logprobs, token_logprobs_of
 from tba_jax.studies.sweeps import STUDIES
-
-# ml_collections loads config files through a deprecated function of importlib.
+from tba_jax.studies.training import Drawn, Settings, draw, with_replays
 
 
 def test_token_logprobs_are_those_of_a_table_walked_by_hand():
@@ -34,20 +31,20 @@ def test_token_logprobs_are_those_of_a_table_walked_by_hand():
 
 
 def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_command():
-    for name in named.OBJECTIVES:
-        settings = named.settings_of(name, 0.1)
+    for name in sweeps.OBJECTIVES:
+        settings = sweeps.settings_of(name, 0.1)
         assert settings.beta.shape == "constant"
-        fields = named.OBJECTIVES[name].items()
+        fields = sweeps.OBJECTIVES[name].items()
         given = [f"--config.objective.{field}={value}" for field, value in fields]
         config = override(None, ["--config=math", *given])
         validate(config)
         assert config.objective.name == settings.name and config.objective.own == settings.own
-    assert named.settings_of("rloo, beta 0", 0.1).beta == Schedule(0.0)
-    assert named.settings_of("rloo", 0.1).beta == Schedule(0.1)
-    assert named.settings_of("topr", 0.1).built.value("anchor") == "none"
-    assert named.settings_of("grpo", 0.1).beta == Schedule(0.04)
+    assert sweeps.settings_of("rloo, beta 0", 0.1).beta == Schedule(0.0)
+    assert sweeps.settings_of("rloo", 0.1).beta == Schedule(0.1)
+    assert sweeps.settings_of("topr", 0.1).built.value("anchor") == "none"
+    assert sweeps.settings_of("grpo", 0.1).beta == Schedule(0.04)
     for study in STUDIES.values():
-        assert set(study.names) <= set(named.OBJECTIVES)
+        assert set(study.names) <= set(sweeps.OBJECTIVES)
         for label in study.cases:
             assert study.condition(label).beta >= 0
             assert study.settings(study.names[0], label).num_steps == study.num_steps
@@ -61,9 +58,7 @@ def test_strings_are_drawn_as_likely_as_they_are():
     settings = Settings(prompts=2, group=20_000)
 
     def drawn(sampler):
-        condition = Condition(0.1, 0.1, sampler)
-        version = jnp.int32(7)
-        return draw(mu, reference, settings, condition, version, jax.random.key(1))
+        return draw(mu, reference, settings, sampler, jnp.int32(7), jax.random.key(1))
 
     found = drawn(0)
     shares = np.bincount(np.asarray(found.strings).ravel(), minlength=256) / 40_000
@@ -89,22 +84,21 @@ def test_replayed_groups_come_whole_from_the_steps_before():
         return Drawn(*map(jnp.asarray, (prompts, strings, behavior, strings // 40)))
 
     history, new = groups(0, (5, 4)), groups(100, (4,))
-    found = replayed_groups(new, history, 0.0, jnp.int32(3), jax.random.key(0))
+    found = with_replays(new, history, 0.0, jnp.int32(3), jax.random.key(0))
     assert all(0 <= p < 12 for p in found.prompts.tolist())  # of the three steps before
     expected = np.asarray(found.prompts)[:, None] * 10 + np.arange(3)
     np.testing.assert_array_equal(found.strings, expected)
     np.testing.assert_array_equal(found.behavior[..., 0], found.strings)
     np.testing.assert_array_equal(found.version, found.strings // 40)
     for recency, step in ((1.0, 3), (0.0, 0)):  # all new, and nothing to replay yet
-        same = replayed_groups(new, history, recency, jnp.int32(step), jax.random.key(0))
+        same = with_replays(new, history, recency, jnp.int32(step), jax.random.key(0))
         np.testing.assert_array_equal(same.prompts, new.prompts)
 
 
 def row(case, ends, **fields):
     success = np.array(ends, float)[..., None] * np.array([0.5, 1.0])
     measures = Measures(**{name: fields.get(name, success) for name in Measures._fields})
-    batches = Batches(**{name: fields.get(name, success) for name in Batches._fields})
-    return exact_report.Row("tb", case, measures, 1.0, batches)
+    return exact_report.Row("tb", case, measures, 1.0)
 
 
 ENDS = [[0.2, 0.2, 0.2, 0.2], [0.8, 0.8, 0.6, 0.4], [0.1] * 4, [0.1] * 4]
@@ -115,12 +109,25 @@ def test_tables_choose_the_rate_on_other_seeds_and_count_collapses():
     rows = [row(lag, ENDS) for lag in study.cases]
     for one in rows:
         one.measures.success[1, 3] = [0.9, 0.1]  # it fell
-    text = exact_report.table("staleness", study, rows)
-    assert "| 0.350 ± " in text and "(0.003)" in text
-    # Of the two seeds of the test at the chosen rate one fell, of all sixteen runs one.
-    assert "| +0.000 ± 0.000 | 50% | 6% |" in text
+    text = exact_report.table(study, rows)
     # At rate 0.003 the second half is 0.6 and 0.1: deviation 0.354.
     assert "| tb | 32 | 0.350 ± 1.578 | 0.354 |" in text
+    # Of the two seeds of the test at the chosen rate one fell, of all sixteen runs one.
+    assert "| 50% | 6% | 0.003 | 1 |" in text
+    assert "| tb | +0.000 ± 0.000 |" in text
+
+
+def test_the_target_study_chooses_the_rate_that_ends_nearest():
+    study = STUDIES["optimum"]
+    distance = np.array([[0.3] * 4, [0.1] * 4])[..., None]
+    end = exact_report.end_of(row("policy", [[0.9] * 4, [0.8] * 4], target_kl=distance), study)
+    assert end.rate == study.rates[1]
+    np.testing.assert_allclose(end.measures.target_kl, 0.1)
+
+
+def test_every_prompt_of_the_sums_has_eight_correct_strings():
+    reward = sums().reward
+    assert reward.shape == (32, 256) and (reward.sum(1) == 8).all() and (reward.sum(0) == 1).all()
 
 
 def test_every_study_has_a_table_and_a_figure_and_continues(tmp_path, monkeypatch, capsys):
@@ -133,7 +140,7 @@ def test_every_study_has_a_table_and_a_figure_and_continues(tmp_path, monkeypatc
                 label, np.random.default_rng(0).uniform(size=(len(study.rates), 4))
             ).measures
             measures.entropy[0, 0, 0] = np.nan
-            yield exact_report.Row(name, label, measures, 2.0, Batches(*measures[:2]))
+            yield exact_report.Row(name, label, measures, 2.0)
 
     monkeypatch.setattr(exact, "rows", rows)
     for name, study in STUDIES.items():
@@ -145,9 +152,10 @@ def test_every_study_has_a_table_and_a_figure_and_continues(tmp_path, monkeypatc
         asked.clear()
         text = (tmp_path / f"{name}.md").read_text()
         assert first in text and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert exact.main(["optimum", "--only=nope", f"--out={tmp_path}"]) == 2
-    assert exact.main(["optimum", "--seeds=1", f"--out={tmp_path}"]) == 2
-    assert "--seeds=1: need at least 2" in capsys.readouterr().err
+    for option in ("--only=nope", "--seeds=1"):
+        with pytest.raises(SystemExit):
+            exact.main(["optimum", option, f"--out={tmp_path}"])
+        assert f"{option}: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

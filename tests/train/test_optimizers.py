@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
 
-from tba_jax.bench.decode_engine import SHAPES
+from tba_jax.bench.harness import SHAPES
 from tba_jax.models.transformer import abstract_params
 from tba_jax.settings import parse_schedule
 from tba_jax.train.config import OptimizerSettings

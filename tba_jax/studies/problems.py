@@ -45,7 +45,7 @@ class Measures(NamedTuple):
     """Exact measures of a policy: means over prompts, one array over runs (and evaluations).
 
     Attributes:
-        target_kl: KL(target || policy) in nats.
+        target_kl: KL(target || policy) in nats; the target is pi_ref exp(r / beta) / Z.
         success: expected reward.
         entropy: entropy of responses in nats.
         modes: perplexity of the distribution over rewarded strings.
@@ -73,16 +73,6 @@ def init_policy(key: Array, problem: Problem) -> Any:
     }
 
 
-def _next_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 85 4"]:
-    """Return the log-probs of every token after every prefix."""
-    if "table" in params:
-        logits = params["table"][prompts]
-    else:
-        x = jax.nn.relu(params["prompt"][prompts][:, None] + params["prefix"][None])
-        logits = jax.nn.relu(x @ params["hidden"]) @ params["out"]
-    return jax.nn.log_softmax(logits)
-
-
 def token_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 256 t"]:
     """Return the log-probs of every token of every string."""
     return _next_logprobs(params, prompts)[:, _PREFIX, STRINGS]
@@ -99,22 +89,27 @@ def token_logprobs_of(
     return _next_logprobs(params, prompts)[index]
 
 
-def target(reference: Float[Array, "p 256"], reward: Float[Array, "p 256"], beta: float) -> Array:
-    """Return log(pi_ref exp(r / beta) / Z)."""
-    return jax.nn.log_softmax(reference + reward / beta, axis=-1)
+def _next_logprobs(params: Any, prompts: Int[Array, " p"]) -> Float[Array, "p 85 4"]:
+    """Return the log-probs of every token after every prefix."""
+    if "table" in params:
+        logits = params["table"][prompts]
+    else:
+        x = jax.nn.relu(params["prompt"][prompts][:, None] + params["prefix"][None])
+        logits = jax.nn.relu(x @ params["hidden"]) @ params["out"]
+    return jax.nn.log_softmax(logits)
 
 
 def measure(params: Any, start: Any, problem: Problem, beta: float) -> Measures:
-    """Evaluate a policy at every prompt of the problem."""
+    """Evaluate a policy at every prompt; the reference is the policy `start`."""
     every = jnp.arange(problem.reward.shape[0])
     logprob, reference = (token_logprobs(x, every).sum(-1) for x in (params, start))
     reward = jnp.asarray(problem.reward, jnp.float32)
-    goal = target(reference, reward, beta)
+    target = jax.nn.log_softmax(reference + reward / beta, axis=-1)
     p = jnp.exp(logprob)
     earned = p * reward
     earned = earned / jnp.maximum(earned.sum(-1, keepdims=True), 1e-30)
     return Measures(
-        jnp.mean(jnp.sum(jnp.exp(goal) * (goal - logprob), -1)),
+        jnp.mean(jnp.sum(jnp.exp(target) * (target - logprob), -1)),
         jnp.mean(jnp.sum(p * reward, -1)),
         -jnp.mean(jnp.sum(p * logprob, -1)),
         jnp.mean(jnp.exp(jnp.sum(jax.scipy.special.entr(earned), -1))),
@@ -126,17 +121,15 @@ def few_modes() -> Problem:
     return Problem(np.random.default_rng(0).uniform(size=(1, 256)).astype(np.float32) ** 3)
 
 
-def sums(num_prompts: int = 32, width: int = 32) -> Problem:
+def sums() -> Problem:
     """Return the problem of writing four digits whose weighted sum equals the prompt's number.
 
-    8 of 256 strings are correct, in eight modes; a new policy writes a correct string with
+    Each of 32 prompts has 8 correct strings of 256; a new policy writes a correct one with
     probability 3 %. One network serves all prompts.
     """
-    value = STRINGS @ np.array([1, 5, 11, 7]) % num_prompts
+    value = STRINGS @ np.array([1, 5, 11, 7]) % 32
     # Every prompt has the same number of correct strings.
-    order = np.argsort(value, kind="stable")
-    reward = np.zeros((num_prompts, 256), np.float32)
-    size = 256 // num_prompts
-    for prompt in range(num_prompts):
-        reward[prompt, order[prompt * size : (prompt + 1) * size]] = 1.0
-    return Problem(reward, width)
+    correct = np.argsort(value, kind="stable").reshape(32, 8)
+    reward = np.zeros((32, 256), np.float32)
+    np.put_along_axis(reward, correct, 1.0, axis=1)
+    return Problem(reward, width=32)

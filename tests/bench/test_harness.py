@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A benchmark's result has its command; a side that fails, and a bad option, are one line."""
+
+import datetime
+import importlib
+import json
+import sys
+
+import pytest
+
+from tba_jax.bench import harness, rl_step, time_to_accuracy
+
+# A side: its behaviour is in the job.
+SIDE = """
+import json, pathlib, sys
+job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+exec(job["code"])
+pathlib.Path(job["result"]).write_text(json.dumps({"side": job["side"]}))
+"""
+
+
+def run_side(tmp_path, code):
+    command = [sys.executable, "-c", SIDE]
+    return harness.run_side("mine", {"code": code}, tmp_path, command=command)
+
+
+def test_a_result_has_its_command_date_and_table(capsys):
+    def measure(args, folder):
+        assert not list(folder.iterdir())
+        other = {"run_s": 2.5, "used_bytes": 2**21}
+        return {"run_s": 1.0 * args.repeats, "workload": {"size": 3}, "naive": other}
+
+    parser = harness.make_parser("sums", "doc")
+    harness.add_integers(parser, {"repeats": 3})
+    code = harness.run(
+        parser,
+        ["--repeats=4", "--json"],
+        measure,
+        columns=("run_s", "used_bytes"),
+        rows=lambda result: {"tba_jax": result, "naive": result["naive"]},
+    )
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert (code, result["run_s"]) == (0, 4.0)
+    assert result["command"] == "python -m tba_jax.bench.sums --repeats=4 --json"
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(result["date"])
+    assert abs(age.total_seconds()) < 60
+    assert "workload.size: 3" in lines
+    table = [line.split() for line in lines[-4:-1]]
+    assert table == [["run_s", "used_bytes"], ["tba_jax", "4"], ["naive", "2.5", "2", "MiB"]]
+
+
+def test_a_side_returns_its_result_or_one_error(tmp_path, capsys, monkeypatch):
+    assert run_side(tmp_path, "") == {"side": "mine"}
+    with pytest.raises(ValueError, match="mine failed with exit code 1: ZeroDivisionError"):
+        run_side(tmp_path, "1/0")
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setattr(harness, "TIMEOUT_S", 0.5)
+    with pytest.raises(ValueError, match=r"mine took more than 0.5 s"):
+        run_side(tmp_path, "import time; time.sleep(60)")
+
+
+OPTIONS = [
+    ("rl_step", "--peers=verl", "invalid choice: 'verl'"),
+    ("rl_step", "--group=1", "got 1; wanted at least 2"),
+    ("time_to_accuracy", "--seeds=0", "got 0; wanted at least 1"),
+    ("train_step", "--group_size=1", "got 1; wanted at least 2"),
+    ("decode", "--max_new_tokens=4", "got 4; wanted at least 8"),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "option", "message"), OPTIONS)
+def test_a_bad_option_is_refused(benchmark, option, message, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"tba_jax.bench.{benchmark}").main([option])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "options", "message"),
+    [
+        (rl_step, ["--micro_batch_rows=12"], "does not divide the 128 rows of a step"),
+        (rl_step, ["--peers=trl", "--peer_python=/no/python"], "/no/python does not run"),
+        (rl_step, ["--peers=trl"], "lacks a package: importlib.metadata.PackageNotFoundError"),
+        (
+            time_to_accuracy,
+            ["--peers=trl", "--peer_learning_rates=fast"],
+            "got --peer_learning_rates=fast; wanted numbers",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(benchmark, options, message, capsys, monkeypatch):
+    monkeypatch.setattr("tba_jax.bench.trl_peer.PACKAGES", ("jax", "no_such_package"))
+    assert benchmark.main(options) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
