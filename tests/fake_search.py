@@ -15,7 +15,7 @@ from tba_jax.rewards.source import ScoreResult
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.sampler import GroupSession, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
-from tba_jax.weights.transport import Published
+from tba_jax.weights.publication import Published
 
 SETTINGS = SearchSettings(samples_per_prompt=2, num_slots=4)
 

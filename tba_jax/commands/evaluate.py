@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.run.bucket import run_folder
     from tba_jax.run.errors import CheckpointError, UserError
-    from tba_jax.weights.versions import PublicationError
+    from tba_jax.weights.publication import PublicationError
 
     try:
         if args.published and not args.workdir:

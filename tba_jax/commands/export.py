@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.report.files import load_run
     from tba_jax.run.bucket import run_folder
     from tba_jax.run.errors import CheckpointError, UserError
-    from tba_jax.weights.versions import PublicationError
+    from tba_jax.weights.publication import PublicationError
 
     try:
         out = local_folder(args.out, "--out")

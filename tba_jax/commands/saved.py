@@ -21,7 +21,8 @@ from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError, UserError
 from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
 from tba_jax.run.workdir import saved_config
-from tba_jax.weights.versions import Versions
+from tba_jax.weights.folder import WeightFolder
+from tba_jax.weights.publication import PublicationError
 
 
 def load_run_config(workdir: str) -> Config:
@@ -70,10 +71,10 @@ def load_policy(
     state = abstract_state(config, model_config, mesh)
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
     if published:
-        versions = Versions(local_folder(workdir))
-        step = versions.newest_intact(note, _version(published))
+        folder = WeightFolder(local_folder(workdir))
+        step = newest_intact(folder, note, _version(published))
         dtype = jnp.dtype(config.model.compute_dtype)
-        params = versions.read(step, _cast(state.params, dtype, policy))
+        params = folder.load(step, _cast(state.params, dtype, policy))
     else:
         newest = checkpoints.latest_step()
         if newest is not None and (found := checkpoints.damage(newest)):
@@ -92,6 +93,34 @@ def load_policy(
         )
         params = lora.merge(base, params, config=policy)
     return step, model_config, params, source.hf_config, str(source.folder)
+
+
+def newest_intact(
+    folder: WeightFolder, note: Callable[[str], None], wanted: int | None = None
+) -> int:
+    """Return the newest intact published version, or the wanted one.
+
+    Args:
+        note: receives a line for each damaged version.
+
+    Raises:
+        PublicationError: no version is intact, or the wanted one is missing or damaged.
+    """
+    versions = folder.steps()
+    if wanted is not None and wanted not in versions:
+        raise PublicationError(
+            f"{folder.folder} has no published version {wanted}; published versions: "
+            f"{versions or 'none'}. Give one of these"
+        )
+    for version in reversed(versions) if wanted is None else [wanted]:
+        if not (found := folder.damage(version)):
+            return version
+        note(f"published weights {folder.path(version)} are damaged: {found[0]}")
+    raise PublicationError(
+        f"{folder.folder} has no intact version among {versions if wanted is None else wanted}. "
+        "Leave out --published to read the newest checkpoint; only runs with placement=hosts or "
+        "placement=fleet publish weights as files"
+    )
 
 
 def _version(published: str) -> int | None:

@@ -13,13 +13,6 @@ def writes_versions(config: Config) -> bool:
     return not MODES[config.placement].trainers_search
 
 
-def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
-    """Return the transport of published weights: files if searchers are in other processes."""
-    if config.sync.transport == "auto":
-        return "checkpoint" if writes_versions(config) else "memory"
-    return config.sync.transport
-
-
 def allows_forks(config: Config) -> bool:
     """Return whether an episode may fork into several paths: with an environment, minibatches=1."""
     return bool(config.task.environment) and config.objective.built.value("minibatches", 1) == 1

@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from functools import partial
 
-from tba_jax.config.resolved import transport_of, writes_versions
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.devices.placement import MODES
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
@@ -26,18 +25,6 @@ def validate(config: Config) -> None:
 def _sections(config: Config) -> None:
     """Check every section by itself."""
     check_all(*(section.check for section in config.sections().values()))
-
-
-def _transport(config: Config) -> None:
-    """Refuse a transport that other hosts cannot use."""
-    need(
-        not writes_versions(config) or transport_of(config) == "checkpoint",
-        "sync.transport",
-        config.sync.transport,
-        f"with placement={config.placement} weights go to other processes as files of the work "
-        "directory",
-        "Set --config.sync.transport=auto.",
-    )
 
 
 def _groups(config: Config) -> None:
@@ -112,19 +99,6 @@ def _driver(config: Config) -> None:
             "an exact lag merges a fixed number of tickets at every publication",
             "Set --config.search.initial_fill=0 or --config.search.exact_lag=0.",
         )
-
-
-def _pod(config: Config) -> None:
-    """Refuse settings that a pod does not support."""
-    if not (MODES[config.placement].spans_hosts and MODES[config.placement].trainers_search):
-        return
-    need(
-        transport_of(config) == "memory",
-        "sync.transport",
-        config.sync.transport,
-        "in a pod every host takes its weights from the trainer's mesh in memory",
-        "Set --config.sync.transport=auto.",
-    )
 
 
 def _fleet(config: Config) -> None:
@@ -362,9 +336,7 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _packed_rows,
     _truncated,
     _driver,
-    _pod,
     _fleet,
-    _transport,
     _start_data,
     _state_values,
     _reward_weights,

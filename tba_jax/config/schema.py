@@ -33,7 +33,6 @@ from tba_jax.train.config import (
     ReferenceSettings,
 )
 from tba_jax.train.objectives import is_objective, own_settings
-from tba_jax.weights.config import SyncSettings
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,6 @@ class Config:
     search: SearchSettings = SearchSettings()
     replay: ReplaySettings = ReplaySettings()
     fleet: FleetSettings = FleetSettings()
-    sync: SyncSettings = SyncSettings()
     reward: RewardSettings = RewardSettings()
     victim: VictimSettings = VictimSettings()
     classifier: ClassifierSettings = ClassifierSettings()

@@ -54,8 +54,8 @@ from tba_jax.run.search_parts import (
     make_evaluator,
     make_prompts,
     make_reader,
-    make_transport,
-    make_version_writer,
+    make_weight_folder,
+    make_weights,
     read_start_tickets,
 )
 from tba_jax.run.shared import Shared, all_problems, functions, open_shared, try_reward
@@ -67,7 +67,8 @@ from tba_jax.train.state import StepShardings, TrainState, make_init_state
 from tba_jax.train.step import make_reference_pass, make_train_step
 from tba_jax.train.step_plan import Decide, OwnBatches, Peers, received
 from tba_jax.train.trainer import Trainer
-from tba_jax.weights.transport import PublishedWeights, Transport
+from tba_jax.weights.folder import WeightFolder
+from tba_jax.weights.memory import Weights
 
 SHORT_TOKENS = 64
 """Length in tokens up to which most responses to a prompt are expected to be equal."""
@@ -323,7 +324,7 @@ def build_trainer(
     base: Any,
     buffer: ReplayBuffer,
     decide: Decide,
-    transport: Transport,
+    weights: Weights | WeightFolder,
 ) -> Trainer:
     """Build the trainer of a process.
 
@@ -353,7 +354,7 @@ def build_trainer(
     return Trainer(
         state=state,
         train_step=train_step,
-        transport=transport,
+        weights=weights,
         decide=decide,
         # After a reset, log-probs that were stored would be those of another reference.
         keep_references=None if shared.config.reference.reset_period else buffer.keep_references,
@@ -439,7 +440,7 @@ def build(
             base=start.base,
             buffer=buffer,
             decide=decide,
-            transport=weights.transport,
+            weights=weights,
         )
         owner, searchers = None, ()
         if not shared.is_follower:
@@ -457,19 +458,15 @@ def _open_weights(
     start: Start,
     publish: Callable[[Any], Any],
     kept: Callable[[], Collection[int]],
-) -> PublishedWeights:
-    """Return the weights that a trainer process publishes, and their transport.
+) -> Weights | WeightFolder:
+    """Return the weights that a trainer process publishes: in memory, or as files.
 
     Args:
         kept: returns the versions under evaluation, which stay on disk.
     """
-    config = shared.config
-    if writes_versions(config):
-        return PublishedWeights(make_version_writer(shared, publish, kept), 0)
-    transport = make_transport(
-        config, shared.policy, shared.sites, shared.workdir, start.base, publish
-    )
-    return PublishedWeights(transport, len(shared.sites.searchers))
+    if writes_versions(shared.config):
+        return make_weight_folder(shared, publish, kept)
+    return make_weights(shared, start.base, publish)
 
 
 def make_owner(

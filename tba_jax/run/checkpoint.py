@@ -31,7 +31,7 @@ from tba_jax.devices.sharding import storable
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.host_state import HostState, pack, read_facts, unpack
 from tba_jax.storage import digests, saves
-from tba_jax.weights.versions import brief
+from tba_jax.storage.steps import brief
 
 KEEP = 2
 """Number of newest checkpoints that stay on disk."""

@@ -41,7 +41,7 @@ from tba_jax.run.search_process import (
     serving,
 )
 from tba_jax.train.metrics import low_ess_warnings
-from tba_jax.weights.transport import DELIVERY_S
+from tba_jax.weights.memory import DELIVERY_S, Weights
 
 _WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the first measurements
 _CHECK_S = 0.05  # seconds between two checks for a failure
@@ -75,7 +75,7 @@ class SynchronousSearch(Search):
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
         """Evaluate the new weights if an evaluation is due, then sample with them."""
         run, config = self._run, self._run.config
-        run.search.transport.poll()
+        run.weights.poll()
         self._service.announce()
         if run.is_evaluation_due(step, self._newest_evaluation):
             self._newest_evaluation = step
@@ -202,7 +202,7 @@ class AsynchronousSearch(Search):
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def _deliver(self) -> bool:
-        is_delivered = self._run.search.transport.poll(DELIVERY_S)
+        is_delivered = self._run.weights.poll(DELIVERY_S)
         self._service.announce()
         return is_delivered
 
@@ -271,15 +271,14 @@ class AsynchronousSearch(Search):
         run = self._run
         if not run.is_evaluation_due(step, self._newest_eval):
             return
-        run.search.transport.settle()  # In memory, this version becomes the newest at once.
+        run.weights.settle()  # In memory, this version becomes the newest at once.
         # On disk, wait until the weight poller has read the first version. Polling here would wait
         # for ever if the poller's thread has already taken that version.
-        while (published := run.search.transport.latest(0)) is None:
+        while (version := run.weights.newest) is None:
             self._stop.check()
             self._stop.wait(POLL_S)
-        version = published.version
         if version <= self._newest_eval_version:
-            return  # The transport is behind; a later publication is evaluated.
+            return  # The files are not complete; a later publication is evaluated.
         self._newest_eval, self._newest_eval_version = step, version
         run.request_evaluation(version)
 
@@ -345,12 +344,13 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
     assert isinstance(link, StepClient)
     failed, ended = StopFlag(), StopFlag()
     weights, has_searchers = run.weights, bool(run.search.parts)
-    process = SearchProcess(
-        run.shared, run.search, weights, lambda: run.is_interrupted(interrupted)
-    )
 
     def work() -> bool:
         """Search until the owner reports the end of the run."""
+        assert isinstance(weights, Weights), "a process that writes versions has no searchers"
+        process = SearchProcess(
+            run.shared, run.search, weights, lambda: run.is_interrupted(interrupted)
+        )
         search_in_job(process, link, run.logs.progress.note, ended)
         ended.set()
         while not failed.wait(_CHECK_S):  # this worker has nothing else to do
@@ -358,7 +358,7 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
         return True
 
     def deliver() -> bool:
-        return run.search.transport.poll(DELIVERY_S)
+        return run.weights.poll(DELIVERY_S)
 
     role = ("search-process", work) if has_searchers else ("weight-poller", deliver)
     worker = Worker(*role, failed)
@@ -371,7 +371,7 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
         run.save()
         run.evaluate_last()
         if has_searchers:
-            weights.keep()
+            weights.keep(run.trainer.step_index)
             while not ended.wait(_CHECK_S):  # searchers work on evaluation shards
                 failed.check()
     finally:
@@ -399,8 +399,9 @@ class FollowingSearch(Search):
         self._failed.check()
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
-        """Deliver the weights to the searchers of this process."""
-        self._run.search.transport.poll()
+        """Deliver the weights to the searchers of this process; a worker does it with async."""
+        if self.publishes_first:
+            self._run.weights.poll()
         self._keep(step)
 
     def merged(self, step: int) -> None:
@@ -412,4 +413,4 @@ class FollowingSearch(Search):
         if self._run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
             if self._run.search.parts:
-                self._run.weights.keep()
+                self._run.weights.keep(step)

@@ -89,7 +89,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
                 extra["sync/publish_s"] = trainer.publish()
                 extra["sync/version"] = step
                 search.published(step, interrupted)
-            extra["sync/deliver_s"] = run.search.transport.delivery_s
+            extra["sync/deliver_s"] = run.weights.delivery_s
             merge_start = run.clock()
             reports += search.merge()
             extra["sync/merge_s"] = run.clock() - merge_start

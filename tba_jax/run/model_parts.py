@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts, transport_of
+from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import CHUNK_STEPS
@@ -35,7 +35,7 @@ from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
 from tba_jax.train.step import StepSettings
-from tba_jax.weights.transport import Layout, make_publish_program
+from tba_jax.weights.publication import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"
 
@@ -132,7 +132,7 @@ def make_publication_program(
     """
     policy, layout, shardings = policy_config(config, model_config), None, None
     quantization: Quantization = "none"
-    if transport_of(config) == "memory":
+    if not writes_versions(config):
         if policy.adapters is None:
             quantization = config.search.quantization
             layout, shardings = make_publication(model_config, where, quantization)

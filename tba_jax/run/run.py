@@ -42,7 +42,8 @@ from tba_jax.run.search_parts import Search, load_start_weights
 from tba_jax.run.shared import Shared
 from tba_jax.search.searcher import Searcher
 from tba_jax.train.trainer import Shown, Trainer
-from tba_jax.weights.transport import PublishedWeights
+from tba_jax.weights.folder import WeightFolder
+from tba_jax.weights.memory import Weights
 
 # Seconds for a background compilation to end: the interpreter must not exit while a thread runs
 # native code.
@@ -276,8 +277,8 @@ class Run:
 
     Attributes:
         shared: parts that all other parts use.
-        search: parts of the searchers of this process, and the weight transport.
-        weights: the published weights of this process, of every version that is needed.
+        search: parts of the searchers of this process.
+        weights: the weights that this process publishes.
         owner: tickets and evaluations of the run; None in a process that does not own the buffer.
         searchers: searchers of this process that take tickets from `owner`.
         ahead: background compiler.
@@ -294,7 +295,7 @@ class Run:
     buffer: ReplayBuffer
     trainer: Trainer
     evaluator: Evaluator
-    weights: PublishedWeights
+    weights: Weights | WeightFolder
     owner: Owner | None
     searchers: tuple[Searcher, ...]
     logs: Logs
@@ -410,7 +411,7 @@ class Run:
         """Request the evaluation of the newest version."""
         assert self.owner is not None, "this process owns the buffer"
         if self.searchers:
-            self.weights.keep()
+            self.weights.keep(version)
         self.owner.evaluations.request(version)
 
     def evaluate_start_model(self) -> None:
@@ -481,7 +482,7 @@ class Run:
             return
         self.logs.progress.phase("evaluating the final policy")
         self.trainer.publish()
-        self.search.transport.poll()
+        self.weights.poll()
         if self.owner is None:
             self.evaluated.last_eval_step = step
         else:
@@ -499,7 +500,7 @@ class Run:
         """Complete pending writes, then release processes, threads and files."""
         self.shared.rewards.close()
         self.ahead.close(timeout_s=COMPILED_S)
-        self.search.transport.close()
+        self.weights.close()
         self.shared.checkpoints.close()
         self.logs.close()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searchers of a process: decoders, prompts, transport, and the evaluator.
+"""The searchers of a process: decoders, prompts, weights, and the evaluator.
 
 All of these are built from the shared parts, without the trainer.
 """
@@ -7,16 +7,14 @@ All of these are built from the shared parts, without the trainer.
 import dataclasses
 import functools
 import threading
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import Mesh
 
-from tba_jax.config.resolved import transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
@@ -52,12 +50,11 @@ from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer, load_start_tickets, make_start_program
 from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.serving.server_session import ServerDecoder
+from tba_jax.storage.steps import delete_own
 from tba_jax.tasks.registry import Task, entry_of
-from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.transport import MemoryTransport, Published, Transport, make_publish_program
-from tba_jax.weights.version_reader import VersionReader
-from tba_jax.weights.version_writer import CheckpointTransport, Members, VersionWriter
-from tba_jax.weights.versions import Versions
+from tba_jax.weights.folder import FOLDER, StoredWeights, WeightFolder
+from tba_jax.weights.memory import OnDevices, Weights
+from tba_jax.weights.publication import make_publish_program
 
 
 def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReader:
@@ -115,7 +112,7 @@ class Arrival(NamedTuple):
 
 
 def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: Any) -> Arrival:
-    """Return the conversion of published weights; for the arguments see `make_transport`."""
+    """Return the conversion of published weights; for the arguments see `make_weights`."""
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.compute_dtype)
     quantization, mesh = config.search.quantization, sites.publication.mesh
@@ -151,59 +148,46 @@ def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: 
     return Arrival(None, adapters, [merges[site] for site in sites.searchers])
 
 
-def make_transport(
-    config: Config,
-    policy: TransformerConfig,
-    sites: Sites,
-    workdir: Path,
-    base: Any,
-    publish: Callable[[Any], Any] | None,
-) -> Transport:
-    """Make the weight transport; with adapters, only the adapters are published.
+def make_weights(shared: Shared, base: Any, publish: Callable[[Any], Any]) -> Weights:
+    """Make the weights that a trainer process publishes in memory; with adapters, only adapters.
 
     Args:
         base: frozen parameters under adapters; None without adapters.
-        publish: program of a publication; None in a process that only reads.
+        publish: program of a publication.
     """
-    arrival = make_arrival(config, policy, sites, base)
-    wanted, merges = arrival.shardings, arrival.merges
-    transport: Transport
-    way = transport_of(config)
-    if publish is None:
-        files = published_files(config, policy, sites.publication.mesh)
-        # Restricted to this process, because Orbax's barriers would wait for the others.
-        number = jax.process_index()
-        versions = Versions(workdir, readers=Members(number, (number,)).options)
-        transport = VersionReader(versions, files, wanted, layout=arrival.layout)
-    elif way == "memory":
-        program = sites.trainer.locked(publish)
-        transport = MemoryTransport(program, wanted)
-    else:
-        transport = CheckpointTransport(
-            str(workdir),
-            sites.trainer.locked(publish),
-            wanted,
-            layout=arrival.layout,
-        )
-    return MergingTransport(transport, merges) if merges else transport
+    arrival = make_arrival(shared.config, shared.policy, shared.sites, base)
+    program = shared.sites.trainer.locked(publish)
+    return Weights(program, arrival.shardings, arrival.merges)
 
 
-def make_version_writer(
-    shared: Shared, publish: Callable[[Any], Any], kept: Callable[[], Collection[int]]
-) -> VersionWriter:
+def make_stored_weights(shared: Shared, base: Any) -> StoredWeights:
+    """Make the weights of a process that only searches; for `base` see `make_weights`."""
+    sites = shared.sites
+    arrival = make_arrival(shared.config, shared.policy, sites, base)
+    return StoredWeights(
+        shared.workdir,
+        published_files(shared.config, shared.policy, sites.publication.mesh),
+        arrival.shardings,
+        arrival.merges,
+        layout=arrival.layout,
+        start=lambda i: load_start_weights(shared, sites.searchers[i]),
+    )
+
+
+def make_weight_folder(
+    shared: Shared, publish: Callable[[Any], Any], wanted: Callable[[], Collection[int]]
+) -> WeightFolder:
     """Make the writer of published weights; all trainer processes call this.
 
     Args:
-        kept: returns versions that stay on disk in addition to the newest ones.
+        wanted: returns versions that stay on disk in addition to the newest ones.
     """
-    cluster = shared.cluster
-    return VersionWriter(
-        str(shared.workdir),
-        publish,
-        session=cluster.broadcast_json(uuid.uuid4().hex[:16]),
-        members=Members(cluster.number, cluster.members),
-        kept=kept,
-    )
+    cluster, run_id = shared.cluster, shared.facts.run_id
+    if cluster.is_primary:  # steps are made again, and their versions with them
+        delete_own(epath.Path(shared.workdir) / FOLDER, run_id)
+    cluster.broadcast_json(None)  # the others list the folder after that
+    members = cluster.members
+    return WeightFolder(shared.workdir, publish, run_id=run_id, members=members, wanted=wanted)
 
 
 def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> Any:
@@ -231,35 +215,16 @@ def make_decoders(shared: Shared) -> dict[Site, Decoder]:
     return {site: programs[site.program_site] for site in sites}
 
 
-class ProcessWeights(Protocol):
-    """Published weights on the devices of the searchers of a process."""
-
-    @property
-    def transport(self) -> Transport:
-        """Transport of the newest version."""
-        ...
-
-    def latest(self, i: int) -> Published | None:
-        """Return the newest version for searcher i of this process; None before the first."""
-        ...
-
-    def at(self, version: int, i: int) -> Published | None:
-        """Return a version under evaluation for searcher i; None if it was dropped."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Parts of the searchers of a process.
 
     Attributes:
-        transport: delivers weights to searchers of this process, or writes them to files.
         parts: parts of each searcher of this process.
         decoders: decoder of each site.
         server: server that samples for the searchers of this process; None: their devices sample.
     """
 
-    transport: Transport
     parts: tuple[SearchParts, ...] = ()
     decoders: Mapping[Site, Decoder] = dataclasses.field(default_factory=dict)
     server: InferenceServer | None = None
@@ -276,13 +241,13 @@ class Search:
 
 def build_searchers(
     shared: Shared,
-    weights: ProcessWeights,
+    weights: OnDevices | WeightFolder,
     judging: "Judging",
 ) -> Search:
     """Build the parts of the searchers of this process, if it has searchers."""
-    transport = weights.transport
     if not shared.sites.searchers:
-        return Search(transport)
+        return Search()
+    assert isinstance(weights, OnDevices), "a process that writes versions has no searchers"
     config, sites, server = shared.config, shared.sites.searchers, shared.rewards.server
     decoders = make_decoders(shared)
     key = jax.random.key(config.seed)
@@ -296,8 +261,7 @@ def build_searchers(
         latest = functools.partial(weights.latest, i)
         if server is not None:
             # The server receives adapters. Weights are merged for evaluations only.
-            assert isinstance(transport, MergingTransport), "config.rules wants adapters"
-            latest = functools.partial(transport.source.latest, i)
+            latest = functools.partial(weights.adapters, i)
             engine = ServerDecoder(server, decoders[site].eos_ids, decoders[site].stop_strings)
         grader = make_grader(shared.task, shared.tokenizer, source and source.on(site))
         parts.append(
@@ -316,7 +280,7 @@ def build_searchers(
                 waits_for_all=config.driver == "sync" and episodes is not None,
             )
         )
-    return Search(transport, tuple(parts), decoders, server)
+    return Search(tuple(parts), decoders, server)
 
 
 class Judging(NamedTuple):

@@ -42,15 +42,12 @@ from tba_jax.run.search_parts import (
     Search,
     build_judging,
     build_searchers,
-    load_start_weights,
-    make_transport,
+    make_stored_weights,
 )
 from tba_jax.run.shared import Shared, open_shared
 from tba_jax.search.searcher import Searcher
-from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.transport import DELIVERY_S, Published, PublishedWeights, Transport
-from tba_jax.weights.version_reader import VersionReader
-from tba_jax.weights.versions import PublicationError
+from tba_jax.weights.folder import StoredWeights
+from tba_jax.weights.memory import DELIVERY_S, Weights
 
 POLL_S = 0.002
 """Sleep of a searcher's thread that has nothing to do."""
@@ -59,54 +56,6 @@ STOP_S = 10.0
 _CHECK_S = 0.1  # seconds between two checks whether a worker has failed
 _JOIN_RETRY_S = 0.5  # seconds between two join requests to a trainer that does not respond
 _WAIT_S = 0.02  # seconds between two checks whether searchers have joined
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredWeights:
-    """Weights on the devices of the searchers of a process, read from the work directory.
-
-    Args:
-        transport: transport from which the searchers take weights.
-        reader: reads published versions for `transport`.
-    """
-
-    shared: Shared
-    transport: Transport
-    reader: VersionReader
-
-    def reset(self, version: int) -> None:
-        """Forget all versions; `version` is the newest version of the new owner."""
-        self.reader.forget()
-        self.reader.announce(version)
-
-    def announce(self, version: int, evaluated: Sequence[int]) -> None:
-        """Set the newest complete version, and the versions under evaluation."""
-        del evaluated
-        self.reader.announce(version)
-
-    def poll(self) -> bool:
-        """Load the announced versions; called on a separate thread."""
-        return self.reader.poll(DELIVERY_S)
-
-    def latest(self, i: int) -> Published | None:
-        """Return the newest version for searcher i; None before the first."""
-        return self.transport.latest(i)
-
-    def at(self, version: int, i: int) -> Published | None:
-        """Return a version for searcher i; None if it was deleted."""
-        latest = self.transport.latest(i)
-        if latest is not None and latest.version == version:
-            return latest
-        try:
-            found = self.reader.at(version)
-        except PublicationError:
-            if version:
-                return None
-            site = self.shared.sites.searchers[i]
-            return Published(0, load_start_weights(self.shared, site))
-        if isinstance(self.transport, MergingTransport):
-            found = self.transport.merged(found)
-        return Published(version, found[i])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +69,7 @@ class SearchProcess:
 
     shared: Shared
     search: Search
-    weights: StoredWeights | PublishedWeights
+    weights: StoredWeights | Weights
     wants_stop: Callable[[], bool] = lambda: False
 
 
@@ -157,10 +106,7 @@ def open_search_process(
         base = shared.model.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype), shardings=param_shardings(plain, mesh)
         )
-    transport = make_transport(config, shared.policy, shared.sites, workdir, base, None)
-    reader = transport.source if isinstance(transport, MergingTransport) else transport
-    assert isinstance(reader, VersionReader)
-    weights = StoredWeights(shared, transport, reader)
+    weights = make_stored_weights(shared, base)
     search = build_searchers(shared, weights, build_judging(shared))
     return SearchProcess(shared, search, weights, wants_stop)
 
@@ -271,7 +217,7 @@ def _search_once(
     """Run the searchers until a client raises Rewind or Dismissed, or `outer` is set."""
     stop = StopFlag()
     process.weights.reset(response.version)
-    workers = [Worker("weight-reader", process.weights.poll, stop)]
+    workers = [Worker("weight-reader", lambda: process.weights.poll(DELIVERY_S), stop)]
     for i, parts in enumerate(process.search.parts):
         sender = Sender(response.epoch, parts.index)
         workers += _workers(process, i, sender, owner, stop, timeout_s, log)
@@ -373,12 +319,8 @@ class SearchService:
 
     def announce(self) -> None:
         """Announce the newest delivered version."""
-        transport = self._run.search.transport
-        if isinstance(transport, MergingTransport):
-            transport = transport.source  # its weights are merged where a searcher takes them
-        published = transport.latest(0)
-        if published is not None:
-            self._owner.set_version(published.version)
+        if (newest := self._run.weights.newest) is not None:
+            self._owner.set_version(newest)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the searchers by name."""

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import allows_forks, transport_of, writes_versions
+from tba_jax.config.resolved import allows_forks, writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.cluster import Cluster
@@ -87,7 +87,7 @@ def open_sites(config: Config, placement: Placement) -> Sites:
             trainer = publication = Mesh(devices.reshape(1, 1, -1), MESH_AXES)
     if config.driver == "async":
         launchers = [trainer, *placement.searcher_meshes]
-        if transport_of(config) != "memory" and (is_beside or not trains):
+        if not is_beside and not trains:
             launchers.append(trainer)  # the weight poller converts restored weights
         # Half of the watchdog's limit, so that this clearer error comes first.
         lock = device_lock_for(launchers, timeout_s=config.log.watchdog_s / 2)

@@ -21,7 +21,7 @@ from tba_jax.environments.episodes import Episodes, open_session
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.state_values import Continuation, states_of
-from tba_jax.weights.transport import Published
+from tba_jax.weights.publication import Published
 
 # First fold of the root key: separates searcher draws from other uses of the seed.
 SEARCHER_ROLE = 1

@@ -23,7 +23,7 @@ from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.sampler import GroupSession, SampledGroup, Sampler
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.search.state_values import advantages_of, values_of
-from tba_jax.weights.transport import Published
+from tba_jax.weights.publication import Published
 
 
 @dataclasses.dataclass(frozen=True)

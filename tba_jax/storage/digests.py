@@ -25,15 +25,29 @@ _READERS = 4  # threads that read the parts of a file
 _LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA", NAME})
 
 
-def write(folder: epath.Path) -> None:
-    """Write digests.json: the size and digest of every file of a folder that is complete."""
+def write(folder: epath.Path, run_id: str = "") -> None:
+    """Write digests.json: the size and digest of every file of a complete folder, and its run."""
     files = {}
     for name, file in _files(folder):
         size, digest = _digest(file)
         files[name] = [size, digest]
-    text = json.dumps(files, sort_keys=True)
-    listed = {"files": files, "crc32c": _hex(google_crc32c.value(text.encode()))}
-    (folder / NAME).write_text(json.dumps(listed, indent=1))
+    listed = {"run": run_id, "files": files}
+    (folder / NAME).write_text(json.dumps(listed | {"crc32c": _own(listed)}, indent=1))
+
+
+def run_of(folder: epath.Path) -> str | None:
+    """Return the ID of the run that wrote a folder; None without a readable digests.json."""
+    try:
+        listed = json.loads((folder / NAME).read_text())
+        return str(listed["run"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _own(listed: dict[str, Any]) -> str:
+    """Return the digest of the content of digests.json."""
+    content = {"run": listed["run"], "files": listed["files"]}
+    return _hex(google_crc32c.value(json.dumps(content, sort_keys=True).encode()))
 
 
 def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -50,7 +64,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
     try:
         listed = json.loads((folder / NAME).read_text())
         files: dict[str, Any] = listed["files"]
-        own = _hex(google_crc32c.value(json.dumps(files, sort_keys=True).encode()))
+        own = _own(listed)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         return [f"{NAME}, which lists its files, is missing or unreadable ({type(error).__name__})"]
     if own != listed.get("crc32c"):

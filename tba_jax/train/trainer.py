@@ -2,8 +2,8 @@
 """The trainer: optimiser steps and publications.
 
 The trainer publishes weights at every sync, draws batches from the replay buffer, and minimises the
-objective. It never samples: responses arrive through the buffer, and weights leave through a weight
-transport. With several trainer processes, the first
+objective. It never samples: responses arrive through the buffer, and weights leave as
+publications. With several trainer processes, the first
 process draws every batch, and all processes follow its StepPlan.
 
 A step is launched and its results are fetched later, so the next batch is drawn and laid out while
@@ -25,7 +25,8 @@ from tba_jax.flow.trajectory import Draw
 from tba_jax.train.metrics import Outputs, step_metrics
 from tba_jax.train.state import TrainState
 from tba_jax.train.step_plan import Decide, StepPlan
-from tba_jax.weights.transport import Transport
+from tba_jax.weights.folder import WeightFolder
+from tba_jax.weights.memory import Weights
 
 
 class NonFiniteError(RuntimeError):
@@ -123,7 +124,7 @@ class Trainer:
     Args:
         state: initial or restored train state.
         train_step: the step for a batch on the host.
-        transport: destination of published weights.
+        weights: destination of published weights.
         decide: source of plans and batches.
         keep_references: stores log-probs of the reference with drawn responses: (draws, for each
             draw the log-probs of each response); None: they are not kept.
@@ -141,7 +142,7 @@ class Trainer:
         *,
         state: TrainState,
         train_step: TrainStep,
-        transport: Transport,
+        weights: Weights | WeightFolder,
         decide: Decide,
         keep_references: KeepReferences | None,
         clock: Callable[[], float],
@@ -153,7 +154,7 @@ class Trainer:
         self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self.values: dict[str, Any] = {}
         self._train_step = train_step
-        self._transport = transport
+        self._weights = weights
         self._decide = decide
         self._keep_references = keep_references
         self._clock = clock
@@ -164,7 +165,7 @@ class Trainer:
     def publish(self) -> float:
         """Publish the current weights as this step's version; return the pause in seconds."""
         start = self._clock()
-        self._transport.publish(self.step_index, self.state.params)
+        self._weights.publish(self.step_index, self.state.params)
         self.version = self.step_index
         pause_s = self._clock() - start
         self.counters.add_sync(pause_s)
@@ -184,7 +185,7 @@ class Trainer:
         """
         start = self._clock()
         self.plan, batch, draws = self._decide(
-            self.step_index, wants_stop, lambda: self._transport.is_publishing
+            self.step_index, wants_stop, lambda: self._weights.is_publishing
         )
         if batch is None:
             if self._waiting_since is None:

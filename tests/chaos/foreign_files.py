@@ -22,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 from tba_jax.commands import export, report
 from tba_jax.config.schema import make_config
@@ -30,7 +31,8 @@ from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import Facts, HostState
 from tba_jax.run.workdir import begin_run, claim, run_id_of
-from tba_jax.weights.versions import Versions
+from tba_jax.storage.steps import delete_own
+from tba_jax.weights.folder import WeightFolder
 
 FIELDS = {"task.name": "arithmetic", "num_steps": 3}
 CONFIG = make_config(FIELDS)
@@ -91,13 +93,11 @@ def write_as_a_run_does(workdir: Path) -> None:
         state = HostState(Facts(0, run_id_of(workdir), step=step), {})
         checkpoints.save(step, {"w": np.zeros(2)}, state)
     checkpoints.close()
-    versions = Versions(workdir)
-    versions.clear()
+    delete_own(epath.Path(workdir / "weights"), run_id_of(workdir))
+    folder = WeightFolder(workdir, lambda params: params, run_id=run_id_of(workdir))
     for version in (6, 7, 8):
-        versions.begin(version)
-        versions.path(version).mkdir()
-        (versions.path(version) / "array").write_text("ours")
-        versions.add(version)
+        folder.publish(version, {"w": np.zeros(2)})
+    folder.close()
 
 
 def train(workdir: Path, config, real: bool) -> str:

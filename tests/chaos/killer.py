@@ -29,7 +29,6 @@ from tba_jax.commands.saved import load_run_config
 from tba_jax.devices.site import reading_mesh
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.model_parts import abstract_state, describe_model
-from tba_jax.weights.versions import Versions
 from tests.integration.commands import (
     IN_AN_ENVIRONMENT,
     ROOT,
@@ -41,7 +40,7 @@ from tests.integration.commands import (
 )
 
 STEPS_PER_KILL = 5
-OVERRIDES = ("checkpoint.period=3", "eval.period=12", "sync.transport=checkpoint")
+OVERRIDES = ("checkpoint.period=3", "eval.period=12")
 DRIVERS = {"sync": ("driver=sync",), "async": ("num_searchers=2", "search.num_slots=24")}
 MOMENTS = {"starting": 0.25, "stepping": 0.4, "saving": 0.25, "closing": 0.1}
 START_S = 10.0  # most seconds of a process before its first line
@@ -163,10 +162,6 @@ class Killer:
         left = [path.name for path in (workdir / "checkpoints").iterdir()]
         if not all(name.isdigit() for name in left):
             raise Wrong(f"{driver}: unfinished checkpoints are left: {left}")
-        versions = Versions(workdir)
-        left, named = sorted(p.name for p in (workdir / "weights").iterdir()), versions.named()
-        if left != sorted(map(str, named)) or any(map(versions.damage, named)):
-            raise Wrong(f"{driver}: weights are left damaged or unfinished: {left}")
         if driver == "sync":
             if losses(workdir) != losses(self.undisturbed):
                 raise Wrong("other losses than undisturbed")

@@ -211,6 +211,6 @@ def test_a_synchronous_run_that_is_killed_resumes_with_the_same_bits(cache, tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sigkill_six_times_then_resume(cache, tmp_path):
-    overrides = ("checkpoint.period=3", "eval.period=5", "sync.transport=checkpoint")
+    overrides = ("checkpoint.period=3", "eval.period=5")
     kill_and_resume(tmp_path / "run", overrides, kills=6, num_steps=60, cache=cache)
     assert sorted(losses(tmp_path / "run")) == list(range(1, 61))

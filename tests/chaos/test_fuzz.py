@@ -20,7 +20,6 @@ from tba_jax.run.host_state import Facts, HostState, pack, unpack
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import is_finished, run_id_of, saved_config
 from tba_jax.storage import digests
-from tba_jax.weights.versions import Versions
 
 NAMES = st.sampled_from(
     "config crc32c run_id files versions eval after before step steps event sync chunk round "
@@ -78,7 +77,6 @@ READERS = {
     "report.json": (lambda folder: is_finished(folder, 3), report),
     "metrics.jsonl": (keep, report, lambda folder: read_jsonl(folder / "metrics.jsonl")),
     "heartbeat.json": (hold,),
-    "versions.json": (lambda folder: Versions(folder).named(),),
     "checkpoints/3/digests.json": (lambda f: digests.damage(epath.Path(f / "checkpoints/3")),),
     "checkpoints/3/host.npz": (lambda f: unpack((f / "checkpoints/3/host.npz").read_bytes()),),
 }

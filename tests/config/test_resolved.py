@@ -3,19 +3,18 @@
 
 import pytest
 
-from tba_jax.config.resolved import transport_of
+from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import make_config
 
 
 @pytest.mark.parametrize(
-    ("fields", "transport"),
+    ("fields", "is_written"),
     [
-        ({}, "memory"),
-        ({"placement": "pod"}, "memory"),
-        ({"placement": "whole_hosts"}, "checkpoint"),
-        ({"placement": "fleet"}, "checkpoint"),
-        ({"sync.transport": "checkpoint"}, "checkpoint"),
+        ({}, False),
+        ({"placement": "pod"}, False),
+        ({"placement": "whole_hosts"}, True),
+        ({"placement": "fleet"}, True),
     ],
 )
-def test_what_is_left_open_follows_the_placement(fields, transport):
-    assert transport_of(make_config({"task.name": "arithmetic", **fields})) == transport
+def test_what_is_left_open_follows_the_placement(fields, is_written):
+    assert writes_versions(make_config({"task.name": "arithmetic", **fields})) == is_written

@@ -16,7 +16,7 @@ from tba_jax.commands import saved as saved_run
 from tba_jax.run.model_parts import START_MODEL
 
 pytestmark = pytest.mark.slow
-LORA = ("lora.rank=4", "optimizer.learning_rate=0.003", "sync.transport=checkpoint")
+LORA = ("lora.rank=4", "optimizer.learning_rate=0.003")
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,6 @@ def test_the_policy_learns_and_only_adapters_are_written(reference, model):
     assert all(r["train/sampler_gap"] < 1e-4 for r in records)
     # 4 ranks of q, k, v and o are 3 % of the start model; a checkpoint also has two moments.
     whole = (model / "model.safetensors").stat().st_size
-    (weights,) = [p for p in (reference / "weights").iterdir() if p.name == "8"]
-    assert size(weights) < 0.1 * whole
     assert size(reference / "checkpoints" / "8" / "train_state") < 0.2 * whole
 
 
@@ -93,7 +91,7 @@ def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cach
         "mesh.fsdp=2",
         "num_searchers=2",
     )
-    code, _, err = run_pod(2, tmp_path / "run", *SYNC, *LORA[:2], *overrides, cache=cache)
+    code, _, err = run_pod(2, tmp_path / "run", *SYNC, *LORA, *overrides, cache=cache)
     assert code == 0, err
     records = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
     assert records[0]["train/kl_reference"] == pytest.approx(0, abs=1e-4)

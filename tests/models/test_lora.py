@@ -2,7 +2,6 @@
 """Adapters: nothing at first, trained alone, sent alone, and merged into what was trained."""
 
 import functools
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +35,9 @@ from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
-from tba_jax.weights import transport as weight_sync
-from tba_jax.weights.merged_adapters import MergingTransport
-from tba_jax.weights.transport import MemoryTransport, make_publish_program
-from tba_jax.weights.version_writer import CheckpointTransport
+from tba_jax.weights import memory
+from tba_jax.weights.memory import Weights
+from tba_jax.weights.publication import make_publish_program
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 POLICY = lora.with_adapters(CONFIG, 3, 6.0, ALL)
@@ -235,21 +233,13 @@ def test_the_step_on_a_mesh_equals_that_of_one_device():
     chex.assert_trees_all_close(outputs, wanted_outputs, rtol=1e-4, atol=1e-4)
 
 
-def fake_transport(kind, path, wanted):
-    program = make_publish_program(jnp.dtype(jnp.bfloat16))
-    if kind == "memory":
-        return MemoryTransport(program, wanted, timeout_s=60)
-    return CheckpointTransport(str(path), program, wanted, timeout_s=60)
-
-
-@pytest.mark.parametrize("kind", ["memory", "checkpoint"])
-def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, monkeypatch):
+def test_only_adapters_travel_and_searchers_get_whole_weights(monkeypatch):
     policy = lora.with_adapters(DIVISIBLE, 2, 4.0, ("q", "v"))
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(DIVISIBLE))
     travelled = []
-    hand_over = weight_sync.hand_over
+    hand_over = memory.hand_over
     monkeypatch.setattr(
-        weight_sync, "hand_over", lambda x, where: travelled.append(x) or hand_over(x, where)
+        memory, "hand_over", lambda x, where: travelled.append(x) or hand_over(x, where)
     )
     # Two searchers on one device, one on two that divide its weights.
     device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
@@ -263,25 +253,23 @@ def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, mo
     first, second = (
         functools.partial(lora.merge, weights, config=policy) for weights in (on_device, on_pair)
     )
-    transport = MergingTransport(fake_transport(kind, tmp_path, wanted), [first, first, second])
-    assert transport.latest(0) is None
+    program = make_publish_program(jnp.dtype(jnp.bfloat16))
+    published_weights = Weights(program, wanted, [first, first, second])
+    assert published_weights.latest(0) is None
     source = trained_adapters(policy)
     for version in (4, 6):
-        transport.publish(version, source)
-        transport.poll()
+        published_weights.publish(version, source)
+        published_weights.poll()
     num_bytes = 2 * sum(x.size for x in jax.tree.leaves(shapes))  # bfloat16
     sent = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in travelled]
     # To two sets of devices, twice.
     assert sent == [num_bytes] * 4
-    got: list[Any] = [transport.latest(i) for i in range(3)]
+    got: list[Any] = [published_weights.latest(i) for i in range(3)]
     assert [x.version for x in got] == [6, 6, 6]
-    assert got[0] is got[1] is transport.latest(0)
+    assert got[0] is got[1] is published_weights.latest(0)
     assert got[0].params["layers"][0]["up"] is on_device["layers"][0]["up"]
     assert got[2].params["layers"][1]["q"].sharding == on_pair["layers"][1]["q"].sharding
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), source)
     expected = unstack_layers(lora.merge(base, rounded, config=policy), DIVISIBLE)
     for published in (got[0], got[2]):
         jax.tree.map(np.testing.assert_array_equal, published.params, expected)
-    if kind == "checkpoint":
-        transport.close()
-        assert json.loads((tmp_path / "versions.json").read_text())["versions"] == [4, 6]

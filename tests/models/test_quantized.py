@@ -19,7 +19,8 @@ from tba_jax.models import model as models
 from tba_jax.models.quantized import MATRICES, quantize, scale_name
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.weights.transport import MemoryTransport, make_publish_program
+from tba_jax.weights.memory import Weights
+from tba_jax.weights.publication import make_publish_program
 
 CONFIG = tiny_config(num_heads=4, num_kv_heads=2, qkv_bias=True, mlp_size=24, vocab_size=64)
 
@@ -122,11 +123,11 @@ def test_a_publication_is_quantised_on_the_trainers_devices_and_delivered_so():
     published = lowering.weight_shardings(CONFIG, trainer, "int8")
     program = make_publish_program(jnp.dtype(jnp.bfloat16), layout, published, "int8")
     wanted = lowering.weight_shardings(CONFIG, searcher, "int8")
-    transport = MemoryTransport(program, [wanted], timeout_s=60.0)
+    weights = Weights(program, [wanted], timeout_s=60.0)
     params = random_params(CONFIG)
-    transport.publish(3, params)
-    transport.poll()
-    latest = transport.latest(0)
+    weights.publish(3, params)
+    weights.poll()
+    latest = weights.latest(0)
     assert latest is not None and latest.version == 3
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layout(params))
     jax.tree.map(

@@ -22,7 +22,6 @@ FLEET = {"placement": "fleet", "task.name": "arithmetic"}
     "change, words",
     [
         ({"driver": "sync"}, "config.driver = 'sync': the searchers of a fleet are other"),
-        ({"sync.transport": "memory"}, "weights go to other processes as files"),
         (
             {"num_searchers": 3},
             "config.fleet.max_searchers = 4: must be a multiple of num_searchers=3",

@@ -16,7 +16,6 @@ from tba_jax.run.host_state import Facts, HostState
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import begin_run, claim, run_id_of, saved_config
 from tba_jax.storage.whole_files import write_json
-from tba_jax.weights.versions import PublicationError, Versions
 
 CONFIG = make_config({"task.name": "arithmetic", "num_steps": 3})
 
@@ -105,36 +104,6 @@ def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["1", "2", "30", "40", "notes.orbax-checkpoint-tmp"]
     assert foreign.items() <= tree(tmp_path).items()
-
-
-def test_only_versions_that_the_run_made_are_deleted(tmp_path):
-    theirs = tmp_path / "weights" / "7"
-    theirs.mkdir(parents=True)
-    (theirs / "model.bin").write_text("x")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "file").write_text("x")
-    (tmp_path / "weights" / "1").symlink_to(tmp_path / "elsewhere")
-    foreign = tree(tmp_path)
-    versions = Versions(tmp_path)
-    for version in (2, 4, 6, 8):
-        versions.begin(version)
-        versions.path(version).mkdir()
-        (versions.path(version) / "array").write_text(str(version))
-        versions.add(version)
-    assert versions.named() == [6, 8]
-    versions.begin(10)
-    (tmp_path / "weights" / "10.orbax-checkpoint-tmp").mkdir()  # killed while it was written
-    unfinished = tmp_path / "weights" / "12.orbax-checkpoint-tmp"
-    unfinished.mkdir()
-    with pytest.raises(PublicationError, match="orbax-checkpoint-tmp exists and was not written"):
-        versions.begin(12)
-    unfinished.rmdir()
-    Versions(tmp_path).clear()
-    left = tree(tmp_path)
-    left.pop("versions.json")
-    assert left == foreign
-    with pytest.raises(PublicationError, match="weights/7 exists and was not written by this run"):
-        versions.begin(7)
 
 
 def test_a_report_is_not_written_over_files_of_another_program(tmp_path, capsys):

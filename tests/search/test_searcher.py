@@ -26,7 +26,7 @@ from tba_jax.search.sampler import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import GivenScorer, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
-from tba_jax.weights.transport import Published
+from tba_jax.weights.publication import Published
 
 
 def test_a_ticket_comes_back_when_its_last_response_ended():

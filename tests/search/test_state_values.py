@@ -20,7 +20,7 @@ from tba_jax.search.config import SearchSettings
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.state_values import advantages_of, states_of, values_of
-from tba_jax.weights.transport import Published
+from tba_jax.weights.publication import Published
 
 CONFIG = tiny_config()
 EOS, LIMIT = 2, 3

@@ -81,7 +81,7 @@ def make_trainer(outcomes, *, layout=PADDED, draws=None, keeps_references=True, 
         state=SimpleNamespace(step=jnp.int32(step)),
         train_step=train_step,
         decide=OwnBatches(buffer, layout, num_steps=10, sync_period=1, checkpoint_period=0).decide,
-        transport=SimpleNamespace(is_publishing=False),
+        weights=SimpleNamespace(is_publishing=False),
         keep_references=buffer.keep_references if keeps_references else None,
         clock=lambda: 0.0,
     ), buffer

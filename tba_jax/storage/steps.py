@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbered folders that Orbax writes: checkpoints and published weights.
+
+A folder is complete or invisible, and has the digests of its files and the ID of its run.
+Invariants: only folders of this run are deleted. The directories of a save exist before `save`
+returns: with directories that Orbax 0.12 creates in the background, a save waits for a signal that
+has the number of the newest save of the process, and two saves that begin at the same time fail
+after five minutes (tests/storage/test_steps.py).
+"""
+
+import os
+import threading
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
+
+from tba_jax.storage import digests
+
+NUM_KEPT = 2
+"""Number of newest folders that stay in storage."""
+TIMEOUT_S = 600
+"""Time in seconds after which an incomplete save counts as failed."""
+_UNFINISHED = ".orbax-checkpoint-tmp"
+# Errors that Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
+_READ_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager without its check for preemption, which needs JAX's preemption service.
+
+    `devices.cluster` turns that service off: the step plan stops all processes together.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        """Return False."""
+        del step
+        return False
+
+
+class _KeepNewest(PreservationPolicy):
+    """Orbax policy: keep the newest folders, the wanted ones, and all that the run did not write.
+
+    Args:
+        wanted: returns further steps to keep.
+    """
+
+    def __init__(
+        self, folder: epath.Path, run_id: str, wanted: Callable[[], Collection[int]]
+    ) -> None:
+        self._folder, self._run_id, self._wanted = folder, run_id, wanted
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        del context
+        steps, wanted = [each.step for each in checkpoints], self._wanted()
+        return [
+            step in steps[-NUM_KEPT:]
+            or step in wanted
+            or digests.run_of(self._folder / str(step)) != self._run_id
+            for step in steps
+        ]
+
+
+class SavedSteps:
+    """Folders of one run, named by their steps.
+
+    Args:
+        folder: for example WORKDIR/checkpoints; created if it is missing, unless `read_only`.
+        handlers: Orbax handler of each item, made from the options for the processes.
+        error: class of the exceptions.
+        run_id: ID of the run; only its folders are deleted.
+        members: numbers in `jax.distributed` of the processes that save and restore together; the
+            first writes shared files. None: this process alone.
+        timeout_s: seconds after which an incomplete save counts as failed.
+        read_only: True for processes that only read.
+        wanted: returns steps that stay in addition to the newest ones.
+
+    Attributes:
+        folder: as given, absolute.
+    """
+
+    def __init__(
+        self,
+        folder: epath.PathLike,
+        handlers: Callable[[ocp.options.MultiprocessingOptions], Mapping[str, Any]],
+        *,
+        error: type[Exception],
+        run_id: str = "",
+        members: Sequence[int] | None = None,
+        timeout_s: int = TIMEOUT_S,
+        read_only: bool = False,
+        wanted: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self.folder = absolute(folder)
+        self._error, self._run_id, self._timeout_s = error, run_id, timeout_s
+        self._saving: int | None = None
+        self._since = time.monotonic()  # start of the current save
+        members = (jax.process_index(),) if members is None else members
+        self._is_primary = jax.process_index() == members[0]
+        named = None if jax.process_count() == 1 else set(members)
+        if not read_only and self._is_primary:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+        options = ocp.options.MultiprocessingOptions(
+            primary_host=members[0],
+            active_processes=named,
+            barrier_sync_key_prefix=f"{self.folder.name}_{members[0]}",
+        )
+        self._manager = _Manager(
+            self.folder,
+            item_handlers=dict(handlers(options)),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=_KeepNewest(self.folder, run_id, wanted),
+                save_interval_steps=0 if read_only else 1,
+                create=False,
+                read_only=read_only,
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=timeout_s,
+                    post_finalization_callback=self._list_files,
+                    create_directories_asynchronously=False,
+                ),
+                multiprocessing_options=options,
+            ),
+        )
+
+    def _sweep(self) -> None:
+        """Remove unfinished folders of interrupted saves."""
+        for folder in list(self.folder.iterdir()):
+            final, is_unfinished, _ = folder.name.partition(_UNFINISHED)
+            if is_unfinished and final.isdigit() and not os.path.islink(folder):
+                folder.rmtree()
+
+    def _list_files(self) -> None:
+        """Write the digests of all files; the first process calls this before the commit."""
+        final = self.path(self._saving or 0)
+        writing = final.with_name(final.name + _UNFINISHED)
+        # In an object store the files have their final names, and a commit file appears last.
+        digests.write(writing if writing.exists() else final, self._run_id)
+
+    def path(self, step: int) -> epath.Path:
+        """Return the folder of a step."""
+        return self.folder / str(step)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete folders, ascending."""
+        # Orbax lists the step of a save as soon as the save begins.
+        current = self._saving if self._manager.is_saving_in_progress() else None
+        return [step for step in sorted(self._manager.all_steps()) if step != current]
+
+    def newest(self) -> int | None:
+        """Return the newest step; None if there is none."""
+        return max(self._manager.all_steps(), default=None)
+
+    def damage(self, step: int, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
+        """Return a description of each missing or changed file; see `digests.damage`."""
+        return digests.damage(self.path(step), below=below, share=share)
+
+    def save(self, step: int, items: Mapping[str, ocp.args.CheckpointArgs]) -> None:
+        """Wait for the previous save, copy the items, then write them in the background.
+
+        The caller may change or donate the items when this returns.
+
+        Raises:
+            error: this save or the previous save failed.
+        """
+        self.wait()  # here the error of the previous save still names its own step
+        self._saving, self._since = step, time.monotonic()
+        self._guard(lambda: self._manager.save(step, args=ocp.args.Composite(**items), force=True))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._manager.is_saving_in_progress()
+
+    def check(self) -> None:
+        """Raise the error of a failed background save."""
+        self._guard(self._manager.check_for_errors)
+
+    def wait(self) -> None:
+        """Block until the current save is complete.
+
+        Raises:
+            error: the save failed, or takes longer than `timeout_s`.
+        """
+        self._guard(self._wait)
+
+    def _wait(self) -> None:
+        # Orbax limits the time of its barriers, but not of a write to storage that hangs.
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self._manager.wait_until_finished()
+            except BaseException as error:  # raised again in the calling thread
+                failures.append(error)
+
+        thread = threading.Thread(target=wait, name=f"{self.folder.name}-wait", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            raise TimeoutError
+        if failures:
+            raise failures[0]
+
+    def _guard(self, action: Callable[[], Any]) -> None:
+        # Orbax reports failures of storage as OSError, ValueError (TensorStore) or RuntimeError.
+        try:
+            action()
+        except (OSError, ValueError, RuntimeError) as error:
+            complete = [step for step in self._manager.all_steps() if step != self._saving]
+            where = self.folder if self._saving is None else self.path(self._saving)
+            why = f"{type(error).__name__}: {brief(error)}"
+            if isinstance(error, TimeoutError):
+                reason = f" ({brief(error)})" if str(error) else ""
+                why = f"not complete after {time.monotonic() - self._since:.0f} s{reason}"
+            raise self._error(
+                f"writing {where} failed: {why}. Complete {self.folder.name}: "
+                f"{complete or 'none'}. Free space or repair the storage, then run the same "
+                "command again to continue from the newest checkpoint"
+            ) from error
+
+    def read(self, step: int, items: Mapping[str, ocp.args.CheckpointArgs]) -> Any:
+        """Read items of a step, by name; does not check digests.
+
+        Raises:
+            error: the folder is missing or unreadable.
+        """
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
+            is_array = type(error) is Exception
+            if not is_array and not isinstance(error, _READ_ERRORS):
+                raise
+            cause = (error.__cause__ if is_array else None) or error
+            raise self._error(
+                f"{self.path(step)} cannot be read: {type(cause).__name__}: {brief(cause)}. "
+                f"{self.way_out(step)}"
+            ) from error
+
+    def damaged(self, step: int, found: Sequence[str]) -> Exception:
+        """Return the error for a damaged folder.
+
+        Args:
+            found: descriptions of damaged files, from `damage`.
+        """
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return self._error(f"{self.path(step)} is damaged: {found[0]}{more}. {self.way_out(step)}")
+
+    def way_out(self, step: int) -> str:
+        """Return the remedy for a folder that cannot be used."""
+        older = [s for s in self._manager.all_steps() if s < step]
+        if older:
+            return f"Move that folder away to continue from {self.path(max(older))}"
+        return "There is no older one; start again in another work directory"
+
+    def close(self) -> None:
+        """Wait for the current save, then stop the threads of Orbax."""
+        self.wait()
+        self._manager.close()
+
+
+def delete_own(folder: epath.Path, run_id: str) -> None:
+    """Delete the numbered folders that a run wrote; called before their `SavedSteps` is opened."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        is_own = path.name.isdigit() and digests.run_of(path) == run_id
+        if is_own and not os.path.islink(path):
+            path.rmtree()
+
+
+def absolute(folder: epath.PathLike) -> epath.Path:
+    """Return an absolute path, which Orbax needs; an address in an object store is unchanged."""
+    path = epath.Path(folder)
+    return path if "://" in str(path) else epath.Path(os.path.abspath(path))
+
+
+def brief(error: BaseException) -> str:
+    """Return the first line of an error's text, shortened in the middle."""
+    line = (str(error).strip().splitlines() or ["(no message)"])[0]
+    line = line.split(" [tensorstore_spec=")[0]  # drop TensorStore's long description
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbered folders of Orbax: complete or invisible, of this run, also if saves begin together."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from orbax.checkpoint._src.futures import synchronization
+
+from tba_jax.storage.steps import SavedSteps, delete_own
+
+
+def saved(folder, **options):
+    def handlers(processes):
+        return {"x": ocp.StandardCheckpointHandler(multiprocessing_options=processes)}
+
+    return SavedSteps(
+        folder, handlers, error=RuntimeError, **{"run_id": "f00d", "timeout_s": 20} | options
+    )
+
+
+def save(steps, *numbers):
+    for number in numbers:
+        steps.save(number, {"x": ocp.args.StandardSave({"w": np.full(8, number)})})
+    steps.wait()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_is_complete_though_other_saves_begin(tmp_path, monkeypatch):
+    # Between any two looks at Orbax's number of the newest save, another save has begun.
+    numbers = itertools.count(1000)
+    ids = synchronization.OperationIdGenerator
+    monkeypatch.setattr(ids, "get_current_operation_id", lambda: str(next(numbers)))
+    steps = saved(tmp_path)
+    steps.save(3, {"x": ocp.args.StandardSave({"w": jnp.arange(8.0)})})
+    steps.close()
+    assert saved(tmp_path, read_only=True).steps() == [3]
+
+
+def test_only_old_folders_of_this_run_are_deleted(tmp_path):
+    other = saved(tmp_path, run_id="other")
+    save(other, 1)
+    other.close()
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "model.bin").write_text("theirs")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "0").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "5.orbax-checkpoint-tmp").mkdir()  # of a save that was killed
+    wanted = [3]
+    steps = saved(tmp_path, wanted=lambda: wanted)
+    save(steps, 3, 4, 5, 6)
+    assert names(tmp_path) == ["0", "1", "2", "3", "5", "6", "elsewhere"]
+    wanted.clear()
+    save(steps, 7)
+    steps.close()
+    assert names(tmp_path) == ["0", "1", "2", "6", "7", "elsewhere"]
+    delete_own(epath.Path(tmp_path), "f00d")
+    assert names(tmp_path) == ["0", "1", "2", "elsewhere"]
+
+
+def test_a_flipped_bit_in_any_file_is_named(tmp_path):
+    steps = saved(tmp_path)
+    save(steps, 3)
+    steps.close()
+    assert steps.damage(3) == []
+    later = {"commit_success.txt", "_CHECKPOINT_METADATA"}  # they hold a time, and are not read
+    files = [path for path in (tmp_path / "3").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for file in files:
+        if file.name in later:
+            continue
+        data = file.read_bytes()
+        for place in {0, len(data) // 2, len(data) - 1}:
+            file.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+            assert file.name in str(steps.damage(3)), (file, place)
+        file.write_bytes(data)
+    assert steps.damage(3) == []
+
+
+def test_an_array_that_goes_during_a_read_is_an_error_of_one_line(tmp_path):
+    steps = saved(tmp_path)
+    steps.save(3, {"x": ocp.args.StandardSave({f"w{i}": np.arange(20000.0) for i in range(9)})})
+    steps.close()
+    for file in (tmp_path / "3").glob("x/*/d/*"):
+        file.unlink()
+    wanted = {f"w{i}": np.zeros(20000) for i in range(9)}
+    with pytest.raises(RuntimeError, match="3 cannot be read: ") as error:
+        steps.read(3, {"x": ocp.args.StandardRestore(wanted)})
+    assert "\n" not in str(error.value)
+
+
+def test_folders_of_an_object_store_have_digests_before_they_are_complete(tmp_path, monkeypatch):
+    # Objects have no atomic rename: Orbax writes to the final names, and a commit file at the end.
+    monkeypatch.setattr("orbax.checkpoint._src.path.gcs_utils.is_gcs_path", lambda path: True)
+    steps = saved(tmp_path)
+    save(steps, 3, 4)
+    steps.close()
+    assert names(tmp_path) == ["3", "4"] and steps.damage(4) == []
+    (tmp_path / "4" / "commit_success.txt").unlink()  # as if the process had been killed
+    again = saved(tmp_path)
+    assert again.steps() == [3]
+    save(again, 4)
+    again.close()
+    assert again.steps() == [3, 4] and again.damage(4) == []

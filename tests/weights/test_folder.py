@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of versions: readers get a whole version as it was written, or an older one."""
+
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+
+from tba_jax.commands.saved import newest_intact
+from tba_jax.devices.worker import StopFlag, Worker, WorkerError
+from tba_jax.storage.steps import delete_own
+from tba_jax.weights.folder import StoredWeights, WeightFolder
+from tba_jax.weights.publication import PublicationError, make_publish_program
+
+
+def writer(workdir, **options):
+    program = make_publish_program(jnp.dtype(jnp.float32))
+    return WeightFolder(workdir, program, **{"run_id": "f00d", "timeout_s": 60} | options)
+
+
+def reader(workdir, devices=None, **options):
+    here = [jax.sharding.SingleDeviceSharding(d) for d in devices or jax.local_devices()[:1]]
+    abstract = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=here[0])}
+    layout = lambda tree: {"kernel": tree["w"].T}  # noqa: E731
+    return StoredWeights(workdir, abstract, here, layout=layout, **options)
+
+
+def weights(value):
+    return {"w": jnp.arange(16.0).reshape(4, 4) + value}
+
+
+def publish(folder, *versions):
+    for version in versions:
+        folder.publish(version, weights(version))
+        assert folder.poll() and not folder.poll() and folder.newest == version
+
+
+def flip(folder):
+    """Flip a bit of the largest file."""
+    file = max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def names(workdir):
+    return sorted(path.name for path in (workdir / "weights").iterdir())
+
+
+def test_every_reader_gets_the_newest_announced_version_in_its_layout(tmp_path):
+    devices = jax.local_devices()[:2]
+    wanted: list[int] = []
+    folder = writer(tmp_path, wanted=lambda: wanted)
+    stored = reader(tmp_path, devices)
+    assert not stored.poll() and stored.latest(0) is None
+    folder.publish(0, weights(0))
+    assert folder.is_publishing and folder.newest is None
+    assert folder.poll() and not folder.is_publishing
+    assert not stored.poll()  # not announced
+    stored.announce(0, [])
+    assert stored.poll() and not stored.poll()
+    for i, device in enumerate(devices):
+        version, params = stored.latest(i)
+        assert version == 0 and params["kernel"].devices() == {device}
+        np.testing.assert_array_equal(params["kernel"], np.asarray(weights(0)["w"]).T)
+    # A version under evaluation stays; others go when two newer ones are complete.
+    wanted.append(0)
+    publish(folder, 1, 2, 3)
+    assert names(tmp_path) == ["0", "2", "3"]
+    stored.announce(3, [0])
+    assert stored.poll() and stored.latest(1).version == 3
+    old = stored.at(0, 1)
+    np.testing.assert_array_equal(old.params["kernel"], np.asarray(weights(0)["w"]).T)
+    assert stored.at(1, 0) is None and stored.latest(1).version == 3
+    folder.close()
+
+
+def test_a_version_under_evaluation_is_read_once_for_all_shards(tmp_path, monkeypatch):
+    folder = writer(tmp_path)
+    publish(folder, 4, 5)
+    stored = reader(tmp_path)
+    stored.announce(5, [4])
+    assert stored.poll()
+    loads, load = [], WeightFolder.load
+    monkeypatch.setattr(WeightFolder, "load", lambda *args: loads.append(args[1]) or load(*args))
+    assert {stored.at(4, 0).version for _ in range(5)} == {4} and loads == [4]
+    stored.announce(5, [])
+    publish(folder, 6, 7)
+    assert stored.at(4, 0) is None  # it was dropped here and in the folder
+    folder.close()
+
+
+def test_the_start_model_replaces_version_0(tmp_path):
+    starts = []
+    stored = reader(tmp_path, start=lambda i: starts.append(i) or "start model")
+    assert [stored.at(0, 0) for _ in range(3)] == [(0, "start model")] * 3 and starts == [0]
+    assert stored.at(3, 0) is None
+
+
+def test_a_reader_follows_a_restored_trainer_and_storage_that_fails(tmp_path, monkeypatch):
+    now_s = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now_s[0])
+    folder, stored = writer(tmp_path), reader(tmp_path, timeout_s=10.0)
+    publish(folder, 3)
+    stored.announce(3, [])
+    assert stored.poll() and stored.latest(0).version == 3
+    stored.announce(5, [])  # as if version 5 had been deleted meanwhile
+    monkeypatch.setattr("tba_jax.weights.folder.time", clock)
+    now_s[0] = 1.0
+    assert not stored.poll() and stored.latest(0).version == 3
+    publish(folder, 6)
+    stored.announce(6, [])
+    assert stored.poll() and stored.latest(0).version == 6
+    folder.close()
+    # A trainer that was restored before version 6 writes version 4, and version 6 again.
+    delete_own(epath.Path(tmp_path / "weights"), "f00d")
+    folder = writer(tmp_path)
+    publish(folder, 4)
+    stored.announce(4, [])
+    assert not stored.poll() and stored.latest(0).version == 6
+    stored.reset(4)
+    assert stored.latest(0) is None and stored.poll() and stored.latest(0).version == 4
+    folder.publish(6, weights(60))
+    assert folder.poll()
+    stored.announce(6, [])
+    assert stored.poll()
+    np.testing.assert_array_equal(stored.latest(0).params["kernel"][0, 0], 60.0)
+    (tmp_path / "weights" / "6").rename(tmp_path / "weights" / "elsewhere")
+    stored.reset(6)
+    assert not stored.poll()
+    now_s[0] = 20.0
+    with pytest.raises(PublicationError, match="has not been readable for 19 s: .*is damaged"):
+        stored.poll()
+    folder.close()
+
+
+def test_damaged_weights_are_named_and_never_searched_with(tmp_path):
+    folder = writer(tmp_path)
+    publish(folder, 3, 5)
+    folder.close()
+    notes: list[str] = []
+    saved = WeightFolder(tmp_path)
+    assert newest_intact(saved, notes.append) == 5 and not notes
+    stored = reader(tmp_path)
+    flip(tmp_path / "weights" / "5")
+    stored.announce(5, [])
+    assert not stored.poll() and stored.latest(0) is None
+    assert newest_intact(saved, notes.append) == 3
+    assert len(notes) == 1 and "weights/5 are damaged: " in notes[0]
+    with pytest.raises(PublicationError, match="has no intact version among 5"):
+        newest_intact(saved, notes.append, 5)
+    with pytest.raises(PublicationError, match=r"version 4; published versions: \[3, 5\]"):
+        newest_intact(saved, notes.append, 4)
+
+
+def test_storage_that_refuses_reaches_the_trainer_through_the_worker(tmp_path):
+    folder = writer(tmp_path)
+    publish(folder, 1)
+    (tmp_path / "weights" / "1").rename(tmp_path / "kept")
+    (tmp_path / "weights").rmdir()
+    (tmp_path / "weights").write_text("not a folder")
+    stop = StopFlag()
+
+    def work():
+        folder.publish(2, weights(2))
+        return folder.poll()
+
+    worker = Worker("weight-poller", work, stop).start()
+    assert stop.wait(30)
+    with pytest.raises(WorkerError, match=r"PublicationError: writing .*weights/2 failed"):
+        stop.check()
+    worker.join(30)
+    assert folder.newest == 1
+
+
+def test_a_publication_waits_for_no_reader(tmp_path, monkeypatch):
+    folder, stored = writer(tmp_path), reader(tmp_path)
+    publish(folder, 1)
+    reading, go_on = threading.Event(), threading.Event()
+    load = WeightFolder.load
+
+    def slow_load(*args):
+        reading.set()
+        assert go_on.wait(30)
+        return load(*args)
+
+    monkeypatch.setattr(WeightFolder, "load", slow_load)
+    stored.announce(1, [])
+    poller = threading.Thread(target=stored.poll)
+    poller.start()
+    assert reading.wait(30)
+    publish(folder, *range(2, 6))  # version 1 is deleted meanwhile
+    stored.announce(5, [])
+    go_on.set()
+    poller.join(30)
+    assert stored.latest(0) is None
+    assert stored.poll() and stored.latest(0).version == 5
+    folder.close()
