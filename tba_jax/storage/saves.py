@@ -5,7 +5,7 @@ Orbax 0.12.0 creates the directories of an asynchronous save in the background. 
 a signal that has the number of the newest save of the process. If a version of the weights and a
 checkpoint begin at the same time, a write waits for a signal that is never sent, and fails after
 five minutes. Invariant: the directories of a save exist before `save` returns, so no write waits
-for a signal (tests/storage/test_saves.py).
+for a signal (tests/storage/test_steps.py).
 """
 
 from collections.abc import Callable
