@@ -93,6 +93,8 @@ class TransformerConfig:
         score_divisor: number whose square root divides attention scores; None: head_dim.
         attention_cap: c of c tanh(score / c), applied before the mask (Gemma 2); None: no cap.
         logits_cap: c of c tanh(logit / c) for logits over tokens; None: no cap.
+        num_tokens: number of the vocabulary's first rows that are tokens of the tokenizer; the rows
+            behind them have probability 0. 0: every row is a token.
         sinks: whether a logit per query head takes a share of attention, with value 0 (gpt-oss).
         attention_gate: whether the sigmoid of a projection multiplies the output of attention.
         delta_key_heads, delta_value_heads: numbers of heads of delta layers; each key head serves
@@ -144,6 +146,7 @@ class TransformerConfig:
     score_divisor: float | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
+    num_tokens: int = 0
     sinks: bool = False
     attention_gate: bool = False
     delta_key_heads: int = 0

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
-from tba_jax.models.partial_softmax import capped
+from tba_jax.models.partial_softmax import NO_TOKEN, capped
 
 _Carry = TypeVar("_Carry")
 
@@ -56,7 +56,8 @@ class _Static(NamedTuple):
     vocab_shards: int
     vocab_block: int
     keeps_logits: bool
-    cap: float | None = None
+    cap: float | None
+    num_tokens: int
 
 
 class _Sums(NamedTuple):
@@ -84,6 +85,7 @@ def fused_logprobs(
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
     cap: float | None = None,
+    num_tokens: int = 0,
 ) -> Float32[Array, "b t"]:
     """Return log softmax(hidden @ table.T / temperature)[targets], float32.
 
@@ -105,12 +107,13 @@ def fused_logprobs(
         kept_bytes: logits up to this size, over all devices, are computed once and kept for the
             backward pass, without blocks and chunks.
         cap: c of c tanh(logit / c), applied before the temperature; None: no cap.
+        num_tokens: number of the first rows that are tokens; the others have probability 0. 0: all.
 
     Raises:
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, keeps, cap)
+    static = _Static(temperature, vocab_shards, vocab_block, keeps, cap, num_tokens)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)
 
@@ -176,7 +179,10 @@ def _forward(
     targets: Int[Array, "c n"],
     static: _Static,
 ) -> tuple[Array, Any]:
-    kept = _logits(table.astype(hidden.dtype), hidden[0], static) if static.keeps_logits else None
+    kept = None
+    if static.keeps_logits:
+        ids = _ids(table, 0, table.shape[1])
+        kept = _logits(table.astype(hidden.dtype), hidden[0], ids, static)
 
     def chunk(xs: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, targets = xs
@@ -185,7 +191,7 @@ def _forward(
             ids = _ids(table, start, size)
             logits = kept
             if logits is None:
-                logits = _logits(_block(table, start, size, hidden.dtype), hidden, static)
+                logits = _logits(_block(table, start, size, hidden.dtype), hidden, ids, static)
             top = jnp.maximum(sums.top, jnp.max(logits, axis=1))
             exp = jnp.exp(logits - top[:, None])
             sums = _lift(sums, top)
@@ -233,7 +239,7 @@ def _backward(
 
         def chunk(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_hidden, d_rows = carry
-            logits = _logits(rows, hidden[j], static) if kept is None else kept
+            logits = _logits(rows, hidden[j], ids, static) if kept is None else kept
             logp = logits - logsumexp[j][None, None]
             weight = weights[j][None, None]
             chosen = jnp.where(_is_target(ids, targets[j]), weight, 0.0)
@@ -311,9 +317,15 @@ def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array,
 
 
 def _logits(
-    rows: Float[Array, "m w d"], hidden: Float[Array, "n d"], static: _Static
+    rows: Float[Array, "m w d"],
+    hidden: Float[Array, "n d"],
+    ids: Int[Array, "m w"],
+    static: _Static,
 ) -> Float32[Array, "m w n"]:
-    return capped(_matmul("mwd,nd->mwn", rows, hidden), static.cap) / static.temperature
+    logits = capped(_matmul("mwd,nd->mwn", rows, hidden), static.cap) / static.temperature
+    if not static.num_tokens:
+        return logits
+    return jnp.where((ids < static.num_tokens)[..., None], logits, NO_TOKEN)
 
 
 def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:

@@ -208,6 +208,7 @@ def _of_tokens(
         **table,
         kept_bytes=scoring.kept_bytes,
         cap=config.logits_cap,
+        num_tokens=config.num_tokens,
     )
 
 

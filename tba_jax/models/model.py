@@ -36,15 +36,18 @@ class Description:
         folder: folder of the model on this machine.
         hf_config: contents of its config.json.
         config: architecture of the model.
+        tokenizer: tokenizer of a language model; None for a classifier, and for a folder without
+            tokenizer files.
     """
 
     folder: Path
     hf_config: dict[str, Any]
     config: TransformerConfig
+    tokenizer: Tokenizer | None = None
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer of the model; raise ValueError as `Tokenizer.load`."""
-        return Tokenizer.load(self.folder)
+        """Return the tokenizer of the model; raise ValueError as `Tokenizer.load`."""
+        return self.tokenizer or Tokenizer.load(self.folder)
 
     def load_params(
         self, *, param_dtype: Any = jnp.float32, shardings: Params | None = None
@@ -72,16 +75,24 @@ class Description:
 def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True) -> Description:
     """Return the description of a model, without its weights.
 
+    Rows of the vocabulary that are no tokens of the tokenizer have probability 0.
+
     Args:
         path_or_hub_id: a folder with config.json, a hub ID, or embedded:NAME.
         with_weights: whether to download the weights of a hub ID, too.
 
     Raises:
-        ValueError: no such model, or a setting that is not implemented.
+        ValueError: no such model, a setting that is not implemented, or a damaged tokenizer.
     """
     folder = folders.resolve(path_or_hub_id, with_weights=with_weights)
     hf_config = config_json.language_model(folders.load_config(folder))
-    return Description(folder, hf_config, config_json.transformer_config(hf_config))
+    config = config_json.transformer_config(hf_config)
+    if config.num_labels or not (folder / "tokenizer.json").is_file():
+        return Description(folder, hf_config, config)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.end < config.vocab_size:
+        config = dataclasses.replace(config, num_tokens=tokenizer.end)
+    return Description(folder, hf_config, config, tokenizer)
 
 
 def load(

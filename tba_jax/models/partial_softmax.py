@@ -38,6 +38,10 @@ def with_sinks(part: Partial, sinks: Float[Array, "*n g r 1"]) -> Partial:
     return Partial(part.out * shrink, most, part.total * shrink + jnp.exp(sinks - most))
 
 
+# Logit of a row of the vocabulary that is no token: its probability is 0, and its square is finite.
+NO_TOKEN = -1e15
+
+
 def capped(scores: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
     """Return the scores, smoothly limited to [-cap, cap]; None: unchanged."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)

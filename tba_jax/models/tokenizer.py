@@ -31,11 +31,13 @@ class Tokenizer:
         pad_id: padding token, else the first end-of-sequence token, else 0. It can be one of
             `eos_ids` (Qwen: <|endoftext|> is both).
         vocab_size: number of tokens, including added ones; the model may have more rows.
+        end: largest token ID plus 1; more than `vocab_size` if some IDs are unused.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._files, self._library = files, files.library
         self.vocab_size: int = self._library.get_vocab_size()
+        self.end: int = max(self._library.get_vocab().values()) + 1
         bos, eos, pad, unknown = (
             self._library.token_to_id(files.special[name]) if name in files.special else None
             for name in ("bos", "eos", "pad", "unk")

@@ -29,7 +29,7 @@ from tba_jax.models.architecture import (
 from tba_jax.models.block import AXES, Attend, Block, Rope, leaf_axes, norm
 from tba_jax.models.config import MATRICES
 from tba_jax.models.layer_loop import Remat, run_layers
-from tba_jax.models.partial_softmax import capped
+from tba_jax.models.partial_softmax import NO_TOKEN, capped
 
 Params = Mapping[str, Any]
 
@@ -288,7 +288,10 @@ def unembed(
         params[config.output_table].astype(compute_dtype),
         preferred_element_type=jnp.float32,
     )
-    return capped(logits, config.logits_cap)
+    logits = capped(logits, config.logits_cap)
+    if not config.num_tokens:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < config.num_tokens, logits, NO_TOKEN)
 
 
 def unstack_layers(params: Params, config: TransformerConfig) -> Params:

@@ -88,6 +88,20 @@ def test_values_and_gradients_are_those_of_float64(sizes, wanted):
     check(jax.jit(fused(**sizes))(*inputs()), wanted, 2e-6)
 
 
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("kept_bytes", [0, 4 * B * T * V])
+def test_rows_without_a_token_have_probability_0(cap, kept_bytes):
+    """The last rows of the table change no value and get no gradient, as if they were absent."""
+    num_tokens = V - 11
+    hidden, table, targets, cotangent = inputs()
+    targets = targets % num_tokens
+    sizes = {"vocab_block": 20, "chunk_tokens": 23, "kept_bytes": kept_bytes, "cap": cap}
+    got = jax.jit(fused(num_tokens=num_tokens, **sizes))(hidden, table, targets, cotangent)
+    short = jax.jit(fused(cap=cap))(hidden, table[:num_tokens], targets, cotangent)
+    assert not np.asarray(got[2][num_tokens:]).any()
+    check((*got[:2], got[2][:num_tokens]), short, 2e-6)
+
+
 @pytest.mark.parametrize(("spare", "products"), [(0, 3), (-1, 4)])
 def test_kept_logits_are_not_made_again(spare, products):
     data = inputs()

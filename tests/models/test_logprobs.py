@@ -101,6 +101,37 @@ def test_decoder_scoring_and_naive_log_probs_agree_per_token(params, decoded):
             assert np.all(np.asarray(scored)[i, j, n:] == 0.0)
 
 
+def test_rows_of_the_vocabulary_beyond_the_tokenizer_are_neither_sampled_nor_scored(params):
+    """At temperature 3 a fifth of the draws would fall on rows that are no tokens."""
+    config = tiny_config(num_tokens=CONFIG.vocab_size - CONFIG.vocab_size // 5)
+    decoder = Decoder(
+        config,
+        compute_dtype=jnp.float32,
+        eos_ids=(EOS,),
+        pad_id=0,
+        prompt_buckets=(8,),
+        max_length=14,
+    )
+    prompt = np.array([1, 5, 6, 7], np.int32)
+    out = decoder.decode(
+        params,
+        [prompt],
+        num_samples=64,
+        key=jax.random.key(1),
+        settings=SamplingSettings(6, temperature=3.0),
+        num_slots=64,
+    )
+    assert out.tokens.max() == config.num_tokens - 1
+    tokens = np.concatenate(
+        [np.broadcast_to(left_pad([prompt], 8, 0)[:, None], (1, 64, 8)), out.tokens], axis=-1
+    )
+    lengths = np.full((1, 64), len(prompt), np.int32)
+    scored = score(params, tokens, lengths, out.lengths, config=config, temperature=3.0)
+    np.testing.assert_allclose(scored, out.token_logprobs, rtol=0, atol=BOUND)
+    whole = score(params, tokens, lengths, out.lengths, temperature=3.0)
+    assert np.all(np.asarray(scored - whole)[np.asarray(scored) != 0] > 0.1)
+
+
 def test_an_untied_table_is_the_one_that_is_used(decoded):
     tokens, prompt_lengths, out = decoded
     config = tiny_config(tie_embeddings=False)
