@@ -59,8 +59,10 @@ class Description:
             shardings: sharding of each leaf; None: the default device.
 
         Raises:
-            ValueError: as `hf_weights.read`.
+            ValueError: as `hf_weights.read` and `hf_weights.check_tied`.
         """
+        if self.config.tie_embeddings and not self.config.num_labels:
+            hf_weights.check_tied(self.folder, *families.tied_names(self.config))
         return hf_weights.read(
             self.folder,
             families.tensors(self.config, hf_weights.tensor_names(self.folder)),

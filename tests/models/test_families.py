@@ -113,7 +113,7 @@ YARN = rope.YarnScaling(4.0, 32768, 1.2, beta_fast=16.0, truncate=False)
         {"num_labels": 2},
         {"tie_embeddings": False, "o_bias": True, "qkv_bias": True, "mlp_bias": True},
         {"rope_scaling": LLAMA3, "activation": "gelu"},
-        {"family": "qwen2", "rope_scaling": YARN, "rope_theta": 1e6, "norm_eps": 1e-6},
+        {"family": "qwen2", "rope_scaling": YARN, "rope_theta": 1e6, "max_positions": 4 * 32768},
         {"family": "qwen3", "qkv_bias": True, "o_bias": True, "head_dim": 8},
         {"family": "gpt_neox", "rotary_fraction": 1.0, "rope_scaling": rope.LinearScaling(2.0)},
         {"family": "gpt_neox", "parallel_residual": False, "activation": "gelu_tanh"},
@@ -323,3 +323,20 @@ def test_the_attention_factor_of_yarn(given, want):
     written = config_json.hf_config(tiny_config()) | {"rope_parameters": yarn | given}
     scaling = config_json.transformer_config(written).rope_scaling
     assert scaling.attention_factor == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(("longest", "want"), [(32, 128), (64, 128), (200, 200)])
+def test_yarn_gives_the_scaled_context(longest, want):
+    """Qwen2.5 keeps the context before the extension as max_position_embeddings."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    written = config_json.hf_config(tiny_config()) | {"rope_scaling": yarn}
+    read = config_json.transformer_config(written | {"max_position_embeddings": longest})
+    assert read.max_positions == want
+    assert config_json.transformer_config(config_json.hf_config(read)) == read
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_other_kinds_of_rope_scaling_are_refused_by_name(kind):
+    written = config_json.hf_config(tiny_config()) | {"rope_scaling": {"rope_type": kind}}
+    with pytest.raises(ValueError, match=rf"rope_type = '{kind}'.*linear, llama3, yarn"):
+        config_json.transformer_config(written)

@@ -401,3 +401,17 @@ def test_only_its_own_slice_travels_to_a_device(tmp_path, mesh, monkeypatch):
     # Every leaf has an embed axis.
     total = sum(x.nbytes for x in jax.tree.leaves(params))
     assert sent == dict.fromkeys(jax.devices(), total // 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_tied_output_matrix_with_other_values_is_refused(tmp_path, name):
+    """transformers keeps such a matrix; to drop it would change every logit."""
+    make_folder(tmp_path, family=name)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    (embedding,) = (x for x in tensors if x.endswith(("embed_tokens.weight", "wte.weight")))
+    save_file({**tensors, "lm_head.weight": tensors[embedding]}, path)
+    load_folder(tmp_path)  # an equal copy is no other matrix
+    save_file({**tensors, "lm_head.weight": tensors[embedding] + 1}, path)
+    with pytest.raises(ValueError, match="tie_word_embeddings = true, but lm_head.weight"):
+        load_folder(tmp_path)

@@ -119,9 +119,7 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     _check_limits(ours, family)
     fields = {"activation": _ACTIVATIONS[activation], **family.traits}
     return TransformerConfig(
-        **ours,
-        **fields,
-        **_positions(values, family, ours["pattern"]),
+        **{**ours, **fields, **_positions(values, family, ours["pattern"])},
         family=name,
         num_labels=_num_labels(values) if is_classifier else 0,
     )
@@ -176,7 +174,7 @@ def hf_config(
     lost = [
         f"{field.name} = {getattr(config, field.name)!r}"
         for field in dataclasses.fields(config)
-        if getattr(read, field.name) != getattr(config, field.name)
+        if getattr(read, field.name) != getattr(config, field.name) and field.name != "num_tokens"
     ]
     if lost:
         raise ValueError(
@@ -304,6 +302,10 @@ def _positions(
         "rotary_fraction": fraction,
         "rope_scaling": _scaling(given, name, values),
     }
+    if isinstance(yarn := found["rope_scaling"], rope.YarnScaling):
+        # Files of Qwen2.5 keep the context before the extension as max_position_embeddings.
+        longest = int(yarn.factor * yarn.original_max_positions)
+        found["max_positions"] = max(values["max_position_embeddings"], longest)
     if rotary.window_theta is not None and "window" in pattern:
         base = of_windows.get("rope_theta", values.get(rotary.window_theta, theta))
         base = config_values.number(rotary.window_theta, base)

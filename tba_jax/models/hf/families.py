@@ -143,6 +143,12 @@ def is_spare(name: str, config: TransformerConfig) -> bool:
     return is_copy or name.startswith(spare) or _BUFFER.search(name) is not None
 
 
+def tied_names(config: TransformerConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return possible names of the output matrix and of the embedding to which it is tied."""
+    (name,) = (x for x, tensor in tensors(config).items() if tensor.leaves == ("embed",))
+    return FAMILIES[config.family].heads, (name, *aliases(name, config))
+
+
 _KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",

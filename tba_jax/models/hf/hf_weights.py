@@ -284,6 +284,31 @@ def _sources(
     return out
 
 
+def check_tied(folder: Path, heads: Sequence[str], embedding: Sequence[str]) -> None:
+    """Check that an output matrix in the files equals the embedding to which config.json ties it.
+
+    Args:
+        heads: possible names of the output matrix.
+        embedding: possible names of the embedding.
+
+    Raises:
+        ValueError: they differ. transformers would use the output matrix.
+    """
+    found, _ = _entries(folder)
+    head = next((found[name] for name in heads if name in found), None)
+    table = next((found[name] for name in embedding if name in found), None)
+    if head is None or table is None:
+        return
+    ours, theirs = (
+        safetensors_file.view(safetensors_file.map_file(x.path), x) for x in (table, head)
+    )
+    if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
+        raise ValueError(
+            f"{folder}: config.json has tie_word_embeddings = true, but {heads[0]} in the files is "
+            "not the embedding. Set it to false to use this matrix, or remove it from the files"
+        )
+
+
 def _listed(names: Sequence[str]) -> str:
     """Return the first names as text, followed by the number of the others."""
     more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
