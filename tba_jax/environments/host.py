@@ -17,17 +17,13 @@ import inspect
 import json
 import math
 import numbers
-import os
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-import numpy.random
-
-from tba_jax.rewards.processes import enter_process, leave
 from tba_jax.settings import import_file
+from tba_jax.workers import enter, leave
 
 BASE_URL = "base_url"
 """First argument of an agent, and name of the row's column that has its value."""
@@ -338,10 +334,7 @@ def _text(value: Any) -> str | None:
 
 def serve(connection: Connection, name: str, folder: str, max_memory_bytes: int, log: str) -> None:
     """Answer requests until the parent process closes the connection."""
-    enter_process(connection, folder, max_memory_bytes, log)
-    sys.stdin = open(os.devnull)
-    # The fork server imports numpy once for all processes, so each has the same global generator.
-    numpy.random.seed()
+    enter(connection, folder, {}, max_memory_bytes, log)
     host = Host(name)
     while True:
         try:

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tba_jax import workers as processes
 from tba_jax.decoding.requests import Response
 from tba_jax.environments.failures import FailureLines
 from tba_jax.environments.host import serve
-from tba_jax.rewards import processes
 
 START_TIMEOUT_S = 60.0
 """Maximum time for the start of a process and the import of its module, in seconds."""

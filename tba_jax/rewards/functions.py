@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a user's reward function and calls it as TRL does, in the reward process.
+"""Loads a user's reward function and calls it as TRL does, in a reward worker.
 
 A function is named "package.module:function" or "path/to/file.py:function". It receives, as lists,
 those of `prompts`, `completions`, `completion_ids` and the columns of the data that its signature
-accepts. It returns one float or None per completion. This module imports neither jax nor
-transformers. Invariant: whatever the function does, the caller gets an Outcome and no exception.
+accepts, and TRL's `log_metric`. It returns one float or None per completion. This module imports
+neither jax nor transformers. Invariant: whatever the function does, the caller gets an Outcome and
+no exception.
 """
 
 import asyncio
@@ -14,17 +15,24 @@ import importlib.util
 import inspect
 import numbers
 import os
-import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from tba_jax import settings
 from tba_jax.settings import GIVEN, import_file
+from tba_jax.workers import Exchange, Handler
 
 # Arguments that every function can take besides the columns.
-STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "log_metric")
+# Arguments of TRL that are not passed, and what to do instead.
+_REFUSED = {
+    "environments": "objects of environments are in other processes. Give the class a method "
+    "get_reward(): its value is added to the rewards of task.reward",
+    "trainer_state": "reward processes do not see the trainer. Leave the argument out",
+    "log_extra": "no table of completions is logged. Leave the argument out, or use log_metric",
+}
 
 
 class Missing(NamedTuple):
@@ -35,17 +43,19 @@ class Missing(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one call of a reward function.
+    """Result of one call of a reward function; it can be written as JSON.
 
     Attributes:
         rewards: one number, None or Missing per completion; empty if the call failed.
         traceback: traceback of the function's error; empty without an error.
         unusable: reason why no call of this function can succeed; empty if no reason is known.
+        metrics: mean of the values that the function gave `log_metric`, by name.
     """
 
-    rewards: list[float | Missing | None]
-    traceback: str
-    unusable: str
+    rewards: Sequence[float | Missing | None]
+    traceback: str = ""
+    unusable: str = ""
+    metrics: Mapping[str, float] = {}
 
 
 class LoadError(NamedTuple):
@@ -138,15 +148,34 @@ def forget_loaded() -> None:
     _load.cache_clear()
 
 
-# Modules that this process needs to report a result, by name.
-_NEEDED: dict[str, ModuleType] = {}
+def make_handler(functions: Sequence[str]) -> Handler:
+    """Return the handler of a reward worker; it imports the functions' modules now.
 
-
-def preload(functions: Sequence[str]) -> None:
-    """Import the functions' modules now, so that the first call is not slower."""
-    _NEEDED.update(sys.modules)
+    A message is (function of this module, arguments); a failed import is reported by `load_error`.
+    """
+    _load.cache_clear()  # a notebook may define another function of the same name
     for function in functions:
-        _attempt(_load, function)  # a failure is reported by `load_error` or the first call
+        _attempt(_load, function)
+
+    async def handle(exchange: Exchange, message: Any) -> None:
+        function, arguments = message
+        result = function(*arguments)
+        exchange.answer(await result if inspect.iscoroutine(result) else result)
+
+    return handle
+
+
+_LOOPS = threading.local()
+
+
+def run_here(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of this module in this process, on one event loop for each thread."""
+    result = function(*arguments)
+    if not inspect.iscoroutine(result):
+        return result
+    if not hasattr(_LOOPS, "loop"):
+        _LOOPS.loop = asyncio.new_event_loop()
+    return _LOOPS.loop.run_until_complete(result)
 
 
 def load_error(functions: Sequence[str], columns: Collection[str] | None) -> LoadError | None:
@@ -175,6 +204,11 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
         if columns is None:
             continue
         for name in loaded.required:
+            if name in _REFUSED and name not in columns:
+                return LoadError(
+                    f"reward function {function!r} needs TRL's argument {name!r}: {_REFUSED[name]}",
+                    "",
+                )
             if name not in STANDARD_ARGUMENTS and (name not in columns or name == "prompt"):
                 others = ", ".join(sorted(c for c in columns if c != "prompt")) or "none"
                 return LoadError(
@@ -185,7 +219,7 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
     return None
 
 
-def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | None:
+async def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | None:
     """Return why one of the functions fails on a row; None if all succeed.
 
     Args:
@@ -193,7 +227,7 @@ def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | No
         call: prompts, completions and keywords of `score_chunk`.
     """
     for function in functions:
-        outcome = score_chunk(function, *call)
+        outcome = await score_chunk(function, *call)
         if outcome.unusable:
             return LoadError(f"reward function {function!r} {outcome.unusable}", "")
         if outcome.traceback:
@@ -209,7 +243,7 @@ def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | No
     return None
 
 
-def score_chunk(
+async def score_chunk(
     function: str,
     prompts: Sequence[Any],
     completions: Sequence[Any],
@@ -221,31 +255,33 @@ def score_chunk(
         prompts, completions: texts, or lists of chat messages.
         keywords: further arguments; those that the function does not take are left out.
     """
+    logged: dict[str, list[float]] = {}
 
-    def call() -> list[Any]:
-        loaded = _load(function)
+    def log_metric(name: str, value: Any) -> None:
+        logged.setdefault(str(name), []).append(float(value))
+
+    try:
+        loaded, accepted = _load(function), _load(function).accepted
         offered = {"prompts": prompts, "completions": completions, **keywords}
-        accepted = loaded.accepted
-        result = loaded.call(
-            **{k: v for k, v in offered.items() if accepted is None or k in accepted}
-        )
-        if inspect.iscoroutine(result):
-            result = asyncio.run(result)
-        return list(result)
-
-    values, error, report = _attempt(call)
-    if error is not None:
+        offered = {k: v for k, v in offered.items() if accepted is None or k in accepted}
+        if accepted is not None and "log_metric" in accepted:
+            offered["log_metric"] = log_metric
+        result = loaded.call(**offered)
+        if inspect.isawaitable(result):
+            result = await result
+        if isinstance(result, str | bytes | Mapping | set | frozenset):
+            return Outcome([], unusable=f"returned a {type(result).__name__}; {_WANTED}")
+        values = list(result)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # users' code may even call sys.exit(); the caller gets a text
         missing = _missing_package(error)
         if missing and _is_in_a_file(error):
-            return Outcome([], "", f"needs {missing!r}, which is not installed")
-        return Outcome([], report, "")
+            return Outcome([], unusable=f"needs {missing!r}, which is not installed")
+        return Outcome([], _report(error))
     if len(values) != len(completions):
-        return Outcome(
-            [],
-            "",
-            f"returned {len(values)} rewards for {len(completions)} completions; want a list with "
-            "one float or None per completion",
-        )
+        text = f"returned {len(values)} rewards for {len(completions)} completions; {_WANTED}"
+        return Outcome([], unusable=text)
     rewards: list[float | Missing | None] = []
     for value in values:
         number, error, _ = _attempt(_number, value)
@@ -253,23 +289,31 @@ def score_chunk(
             shown, failure, _ = _attempt(repr, value)
             return Outcome(
                 [],
-                "",
-                f"returned {'an object' if failure else shown[:80]}, a {type(value).__name__}, as "
-                f"a reward ({type(error).__name__}: {error!s:.200}); want a list with one float "
-                "or None per completion",
+                unusable=f"returned {'an object' if failure else shown[:80]}, a "
+                f"{type(value).__name__}, as a reward ({type(error).__name__}: {error!s:.200}); "
+                f"{_WANTED}",
             )
         rewards.append(number)
-    return Outcome(rewards, "", "")
+    return Outcome(rewards, metrics={k: sum(v) / len(v) for k, v in logged.items()})
 
 
-def _number(value: Any) -> float | Missing | None:
-    """Return one value of a reward function as a float; raise if the value is not a number."""
-    if isinstance(value, Missing):
-        return value
+_WANTED = "want a list with one float or None per completion"
+
+
+def as_number(value: Any) -> float | None:
+    """Return a user's reward as a float; booleans, numpy scalars and None are allowed.
+
+    Raises:
+        TypeError: the value is not a number.
+    """
     number = value.item() if hasattr(value, "item") else value  # an array's element
     if number is not None and not isinstance(number, numbers.Real):
         raise TypeError("not a number")
     return None if number is None else float(number)
+
+
+def _number(value: Any) -> float | Missing | None:
+    return value if isinstance(value, Missing) else as_number(value)
 
 
 def _missing_package(error: BaseException) -> str:
@@ -285,30 +329,20 @@ def _is_in_a_file(error: BaseException) -> bool:
     return bool(frames) and os.path.isfile(frames[-1].filename)
 
 
-def _shortened(report: str) -> str:
-    """Return beginning and end of a traceback, because its message may have megabytes."""
-    return report if len(report) <= 8000 else f"{report[:4000]}\n...\n{report[-4000:]}"
+def _report(error: BaseException) -> str:
+    """Return the traceback of the user's frames, without those of this package and of imports."""
+    report = traceback.TracebackException.from_exception(error)
+    ours = (__file__, settings.__file__)
+    users = [f for f in report.stack if f.filename not in ours and "importlib" not in f.filename]
+    report.stack = traceback.StackSummary.from_list(users)
+    text = "".join(report.format() if users else report.format_exception_only())
+    # The message may have megabytes.
+    return text if len(text) <= 8000 else f"{text[:4000]}\n...\n{text[-4000:]}"
 
 
 def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None, str]:
-    """Return (value, None, "") of a call, or (None, exception, its traceback as text).
-
-    The traceback is text, because the parent process may be unable to unpickle the exception.
-    """
+    """Return (value, None, "") of a call, or (None, exception, its traceback as text)."""
     try:
-        try:
-            return call(*args), None, ""
-        finally:
-            # User code may clear sys.modules; the process needs these modules to send a result.
-            for name, module in _NEEDED.items():
-                sys.modules.setdefault(name, module)
-    except BaseException as error:  # user code may even call sys.exit(); the caller gets the error
-        # Show the user's frames only, without those of this package and of the import system.
-        report = traceback.TracebackException.from_exception(error)
-        ours = (__file__, settings.__file__)
-        users = [
-            f for f in report.stack if f.filename not in ours and "importlib" not in f.filename
-        ]
-        report.stack = traceback.StackSummary.from_list(users)
-        lines = report.format() if users else report.format_exception_only()
-        return None, error, _shortened("".join(lines))
+        return call(*args), None, ""
+    except BaseException as error:  # users' code may even call sys.exit()
+        return None, error, _report(error)

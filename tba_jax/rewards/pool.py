@@ -1,51 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RewardPool: runs text rewards in processes that can be killed, and accounts for every item.
+"""RewardPool: runs text rewards in worker processes, and accounts for every item.
 
 A reward function is user code: it may hang, raise, crash its process or return an invalid value.
-The pool gives each call a deadline, kills a process that exceeds it, and returns for every item
-either a finite number or a named reason. Several functions share the processes; their weighted sum
-is the reward, and an item on which a function fails has no reward. The processes import neither jax
-nor transformers. Invariant: a failure is never a reward of 0, and a failing item does not change
-the rewards of other items.
+Each call has a deadline, and every item gets either a finite number or a named reason. Several
+functions share the workers; their weighted sum is the reward, and an item on which a function fails
+has no reward.
 
-A call has the whole groups of its prompts. The items of a failed call are sent again one by one, to
-find the item that fails. Functions that exist only in this process, such as functions of a
-notebook, are called in the calling thread: a call that hangs is not stopped, and a call that
-crashes ends the run.
+A call has one whole group (all responses to a prompt). If it fails, each item is tried alone to
+find the items that fail, and the others are scored together in one more call, whose deadline is as
+long as all of them may take. So the rewards of a function that compares responses depend on no
+measured time. Responses that are alone share calls.
+
+Functions that exist only in this process, such as functions of a notebook, are called in the
+calling thread: a call that hangs is not stopped, and a call that crashes ends the run.
+
+Invariant: a failure is never a reward of 0, and results depend on no measured time, except for an
+item that misses its deadline.
 """
 
+import dataclasses
 import itertools
-import multiprocessing
-import os
-import queue
-import threading
+import math
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from tba_jax.rewards import processes
+from tba_jax import workers
 from tba_jax.rewards.functions import (
     LoadError,
     Missing,
     Outcome,
-    forget_loaded,
     load_error,
+    make_handler,
     part_names,
-    preload,
+    run_here,
     score_chunk,
     split_functions,
     trial_error,
 )
 from tba_jax.rewards.source import ScoreResult, summed
+from tba_jax.workers import WorkerFailed, WorkerPool
 
-# Seconds for the start of a process and the import of the reward's module, also on a busy machine.
-START_TIMEOUT_S = 60.0
 # Seconds for the trial on one row before training; the run itself shows whether a function hangs.
 TRIAL_S = 10.0
-# Groups are sent together until a call has this number of items.
+# Maximum number of responses in a call of several prompts that have one response each.
 CALL_ITEMS = 16
 _LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
 _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
@@ -56,109 +57,31 @@ class RewardFailure(RuntimeError):
     """Reward functions cannot start, or fail too often; the message has the cause."""
 
 
-class _Crashed(Exception):
-    """The process ended during a call."""
+@dataclasses.dataclass
+class _Group:
+    """Items that one function scores together.
 
-
-# --- in the reward process ---------------------------------------------------------------------
-
-
-def _serve(
-    connection: Any, functions: Sequence[str], folder: str, max_memory_bytes: int, log: str
-) -> None:
-    """Answer calls (function, arguments) until the parent process closes the connection."""
-    processes.enter_process(connection, folder, max_memory_bytes, log)
-    preload(functions)  # before the deadline of the first call runs
-    connection.send(None)
-    try:
-        while True:
-            function, arguments = connection.recv()
-            connection.send(function(*arguments))
-    except (EOFError, OSError):
-        processes.leave()
-
-
-# --- in the parent -----------------------------------------------------------------------------
-
-
-class _Worker:
-    """A reward process and the private pipe to it; one thread at a time calls it.
-
-    Args:
-        closed: set when no further process may start.
+    Attributes:
+        items: items without a failure.
+        num_alone: number of items that are being tried alone.
     """
 
-    def __init__(self, arguments: Sequence[Any], log: str, closed: threading.Event) -> None:
-        self._arguments, self._closed = (*arguments, log), closed
-        self._process: Any = None
-        self._connection: Any = None
-
-    def call(self, timeout_s: float, function: Any, *arguments: Any) -> Any:
-        """Call a function in the process; start the process if there is none.
-
-        Raises:
-            TimeoutError: the call took longer; the process was killed.
-            _Crashed: the process ended. RuntimeError: the pool was closed.
-            RewardFailure: the process did not start.
-        """
-        if self._process is None or not self._process.is_alive():
-            self._start()
-        process = self._process
-        try:
-            self._connection.send((function, arguments))
-            if self._connection.poll(timeout_s):
-                return self._connection.recv()
-        except (EOFError, OSError):
-            self.kill()
-            if self._closed.is_set():
-                raise RuntimeError(_CLOSED) from None
-            raise _Crashed(f"exit code {process and process.exitcode}") from None
-        self.kill()
-        raise TimeoutError
-
-    def kill(self) -> None:
-        """Kill the process and its children, if there is one."""
-        if self._process is not None:
-            processes.kill(self._process)
-
-    def _start(self) -> None:
-        self.kill()  # also children of a process that has ended
-        if self._closed.is_set():
-            raise RuntimeError(_CLOSED)
-        context = multiprocessing.get_context("spawn")
-        if self._connection is not None:
-            self._connection.close()
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-        if self._closed.is_set():  # `close` may not have seen this process
-            self.kill()
-        try:
-            if self._connection.poll(START_TIMEOUT_S):
-                self._connection.recv()
-                return
-            text = (
-                f"its module was not imported within {START_TIMEOUT_S:.0f} s. Move slow work from "
-                "the module's top level into the function"
-            )
-        except (EOFError, OSError):
-            output = self._arguments[-1] or "standard error"
-            text = (
-                f"its process died while it was starting; see {output} "
-                '(a script that starts one needs `if __name__ == "__main__":`)'
-            )
-        self.kill()
-        if self._closed.is_set():
-            raise RuntimeError(_CLOSED)
-        raise RewardFailure(f"reward function {', '.join(self._arguments[0])}: {text}")
-
-
-class _Task(NamedTuple):
-    """Items that are scored together by one function."""
-
     function: int
-    items: range
+    items: list[int]
+    num_alone: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """One call of a function.
+
+    Attributes:
+        is_last: whether a failure is final for all items.
+    """
+
+    group: _Group
+    items: tuple[int, ...]
+    is_last: bool = False
 
 
 class _Call:
@@ -183,6 +106,7 @@ class _Call:
         self._keywords = keywords
         self._chats: Sequence[Any] | None = columns.get("prompt")
         self._results = [ScoreResult([None] * n, [None] * n, "") for _ in functions]
+        self._metrics: dict[str, list[float]] = {}
 
     @classmethod
     def on_row(cls, functions: Sequence[str], prompt: str, columns: Mapping[str, Any]) -> "_Call":
@@ -193,20 +117,22 @@ class _Call:
         return cls(functions, [prompt], [completion], listed, [np.zeros(1, np.int32)])
 
     @property
-    def parts(self) -> list[range]:
-        """Return the items of each call: neighbouring groups, up to CALL_ITEMS if they fit."""
-        parts: list[range] = []
+    def groups(self) -> list[list[int]]:
+        """Return the items of each call: one group, or up to CALL_ITEMS groups of one item."""
+        found: list[list[int]] = []
+        is_joined = False
         start = 0
         for _, group in itertools.groupby(self._prompts):
-            stop = start + len(list(group))
-            if parts and stop - parts[-1].start <= CALL_ITEMS:
-                parts[-1] = range(parts[-1].start, stop)
+            items = list(range(start, start + len(list(group))))
+            start += len(items)
+            if is_joined and len(items) == 1 and len(found[-1]) < CALL_ITEMS:
+                found[-1] += items
             else:
-                parts.append(range(start, stop))
-            start = stop
-        return parts
+                found.append(items)
+            is_joined = len(items) == 1
+        return found
 
-    def arguments(self, items: range) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+    def arguments(self, items: Sequence[int]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
         """Return the arguments of the function: texts, or chat messages for chat data.
 
         As in TRL, a last message of the assistant is the beginning of the completion.
@@ -227,17 +153,24 @@ class _Call:
             completions.append([{"role": "assistant", "content": begun + self._completions[i]}])
         return prompts, completions, keywords
 
-    def accept(self, task: _Task, rewards: Sequence[float | Missing | None]) -> None:
-        """Record the rewards of a task."""
-        for item, reward in zip(task.items, rewards, strict=True):
+    def accept(self, function: int, items: Sequence[int], outcome: Outcome) -> None:
+        """Record the rewards and metrics of a call."""
+        result = self._results[function]
+        for item, reward in zip(items, outcome.rewards, strict=True):
+            if isinstance(reward, list):  # a `Missing` that was written as JSON
+                reward = Missing(*reward)
             if isinstance(reward, Missing):
-                self.fail(task.function, item, *reward)
+                self.fail(function, item, *reward)
             elif reward is None:
-                self.fail(task.function, item, "reward_none", "the function returned None")
+                self.fail(function, item, "reward_none", "the function returned None")
             elif not abs(reward) <= _LARGEST:
-                self.fail(task.function, item, "reward_nan", f"the function returned {reward}")
+                self.fail(function, item, "reward_nan", f"the function returned {reward}")
             else:
-                self._results[task.function].rewards[item] = reward
+                result.rewards[item] = reward
+        for name, value in outcome.metrics.items():
+            values = self._metrics.setdefault(name, [math.nan] * len(self._completions))
+            for item in items:
+                values[item] = value
 
     def fail(self, function: int, item: int, reason: str, text: str) -> None:
         """Record the failure of an item."""
@@ -253,7 +186,8 @@ class _Call:
 
     def result(self, names: Sequence[str], weights: Sequence[float]) -> ScoreResult:
         """Return the weighted sum; an item that waits for a result has no reason."""
-        return summed(names, self._results, weights)
+        found = summed(names, self._results, weights)
+        return found._replace(parts={**found.parts, **self._metrics})
 
 
 class RewardPool:
@@ -306,46 +240,37 @@ class RewardPool:
         self._max_failure_rate = max_failure_rate
         self._harmless = (None, "reward_none") if is_part else (None,)
         self._row = row
-        self._is_ready = False
-        self._closed = threading.Event()
+        self._is_ready = self._is_closed = False
         # For each function, whether an item met the deadline, and the number that missed it before.
         self._has_met = [False] * len(self._functions)
         self._missed = [0] * len(self._functions)
-        arguments = (self._functions, os.getcwd(), max_memory_bytes)
-        self._workers = [
-            _Worker(arguments, processes.log_file(logs, "reward", i), self._closed)
-            for i in range(num_workers)
-        ]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        if num_workers:
-            self._threads = futures.ThreadPoolExecutor(num_workers, "reward")
-        else:
-            # Running a notebook cell again defines another function of the same name.
-            forget_loaded()
+        self._num_workers = num_workers
+        self._workers = WorkerPool(
+            "reward",
+            make_handler,
+            (self._functions,),
+            num_workers=num_workers,
+            max_memory_bytes=max_memory_bytes,
+            logs=logs,
+        )
+        if not num_workers:
+            make_handler(self._functions)
         columns = None if row is None else tuple(row[1])
-        self._load_error = self._submit(START_TIMEOUT_S, load_error, self._functions, columns)
+        limit_s = workers.START_TIMEOUT_S
+        self._load_error = self._submit(limit_s, load_error, self._functions, columns)
 
     def _submit(self, timeout_s: float, function: Any, *arguments: Any) -> "futures.Future[Any]":
-        """Call a function in an idle process, or with no processes in this thread."""
-        if self._closed.is_set():
+        """Call a function in an idle worker, or without workers in this thread."""
+        if self._is_closed:
             raise RuntimeError(_CLOSED)
-        if self._workers:
-            return self._threads.submit(self._on_worker, timeout_s, function, *arguments)
+        if self._num_workers:
+            return self._workers.call((function, arguments), timeout_s, "a call")
         future: futures.Future[Any] = futures.Future()
-        future.set_result(function(*arguments))
+        future.set_result(run_here(function, *arguments))
         return future
 
-    def _on_worker(self, timeout_s: float, function: Any, *arguments: Any) -> Any:
-        worker = self._idle.get()
-        try:
-            return worker.call(timeout_s, function, *arguments)
-        finally:
-            self._idle.put(worker)
-
     def check(self) -> None:
-        """Wait until the processes can run the functions, then try the functions on `row`.
+        """Wait until the workers can run the functions, then try the functions on `row`.
 
         Raises:
             ValueError: a function cannot be imported, needs a column that the data lacks, or fails
@@ -355,12 +280,21 @@ class RewardPool:
         """
         if self._is_ready:
             return
-        error = self._load_error.result() or self._trial_error()
+        try:
+            error = self._load_error.result() or self._trial_error()
+        except WorkerFailed as failed:
+            raise self._fatal(failed) from None
         if error is not None:
             raise ValueError("\n".join(filter(None, error)))
         self._is_ready = True
 
-    def _trial_error(self) -> LoadError | None:
+    def _fatal(self, error: WorkerFailed) -> Exception:
+        """Return the error that ends a run whose workers do not start or were closed."""
+        if error.name == "closed":
+            return RuntimeError(_CLOSED)
+        return RewardFailure(f"reward function {self.function}: {error}")
+
+    def _trial_error(self) -> Sequence[str] | None:
         """Return why a function fails on the trial row; None on success or on a timeout."""
         if self._row is None:
             return None
@@ -368,9 +302,11 @@ class RewardPool:
         limit_s = min(TRIAL_S, self._timeout_s * len(self._functions))
         try:
             return self._submit(limit_s, trial_error, self._functions, arguments).result()
-        except TimeoutError:
-            return None
-        except _Crashed:
+        except WorkerFailed as error:
+            if error.name == "timeout":
+                return None
+            if error.name != "crash":
+                raise
             text = f"reward function {self.function}: its process died on the first row"
             return LoadError(f"{text}; its output shows the cause", "")
 
@@ -396,42 +332,55 @@ class RewardPool:
         Raises:
             RewardFailure: more than `max_failure_rate` of the items failed (raised as soon as that
                 is certain, with the first traceback); or the first items of a function, as many as
-                there are processes, all missed the deadline.
+                there are workers, all missed the deadline.
             ValueError: the function cannot be loaded, a column has another length, or a result is
                 not a list with a number or None per completion.
             RuntimeError: the pool was closed during the call.
         """
         call = _Call(self._functions, prompts, completions, columns, completion_ids)
         self.check()
-        pending: dict[futures.Future[Outcome], _Task] = {}
+        pending: dict[futures.Future[Any], _Task] = {}
 
         def send(task: _Task) -> None:
-            name, arguments = self._functions[task.function], call.arguments(task.items)
-            pending[self._submit(self._timeout_s, score_chunk, name, *arguments)] = task
+            name, arguments = self._functions[task.group.function], call.arguments(task.items)
+            limit_s = self._timeout_s * (len(task.items) if task.is_last else 1)
+            pending[self._submit(limit_s, score_chunk, name, *arguments)] = task
 
         try:
             for function in range(len(self._functions)):
-                for items in call.parts:
-                    send(_Task(function, items))
+                for items in call.groups:
+                    send(_Task(_Group(function, items), tuple(items), len(items) == 1))
             while pending:
                 done, _ = futures.wait(pending, return_when=futures.FIRST_COMPLETED)
                 # In the order of the items, so that the first failure is always the same one.
                 for future in [future for future in pending if future in done]:
-                    task = pending.pop(future)
-                    rewards, reason, text = self._outcome(future, task.function)
-                    if not reason:
-                        call.accept(task, rewards)
-                    elif len(task.items) > 1:
-                        for item in task.items:
-                            send(_Task(task.function, range(item, item + 1)))
-                    else:
-                        call.fail(task.function, task.items[0], reason, text)
-                        self._note_deadline(task.function, reason, text)
+                    for task in self._after(call, pending.pop(future), future):
+                        send(task)
                 self._check_failures(call.result(self._names, self._weights))
         finally:
             for future in pending:
                 future.cancel()
         return call.result(self._names, self._weights)
+
+    def _after(self, call: _Call, task: _Task, future: "futures.Future[Any]") -> list[_Task]:
+        """Record the result of a call, and return the calls that it requires."""
+        group, items = task.group, task.items
+        is_alone = group.num_alone > 0
+        outcome, reason, text = self._outcome(future, group.function)
+        if not reason and not is_alone:
+            call.accept(group.function, items, outcome)
+        if reason and not task.is_last:
+            group.num_alone = len(items)
+            return [_Task(group, (item,), True) for item in items]
+        if reason:
+            for item in items:
+                call.fail(group.function, item, reason, text)
+                group.items.remove(item)
+            self._note_deadline(group.function, reason, text)
+        group.num_alone -= is_alone
+        if is_alone and not group.num_alone and group.items:
+            return [_Task(group, tuple(group.items), True)]
+        return []
 
     def _check_failures(self, result: ScoreResult) -> None:
         """Raise RewardFailure if more than `max_failure_rate` of the items failed."""
@@ -450,44 +399,39 @@ class RewardPool:
         if reason != "reward_timeout" or self._has_met[function]:
             return
         self._missed[function] += 1
-        if self._missed[function] >= max(2, len(self._workers)):  # one item alone may be hard
+        if self._missed[function] >= max(2, self._num_workers):  # one item alone may be hard
             raise RewardFailure(
                 f"reward function {self._functions[function]} is too slow: each of the first "
                 f"{self._missed[function]} items took longer than reward.timeout_s = "
                 f"{self._timeout_s} s. Raise --config.reward.timeout_s. First failure:\n{text}"
             )
 
-    def _outcome(
-        self, future: "futures.Future[Outcome]", function: int
-    ) -> tuple[Sequence[Any], str, str]:
-        """Return (rewards, "", "") of a task, or ((), reason, text).
+    def _outcome(self, future: "futures.Future[Any]", function: int) -> tuple[Outcome, str, str]:
+        """Return the outcome of a call, and the name and text of its failure or two empty texts.
 
         Raises:
             ValueError: the function can never succeed, or broke its contract.
         """
         name = self._functions[function]
         try:
-            outcome = future.result()
-        except TimeoutError:
-            text = f"{name} took longer than {self._timeout_s} s and was stopped"
-            return (), "reward_timeout", text
-        except _Crashed as error:
-            return (), "reward_crash", f"the process for {name} died: {error}"
+            outcome = Outcome(*future.result())
+        except WorkerFailed as error:
+            if error.name == "timeout":
+                text = f"{name} took longer than {self._timeout_s} s and was stopped"
+                return Outcome([]), "reward_timeout", text
+            if error.name != "crash":
+                raise self._fatal(error) from None
+            return Outcome([]), "reward_crash", f"the process for {name} died: {error}"
         if outcome.unusable:
             raise ValueError(f"reward function {name} {outcome.unusable}")
         self._has_met[function] = True
-        return outcome.rewards, "reward_error" if outcome.traceback else "", outcome.traceback
+        return outcome, "reward_error" if outcome.traceback else "", outcome.traceback
 
     def on(self, site: Any) -> "RewardPool":
-        """Return self: its processes serve all searchers."""
+        """Return self: its workers serve all searchers."""
         return self
 
     def close(self) -> None:
-        """Kill all processes, even during a call; a concurrent `score` raises RuntimeError."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        for worker in self._workers:
-            worker.kill()
-        if self._workers:
-            self._threads.shutdown()
+        """Kill all workers, even during a call; a concurrent `score` raises RuntimeError."""
+        self._is_closed = True
+        self._workers.close()

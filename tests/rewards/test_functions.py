@@ -11,6 +11,7 @@ import pytest
 from tba_jax.rewards.functions import (
     load_error,
     part_names,
+    run_here,
     score_chunk,
     split_functions,
     trial_error,
@@ -47,6 +48,13 @@ def optional(completions, trainer_state=None, log_metric=None):
 
 def needs_state(completions, trainer_state):
     return [trainer_state.step] * len(completions)
+
+def needs_environments(completions, environments):
+    return [1.0] * len(completions)
+
+def logs(completions, log_metric):
+    log_metric("words", sum(len(c.split()) for c in completions))
+    return [1.0] * len(completions)
 
 def sometimes(completions, **kwargs):
     return [None if c.startswith("skip") else 1.0 for c in completions]
@@ -104,7 +112,7 @@ def path(tmp_path_factory):
 
 def call(path, name, completions, prompts=None, **keywords):
     prompts = prompts or [""] * len(completions)
-    outcome = score_chunk(f"{path}:{name}", prompts, completions, keywords)
+    outcome = run_here(score_chunk, f"{path}:{name}", prompts, completions, keywords)
     assert (outcome.traceback, outcome.unusable) == ("", "")
     return outcome.rewards
 
@@ -140,7 +148,8 @@ def test_a_file_hides_no_module_of_that_name(path):
             ("answer",),
             "needs the argument 'target', but .* columns are: answer",
         ),
-        ("{path}:needs_state", ("prompt",), "needs the argument 'trainer_state', .* are: answer"),
+        ("{path}:needs_state", ("prompt",), "TRL's argument 'trainer_state': reward processes do"),
+        ("{path}:needs_environments", ("prompt",), r"'environments': .* a method get_reward\(\)"),
         ("{folder}/none.py:f", None, r"cannot be loaded: FileNotFoundError: no file .*/none\.py"),
         (
             "{folder}/broken.py:f",
@@ -199,6 +208,13 @@ def test_weighted_sum_of_the_functions_that_apply(path):
     pool.close()
 
 
+def test_values_of_log_metric_are_parts_of_the_reward(path):
+    pool = make_pool(path, "logs")
+    found = pool.score(["p", "p", "q", "q"], ["a", "a b", "a", "a"], {})
+    assert found.rewards == [1.0] * 4 and found.parts == {"words": [3.0, 3.0, 2.0, 2.0]}
+    pool.close()
+
+
 def test_chats_reach_the_function_as_messages(path):
     chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": t}] for t in "ab"]
     pool = make_pool(path, "chat")
@@ -230,8 +246,8 @@ def test_a_function_of_texts_is_told_that_completions_of_chats_are_messages(tmp_
         "def first(completions, **kwargs):\n    return [ord(x[0]) for x in completions]\n"
     )
     chat = [{"role": "assistant", "content": "a"}]
-    failure = trial_error([f"{path}:first"], (["p"], [chat], {}))
+    failure = run_here(trial_error, [f"{path}:first"], (["p"], [chat], {}))
     assert failure is not None and "its text is completion[0]['content']" in failure[0]
-    assert trial_error([f"{path}:first"], (["p"], ["a"], {})) is None
-    failure = trial_error([f"{path}:first"], (["p"], [""], {}))
+    assert run_here(trial_error, [f"{path}:first"], (["p"], ["a"], {})) is None
+    failure = run_here(trial_error, [f"{path}:first"], (["p"], [""], {}))
     assert failure is not None and "content" not in failure[0]

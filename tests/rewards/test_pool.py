@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tba_jax import workers
 from tba_jax.rewards import pool as pool_module
 from tba_jax.rewards.pool import RewardFailure, RewardPool
 
@@ -84,6 +85,33 @@ class Odd(float):
 def odd(prompts, completions, **columns):
     return [Odd(1.0) for _ in completions]
 
+ranked = []
+
+def ranks(prompts, completions, **columns):
+    """Compares the completions of a call; the first call is slow, as a cold start is."""
+    if not ranked:
+        time.sleep(0.3 * len(completions))
+    ranked.append(len(completions))
+    if "raise" in completions:
+        raise ValueError("broken on purpose")
+    order = sorted(completions)
+    return [order.index(text) + 0.5 * len(order) for text in completions]
+
+client = None
+
+async def keeps_a_client(prompts, completions, **columns):
+    """An object of asyncio that belongs to the loop of its first use, as a keep-alive client."""
+    global client
+    import asyncio
+    if client is None:
+        client = asyncio.Queue()
+        client.loop = asyncio.get_running_loop()
+    assert client.loop is asyncio.get_running_loop() and not client.loop.is_closed()
+    return [1.0] * len(completions)
+
+def as_dict(prompts, completions, **columns):
+    return dict.fromkeys(completions, 1.0)
+
 def words(prompts, completions, **columns):
     return ["good"] * len(completions)
 
@@ -150,7 +178,9 @@ def test_a_call_has_whole_groups():
     pool = make_pool("user_rewards:sizes", num_workers=2)
     prompts = [*"a" * 24, *"b" * 8, *"c" * 8, *"d" * 4]
     got = pool.score(prompts, ["x"] * len(prompts), {}).rewards
-    assert got == [24.0] * 24 + [16.0] * 16 + [4.0] * 4
+    assert got == [24.0] * 24 + [8.0] * 16 + [4.0] * 4
+    # Responses that are alone share calls.
+    assert pool.score("abcde", ["x"] * 5, {}).rewards == [5.0] * 5
     pool.close()
 
 
@@ -188,13 +218,34 @@ def test_a_slow_group_is_not_blamed_on_its_items():
     pool.close()
 
 
+def test_a_function_that_compares_responses_gives_equal_rewards_when_it_is_slow_at_first():
+    found = []
+    for _ in range(2):
+        pool = make_pool("user_rewards:ranks", num_workers=2)
+        texts = ["b", "d", "a", "c"]
+        found += [pool.score(["p"] * 4, texts, {}) for _ in range(2)]
+        raised = pool.score(["p"] * 4, ["b", "raise", "a", "c"], {})
+        assert raised.reasons == [None, "reward_error", None, None]
+        assert raised.rewards == [2.5, None, 1.5, 3.5]  # ranks among the others
+        pool.close()
+    assert all(result.rewards == [3.0, 5.0, 2.0, 4.0] for result in found)
+    assert all(result.reasons == [None] * 4 for result in found)
+
+
+def test_coroutines_of_a_worker_share_one_event_loop():
+    pool = make_pool("user_rewards:keeps_a_client")
+    for _ in range(3):
+        assert score(pool, ["a"]).rewards == [1.0]
+    pool.close()
+
+
 def test_processes_import_neither_jax_nor_transformers():
     pool = make_pool("tba_jax.rewards.numeric:gsm8k_reward")
     assert pool.score([""], ["so 7"], {"answer": ["#### 7"]}).rewards == [1.0]
     pool.close()
     pool = make_pool()
     heavy = ["jax", "jaxlib", "flax", "transformers", "torch", "grain", "matplotlib"]
-    texts = [f"imported {name}" for name in [*heavy, "user_rewards", "tba_jax.rewards.pool"]]
+    texts = [f"imported {name}" for name in [*heavy, "user_rewards", "tba_jax.workers"]]
     assert score(pool, texts).rewards == [0.0] * len(heavy) + [1.0, 1.0]
     pool.close()
 
@@ -228,6 +279,7 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback():
     [
         ("user_rewards:one_short", "user_rewards:one_short returned 7 rewards for 8 completions"),
         ("user_rewards:words", "words returned 'good', a str, as a reward .*not a number.; want"),
+        ("user_rewards:as_dict", "as_dict returned a dict; want a list with one float or None"),
         ("user_rewards:odd", "odd returned 1.0, a Odd, as a reward .KeyError: 'no number today'"),
     ],
 )
@@ -240,10 +292,10 @@ def test_a_function_that_can_never_work_is_an_error_not_a_reward(function, messa
 
 def test_imports_that_hang_or_end_the_process_are_named(monkeypatch):
     pool = make_pool("ends_at_import:f")
-    with pytest.raises(RewardFailure, match="ends_at_import:f: its process died while it was"):
+    with pytest.raises(RewardFailure, match="ends_at_import:f: its process ended while it was"):
         pool.check()
     pool.close()
-    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(workers, "START_TIMEOUT_S", 1.0)
     pool = make_pool("slow_to_import:f")
     with pytest.raises(RewardFailure, match="its module was not imported within 1 s"):
         pool.check()
@@ -323,8 +375,8 @@ def test_each_process_has_a_log_file(tmp_path):
     pool.close()
     (file,) = (tmp_path / "logs").iterdir()
     assert file.name.startswith("reward-") and file.name.endswith("-0.log")
-    # The call with "kill" is sent again item by item.
-    assert file.read_text() == "print me\nof a child\n" * 2 + "print again\nof a child\n"
+    # The call with "kill", each item alone, the items without a failure.
+    assert file.read_text() == "print me\nof a child\n" * 3 + "print again\nof a child\n"
 
 
 def _wait_for_end(*pids):
