@@ -15,10 +15,9 @@ at the measured memory bandwidth or matmul rate, whichever is slower, divided by
 """
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from tba_jax.decoding.session import Session
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.site import any_device
 from tba_jax.models import transformer
-from tba_jax.models.transformer import Params
 from tba_jax.planning import roofline
 
 _SIZES = ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens")
@@ -55,7 +53,6 @@ _COLUMNS = (
     "slot_share",
     "roofline_share",
 )
-_MOST_WARM_UPS = 6
 _MEAN_LENGTH_SHARE = 1 / 3  # mean length over the length limit
 
 
@@ -80,31 +77,18 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     names = ("shape", "dtype", "chunk_steps", "num_slots")
     job = {name: getattr(args, name) for name in names} | workload
     command = harness.own_command("decode")
-    reports = []
-    for repeat in range(args.repeats):
-        # Each repeat draws other responses; one seed for its warm-up, one for what is measured.
-        own = {"seed": args.seed + 1000 * repeat}
-        reports.append(harness.run_side("engine", job | own, folder, command=command))
-        print(f"{reports[-1]['tokens_per_s']:.1f} tokens/s", file=sys.stderr)
-    return figures_of(reports) | {
+
+    def run(repeat: int) -> Figures:
+        own = {"seed": args.seed + repeat}  # each repeat draws other responses
+        return harness.run_side("engine", job | own, folder, command=command)
+
+    figures = harness.repeated({"engine": run}, args.repeats, "tokens_per_s")["engine"]
+    return figures | {
         "shape": args.shape,
         "dtype": args.dtype,
         "workload": {"name": args.workload, **workload},
         "repeats": args.repeats,
-        "hardware": harness.hardware(reports[0]),
-    }
-
-
-def figures_of(reports: Sequence[Figures]) -> Figures:
-    """Return the medians of the figures over the reports of all repeats."""
-    kept = ("num_slots", "num_params", "num_threads", "versions")
-    numbers = [name for name, x in reports[0].items() if isinstance(x, float)]
-    return {
-        **{name: statistics.median(x[name] for x in reports) for name in numbers},
-        "roofline_share": statistics.median(x["bound_step_s"] / x["step_s"] for x in reports),
-        "tokens_per_s_of_repeats": [x["tokens_per_s"] for x in reports],
-        "recompiled": max(x["recompiled"] for x in reports),
-        **{name: reports[0][name] for name in kept},
+        "hardware": harness.hardware(figures),
     }
 
 
@@ -135,9 +119,16 @@ def engine(job: Figures) -> Figures:
     del params
 
     def call(seed: int) -> tuple[Session, list[int]]:
-        return _draw(decoder, weights, prompts, job["num_samples"], num_slots, seed)
+        """Submit all prompts at once; return (idle session, lengths of its responses)."""
+        settings = SamplingSettings(max_new_tokens=job["max_new_tokens"])
+        at_once = -(-num_slots // job["num_samples"])
+        session = decoder.session(weights, num_slots=num_slots, prefill_prompts=at_once)
+        keys = row_keys(jax.random.key(seed), num_rows).reshape(len(prompts), -1, 2)
+        for prompt, own in zip(prompts, keys, strict=True):
+            session.submit(prompt, own, settings)
+        return session, [len(response.tokens) for response in session.run()]
 
-    _warm_up(decoder, lambda run: call(job["seed"] + 1 + run))
+    call(job["seed"])  # compiles every program that responses of these lengths need
     compiled = decoder.compile_count
     start, cpu_start = time.perf_counter(), time.process_time()
     session, lengths = call(job["seed"])
@@ -151,6 +142,7 @@ def engine(job: Figures) -> Figures:
         response_lengths=lengths,
     )
     rates = roofline.measure_rates(job["dtype"], sum(x.nbytes for x in jax.tree.leaves(weights)))
+    step_s, bound_step_s = (x / statistics.steps for x in (statistics.chunk_s, rates.bound_s(work)))
     return {
         "tokens_per_s": sum(lengths) / wall_s,
         "wall_s": wall_s,
@@ -164,47 +156,15 @@ def engine(job: Figures) -> Figures:
         "flops_per_step": work.num_flops / statistics.steps,
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
-        "step_s": statistics.chunk_s / statistics.steps,
-        "bound_step_s": rates.bound_s(work) / statistics.steps,
+        "step_s": step_s,
+        "bound_step_s": bound_step_s,
+        "roofline_share": bound_step_s / step_s,
         "recompiled": decoder.compile_count - compiled,
         "num_slots": num_slots,
         "num_params": transformer.num_params(config),
         "versions": harness.versions("jax", "jaxlib", "flax"),
         **harness.here(),
     }
-
-
-def _draw(
-    decoder: Decoder,
-    weights: Params,
-    prompts: np.ndarray,
-    num_samples: int,
-    num_slots: int,
-    seed: int,
-) -> tuple[Session, list[int]]:
-    """Submit all prompts at once; return (idle session, lengths of its responses)."""
-    settings = SamplingSettings(max_new_tokens=decoder.max_length - prompts.shape[1])
-    session = decoder.session(
-        weights, num_slots=num_slots, prefill_prompts=-(-num_slots // num_samples)
-    )
-    keys = row_keys(jax.random.key(seed), len(prompts) * num_samples)
-    for prompt, own in zip(prompts, keys.reshape(-1, num_samples, 2), strict=True):
-        session.submit(prompt, own, settings)
-    return session, [len(response.tokens) for response in session.run()]
-
-
-def _warm_up(decoder: Decoder, call: Callable[[int], object]) -> None:
-    """Run until two consecutive runs compile nothing.
-
-    Which programs a run compiles depends on the lengths of its responses.
-    """
-    quiet = 0
-    for run in range(_MOST_WARM_UPS):
-        compiled = decoder.compile_count
-        call(run)
-        quiet = quiet + 1 if decoder.compile_count == compiled else 0
-        if quiet == 2:
-            return
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -182,6 +184,36 @@ def _cell(name: str, value: Any) -> str:
 # --- processes ---------------------------------------------------------------
 
 
+def repeated(
+    sides: Mapping[str, Callable[[int], Figures]], repeats: int, main: str
+) -> dict[str, Figures]:
+    """Run sides alternately; return the figures of each side over all repeats.
+
+    A float is the median of the repeats, an integer their maximum, all else that of the first.
+
+    Args:
+        sides: side -> function of the number of the repeat.
+        repeats: number of runs of each side.
+        main: figure that is printed after each run, and returned as a list, too, "..._of_repeats".
+    """
+    reports: dict[str, list[Figures]] = {side: [] for side in sides}
+    for repeat, (side, measure) in itertools.product(range(repeats), sides.items()):
+        reports[side].append(measure(repeat))
+        print(f"{side}: {main} {reports[side][-1][main]:.4g}", file=sys.stderr)
+
+    def over_repeats(name: str, found: Sequence[Figures]) -> Any:
+        values = [x[name] for x in found]
+        if isinstance(values[0], float):
+            return statistics.median(values)
+        return max(values) if isinstance(values[0], int) else values[0]
+
+    return {
+        side: {name: over_repeats(name, found) for name in found[0]}
+        | {f"{main}_of_repeats": [x[main] for x in found]}
+        for side, found in reports.items()
+    }
+
+
 def own_command(name: str) -> list[str]:
     """Return the command of the sides of `tba_jax.bench.NAME`."""
     return [sys.executable, "-m", f"tba_jax.bench.{name}", _JOB]
@@ -208,7 +240,8 @@ def run_side(
         ValueError: the process failed or took too long; its last lines go to stderr.
     """
     path, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
-    result.unlink(missing_ok=True)
+    for old in (result, log):
+        old.unlink(missing_ok=True)
     path.write_text(json.dumps({**job, "side": side, "result": str(result)}))
     with started([*command, str(path)], log, env) as process:
         wait(side, [process], log)
@@ -304,6 +337,14 @@ def here() -> Figures:
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
     }
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the memory of a compiled program as its compiler reports it."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not report the memory of compiled programs"
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
 def hardware(report: Mapping[str, Any]) -> Figures:

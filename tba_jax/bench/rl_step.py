@@ -97,48 +97,36 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     job |= {"folder": str(folder), "beta": 0.05, "learning_rate": 1e-6}
     ours, theirs = harness.own_command("rl_step"), [args.peer_python, "-P", trl_peer.__file__]
     written = harness.run_side("write", job, folder, command=ours)
-    reports: dict[str, list[Figures]] = {"tba_jax": [], **({"trl": []} if args.peers else {})}
-    for repeat, (side, found) in itertools.product(range(args.repeats), reports.items()):
-        if side == "trl":
-            report = harness.run_side(side, job, folder, command=theirs, env=harness.peer_env())
-        else:
-            own = {"workdir": str(folder / f"run-{repeat}")}
-            report = harness.run_side(side, job | own, folder, command=ours)
-        found.append(report)
-        parts = (f"{part} {x:.2f}" for part, x in _medians([report]).items())
-        print(f"{side}: {', '.join(parts)}", file=sys.stderr)
-    figures = {side: _figures(found) for side, found in reports.items()}
-    mine = figures.pop("tba_jax")
+
+    def mine(repeat: int) -> Figures:
+        own = {"workdir": str(folder / f"run-{repeat}")}
+        return _with_medians(harness.run_side("tba_jax", job | own, folder, command=ours))
+
+    def peer(repeat: int) -> Figures:
+        env = harness.peer_env()
+        return _with_medians(harness.run_side("trl", job, folder, command=theirs, env=env))
+
+    sides = {"tba_jax": mine, **({"trl": peer} if args.peers else {})}
+    figures = harness.repeated(sides, args.repeats, "step_s")
+    found = figures.pop("tba_jax")
     return {
-        **mine,
+        **found,
         "peers": {
-            name: {**x, "ratio": x["step_s"] / mine["step_s"]} for name, x in figures.items()
+            name: {**x, "ratio": x["step_s"] / found["step_s"]} for name, x in figures.items()
         },
         "model_shape": args.model_shape,
         "num_params": written["num_params"],
         "workload": {name: job[name] for name in names},
         "remat": args.remat,
-        "chosen": reports["tba_jax"][0]["chosen"],
         "repeats": args.repeats,
-        "hardware": harness.hardware(reports["tba_jax"][0]),
+        "hardware": harness.hardware(found),
     }
 
 
-def _medians(reports: Sequence[Figures]) -> dict[str, float]:
-    """Return the median of every part over all timed steps."""
-    timed = [step for report in reports for step in report["steps"]]
-    return {part: statistics.median(step[part] for step in timed) for part in _PARTS}
-
-
-def _figures(reports: Sequence[Figures]) -> Figures:
-    """Return the figures of one side of the comparison over all repeats."""
-    return {
-        **_medians(reports),
-        "step_s_of_repeats": [_medians([report])["step_s"] for report in reports],
-        "mean_response_tokens": statistics.mean(x["mean_response_tokens"] for x in reports),
-        "max_rss_bytes": max(x["max_rss_bytes"] for x in reports),
-        "versions": reports[0]["versions"],
-    }
+def _with_medians(report: Figures) -> Figures:
+    """Return a report whose `steps` are replaced by the median of every part over them."""
+    timed = report.pop("steps")
+    return report | {part: statistics.median(step[part] for step in timed) for part in _PARTS}
 
 
 # --- sides -------------------------------------------------------------------

@@ -8,7 +8,7 @@ step, which computes every prompt once for all its responses. `naive` is a plain
 same model and optimiser: a row for each response, no recomputation, and the log-softmax of all
 logits in float32. Both sides have equal random weights and report the loss of their first step; the
 command fails if the losses differ. Every repeat of a side runs in a fresh process, one after the
-other; `step_s` is the median over the steps of all repeats. Tokens per second count prompt and
+other; figures are medians of the repeats. Tokens per second count prompt and
 response. `mfu` is the share of the measured matmul rate that the operations of a side use, without
 recomputation. Use a quiet machine: a large `cpu_s` (processor time) shows disturbed runs.
 """
@@ -20,7 +20,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
@@ -39,16 +41,17 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.planning import roofline
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.groups import of_sums
+from tba_jax.train.groups import Groups
 from tba_jax.train.losses import tb
 from tba_jax.train.objectives import make_objective
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.state import TrainState, init_state, only_finite
+from tba_jax.train.state import TrainState, init_state, only_finite, step_shardings
 from tba_jax.train.step import StepSettings, make_train_step
 
 _SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 128}
 _SIDES = ("tba_jax", "naive")
 _BETA, _LEARNING_RATE = 0.05, 1e-6
+_ADAMW = OptimizerSettings(weight_decay=0.01, clip_norm=1.0)
 # smaller than differences between models, larger than rounding of sums of log-probs
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _COLUMNS = (
@@ -93,56 +96,31 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     settings = ("model_shape", "dtype", "remat", "micro_batch_rows", "steps")
     job = {name: getattr(args, name) for name in (*_SIZES, *settings, "seed")}
     command = harness.own_command("train_step")
-    reports: dict[str, list[Figures]] = {name: [] for name in _SIDES}
-    for _ in range(args.repeats):
-        for side, found in reports.items():
-            found.append(harness.run_side(side, job, folder, command=command))
-            step_s = statistics.median(found[-1]["step_s"])
-            print(f"{side}: {step_s:.3f} s, loss {found[-1]['loss']:.4f}", file=sys.stderr)
-    _check_losses({name: x[0]["loss"] for name, x in reports.items()}, args.dtype)
-    tokens = args.num_prompts * args.group_size * (args.prompt_tokens + args.response_tokens)
-    rate = statistics.median(x["matmul_flops_per_s"] for x in reports["tba_jax"])
-    figures = {name: _figures(x, tokens, rate) for name, x in reports.items()}
+
+    def run(side: str) -> Callable[[int], Figures]:
+        return lambda repeat: harness.run_side(side, job, folder, command=command)
+
+    figures = harness.repeated({side: run(side) for side in _SIDES}, args.repeats, "step_s")
     mine, naive = figures["tba_jax"], figures["naive"]
-    first = reports["tba_jax"][0]
+    if not math.isclose(naive["loss"], mine["loss"], rel_tol=_LOSS_TOLERANCE[args.dtype]):
+        raise ValueError(
+            f"the first step of naive has the loss {naive['loss']}, ours {mine['loss']}: the sides "
+            "do not compute the same, so their times cannot be compared. Report this with the "
+            "versions"
+        )
+    rate = mine["matmul_flops_per_s"]
     return {
         **mine,
-        "naive": naive | {"ratio": naive["step_s"] / mine["step_s"]},
-        "matmul_flops_per_s": rate,
-        "model_flops": first["model_flops"],
-        "num_params": first["num_params"],
+        "mfu": mine["flops_per_s"] / rate,
+        "naive": {
+            **naive,
+            "mfu": naive["flops_per_s"] / rate,
+            "ratio": naive["step_s"] / mine["step_s"],
+        },
         "workload": {name: getattr(args, name) for name in _SIZES},
         **{name: getattr(args, name) for name in settings},
         "repeats": args.repeats,
-        "hardware": harness.hardware(first),
-    }
-
-
-def _check_losses(losses: Mapping[str, float], dtype: str) -> None:
-    wanted = losses["tba_jax"]
-    for name, loss in losses.items():
-        if not math.isclose(loss, wanted, rel_tol=_LOSS_TOLERANCE[dtype]):
-            raise ValueError(
-                f"the first step of {name} has the loss {loss}, ours {wanted}: the sides do not "
-                "compute the same, so their times cannot be compared. Report this with the versions"
-            )
-
-
-def _figures(reports: Sequence[Figures], tokens: int, matmul_flops_per_s: float) -> Figures:
-    """Return the measurements of one side over all repeats."""
-    first, times = reports[0], [x for report in reports for x in report["step_s"]]
-    step_s = statistics.median(times)
-    memory = ("temporary_bytes", "compiled_peak_bytes", "device_peak_bytes")
-    return {
-        "tokens_per_s": tokens / step_s,
-        "step_s": step_s,
-        "min_step_s": min(times),
-        "step_s_of_repeats": [statistics.median(x["step_s"]) for x in reports],
-        "cpu_s": statistics.median(x["cpu_s"] for x in reports),
-        "flops_per_s": first["model_flops"] / step_s,
-        "mfu": first["model_flops"] / step_s / matmul_flops_per_s,
-        "max_rss_bytes": max(x["max_rss_bytes"] for x in reports),
-        **{name: first[name] for name in ("loss", *memory, "num_threads", "device", "versions")},
+        "hardware": harness.hardware(mine),
     }
 
 
@@ -152,17 +130,15 @@ def _figures(reports: Sequence[Figures], tokens: int, matmul_flops_per_s: float)
 def steps(job: Figures) -> Figures:
     """Measure the train step of one side: its times, memory, and the loss of the first step."""
     config = SHAPES[job["model_shape"]]
-    params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
+    params = _params(job)
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.01, clip_norm=1.0))
+    optimizer = make_optimizer(_ADAMW)
     is_ours = job["side"] == "tba_jax"
-    run = _our_step(job, optimizer) if is_ours else _naive_step(job, optimizer)
+    run = (_our_step if is_ours else _naive_step)(job, optimizer)
     state = init_state(params, optimizer, keep_reference=False)
     del params
     batch = jax.device_put(_batch(job))
-    start = time.perf_counter()
     step = run.lower(state, batch).compile()
-    compile_s = time.perf_counter() - start
     state, outputs = step(state, batch)
     first_loss = float(outputs["numbers"]["loss"])
     times = []
@@ -173,37 +149,36 @@ def steps(job: Figures) -> Figures:
         jax.block_until_ready((state, outputs))
         times.append(time.perf_counter() - start)
     cpu_s = (time.process_time() - cpu_start) / job["steps"]
-    memory = step.memory_analysis()
-    assert memory is not None, "this backend does not report its memory"
+    del state
+    step_s = statistics.median(times)
+    p, k, x, t = (job[name] for name in _SIZES)
+    model_flops = roofline.train_flops(
+        config,
+        num_rows=p * k,
+        prompt_tokens=x,
+        response_tokens=t,
+        responses_per_prompt=k if is_ours else 1,
+    )
+    memory: Any = step.memory_analysis()
     stats = jax.devices()[0].memory_stats() or {}
-    sizes = {
-        "num_rows": job["num_prompts"] * job["group_size"],
-        "prompt_tokens": job["prompt_tokens"],
-        "response_tokens": job["response_tokens"],
-        "responses_per_prompt": job["group_size"] if is_ours else 1,
-    }
-    result = {
+    rates = roofline.measure_rates(job["dtype"], weight_bytes) if is_ours else None
+    return {
         "loss": first_loss,
-        "step_s": times,
+        "tokens_per_s": p * k * (x + t) / step_s,
+        "step_s": step_s,
+        "min_step_s": min(times),
         "cpu_s": cpu_s,
-        "compile_s": compile_s,
+        "model_flops": model_flops,
+        "flops_per_s": model_flops / step_s,
+        "matmul_flops_per_s": rates.flops_per_s if rates else None,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "compiled_peak_bytes": memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes,
+        "compiled_peak_bytes": harness.peak_bytes(step),
         "device_peak_bytes": stats.get("peak_bytes_in_use"),
         "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "num_params": transformer.num_params(config),
-        "model_flops": roofline.train_flops(config, **sizes),
         "versions": harness.versions("jax", "jaxlib", "optax"),
         **harness.here(),
     }
-    del state
-    if is_ours:
-        rates = roofline.measure_rates(job["dtype"], weight_bytes)
-        result["matmul_flops_per_s"] = rates.flops_per_s
-    return result
 
 
 def _batch(job: Figures) -> Batch:
@@ -256,7 +231,25 @@ def _batch(job: Figures) -> Batch:
     return layout.batch(draws, 0)
 
 
-def _our_step(job: Figures, optimizer: optax.GradientTransformation) -> Any:
+def first_update(job: Figures, device: Any) -> Figures:
+    """Return loss and gradient norm of our first step on a device."""
+    optimizer = make_optimizer(_ADAMW)
+    with jax.default_device(device):
+        state = init_state(_params(job), optimizer, keep_reference=False)
+        step = _our_step(job, optimizer, device)
+        _, outputs = step(state, jax.device_put(_batch(job), device))
+    return {name: float(outputs["numbers"][name]) for name in ("loss", "grad_norm")}
+
+
+def _params(job: Figures) -> Any:
+    shape = SHAPES[job["model_shape"]]
+    return transformer.init_params(shape, jax.random.key(0), jnp.dtype(job["dtype"]))
+
+
+def _our_step(job: Figures, optimizer: optax.GradientTransformation, device: Any = None) -> Any:
+    config = SHAPES[job["model_shape"]]
+    mesh = Mesh(np.array([device or jax.local_devices()[0]]).reshape(1, 1, 1), MESH_AXES)
+    shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
     settings = StepSettings(
         make_objective("tb"),
         Scoring(compute_dtype=job["dtype"]),
@@ -266,7 +259,7 @@ def _our_step(job: Figures, optimizer: optax.GradientTransformation) -> Any:
         remat=job["remat"],
     )
     rate = optax.constant_schedule(_LEARNING_RATE)
-    return make_train_step(SHAPES[job["model_shape"]], optimizer, rate, settings)
+    return make_train_step(config, optimizer, rate, settings, shardings)
 
 
 def _naive_step(job: Figures, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
@@ -281,8 +274,15 @@ def _naive_step(job: Figures, optimizer: optax.GradientTransformation) -> Callab
         hidden = transformer.apply(params, tokens, positions, mask, **options)
         logprobs = jax.nn.log_softmax(transformer.unembed(params, hidden, **options)[:, :-1])
         chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
-        policy_logprob = chosen[:, -t:].sum(axis=1).reshape(p, k)
-        groups = of_sums(policy_logprob, batch.reference.sum(-1), batch.rewards)
+        logp = chosen[:, -t:].reshape(p, k, t)
+        groups = Groups(
+            logp=logp,
+            behavior=jax.lax.stop_gradient(logp),
+            reference=batch.reference,
+            mask=jnp.ones(logp.shape, bool),
+            reward=batch.rewards,
+            staleness=batch.staleness,
+        )
         return tb(groups, _BETA).loss.mean()
 
     @functools.partial(jax.jit, donate_argnums=0)

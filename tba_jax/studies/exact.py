@@ -5,18 +5,15 @@
 
 STUDY is one of `sweeps.STUDIES`: optimum (which objectives reach pi_ref exp(r / beta)), staleness
 (data exactly 0, 8 or 32 steps stale), group (K), recency (m), sync (k), beta. All rates, seeds and
-cases of an objective with equal shapes run in one program. Each finished objective and case is a
-line of OUT/STUDY.jsonl and is not computed again; a table and a figure show all lines. Protocols:
-docs/lab/claims.md.
+cases of an objective with equal shapes run in one program; a study takes minutes. OUT/STUDY.md has
+the table, OUT/STUDY.png a figure. Protocols: docs/lab/claims.md.
 """
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="objectives separated by ;, default: all")
     parser.add_argument("--out", default="runs/exact", type=Path, help="output folder")
     args = parser.parse_args(argv)
-    study, log = STUDIES[args.study], args.out / f"{args.study}.jsonl"
+    study = STUDIES[args.study]
     names = [name.strip() for name in args.only.split(";") if name.strip()] or list(study.names)
     for name in names:
         if name not in study.names:
@@ -52,15 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     prepare_process()
     args.out.mkdir(parents=True, exist_ok=True)
-    key = {"seeds": args.seeds, "rates": list(study.rates), "num_steps": study.num_steps}
+    found: list[Row] = []
     for name in names:
-        known = {row.case for row in read(log, key, [name])}
-        for row in rows(study, name, [x for x in study.cases if x not in known], args.seeds):
-            with log.open("a") as file:
-                file.write(json.dumps(key | _to_line(row)) + "\n")
+        for row in rows(study, name, args.seeds):
+            found.append(row)
             success = np.nanmax(row.measures.success[..., -1].mean(-1))
             print(f"{name}, {row.case}: success {success:.3f}, {row.wall_s:.0f} s", flush=True)
-    found = read(log, key, study.names)
     text = exact_report.table(study, found)
     (args.out / f"{args.study}.md").write_text(text + "\n")
     (args.out / f"{args.study}.png").write_bytes(exact_report.figure(study, found))
@@ -68,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def rows(study: Study, name: str, labels: Sequence[str], num_seeds: int) -> Iterator[Row]:
-    """Run some cases of an objective; yield the rows of each program when it is done."""
+def rows(study: Study, name: str, num_seeds: int) -> Iterator[Row]:
+    """Run the cases of an objective; yield the rows of each program when it is done."""
     objective = settings_of(name, study.beta)
     beta = objective.beta.start
     by_shape: dict[Settings, list[str]] = {}
-    for label in labels:
+    for label in study.cases:
         by_shape.setdefault(study.settings(name, label), []).append(label)
     for shape, same in by_shape.items():
         start = time.monotonic()
@@ -87,30 +81,6 @@ def rows(study: Study, name: str, labels: Sequence[str], num_seeds: int) -> Iter
         wall_s = (time.monotonic() - start) / len(same)
         for i, label in enumerate(same):
             yield Row(name, label, Measures(*(x[i] for x in measures)), wall_s)
-
-
-def _to_line(row: Row) -> dict[str, Any]:
-    """Return a row as a line of the log, rounded to five digits."""
-    figures = {k: np.round(x.astype(float), 5).tolist() for k, x in row.measures._asdict().items()}
-    return {"objective": row.objective, "case": row.case, "wall_s": row.wall_s, **figures}
-
-
-def read(log: Path, key: Mapping[str, Any], names: Sequence[str]) -> list[Row]:
-    """Return the rows of these objectives in the log whose line has the values of `key`."""
-    if not log.exists():
-        return []
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [
-        Row(
-            line["objective"],
-            line["case"],
-            Measures(*(np.array(line[field], float) for field in Measures._fields)),
-            line["wall_s"],
-        )
-        for name in names
-        for line in lines
-        if line["objective"] == name and key.items() <= line.items()
-    ]
 
 
 if __name__ == "__main__":

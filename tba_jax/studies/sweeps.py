@@ -7,7 +7,7 @@ A study combines objectives with cases. Cases that differ only in their `Conditi
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba_jax.config.methods import fields_of
 from tba_jax.config.schema import make_config
@@ -49,25 +49,13 @@ def settings_of(name: str, beta: float) -> ObjectiveSettings:
     return make_config(fields).objective
 
 
-class Case(NamedTuple):
-    """Differences of a case from the defaults of its study.
-
-    Attributes:
-        condition: fields of `Condition`.
-        settings: fields of `Settings`.
-    """
-
-    condition: Mapping[str, Any] = {}
-    settings: Mapping[str, Any] = {}
-
-
 @dataclasses.dataclass(frozen=True)
 class Study:
     """Objectives and cases that are compared.
 
     Attributes:
         names: names of objectives.
-        cases: label -> case.
+        cases: label -> fields of `Condition` and `Settings` that differ from the study's.
         problem: function that makes the problem.
         rates: learning rates; the best rate is selected for each objective and case.
         beta: beta of the target, and of objectives that do not set beta.
@@ -79,7 +67,7 @@ class Study:
     """
 
     names: tuple[str, ...]
-    cases: Mapping[str, Case]
+    cases: Mapping[str, Mapping[str, Any]]
     problem: Callable[[], Problem] = sums
     rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
     beta: float = 0.05
@@ -91,13 +79,14 @@ class Study:
 
     def condition(self, label: str) -> Condition:
         """Return the condition of a case."""
-        return Condition(self.beta, self.beta)._replace(**self.cases[label].condition)
+        own = {k: x for k, x in self.cases[label].items() if k in Condition._fields}
+        return Condition(self.beta, self.beta)._replace(**own)
 
     def settings(self, name: str, label: str) -> Settings:
         """Return the settings of an objective in a case."""
-        first = Settings(num_steps=self.num_steps, target_beta=self.beta)
-        own = self.settings_of.get(name, {})
-        return dataclasses.replace(first, **{**own, **self.cases[label].settings})
+        own = {k: x for k, x in self.cases[label].items() if k not in Condition._fields}
+        of_name = self.settings_of.get(name, {})
+        return Settings(num_steps=self.num_steps, target_beta=self.beta, **{**of_name, **own})
 
 
 _ALL = tuple(OBJECTIVES)
@@ -107,10 +96,10 @@ _BETAS = (0.0, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5)
 _ANNEALED = ((0.2, 0.005), (0.5, 0.02))
 
 
-def _betas(lag: int) -> dict[str, Case]:
+def _betas(lag: int) -> dict[str, dict[str, Any]]:
     held = {f"{b:g}, lag {lag}": {"beta": b, "beta_final": b} for b in _BETAS}
     moved = {f"{b:g} to {c:g}, lag {lag}": {"beta": b, "beta_final": c} for b, c in _ANNEALED}
-    return {label: Case({**fields, "lag": lag}) for label, fields in (held | moved).items()}
+    return {label: {**fields, "lag": lag} for label, fields in (held | moved).items()}
 
 
 STUDIES: Mapping[str, Study] = {
@@ -118,10 +107,10 @@ STUDIES: Mapping[str, Study] = {
     "optimum": Study(
         _ALL,
         {
-            "uniform": Case({"sampler": SAMPLERS.index("uniform")}),
-            "reference": Case({"sampler": SAMPLERS.index("reference")}),
-            "16 steps old": Case({"lag": 16}),
-            "policy": Case(),
+            "uniform": {"sampler": SAMPLERS.index("uniform")},
+            "reference": {"sampler": SAMPLERS.index("reference")},
+            "16 steps old": {"lag": 16},
+            "policy": {},
         },
         few_modes,
         (0.03, 0.1),
@@ -133,7 +122,7 @@ STUDIES: Mapping[str, Study] = {
     # Success and collapsed runs by the age of the data.
     "staleness": Study(
         _ALL,
-        {str(lag): Case({"lag": lag}) for lag in LAGS},
+        {str(lag): {"lag": lag} for lag in LAGS},
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         settings_of=_PRIME,
         axis="steps of lag",
@@ -142,14 +131,14 @@ STUDIES: Mapping[str, Study] = {
     # K responses to each of 128 / K prompts.
     "group": Study(
         _FEW,
-        {str(k): Case({"lag": 4}, {"group": k, "prompts": 128 // k}) for k in (4, 8, 16, 32)},
+        {str(k): {"lag": 4, "group": k, "prompts": 128 // k} for k in (4, 8, 16, 32)},
         axis="K, responses to a prompt",
     ),
     # m, the share of new groups.
     "recency": Study(
         _FEW,
         {
-            f"{m:g}": Case({"lag": 2, "recency": m}, {"replays": True})
+            f"{m:g}": {"lag": 2, "recency": m, "replays": True}
             for m in (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
         },
         axis="m, share of new groups",
@@ -157,7 +146,7 @@ STUDIES: Mapping[str, Study] = {
     # k: steps between two policies that draw.
     "sync": Study(
         _FEW,
-        {str(k): Case({"sync_period": k}) for k in (1, 2, 4, 8, 16, 32)},
+        {str(k): {"sync_period": k} for k in (1, 2, 4, 8, 16, 32)},
         axis="k, steps between publications",
     ),
     # For beta above 0, rloo is TB times K / (K - 1); it is also defined for beta 0.

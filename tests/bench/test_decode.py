@@ -36,15 +36,6 @@ def test_work_by_hand():
     assert rates.bound_s(work) == 2.0
 
 
-def test_figures_are_medians_of_the_repeats():
-    about = {"num_slots": 2, "num_params": 7, "num_threads": 2, "versions": {}, "recompiled": 0}
-    times = {"step_s": 2.0, "bound_step_s": 1.0}
-    reports = [{"tokens_per_s": x, **times, **about} for x in (10.0, 40.0, 25.0)]
-    figures = decode.figures_of(reports)
-    assert (figures["tokens_per_s"], figures["roofline_share"]) == (25.0, 0.5)
-    assert figures["tokens_per_s_of_repeats"] == [10.0, 40.0, 25.0]
-
-
 @pytest.mark.slow
 def test_figures_of_a_small_load(capsys):
     argv = ["--shape=tiny", "--workload=rl", "--repeats=1", "--num_samples=64", "--json"]

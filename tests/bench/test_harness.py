@@ -60,6 +60,24 @@ def test_a_side_returns_its_result_or_one_error(tmp_path, capsys, monkeypatch):
         run_side(tmp_path, "import time; time.sleep(60)")
 
 
+def test_figures_are_medians_of_the_repeats_and_sides_alternate(capsys):
+    ran = []
+
+    def side(name, seconds):
+        def run(repeat):
+            ran.append(name)
+            return {"run_s": seconds[repeat], "num": repeat, "about": {"seed": repeat}}
+
+        return run
+
+    sides = {"ours": side("ours", (9.0, 6.0, 7.0)), "naive": side("naive", (1.0, 2.0, 3.0))}
+    found = harness.repeated(sides, 3, "run_s")
+    about = {"num": 2, "about": {"seed": 0}}
+    assert found["ours"] == {"run_s": 7.0, "run_s_of_repeats": [9.0, 6.0, 7.0], **about}
+    assert found["naive"]["run_s"] == 2.0 and ran == ["ours", "naive"] * 3
+    assert capsys.readouterr().err.startswith("ours: run_s 9\nnaive: run_s 1\n")
+
+
 OPTIONS = [
     ("rl_step", "--peers=verl", "invalid choice: 'verl'"),
     ("rl_step", "--group=1", "got 1; wanted at least 2"),

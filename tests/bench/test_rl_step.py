@@ -44,15 +44,10 @@ def test_prompts_have_the_tokens_that_were_asked_for(tmp_path):
     assert (tokenizer.eos_ids, tokenizer.pad_id) == ((127,), 0)
 
 
-def test_medians_are_over_the_steps_of_all_repeats():
-    def step(*values):
-        return dict(zip(rl_step._PARTS, values, strict=True))
-
-    about = {"max_rss_bytes": 5, "mean_response_tokens": 8.0, "versions": {}}
-    repeats = [[step(9, 1, 2, 3, 3)], [step(6, 2, 2, 2, 0)], [step(7, 3, 2, 1, 1)]]
-    figures = rl_step._figures([{"steps": steps, **about} for steps in repeats])
-    assert [figures[part] for part in rl_step._PARTS] == [7, 2, 2, 2, 1]
-    assert figures["step_s_of_repeats"] == [9, 6, 7]
+def test_figures_of_a_process_are_medians_over_its_steps():
+    timed = [dict.fromkeys(rl_step._PARTS, x) for x in (9.0, 6.0, 7.0)]
+    found = rl_step._with_medians({"steps": timed, "max_rss_bytes": 5})
+    assert found == {"max_rss_bytes": 5, **dict.fromkeys(rl_step._PARTS, 7.0)}
 
 
 @pytest.mark.slow
