@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peer_learning_rates",
         default="1e-4,3e-4,1e-3",
+        type=numbers,
         help="learning rates to try; the fastest is used",
     )
     parser.add_argument("--config", choices=_WORKLOADS, default="math", help="preset of the task")
@@ -105,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
+def numbers(text: str) -> list[float]:
+    """Return the numbers of a flag, which are separated by commas."""
+    return [float(x) for x in text.split(",")]
+
+
 def measure(args: argparse.Namespace, folder: Path) -> Figures:
     """Return all figures by name.
 
@@ -114,13 +120,6 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     Raises:
         ValueError: a side failed, or no process of a side reached the accuracy.
     """
-    try:
-        rates = [float(x) for x in args.peer_learning_rates.split(",") if args.peers]
-    except ValueError:
-        raise ValueError(
-            f"got --peer_learning_rates={args.peer_learning_rates}; wanted numbers, separated by "
-            "commas"
-        ) from None
     versions = {"ours": harness.versions("jax", "jaxlib")}
     runs: dict[str, list[Reached]] = {"ours_cold": [], "ours_warm": []}
     trials: dict[float, float] = {}
@@ -130,9 +129,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     print("filling the compilation cache", file=sys.stderr)
     warm = folder / "warm"
     _ours(args, folder / "first", warm, seed=0, stop_at=None)
-    for rate in rates:
-        found = _say(f"trl at {rate:g}", _trl(args, folder / f"trl-{rate:g}", rate, seed=0))
-        trials[rate] = found.from_command_s
+    for rate in args.peer_learning_rates if args.peers else ():
+        trials[rate] = _trl(args, folder / f"trl-{rate:g}", rate, seed=0).from_command_s
     fastest = min(trials, key=lambda x: np.nan_to_num(trials[x], nan=np.inf), default=0.0)
     for seed in range(args.seeds):
         for side, found in runs.items():
@@ -142,7 +140,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
             else:
                 cache = warm if side == "ours_warm" else folder / f"cold-{seed}"
                 reached = _ours(args, at, cache, seed, stop_at=args.accuracy)
-            found.append(_say(f"{side}, seed {seed}", reached))
+            found.append(reached)
     figures = {side: figures_of(side, found, args.accuracy) for side, found in runs.items()}
     if args.peers:
         for side in ("ours_cold", "ours_warm"):
@@ -253,6 +251,8 @@ def watch(
     if first_step_s is None or (process.returncode and found is None):
         raise harness.failure(side, process.returncode, output)
     seconds = float("nan") if found is None else accuracies[-1][2]
+    name = log.parent.name
+    print(f"{name}: {seconds:.1f} s, first step after {first_step_s:.1f} s", file=sys.stderr)
     return Reached(seconds, first_step_s, found, accuracies)
 
 
@@ -264,15 +264,6 @@ def _complete_lines(log: Path, start: int) -> list[bytes]:
         file.seek(start)
         data = file.read()
     return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-
-
-def _say(what: str, reached: Reached) -> Reached:
-    print(
-        f"{what}: {reached.from_command_s:.1f} s, step {reached.step}, first step after "
-        f"{reached.first_step_s:.1f} s",
-        file=sys.stderr,
-    )
-    return reached
 
 
 def figures_of(side: str, runs: Sequence[Reached], accuracy: float) -> Figures:

@@ -94,4 +94,4 @@ def test_a_small_load(capsys):
         )
         assert only["accuracies"][-1][1] >= 0.2
         assert side["from_command_s"] == only["accuracies"][-1][2]
-    assert "ours_warm, seed 0: " in err
+    assert "ours_warm-0: " in err
