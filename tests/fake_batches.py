@@ -141,13 +141,12 @@ def make_mesh(shape):
 
 def sharded(shape, settings=REMAT, optimizer=OPTIMIZER, keep_reference=False, num_prompts=0):
     """(shardings, initial state, train step) on a mesh."""
-    has_head = bool(settings.objective.needs.head)
     shardings = step_shardings(
         DIVISIBLE,
         optimizer,
         make_mesh(shape),
         keep_reference=keep_reference,
-        head_layers=int(has_head),
+        has_head=bool(settings.objective.needs.head),
         num_prompts=num_prompts,
     )
     params = jax.device_put(random_params(DIVISIBLE), shardings.state.params)

@@ -19,7 +19,7 @@ FLAG = "--config.objective.preset="
 _NAME = "--config.objective.name="
 
 # Own settings of objectives that belong to the run, not to a method: presets do not change them.
-_KEPT = ("scale", "log_z_rate", "importance_floor")
+_KEPT = ("scale", "log_z_rate")
 
 # TBA' of MATH: the reference is reset to the policy, and token log-ratios are clamped.
 _PRIME = {
@@ -37,7 +37,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     # The same with the current policy's mean, as in later code: VarGrad except for the clamp.
     "tba_prime_live": {**_PRIME, "kl_center": "live"},
     # arXiv:2503.14286: responses worse than the mean get weight in proportion to their probability.
-    "topr": {"anchor": "none", "importance": "topr"},
+    "topr": {"name": "topr"},
     # One actor, synchronous and on-policy (the baseline of TBA's red-teaming).
     "gflownet_sync": {
         "importance": "none",
@@ -53,9 +53,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "dapo": {"name": "dapo", "replay.equal_rewards": "redraw"},
     # arXiv:2506.13585 with the recipe of arXiv:2510.13786, which skips groups of equal rewards.
     "cispo": {"name": "cispo", "replay.equal_rewards": "skip"},
-    # arXiv:1707.06347, with four passes over one minibatch, as in TRL's PPO.
+    # arXiv:1707.06347, with four updates per batch, as in TRL's PPO.
     "ppo": {"name": "ppo", "epochs": 4},
-    # arXiv:2410.01679: two passes; states are the lines of a response, with nine continuations
+    # arXiv:2410.01679: two updates; states are the lines of a response, with nine continuations
     # each.
     "vineppo": {"name": "vineppo", "epochs": 2, "vine_tokens": 2},
     # arXiv:2402.03300.

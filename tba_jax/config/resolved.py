@@ -14,8 +14,8 @@ def writes_versions(config: Config) -> bool:
 
 
 def allows_forks(config: Config) -> bool:
-    """Return whether an episode may fork into several paths: with an environment, minibatches=1."""
-    return bool(config.task.environment) and config.objective.built.value("minibatches", 1) == 1
+    """Return whether an episode may fork into several paths: with an environment."""
+    return bool(config.task.environment)
 
 
 def shares_prompts(config: Config) -> bool:

@@ -182,7 +182,6 @@ def _rows(config: Config) -> None:
     """Refuse row layouts that micro-batches or devices cannot divide."""
     wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
     parts = config.mesh.data * config.mesh.fsdp * config.mesh.expert
-    updates = config.objective.built.value("minibatches", 1)
     prompts = config.batch.num_prompts
     rows = prompts * config.objective.group_size
     need(
@@ -207,21 +206,6 @@ def _rows(config: Config) -> None:
         wanted,
         f"cannot be divided by mesh.data x mesh.fsdp x mesh.expert = {parts}",
         f"Set --config.batch.micro_batch_rows={parts} or a multiple.",
-    )
-    need(
-        not wanted or wanted % (parts * updates) == 0,
-        "batch.micro_batch_rows",
-        wanted,
-        "cannot be divided by mesh.data x mesh.fsdp x mesh.expert x objective.minibatches = "
-        f"{parts * updates}: every micro-batch has rows of each minibatch",
-        f"Set --config.batch.micro_batch_rows={parts * updates} or a multiple.",
-    )
-    need(
-        updates * parts <= rows,
-        "objective.minibatches",
-        updates,
-        f"a batch has at most {rows} rows on {parts} devices",
-        f"Set --config.objective.minibatches={max(1, rows // parts)} or less.",
     )
     longest = config.task.max_prompt_tokens + config.search.max_new_tokens
     need(

@@ -100,22 +100,18 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
 
     Each option divides the batch, and `num_parts` devices divide each option. For packed rows,
     which need not divide the batch, powers of two and whole groups are options. Padded rows are
-    filled with empty rows up to a multiple of the devices. If one pass over a batch makes several
-    updates, each update gets an equal part of a micro-batch.
+    filled with empty rows up to a multiple of the devices.
     """
-    k, of_update = (
-        config.objective.group_size,
-        num_parts * config.objective.built.value("minibatches", 1),
-    )
+    k = config.objective.group_size
     responses = config.batch.num_prompts * k
     if config.batch.packed_length:
-        rows = -(-responses // of_update) * of_update
-        options = {of_update * 2**i for i in range(rows.bit_length())} | {rows}
-        options |= {n for n in range(k, rows + 1, k) if n % of_update == 0}
+        rows = -(-responses // num_parts) * num_parts
+        options = {num_parts * 2**i for i in range(rows.bit_length())} | {rows}
+        options |= {n for n in range(k, rows + 1, k) if n % num_parts == 0}
         return sorted(n for n in options if n <= rows)
     rows = -(-_rows(config) // num_parts) * num_parts * (responses // _rows(config))
-    found = [n for n in range(of_update, rows + 1, of_update) if rows % n == 0]
-    return found or [of_update]  # The run pads the batch to this size too.
+    found = [n for n in range(num_parts, rows + 1, num_parts) if rows % n == 0]
+    return found or [num_parts]  # The run pads the batch to this size too.
 
 
 def crosses_network(devices: Sequence[Any]) -> bool:
@@ -156,24 +152,23 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
     """
     k, p = config.objective.group_size, config.batch.num_prompts
     x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
-    updates = config.objective.built.value("minibatches", 1)
-    multiple, is_all = num_parts * updates, rows >= p * k
+    is_all = rows >= p * k
     of_row, length = 1, config.batch.packed_length or x + t
     if shares_prompts(config) and not config.batch.packed_length:
-        of_row = k if is_all else min(k, -(-rows // multiple))
+        of_row = k if is_all else min(k, -(-rows // num_parts))
         length = x + of_row * t
     pieces, is_whole = -(-k // of_row), rows >= k and not allows_forks(config)
     if is_all:
-        num_rows = at_once = -(-p * pieces // multiple) * multiple
+        num_rows = at_once = -(-p * pieces // num_parts) * num_parts
     else:
-        at_once = layout.rows_at_once(rows, of_row, multiple)
+        at_once = layout.rows_at_once(rows, of_row, num_parts)
         num_rows = layout.most_rows(p, pieces, at_once=at_once, is_whole=is_whole)
     passes = 3 + estimates.REPEATED_SHARE * (remat == "layers") + (not is_all and not is_whole)
     tokens = at_once * length / num_parts
     of_weights = _TOKENS_OF_SENT_WEIGHTS if is_networked else _TOKENS_OF_WEIGHTS
     if config.lora.rank:  # no gradients of the weights
         of_weights /= 2
-    return passes * num_rows / at_once * (tokens + updates * of_weights)
+    return passes * num_rows / at_once * (tokens + of_weights)
 
 
 def micro_batch_rows(
@@ -217,9 +212,7 @@ def micro_batch_rows(
         whole = config.batch.num_prompts * k
         larger = [n for n in reversed(useful) if (n % k == 0 or n >= whole) and n > wanted]
         room *= 1 - SHARE_FOR_PROGRAMS  # No other choice in this function nearly fills the memory.
-    is_possible = wanted % (num_parts * config.objective.built.value("minibatches", 1)) == 0 and (
-        config.batch.packed_length or wanted in options
-    )
+    is_possible = wanted % num_parts == 0 and (config.batch.packed_length or wanted in options)
     nearest = wanted if is_possible else min(options, key=distance)
     smaller = [nearest, *(n for n in reversed(options) if n < nearest)]
     for n, free in [*((n, room) for n in larger), *((n, free_bytes) for n in smaller)]:

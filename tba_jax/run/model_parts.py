@@ -341,11 +341,10 @@ def make_layout(config: Config, tokenizer: "SpecialIds", mesh: Mesh | None = Non
 
 
 def _row_multiple(config: Config, mesh: Mesh | None) -> int:
-    """Return the divisor of the rows of a batch: devices that divide them, times minibatches."""
-    mesh_parts = config.mesh.data * config.mesh.fsdp * config.mesh.expert
-    if mesh is not None:
-        mesh_parts = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
-    return mesh_parts * config.objective.built.value("minibatches", 1)
+    """Return the divisor of the rows of a batch: the number of devices that divide them."""
+    if mesh is None:
+        return config.mesh.data * config.mesh.fsdp * config.mesh.expert
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def make_step_shardings(
@@ -363,15 +362,9 @@ def make_step_shardings(
         optimizer,
         mesh,
         keep_reference=True,
-        head_layers=_head_layers(config),
+        has_head=bool(config.objective.built.needs.head),
         num_prompts=config.batch.num_prompts,
     )._replace(compiler_options=options)
-
-
-def _head_layers(config: Config) -> int:
-    """Return the number of layers of the head of log Z or values; 0 without a head."""
-    objective = config.objective.built
-    return objective.value("log_z_layers", 1) if objective.needs.head else 0
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
@@ -380,7 +373,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     Args:
         mesh: any mesh with the axes `sharding.MESH_AXES`.
     """
-    layers = _head_layers(config)
+    has_head = bool(config.objective.built.needs.head)
     policy = policy_config(config, model_config)
     if policy.adapters is None:
         params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
@@ -391,8 +384,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
             init_state,
             optimizer=make_optimizer(config.optimizer),
             keep_reference=True,
-            head_size=model_config.hidden_size if layers else 0,
-            head_layers=layers,
+            head_size=model_config.hidden_size if has_head else 0,
         ),
         params,
     )

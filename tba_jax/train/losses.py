@@ -23,6 +23,17 @@ from tba_jax.train.objectives import About, Needs, objective
 # Added to the deviation of a group's rewards, as in TRL.
 STD_EPS = 1e-4
 
+Beta = Float[Array, ""] | float
+
+# Settings that several objectives have. The step reads the last two, a loss does not.
+ClipLow = Annotated[float, About("how far a ratio may fall below 1 before it is clipped", above=0)]
+ClipHigh = Annotated[float, About("how far a ratio may rise above 1 before it is clipped", above=0)]
+Epochs = Annotated[int, About("optimiser updates with each batch", at_least=1)]
+HeadRate = Annotated[
+    float,
+    About("learning rate of the head of log Z or of values, divided by the policy's", above=0),
+]
+
 
 # --- parts of losses ---------------------------------------------------------
 
@@ -64,9 +75,7 @@ def normalised(reward: Float[Array, "p k"]) -> Float[Array, "p k"]:
     return gap / (jnp.sqrt(variance) + STD_EPS)
 
 
-def regularised(
-    groups: Groups, logp: Float[Array, "p k t"], beta: Float[Array, ""] | float
-) -> Float[Array, "p k"]:
+def regularised(groups: Groups, logp: Float[Array, "p k t"], beta: Beta) -> Float[Array, "p k"]:
     """Return r - beta (log pi - log pi_ref), gradient stopped, with `logp` for log pi."""
     kl = summed(groups, logp - groups.reference)
     return jax.lax.stop_gradient(groups.reward - beta * kl)
@@ -102,170 +111,91 @@ def sides(low: Array, high: Array, ratio: Array) -> dict[str, Array]:
 # --- Trajectory Balance ------------------------------------------------------
 
 
-def _tb_needs(
-    *, log_z: str, anchor: str, kl_center: str, importance: str, kl_clamp: float, **_
-) -> Needs:
-    has_anchor = anchor != "none"
-    wrong = (
-        ("log_z", not has_anchor and log_z == "learned", "without an anchor there is no log Z"),
-        ("kl_clamp", not has_anchor and kl_clamp, "without an anchor there is no log-ratio"),
-        (
-            "kl_center",
-            kl_center != "live" and not (has_anchor and log_z in ("vargrad", "leave_one_out")),
-            "a log-ratio is centred only with an anchor and log_z=vargrad or leave_one_out",
-        ),
-    )
-    reads = "behavior" in (anchor, kl_center) or importance != "none"
+def _tb_needs(*, log_z: str, kl_center: str, importance: str, **_) -> Needs:
+    is_learned = log_z == "learned"
+    wrong = ("kl_center", "a learned log Z has no log-ratio to centre")
     return Needs(
-        sampler="ratio" if reads else "any" if has_anchor else "policy",
-        beta="positive" if has_anchor else "unused",
-        head="log_z" if log_z == "learned" else "",
-        wrong=tuple((name, why) for name, is_wrong, why in wrong if is_wrong),
+        sampler="any" if importance == "none" and kl_center == "live" else "ratio",
+        beta="positive",
+        head="log_z" if is_learned else "",
+        wrong=(wrong,) if is_learned and kl_center != "live" else (),
     )
 
 
-Scale = Annotated[
-    Literal["advantage", "paper"],
-    About("advantage: beta/2 times the group's variance; paper: mean of squares"),
-]
-LogZ = Annotated[
-    Literal["vargrad", "leave_one_out", "mean_reward", "learned"],
-    About(
-        "estimate of log Z: vargrad: group mean of r / beta minus the log-ratio; leave_one_out: "
-        "the same mean over the other responses; mean_reward: group mean of r / beta; learned: a "
-        "head on the prompt"
-    ),
-]
-Anchor = Annotated[
-    Literal["reference", "behavior", "none"],
-    About(
-        "denominator of log-ratios: the reference; behavior: the policy that drew the response; "
-        "none: no ratio, a policy gradient"
-    ),
-]
-KlCenter = Annotated[
-    Literal["live", "behavior", "none"],
-    About(
-        "log-ratio whose group mean is part of log Z: live: of the current policy; behavior: of "
-        "the policy that sampled the responses; none: no log-ratio"
-    ),
-]
-Importance = Annotated[
-    Literal["none", "token_clip", "sequence_clip", "topr", "truncated", "masked"],
-    About(
-        "weight by the ratio to the sampler, without gradient. Per token: token_clip: 0 above the "
-        "cap; truncated: at most the cap; masked: 0 outside floor and cap. Per response: "
-        "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean. "
-        "none: exact Trajectory Balance, less stable on old responses"
-    ),
-]
-Cap = Annotated[float, About("largest ratio to the sampler", above=0)]
-Floor = Annotated[
-    float,
-    About(
-        "importance=masked: smallest ratio to the sampler; tokens below it have weight 0", above=0
-    ),
-]
-KlClamp = Annotated[float, About("bound of each token's log-ratio; 0: none", at_least=0)]
-
-
-@objective(_tb_needs, also=("log_z_rate", "log_z_layers"))
+@objective(_tb_needs)
 def tb(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
-    scale: Scale = "advantage",
-    log_z: LogZ = "vargrad",
-    anchor: Anchor = "reference",
-    kl_center: KlCenter = "live",
-    importance: Importance = "token_clip",
-    importance_cap: Cap = 8.0,
-    importance_floor: Floor = 0.5,
-    kl_clamp: KlClamp = 0.0,
+    scale: Annotated[
+        Literal["advantage", "paper"],
+        About("advantage: beta/2 times the group's variance; paper: mean of squares"),
+    ] = "advantage",
+    log_z: Annotated[
+        Literal["vargrad", "learned"],
+        About(
+            "estimate of log Z: vargrad: group mean of r / beta minus the log-ratio; learned: a "
+            "head on the prompt"
+        ),
+    ] = "vargrad",
+    log_z_rate: HeadRate = 1.0,
+    kl_center: Annotated[
+        Literal["live", "behavior"],
+        About(
+            "policy whose log-ratio to the reference is in log Z: live: the current policy; "
+            "behavior: the policy that sampled the responses"
+        ),
+    ] = "live",
+    importance: Annotated[
+        Literal["none", "token_clip"],
+        About(
+            "weight of each token's gradient: token_clip: the ratio to the sampler, 0 above the "
+            "cap; none: exact Trajectory Balance, less stable on old responses"
+        ),
+    ] = "token_clip",
+    importance_cap: Annotated[float, About("largest ratio to the sampler", above=0)] = 8.0,
+    kl_clamp: Annotated[float, About("bound of each token's log-ratio; 0: none", at_least=0)] = 0.0,
 ) -> Terms:
     """Trajectory Balance, in VarGrad form unless log Z is learned; with importance=none exact.
 
-    t_j = (log pi - log anchor)_j - r_j / beta + log Z          log-probs summed over tokens
+    t_j = (log pi - log pi_ref)_j - r_j / beta + log Z       log-probs summed over tokens
     advantage: beta / 2 times the mean of t_j^2; with VarGrad its gradient is exactly that of
         -A_j log pi, A = (r - mean r) - beta (kl - mean kl), kl = log pi - log pi_ref
     paper: the mean of t_j^2
 
-    `advantage` keeps the gradient in units of the reward at every beta. Importance weights multiply
-    the gradient through each token, or the term of a response. `kl_clamp` bounds the value of each
-    token's log-ratio, not its gradient. Without an anchor the loss is -A log pi.
+    `advantage` keeps the gradient in units of the reward at every beta. `kl_clamp` bounds the value
+    of each token's log-ratio, not its gradient.
 
     References:
         TBA, arXiv:2503.18929, eq. 3 to 7; learned log Z: appendix B.3; TBA': section 6. VarGrad:
-        arXiv:2302.05446; TOPR: arXiv:2503.14286.
+        arXiv:2302.05446.
     """
-    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(groups)))
-    token_weight, response_weight, metrics = _importance(
-        groups, ratio, importance, importance_cap, importance_floor
-    )
-    through_tokens = summed(groups, token_weight * groups.logp)
-    flow = through_tokens - jax.lax.stop_gradient(through_tokens)  # 0 with the gradient of log pi
-    if anchor == "none":
-        baseline = _log_z(log_z, groups.reward, jnp.zeros_like(groups.reward))
-        advantage = jax.lax.stop_gradient(response_weight * (groups.reward - baseline))
-        return Terms(-advantage * (_fixed_sum(groups, groups.logp) + flow), metrics)
-    gaps = groups.logp - (groups.reference if anchor == "reference" else groups.behavior)
+    weight, metrics = 1.0, {}
+    if importance == "token_clip":
+        ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(groups)))
+        high = ratio > importance_cap
+        weight, metrics = jnp.where(high, 0, ratio), sides(jnp.zeros_like(high), high, ratio)
+    weighted = summed(groups, weight * groups.logp)
+    flow = weighted - jax.lax.stop_gradient(weighted)  # 0, with the gradient of log pi
+    log_ratios = groups.logp - groups.reference
     if kl_clamp:
-        gaps = jnp.clip(gaps, -kl_clamp, kl_clamp)
-    gap = _fixed_sum(groups, gaps) + flow
+        log_ratios = jnp.clip(log_ratios, -kl_clamp, kl_clamp)
+    kl = jax.lax.stop_gradient(summed(groups, log_ratios)) + flow
     if groups.log_z is not None:
         log_partition = groups.log_z[:, None]
     else:
-        centre = jnp.zeros_like(gap)
-        if kl_center == "live":
-            centre = gap
-        elif kl_center == "behavior" and anchor == "reference":
-            centre = summed(groups, groups.behavior - groups.reference)
-        log_partition = _log_z(log_z, groups.reward / beta, jax.lax.stop_gradient(centre))
-    t = gap - groups.reward / beta + log_partition
-    factor = beta / 2 if scale == "advantage" else 1.0
-    return Terms(response_weight * jnp.square(t) * factor, metrics)
-
-
-def _fixed_sum(groups: Groups, x: Float[Array, "p k t"]) -> Float[Array, "p k"]:
-    return jax.lax.stop_gradient(summed(groups, x))
-
-
-def _importance(
-    groups: Groups, ratio: Float[Array, "p k t"], importance: str, cap: float, floor: float
-) -> tuple[Array | float, Array | float, dict[str, Array]]:
-    """Return (weights of tokens, weights of responses, metrics of the clip)."""
-    if importance == "none":
-        return 1.0, 1.0, {}
-    low = jnp.zeros(ratio.shape, bool)
-    if importance in ("token_clip", "truncated", "masked"):
-        high = ratio > cap
-        if importance == "truncated":
-            return jnp.minimum(ratio, cap), 1.0, sides(low, high, ratio)
-        low = ratio < floor if importance == "masked" else low
-        return jnp.where(low | high, 0, ratio), 1.0, sides(low, high, ratio)
-    of_response = jnp.sum(jax.lax.stop_gradient(log_ratio(groups)), axis=-1)
-    cap = 1.0 if importance == "topr" else cap
-    weight = jnp.exp(jnp.minimum(of_response, jnp.log(cap)))
-    if importance == "topr":
-        weight = jnp.where(groups.reward > group_mean(groups.reward), 1.0, weight)
-    high = of_response > jnp.log(cap)
-    return 1.0, weight, sides(jnp.zeros_like(high), high, weight)
-
-
-def _log_z(
-    kind: str, scaled_reward: Float[Array, "p k"], centre: Float[Array, "p k"]
-) -> Float[Array, "p _"]:
-    """Return the estimate of log Z for each response from r / beta and a log-ratio."""
-    if kind == "leave_one_out":
-        return mean_of_others(scaled_reward - centre)
-    return group_mean(scaled_reward if kind == "mean_reward" else scaled_reward - centre)
+        centre = summed(groups, groups.behavior - groups.reference)
+        centre = kl if kl_center == "live" else centre
+        log_partition = group_mean(groups.reward / beta - jax.lax.stop_gradient(centre))
+    t = kl - groups.reward / beta + log_partition
+    return Terms(jnp.square(t) * (beta / 2 if scale == "advantage" else 1.0), metrics)
 
 
 # --- policy gradients --------------------------------------------------------
 
 
 @objective(Needs(sampler="policy"))
-def reinforce(groups: Groups, beta: Float[Array, ""] | float) -> Terms:
+def reinforce(groups: Groups, beta: Beta) -> Terms:
     """-R_j log pi(y_j|x), R = r - beta (log pi - log pi_ref) without gradient; no baseline.
 
     References:
@@ -276,7 +206,7 @@ def reinforce(groups: Groups, beta: Float[Array, ""] | float) -> Terms:
 
 
 @objective(Needs(sampler="policy"))
-def rloo(groups: Groups, beta: Float[Array, ""] | float) -> Terms:
+def rloo(groups: Groups, beta: Beta) -> Terms:
     """-(R_j - mean of the other R) log pi(y_j|x), R = r - beta (log pi - log pi_ref).
 
     Pi is the current policy and the loss has no ratio to the sampler, so for beta > 0 the gradient
@@ -290,16 +220,27 @@ def rloo(groups: Groups, beta: Float[Array, ""] | float) -> Terms:
     return Terms(-(reward - mean_of_others(reward)) * summed(groups, groups.logp))
 
 
-_LOW = About("how far a ratio may fall below 1 before it is clipped", above=0)
-_HIGH = About("how far a ratio may rise above 1 before it is clipped", above=0)
-ClipLow = Annotated[float, _LOW]
-ClipHigh = Annotated[float, _HIGH]
+@objective(Needs(beta="unused"))
+def topr(groups: Groups, beta: Beta) -> Terms:
+    """-w_j (r_j - mean r) log pi(y_j|x), w = 1 above the group's mean, else min(pi / mu, 1).
+
+    Responses worse than the mean have a weight in proportion to their probability.
+
+    References:
+        TOPR, arXiv:2503.14286, whose rewards have a sign.
+    """
+    ratio = jax.lax.stop_gradient(jnp.sum(log_ratio(groups), axis=-1))
+    mean = group_mean(groups.reward)
+    weight = jnp.where(groups.reward > mean, 1.0, jnp.exp(jnp.minimum(ratio, 0)))
+    low, high = jnp.zeros(ratio.shape, bool), ratio > 0
+    loss = -weight * (groups.reward - mean) * summed(groups, groups.logp)
+    return Terms(loss, sides(low, high, weight))
 
 
 @objective(Needs())
 def grpo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
@@ -317,7 +258,7 @@ def grpo(
 @objective(Needs(beta="unused"))
 def dr_grpo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
@@ -338,7 +279,7 @@ def dr_grpo(
 @objective(Needs(beta="unused", total="tokens"))
 def dapo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.28,
@@ -358,7 +299,7 @@ def dapo(
 @objective(Needs(beta="unused"))
 def gspo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     clip_low: ClipLow = 3e-4,
     clip_high: ClipHigh = 4e-4,
@@ -376,7 +317,7 @@ def gspo(
 @objective(Needs())
 def proximal_rloo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
@@ -397,7 +338,7 @@ def proximal_rloo(
 @objective(Needs(beta="unused", total="prompts"))
 def cispo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     importance_cap: Annotated[
         float, About("largest ratio to the sampler, 1 + epsilon_high of the paper", above=0)
@@ -422,7 +363,7 @@ def cispo(
 @objective(Needs(beta="unused", total="tokens"))
 def ipo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     probability_bound: Annotated[
         float,
@@ -456,7 +397,7 @@ def ipo(
 
 
 @objective(Needs(sampler="policy", beta="positive", total="prompts"))
-def online_dpo(groups: Groups, beta: Float[Array, ""] | float) -> Terms:
+def online_dpo(groups: Groups, beta: Beta) -> Terms:
     """-log sigmoid(beta (h_best - h_worst)), h = log pi - log pi_ref, of each prompt.
 
     Prefers the group's best response by reward to its worst. A group with equal rewards adds 0.

@@ -30,22 +30,9 @@ from tba_jax.settings import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_LOSSES = "cispo dapo dr_grpo grpo gspo ipo online_dpo proximal_rloo reinforce rloo tb topr".split()
 # Name -> file of this folder, whose function has that name.
-_FILES = {
-    "cispo": "losses",
-    "dapo": "losses",
-    "dr_grpo": "losses",
-    "grpo": "losses",
-    "gspo": "losses",
-    "ipo": "losses",
-    "online_dpo": "losses",
-    "ppo": "ppo",
-    "proximal_rloo": "losses",
-    "reinforce": "losses",
-    "rloo": "losses",
-    "tb": "losses",
-    "vineppo": "vineppo",
-}
+_FILES = {**dict.fromkeys(_LOSSES, "losses"), "ppo": "ppo", "vineppo": "vineppo"}
 
 
 class About(typing.NamedTuple):
@@ -80,54 +67,15 @@ class Needs:
     wrong: tuple[tuple[str, str], ...] = ()
 
 
-def _setting(name: str, type_: Any, default: Any, about: About) -> Setting:
-    bounds = {"at_least": about.at_least, "above": about.above, "at_most": about.at_most}
-    full = f"objective.{name}"
-    return Setting(full, type_, default, about.meaning, on_resume=False, among=(), **bounds)
-
-
-# Settings of the step and of searchers that some objectives have: name -> type, default, meaning.
-_OF_THE_STEP: Mapping[str, tuple[type, Any, About]] = {
-    "epochs": (int, 1, About("passes over each batch", at_least=1)),
-    "minibatches": (
-        int,
-        1,
-        About("optimiser updates of a pass, each by an equal part of the batch", at_least=1),
-    ),
-    "log_z_rate": (
-        float,
-        1.0,
-        About("learning rate of the head of log Z or of values, divided by the policy's", above=0),
-    ),
-    "log_z_layers": (
-        int,
-        1,
-        About("layers of that head: 1: linear; more: with GELU and LayerNorm", at_least=1),
-    ),
-    "vine_tokens": (
-        int,
-        8,
-        About("tokens of a response between two states with estimated values", at_least=1),
-    ),
-    "vine_samples": (
-        int,
-        4,
-        About("continuations per state for the estimate of its value", at_least=1),
-    ),
-}
-
-
-def objective(needs: Needs | Callable[..., Needs], also: tuple[str, ...] = ()) -> Callable[[F], F]:
+def objective(needs: Needs | Callable[..., Needs]) -> Callable[[F], F]:
     """Return a decorator that declares what a loss function needs.
 
     Args:
         needs: its needs; or a function that returns them from the settings, as keywords.
-        also: settings of the step that the objective has besides its keyword arguments.
     """
 
     def declare(loss: F) -> F:
-        declared: Any = loss
-        declared.needs, declared.also = needs, also
+        typing.cast(Any, loss).needs = needs
         return loss
 
     return declare
@@ -157,11 +105,6 @@ class Objective:
         found = getattr(self.loss, "needs", Needs())
         return found if isinstance(found, Needs) else found(**dict(self.settings))
 
-    @property
-    def num_updates(self) -> int:
-        """Optimiser updates per batch."""
-        return self.value("epochs", 1) * self.value("minibatches", 1)
-
     def __call__(self, groups: Any, beta: Any) -> Any:
         """Return the terms of the loss, `groups.Terms`.
 
@@ -171,18 +114,10 @@ class Objective:
         from tba_jax.train.groups import Terms, check_groups
 
         check_groups(groups)
-        also = getattr(self.loss, "also", ())
-        given = {n: value for n, value in self.settings if n not in also}
+        call = functools.partial(self.loss, groups, beta, **dict(self.settings))
         if self.loss.__module__.startswith("tba_jax."):
-            return self.loss(groups, beta, **given)
-        try:
-            found = self.loss(groups, beta, **given)
-        except Exception as error:  # a user's code may raise anything; the traceback shows the line
-            where = "".join(traceback.format_exception(error)).rstrip()
-            raise ConfigError(
-                f"objective.name={self.name} raised {type(error).__name__}: {error}. Correct the "
-                f"function.\n{where}"
-            ) from error
+            return call()
+        found = _of_user(self.name, "the function", call)
         terms = found if isinstance(found, Terms) else Terms(found)
         if getattr(terms.loss, "shape", None) != groups.reward.shape:
             got = getattr(terms.loss, "shape", type(terms.loss).__name__)
@@ -198,17 +133,17 @@ class Objective:
         Raises:
             ConfigError: see `settings.need`.
         """
-        for setting in own_settings(self.name):
-            setting.check(self.value(setting.name.removeprefix("objective.")))
+        known = {x.name.removeprefix("objective."): x for x in own_settings(self.name)}
+        for name, setting in known.items():
+            setting.check(self.value(name))
         for name, why in self.needs.wrong:
-            default = next(x.default for x in own_settings(self.name) if x.name.endswith(name))
-            remedy = f"Set --config.objective.{name}={default}."
+            remedy = f"Set --config.objective.{name}={known[name].default}."
             need(False, f"objective.{name}", self.value(name), why, remedy)
 
 
 def objective_names() -> tuple[str, ...]:
     """Return the names of all objectives, in alphabetical order."""
-    return tuple(_FILES)
+    return tuple(sorted(_FILES))
 
 
 def is_objective(name: str) -> bool:
@@ -224,17 +159,17 @@ def loss_function(name: str) -> Callable[..., Any]:
     """
     if name in GIVEN:
         return _checked(name, GIVEN[name])
-    if is_in_a_file(name):
-        path = name.rpartition(":")[0]
-        try:
-            changed = os.stat(os.path.expanduser(path)).st_mtime_ns
-        except OSError as error:
-            raise ConfigError(
-                f"objective.name={name}: {path} cannot be read ({error.strerror}). Give the path "
-                f"from {os.getcwd()}, or an absolute one"
-            ) from error
-        return _function_of_file(name, changed)
-    return getattr(importlib.import_module(f"tba_jax.train.{_FILES[name]}"), name)
+    if not is_in_a_file(name):
+        return getattr(importlib.import_module(f"tba_jax.train.{_FILES[name]}"), name)
+    path = name.rpartition(":")[0]
+    try:
+        changed = os.stat(os.path.expanduser(path)).st_mtime_ns
+    except OSError as error:
+        raise ConfigError(
+            f"objective.name={name}: {path} cannot be read ({error.strerror}). Give the path "
+            f"from {os.getcwd()}, or an absolute one"
+        ) from error
+    return _function_of_file(name, changed)
 
 
 @functools.lru_cache(maxsize=32)
@@ -242,33 +177,38 @@ def _function_of_file(name: str, changed: int) -> Callable[..., Any]:
     """Return the function in a file; the file is loaded again when its time stamp changes."""
     del changed
     path, _, own = name.rpartition(":")
+    module = _of_user(name, f"loading {path}", lambda: import_file(path))
+    return _checked(name, getattr(module, own, None))
+
+
+def _of_user(name: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return the result of a user's code; the message of an error has its traceback."""
     try:
-        found = getattr(import_file(path), own, None)
-    except Exception as error:  # a user's file may raise anything; the traceback shows the line
+        return call()
+    except Exception as error:  # a user's code may raise anything; the traceback shows the line
         where = "".join(traceback.format_exception(error)).rstrip()
         raise ConfigError(
-            f"objective.name={name}: loading {path} raised {type(error).__name__}: {error}. "
-            f"Correct the file.\n{where}"
+            f"objective.name={name}: {what} raised {type(error).__name__}: {error}. Correct the "
+            f"file.\n{where}"
         ) from error
-    return _checked(name, found)
 
 
 def _checked(name: str, found: Any) -> Callable[..., Any]:
     """Return a user's loss function; refuse what cannot be called as one."""
     own, wanted = name.rpartition(":")[2], "def NAME(groups, beta, *, SETTING=DEFAULT)"
+    why = ""
     if not inspect.isfunction(found):
-        kind = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
+        why = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
+    else:
+        try:
+            inspect.signature(found).bind(None, None)
+        except TypeError as error:
+            why = f"{own} is called with (groups, beta), and {error}"
+    if why:
         raise ConfigError(
-            f"objective.name={name}: {kind}; wanted a function, {wanted}. docs/objectives.md has "
+            f"objective.name={name}: {why}; wanted a function, {wanted}. docs/objectives.md has "
             "an example"
         )
-    try:
-        inspect.signature(found).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(
-            f"objective.name={name}: {own} is called with (groups, beta), and {error}. Write "
-            f"{wanted}"
-        ) from error
     return found
 
 
@@ -286,9 +226,9 @@ def _settings_of(loss: Callable[..., Any]) -> tuple[Setting, ...]:
             hint, default = hints.get(name, type(parameter.default)), parameter.default
             about = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, About)]
             type_ = typing.get_args(hint)[0] if about else hint
-            found.append(_setting(name, type_, default, about[0] if about else About("")))
-    also = getattr(loss, "also", ())
-    return (*found, *(_setting(name, *_OF_THE_STEP[name]) for name in also))
+            declared = (about or [About("")])[0]._asdict() | {"on_resume": False, "among": ()}
+            found.append(Setting(f"objective.{name}", type_, default, **declared))
+    return tuple(found)
 
 
 def own_names() -> tuple[str, ...]:
@@ -312,23 +252,19 @@ def make_objective(name: str, own: Mapping[str, Any] = types.MappingProxyType({}
 
 def _typed(objective: str, known: Mapping[str, Setting], name: str, value: Any) -> Any:
     """Return the value of an objective's own setting; an int becomes a declared float."""
-    has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
     if name not in known:
+        has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
         raise violation(
             f"objective.{name}",
             value,
             f"objective.name={objective} has no such setting; {has}",
             f"Leave it out, or set --config.objective.{name}=None.",
         )
-    type_ = known[name].type
-    wanted = str if known[name].choices else type_
+    setting = known[name]
+    wanted = str if setting.choices else setting.type
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        raise violation(
-            f"objective.{name}",
-            value,
-            known[name].rule or f"must be a {known[name].kind}".replace("a True", "True"),
-            f"The default is {known[name].default}.",
-        )
+        rule = setting.rule or f"must be a {setting.kind}".replace("a True", "True")
+        raise violation(f"objective.{name}", value, rule, f"The default is {setting.default}.")
     return value

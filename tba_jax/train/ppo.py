@@ -9,8 +9,11 @@ from jaxtyping import Array, Float
 
 from tba_jax.train.groups import Groups, Terms
 from tba_jax.train.losses import (
+    Beta,
     ClipHigh,
     ClipLow,
+    Epochs,
+    HeadRate,
     clipped,
     log_ratio,
     regularised,
@@ -22,13 +25,10 @@ VALUE_WEIGHT = 0.1
 """Weight of the value loss."""
 
 
-@objective(
-    Needs(total="tokens", head="value"),
-    also=("epochs", "minibatches", "log_z_rate", "log_z_layers"),
-)
+@objective(Needs(total="tokens", head="value"))
 def ppo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
@@ -40,6 +40,8 @@ def ppo(
             at_most=1,
         ),
     ] = 1.0,
+    epochs: Epochs = 1,
+    log_z_rate: HeadRate = 1.0,
 ) -> Terms:
     """-min(rho A, clip(rho) A) + 0.1 (V - stop(A + V))^2 / 2 for each token.
 

@@ -26,6 +26,9 @@ from tba_jax.train.heads import Head, read_out
 Rows = dict[str, Array]
 """Arrays of some rows that the model reads, by the names of `Batch`; the first axis is rows."""
 
+Score = Callable[[Any, Rows], Array]
+"""(trained parameters, some rows) -> scores of these rows."""
+
 
 def rows_of(batch: Batch) -> Rows:
     """Return the arrays of a batch that the model reads."""
@@ -56,7 +59,9 @@ class Scorer:
     response_length: int
     base: Any = None
 
-    def __call__(self, params: Any, rows: Rows, head: Head | None = None) -> Float[Array, "n x"]:
+    def __call__(
+        self, params: Any, rows: Rows, head: Head | None = None
+    ) -> Float[Array, "n x *both"]:
         """Return the log-prob of each scored position; with a head, [n x 2] with values of states.
 
         Args:
@@ -83,89 +88,55 @@ class Scorer:
         return found.reshape(len(tokens), lengths.shape[1] * t, *found.shape[3:])
 
 
-class Cut(NamedTuple):
-    """Division of rows into `parts` minibatches of `num` micro-batches each.
-
-    Row (q * parts + j) * num + i belongs to micro-batch i of minibatch j.
-    """
+class MicroBatches(NamedTuple):
+    """Division of rows into `num` micro-batches, of which the first `used` have sequences."""
 
     num: int
-    parts: int = 1
+    used: Array | int
 
-    def take(self, tree: Any, part: Array | int, index: Array | int) -> Any:
-        """Return the rows of micro-batch `index` of minibatch `part` from each array."""
-        if self.num * self.parts == 1:
+    def take(self, tree: Any, index: Array | int) -> Any:
+        """Return the rows of a micro-batch from each array."""
+        if self.num == 1:
             return tree
-        at = part * self.num + index
 
         def take(x: Array) -> Array:
-            x = x.reshape(-1, self.parts * self.num, *x.shape[1:])
-            return jax.lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False)
+            x = x.reshape(-1, self.num, *x.shape[1:])
+            return jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
 
         return jax.tree.map(take, tree)
 
-    def put(self, x: Array, part: Array | int, index: Array | int, rows: Array) -> Array:
+    def put(self, x: Array, index: Array | int, rows: Array) -> Array:
         """Return `x` with the rows of a micro-batch replaced."""
-        if self.num * self.parts == 1:
-            return rows
-        pieces = x.reshape(-1, self.parts * self.num, *x.shape[1:])
-        at = part * self.num + index
-        return jax.lax.dynamic_update_index_in_dim(pieces, rows, at, axis=1).reshape(x.shape)
-
-    def part_of(self, row: Array) -> Array:
-        """Return the minibatch of each row."""
-        return row // self.num % self.parts
+        pieces = x.reshape(-1, self.num, *x.shape[1:])
+        return jax.lax.dynamic_update_index_in_dim(pieces, rows, index, axis=1).reshape(x.shape)
 
 
-def cut_rows(
-    num_rows: int, responses_per_row: int, micro_batch_rows: int, row_multiple: int, parts: int = 1
-) -> Cut:
-    """Divide rows into micro-batches, as `RowLayout` does, and into minibatches.
-
-    Raises:
-        ValueError: micro-batches or minibatches do not divide the rows.
-    """
-    size = rows_at_once(micro_batch_rows, responses_per_row, row_multiple)
-    num = 1 if not size or num_rows < size else num_rows // size
-    if num > 1 and num_rows % size:
-        raise ValueError(
-            f"batch.micro_batch_rows={size} does not divide the {num_rows} rows of a batch. Set "
-            f"--config.batch.micro_batch_rows to a divisor of {num_rows}, or to 0"
-        )
-    if num_rows % (num * parts):
-        raise ValueError(
-            f"objective.minibatches={parts} does not divide {num_rows} rows in {num} "
-            f"micro-batches. Set --config.objective.minibatches to a divisor of {num_rows // num}"
-        )
-    return Cut(num, parts)
-
-
-Score = Callable[[Any, Rows], Array]
-"""(trained parameters, some rows) -> scores of these rows."""
-
-
-def score_all(
-    score: Score,
-    trained: Any,
-    rows: Rows,
-    cut: Cut,
-    used: Array | int,
-    part: Array | int | None = None,
-) -> Array:
-    """Return the scores of all rows, by micro-batches; 0 in micro-batches from `used` on.
+def divide(rows: Rows, num_computed: Array | int, size: int, multiple: int) -> MicroBatches:
+    """Divide rows into micro-batches, as `RowLayout` does.
 
     Args:
-        part: minibatch to score, the scores of others are 0; None: all.
+        rows: all rows.
+        num_computed: number of rows of the micro-batches that have a sequence.
+        size: maximum number of responses of a micro-batch; 0: all.
+        multiple: number of devices that divide the rows of a micro-batch.
     """
-    if cut.num == cut.parts == 1:
+    num_rows = len(rows["tokens"])
+    responses = rows["response_lengths"].shape[1] if "response_lengths" in rows else 1
+    at_once = rows_at_once(size, responses, multiple)
+    num = num_rows // at_once if 0 < at_once < num_rows else 1
+    assert num_rows % num == 0, f"{num_rows} rows in micro-batches of {at_once}"
+    return MicroBatches(num, num_computed // (num_rows // num))
+
+
+def score_all(score: Score, trained: Any, rows: Rows, cut: MicroBatches) -> Array:
+    """Return the scores of all rows, by micro-batches; 0 in unused micro-batches."""
+    if cut.num == 1:
         return score(trained, rows)
 
     def one(i: Array, scored: Array) -> Array:
-        own, index = (i // used, i % used) if part is None else (part, i)
-        return cut.put(scored, own, index, score(trained, cut.take(rows, own, index)))
+        return cut.put(scored, i, score(trained, cut.take(rows, i)))
 
-    num = used * cut.parts if part is None else used
-    return jax.lax.fori_loop(0, num, one, _zeros(score, trained, rows))
+    return jax.lax.fori_loop(0, cut.used, one, _zeros(score, trained, rows))
 
 
 def _zeros(score: Score, trained: Any, rows: Rows) -> Array:
@@ -178,11 +149,9 @@ def gradients(
     loss_of: Callable[[Array], Array],
     trained: Any,
     rows: Rows,
-    cut: Cut,
+    cut: MicroBatches,
     *,
-    used: Array | int,
     is_whole: bool,
-    part: Array | int = 0,
 ) -> tuple[Array, Any]:
     """Return (scores of all rows, gradient of the loss by the trained parameters).
 
@@ -194,30 +163,26 @@ def gradients(
     Args:
         score: scores of rows.
         loss_of: loss from the scores of all rows; a sum over prompts.
-        trained: what the gradient is taken by.
+        trained: parameters by which the gradient is taken.
         rows: all rows.
         cut: division of the rows.
-        used: number of micro-batches before the first that has only padding.
         is_whole: whether each group is in one micro-batch.
-        part: the minibatch that is scored; the scores of others stay 0.
     """
     weigh = jax.grad(loss_of)
-    if cut.num == 1 and cut.parts == 1:
+    if cut.num == 1:
         scored, pull = jax.vjp(lambda x: score(x, rows), trained)
         return scored, pull(weigh(scored))[0]
-    first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
-    start = _zeros(score, trained, rows)
-    if not is_whole:
-        start = score_all(score, trained, rows, cut, used, part)
+    start = _zeros(score, trained, rows) if is_whole else score_all(score, trained, rows, cut)
     of_all = None if is_whole else weigh(start)
 
     def one(i: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         total, scored = carry
-        found, pull = jax.vjp(lambda x: score(x, cut.take(rows, part, i)), trained)
-        scored = cut.put(scored, part, i, found)
+        found, pull = jax.vjp(lambda x: score(x, cut.take(rows, i)), trained)
+        scored = cut.put(scored, i, found)
         weights = weigh(scored) if of_all is None else of_all
-        (grads,) = pull(cut.take(weights, part, i))
+        (grads,) = pull(cut.take(weights, i))
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), scored
 
-    total, scored = jax.lax.fori_loop(0, used, one, (first, start))
+    first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+    total, scored = jax.lax.fori_loop(0, cut.used, one, (first, start))
     return scored, jax.tree.map(lambda x, p: x.astype(p.dtype), total, trained)

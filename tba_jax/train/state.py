@@ -60,7 +60,7 @@ class StepShardings(NamedTuple):
         replicated: sharding of the metrics.
         compute: sharding of the computation.
         base: shardings of the frozen parameters under adapters; None if all parameters train.
-        head_size, head_layers: as in `init_state`.
+        head_size: as in `init_state`.
         compiler_options: XLA options of the compiled step.
     """
 
@@ -71,7 +71,6 @@ class StepShardings(NamedTuple):
     compute: ComputeSharding
     base: Any = None
     head_size: int = 0
-    head_layers: int = 1
     compiler_options: Mapping[str, str] = {}
 
     def of_batch(self, batch: Batch) -> Any:
@@ -93,7 +92,7 @@ def step_shardings(
     mesh: Mesh,
     *,
     keep_reference: bool,
-    head_layers: int = 0,
+    has_head: bool = False,
     num_prompts: int = 0,
 ) -> StepShardings:
     """Return the shardings of a train step.
@@ -103,7 +102,7 @@ def step_shardings(
         optimizer: optimiser of the state.
         mesh: the trainer's mesh, with the axes `sharding.MESH_AXES`.
         keep_reference: whether the state holds a reference.
-        head_layers: number of layers of the head; 0: no head.
+        has_head: whether the state holds a head.
         num_prompts: p of a batch. Arrays per prompt are sharded if the mesh divides p, else
             replicated; 0: they are replicated.
 
@@ -113,13 +112,10 @@ def step_shardings(
     params, shardings, base = abstract_params(config), param_shardings(config, mesh), None
     if config.adapters is not None:
         (_, params), (base, shardings) = lora.split(params), lora.split(shardings)
+    head_size = config.hidden_size if has_head else 0
     shapes = jax.eval_shape(
         functools.partial(
-            init_state,
-            optimizer=optimizer,
-            keep_reference=keep_reference,
-            head_size=config.hidden_size if head_layers else 0,
-            head_layers=head_layers,
+            init_state, optimizer=optimizer, keep_reference=keep_reference, head_size=head_size
         ),
         params,
     )
@@ -133,8 +129,7 @@ def step_shardings(
         replicated=replicated,
         compute=ComputeSharding(config, Site(mesh)),
         base=base,
-        head_size=config.hidden_size if head_layers else 0,
-        head_layers=head_layers,
+        head_size=head_size,
     )
 
 
@@ -151,7 +146,6 @@ def make_init_state(
             optimizer=optimizer,
             keep_reference=shardings.state.reference_params is not None,
             head_size=shardings.head_size,
-            head_layers=shardings.head_layers,
         ),
         donate_argnums=0,
         in_shardings=(shardings.state.params,),
@@ -165,7 +159,6 @@ def init_state(
     *,
     keep_reference: bool,
     head_size: int = 0,
-    head_layers: int = 1,
 ) -> TrainState:
     """Return the state at step 0; the reference, if kept, is a copy of the policy.
 
@@ -174,10 +167,9 @@ def init_state(
         optimizer: optimiser of the state.
         keep_reference: whether the state holds a reference.
         head_size: hidden size of the model if there is a head, else 0.
-        head_layers: layers of the head.
     """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    head = init_head(head_size, head_layers) if head_size else None
+    head = init_head(head_size) if head_size else None
     opt_state = only_finite(optimizer).init(trainable(params, head))
     # Three arrays, because one array cannot be donated three times.
     counts = [jnp.int32(0) for _ in range(3)]

@@ -10,7 +10,6 @@ metrics beyond rounding.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.flow.layout import Batch
 from tba_jax.models.scoring import Scoring
@@ -30,16 +29,7 @@ from tba_jax.train.losses import summed
 from tba_jax.train.objectives import Objective
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.schedules import value_at
-from tba_jax.train.scoring import (
-    Cut,
-    Rows,
-    Scorer,
-    all_params,
-    cut_rows,
-    gradients,
-    rows_of,
-    score_all,
-)
+from tba_jax.train.scoring import Rows, Scorer, all_params, divide, gradients, rows_of, score_all
 from tba_jax.train.state import StepShardings, TrainState, only_finite, trainable
 
 
@@ -77,6 +67,23 @@ class StepSettings:
     rounding_seed: int = 0
 
 
+class _Update(NamedTuple):
+    """Result of one update.
+
+    Attributes:
+        trained, opt_state: parameters and optimizer state after it.
+        scored: scores of all rows under the policy before it.
+        numbers: loss and norm of the gradient.
+        own: metrics of the objective, as `_sums`.
+    """
+
+    trained: Any
+    opt_state: Any
+    scored: Array
+    numbers: dict[str, Array]
+    own: dict[str, dict[str, Array]]
+
+
 def make_train_step(
     config: TransformerConfig,
     optimizer: optax.GradientTransformation,
@@ -86,9 +93,9 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
     """Return the jitted train step; its state argument is donated.
 
-    An objective with `epochs` and `minibatches` makes several updates with one batch, all with the
-    same learning rate. A non-finite update changes nothing, and a step without a finite update
-    changes only counters. The learning rate advances with steps that made an update, other
+    An objective with `epochs` makes several updates with one batch, all with the same learning
+    rate. An update whose loss or gradient is not finite changes nothing, and a step without another
+    update changes only counters. The learning rate advances with steps that made an update, other
     schedules with every step.
 
     Args:
@@ -103,7 +110,8 @@ def make_train_step(
         changed nor donated. The batch has no `missing`, and its reference is known. Outputs are
         those of `metrics.Outputs`.
     """
-    guarded = only_finite(optimizer)
+    guarded, objective = only_finite(optimizer), settings.objective
+    needs, epochs = objective.needs, objective.value("epochs", 1)
 
     def train_step(
         state: TrainState, batch: Batch, base: Any = None
@@ -111,201 +119,124 @@ def make_train_step(
         batch = batch if shardings is None else shardings.placed(batch)
         chex.assert_equal_shape([batch.source, batch.mask, batch.behavior, batch.reference])
         chex.assert_equal_shape([batch.rewards, batch.staleness, batch.is_drawn])
-        groups, beta, temperatures = _groups(batch, state.step, settings)
+        given, temperatures = _given(batch, state.step, settings)
+        beta = value_at(settings.beta, state.step)
         lr = jnp.asarray(rate(state.step - state.skipped_steps), jnp.float32)
-        stored = trainable(state.params, state.head)
-        # Learned log Z of the prompts, a function of policy and head.
-        log_z_pull = None
-        if settings.objective.needs.head == "log_z":
-            log_z_pull = _log_z(stored, batch, config, settings, shardings, base)
+        stored, rows = trainable(state.params, state.head), rows_of(batch)
         scorer = _scorer(config, settings, shardings, batch, base)
-        work = _Work(settings, guarded, state, batch, groups, beta, lr, scorer, log_z_pull)
-        if work.num_updates > 1:
-            done = work.several_updates(stored)
+        cut = divide(rows, batch.num_computed, settings.micro_batch_rows, settings.row_multiple)
+        # Learned log Z of the prompts, a function of policy and head, and its pull-back.
+        log_zs, pull_log_z = None, None
+        if needs.head == "log_z":
+            log_zs, pull_log_z = _log_z(stored, batch, config, settings, shardings, base)
+
+        def score(trained: Any, rows: Rows) -> Array:
+            params, head = trained if needs.head else (trained, None)
+            return scorer(params, rows, head if needs.head == "value" else None)
+
+        def tokens_of(scored: Array) -> tuple[Array, Array | None]:
+            """Return log-probs and values of each response's tokens, [p k t], from the scores."""
+            found = _gathered(scored, batch.source)
+            has_values = needs.head == "value"
+            return (found[..., 0], found[..., 1]) if has_values else (found, None)
+
+        def loss_of(
+            scored: Array, log_zs: Array | None, start_values: Array | None
+        ) -> tuple[Array, tuple[Terms, Groups]]:
+            logp, values = tokens_of(scored)
+            groups = given._replace(
+                logp=jnp.where(batch.mask, logp, 0),
+                log_z=log_zs,
+                values=None if values is None else jnp.where(batch.mask, values, 0),
+                start_values=start_values,
+            )
+            terms = objective(groups, beta)
+            loss = jnp.sum(jnp.where(batch.is_drawn, terms.loss, 0)) / _total(needs.total, batch)
+            return loss, (terms, groups)
+
+        def update(
+            number: Array | int, trained: Any, opt_state: Any, start_values: Array | None
+        ) -> _Update:
+            scored, grads = gradients(
+                score,
+                lambda scored: loss_of(scored, log_zs, start_values)[0],
+                trained,
+                rows,
+                cut,
+                is_whole=settings.is_whole,
+            )
+            loss, (terms, groups) = loss_of(scored, log_zs, start_values)
+            if pull_log_z is not None:
+                by_log_z = jax.grad(lambda z: loss_of(scored, z, start_values)[0])(log_zs)
+                grads = jax.tree.map(jnp.add, grads, pull_log_z(by_log_z))
+            norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+            # optax looks at the gradient alone, which may be finite where the loss is not.
+            grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
+            trained, opt_state = apply(number, trained, opt_state, grads)
+            numbers = {"loss": loss, "grad_norm": norm}
+            return _Update(trained, opt_state, scored, numbers, _sums(terms, groups, batch))
+
+        def apply(number: Array | int, trained: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+            """Return (parameters, optimizer state) after an update with these gradients.
+
+            It is computed in float32 where arrays are stored in bfloat16, and rounded at random.
+            """
+            old, old_state, grads = widened((trained, opt_state, grads))
+            updates: Any
+            updates, new_state = guarded.update(grads, old_state, old)
+            updates = jax.tree.map(lambda u: -lr * u, updates)
+            if needs.head:
+                factor = objective.value("log_z_rate", 1.0)
+                updates = updates[0], jax.tree.map(lambda u: factor * u, updates[1])
+            key = rounding_key(settings.rounding_seed, state.step * epochs + number)
+            new = optax.apply_updates(old, updates), new_state
+            return rounded_like(new, (trained, opt_state), key)
+
+        if epochs == 1:
+            done = update(0, stored, state.opt_state, None)
         else:
-            done = work.update(0, stored, state.opt_state, groups)
-        new_state = _next(state, done, work.num_updates, settings)
+            scored = score_all(score, stored, rows, cut)
+            values = tokens_of(scored)[1]
+            values = None if values is None else jnp.where(batch.mask, values, 0)
+
+            def one(carry: tuple[Any, Any], number: Array) -> tuple[tuple[Any, Any], Any]:
+                done = update(number, *carry, values)
+                return (done.trained, done.opt_state), (done.numbers, done.own)
+
+            last, found = jax.lax.scan(one, (stored, state.opt_state), jnp.arange(epochs))
+            found = jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
+            done = _Update(*last, scored, *found)
+        made = epochs - (done.opt_state.total_notfinite - state.opt_state.total_notfinite)
+        new_state = _next(state, done.trained, done.opt_state, made, settings)
         numbers = {
             **done.numbers,
             "lr": lr,
             "beta": beta,
             **temperatures,
+            **({"updates": made} if epochs > 1 else {}),
             "skipped_steps": new_state.skipped_steps,
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
-        logp = jnp.where(batch.mask, work.gathered(done.scored)[0], 0)
+        logp = jnp.where(batch.mask, tokens_of(done.scored)[0], 0)
         return new_state, {
             "numbers": numbers,
             "sums": _measured(logp, batch),
             "own": done.own,
-            "log_z": None if log_z_pull is None else log_z_pull[0],
+            "log_z": log_zs,
             "shown": {"policy": logp[0], "reference": batch.reference[0]},
         }
 
-    return _jitted(train_step, shardings)
-
-
-class _Done(NamedTuple):
-    """Result of the updates of a step.
-
-    Attributes:
-        trained, opt_state: parameters and optimizer state after the last update.
-        scored: scores of all rows under the policy at the start of the step.
-        numbers: loss and norm of the gradient: means over the updates.
-        own: metrics of the objective, as `_sums`: means over the passes.
-    """
-
-    trained: Any
-    opt_state: Any
-    scored: Array
-    numbers: dict[str, Array]
-    own: dict[str, dict[str, Array]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Work:
-    """What stays the same during a step, and the updates that are made with it.
-
-    Attributes:
-        settings, optimizer: as in `make_train_step`; the optimiser skips non-finite gradients.
-        state: the state at the start of the step.
-        batch, groups, beta, lr: the batch, its groups without the policy, beta, learning rate.
-        scorer: the model.
-        log_z: learned log Z of every prompt and its vector-Jacobian product, or None.
-    """
-
-    settings: StepSettings
-    optimizer: optax.GradientTransformation
-    state: TrainState
-    batch: Batch
-    groups: Groups
-    beta: Array
-    lr: Array
-    scorer: Scorer
-    log_z: tuple[Array, Callable[[Array], tuple[Any, Any]]] | None
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates of a step."""
-        return self.settings.objective.num_updates
-
-    @functools.cached_property
-    def cut(self) -> Cut:
-        """Division of the rows into minibatches and micro-batches."""
-        parts = self.settings.objective.value("minibatches", 1)
-        return _cut(self.batch, self.settings, parts)
-
-    @property
-    def has_values(self) -> bool:
-        """Whether scores are log-probs and values of states, [n x 2]."""
-        return self.settings.objective.needs.head == "value"
-
-    def score(self, trained: Any, rows: Rows) -> Array:
-        """Return the scores of some rows."""
-        if self.has_values:
-            return self.scorer(trained[0], rows, trained[1])
-        return self.scorer(trained, rows)
-
-    def gathered(self, scored: Array) -> tuple[Array, Array | None]:
-        """Return log-probs and values of each response's tokens, [p k t], from scores of rows."""
-        found = _gathered(scored, self.batch.source)
-        return (found[..., 0], found[..., 1]) if self.has_values else (found, None)
-
-    def terms(
-        self, scored: Array, log_z: Array | None, groups: Groups, is_here: Array
-    ) -> tuple[Array, tuple[Terms, Groups]]:
-        """Return (loss of the responses in `is_here`, (terms, groups)), from scores of all rows."""
-        logp, values = self.gathered(scored)
-        groups = groups._replace(
-            logp=jnp.where(groups.mask, logp, 0),
-            mask=groups.mask & is_here[..., None],
-            log_z=log_z,
-            values=None if values is None else jnp.where(groups.mask, values, 0),
-        )
-        objective = self.settings.objective
-        terms = objective(groups, self.beta)
-        total = _total(objective.needs.total, groups, is_here)
-        return jnp.sum(jnp.where(is_here, terms.loss, 0)) / total, (terms, groups)
-
-    def update(self, number: Array | int, trained: Any, opt_state: Any, groups: Groups) -> _Done:
-        """Make update `number` of the step."""
-        batch, cut = self.batch, self.cut
-        part, is_here = number % cut.parts, batch.is_drawn
-        if cut.parts > 1:
-            is_here &= cut.part_of(batch.source[..., 0] // _positions(batch)) == part
-        log_z, pull = (None, None) if self.log_z is None else self.log_z
-        scored, grads = gradients(
-            self.score,
-            lambda scored: self.terms(scored, log_z, groups, is_here)[0],
-            trained if pull is None else trained[0],
-            rows_of(batch),
-            cut,
-            used=_used(batch, cut),
-            is_whole=self.settings.is_whole,
-            part=part,
-        )
-        loss, (terms, seen) = self.terms(scored, log_z, groups, is_here)
-        if pull is not None:
-            by_log_z = jax.grad(lambda z: self.terms(scored, z, groups, is_here)[0])(log_z)
-            through_states, of_head = pull(by_log_z)
-            grads = jax.tree.map(jnp.add, grads, through_states), of_head
-        norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
-        trained, opt_state = self.applied(number, trained, opt_state, grads)
-        numbers = {"loss": loss, "grad_norm": norm}
-        return _Done(trained, opt_state, scored, numbers, _sums(terms, seen, is_here))
-
-    def applied(
-        self, number: Array | int, trained: Any, opt_state: Any, grads: Any
-    ) -> tuple[Any, Any]:
-        """Return (parameters, optimizer state) after an update with these gradients.
-
-        It is computed in float32 where arrays are stored in bfloat16, and rounded at random.
-        """
-        old, old_state, grads = widened((trained, opt_state, grads))
-        updates: Any
-        updates, new_state = self.optimizer.update(grads, old_state, old)
-        updates = jax.tree.map(lambda u: -self.lr * u, updates)
-        if self.state.head is not None:
-            factor = self.settings.objective.value("log_z_rate", 1.0)
-            updates = updates[0], jax.tree.map(lambda u: factor * u, updates[1])
-        new = optax.apply_updates(old, updates)
-        key = rounding_key(self.settings.rounding_seed, self.state.step * self.num_updates + number)
-        return rounded_like((new, new_state), (trained, opt_state), key)
-
-    def several_updates(self, stored: Any) -> _Done:
-        """Make several passes over the minibatches of a batch, with an update for each.
-
-        Values of states that the objective holds fixed are those of the start.
-        """
-        scored = score_all(
-            self.score, stored, rows_of(self.batch), self.cut, _used(self.batch, self.cut)
-        )
-        values = self.gathered(scored)[1]
-        groups = self.groups._replace(
-            start_values=None if values is None else jnp.where(self.groups.mask, values, 0)
-        )
-
-        def one(number: Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            trained, opt_state, sums = carry
-            done = self.update(number, trained, opt_state, groups)
-            sums = jax.tree.map(jnp.add, sums, (done.numbers, done.own))
-            return done.trained, done.opt_state, sums
-
-        def sums_of(trained: Any, opt_state: Any) -> tuple[Any, Any]:
-            done = self.update(0, trained, opt_state, groups)
-            return done.numbers, done.own
-
-        begin = stored, self.state.opt_state
-        shapes = jax.eval_shape(sums_of, *begin)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        trained, opt_state, (numbers, own) = jax.lax.fori_loop(
-            0, self.num_updates, one, (*begin, zeros)
-        )
-        numbers = jax.tree.map(lambda x: x / self.num_updates, numbers)
-        numbers["updates"] = _made(self.state, opt_state, self.num_updates)
-        passes = self.num_updates // self.cut.parts
-        own = jax.tree.map(lambda x: x / passes, own)
-        return _Done(trained, opt_state, scored, numbers, own)
+    if shardings is None:
+        return jax.jit(train_step, donate_argnums=0)
+    base = () if shardings.base is None else (shardings.base,)
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        # The sharding of a batch depends on its fields: see `shardings.of_batch`.
+        in_shardings=(shardings.state, None, *base),
+        out_shardings=(shardings.state, shardings.replicated),
+        compiler_options=dict(shardings.compiler_options) or None,
+    )
 
 
 def make_reference_pass(
@@ -327,10 +258,8 @@ def make_reference_pass(
         rows = jax.tree.map(lambda x: jnp.take(x, missing, axis=0, mode="clip"), rows_of(batch))
         if shardings is not None:
             rows = jax.lax.with_sharding_constraint(rows, shardings.batch)
-        cut = cut_rows(
-            len(missing), _per_row(batch), settings.micro_batch_rows, settings.row_multiple
-        )
-        found = score_all(scorer, params, rows, cut, cut.num)
+        cut = divide(rows, len(missing), settings.micro_batch_rows, settings.row_multiple)
+        found = score_all(scorer, params, rows, cut)
         scored = jnp.zeros((batch.tokens.shape[0], found.shape[1]), found.dtype)
         scored = scored.at[missing].set(found, mode="drop")
         computed = jnp.where(batch.mask, _gathered(scored, batch.source), 0)
@@ -351,54 +280,13 @@ def make_log_likelihood(
 
     def log_likelihood(params: Any, batch: Batch, base: Any = None) -> tuple[Array, Array]:
         batch = batch if shardings is None else shardings.placed(batch)
-        cut = _cut(batch, settings, 1)
-        scorer = _scorer(config, settings, shardings, batch, base)
-        scored = score_all(scorer, params, rows_of(batch), cut, _used(batch, cut))
+        scorer, rows = _scorer(config, settings, shardings, batch, base), rows_of(batch)
+        cut = divide(rows, batch.num_computed, settings.micro_batch_rows, settings.row_multiple)
+        scored = score_all(scorer, params, rows, cut)
         logp = jnp.where(batch.mask, _gathered(scored, batch.source), 0)
         return jnp.sum(logp), jnp.sum(batch.mask)
 
     return jax.jit(log_likelihood)
-
-
-def _jitted(train_step: Callable[..., Any], shardings: StepShardings | None) -> Callable[..., Any]:
-    if shardings is None:
-        return jax.jit(train_step, donate_argnums=0)
-    base = () if shardings.base is None else (shardings.base,)
-    return jax.jit(
-        train_step,
-        donate_argnums=0,
-        # The sharding of a batch depends on its fields: see `shardings.of_batch`.
-        in_shardings=(shardings.state, None, *base),
-        out_shardings=(shardings.state, shardings.replicated),
-        compiler_options=dict(shardings.compiler_options) or None,
-    )
-
-
-def _per_row(batch: Batch) -> int:
-    """Return c, the number of responses in a row, as micro-batches count them."""
-    return 1 if batch.response_lengths is None else batch.response_lengths.shape[1]
-
-
-def _positions(batch: Batch) -> int:
-    """Return x, the number of scored positions of a row."""
-    if batch.response_lengths is None:
-        return batch.tokens.shape[1]
-    return batch.response_lengths.shape[1] * batch.source.shape[2]
-
-
-def _cut(batch: Batch, settings: StepSettings, parts: int) -> Cut:
-    return cut_rows(
-        batch.tokens.shape[0],
-        _per_row(batch),
-        settings.micro_batch_rows,
-        settings.row_multiple,
-        parts,
-    )
-
-
-def _used(batch: Batch, cut: Cut) -> Array:
-    """Return the number of micro-batches before the first that has only padding."""
-    return batch.num_computed // (batch.tokens.shape[0] // cut.num)
 
 
 def _scorer(
@@ -413,23 +301,20 @@ def _scorer(
     return Scorer(config, settings.scoring, settings.remat, compute, t, base)
 
 
-def _groups(
-    batch: Batch, step: Array, settings: StepSettings
-) -> tuple[Groups, Array, dict[str, Array]]:
-    """Return (groups without log-probs of the policy, beta, temperatures of the target)."""
-    heat = {
-        "reference_temperature": settings.reference_temperature,
-        "reward_temperature": settings.reward_temperature,
-    }
-    temperatures = {}
-    if not all(schedule.is_always(1.0) for schedule in heat.values()):
-        temperatures = {name: value_at(schedule, step) for name, schedule in heat.items()}
+def _given(
+    batch: Batch, step: Int[Array, ""], settings: StepSettings
+) -> tuple[Groups, dict[str, Array]]:
+    """Return (groups without log-probs of the policy, temperatures of the target that are not 1).
+
+    Rewards and log-probs of the reference are divided by the temperatures.
+    """
+    gamma, heat, temperatures = settings.reference_temperature, settings.reward_temperature, {}
     reward, reference = batch.rewards, jnp.where(batch.mask, batch.reference, 0)
-    if temperatures:
-        reward = reward / temperatures["reward_temperature"]
-        reference = reference / (
-            temperatures["reference_temperature"] * temperatures["reward_temperature"]
-        )
+    if not (gamma.is_always(1.0) and heat.is_always(1.0)):
+        of_reference, of_reward = value_at(gamma, step), value_at(heat, step)
+        temperatures = {"reference_temperature": of_reference, "reward_temperature": of_reward}
+        reward = reward / of_reward
+        reference = reference / (of_reference * of_reward)
     groups = Groups(
         logp=jnp.zeros_like(batch.behavior),
         behavior=jnp.where(batch.mask, batch.behavior, 0),
@@ -439,37 +324,35 @@ def _groups(
         staleness=jnp.maximum(batch.staleness, 0),
         advantages=batch.advantages,
     )
-    return groups, value_at(settings.beta, step), temperatures
+    return groups, temperatures
 
 
-def _gathered(scored: Array, source: Array) -> Array:
-    """Return the scores of each response's tokens, [p k t ...]; 0 at padding."""
+def _gathered(scored: Float[Array, "n x *both"], source: Int[Array, "p k t"]) -> Array:
+    """Return the scores of each response's tokens, [p k t] or [p k t 2]; 0 at padding."""
     flat = scored.reshape(-1, *scored.shape[2:])
     return jnp.take(flat, source, axis=0, mode="fill", fill_value=0)
 
 
-def _total(kind: str, groups: Groups, is_here: Array) -> Array:
-    """Return what the sum of the terms is divided by; at least 1, because parts may be empty."""
-    counted = {
-        "tokens": lambda: groups.mask,
-        "responses": lambda: is_here,
-        "prompts": lambda: jnp.any(is_here, axis=1),
-    }[kind]()
+def _total(kind: str, batch: Batch) -> Float[Array, ""]:
+    """Return what the sum of the terms is divided by; at least 1, because a batch may be empty."""
+    is_drawn: Bool[Array, "p k"] = batch.is_drawn
+    prompts = jnp.any(is_drawn, axis=1)
+    counted = {"tokens": batch.mask, "responses": is_drawn, "prompts": prompts}[kind]
     return jnp.maximum(jnp.sum(counted.astype(jnp.float32)), 1)
 
 
-def _sums(terms: Terms, groups: Groups, is_here: Array) -> dict[str, dict[str, Array]]:
+def _sums(terms: Terms, groups: Groups, batch: Batch) -> dict[str, dict[str, Array]]:
     """Return the metrics of a loss by unit, summed over the tokens of each response, [p k]."""
     found: dict[str, dict[str, Array]] = {"tokens": {}, "responses": {}}
     for name, x in jax.lax.stop_gradient(dict(terms.metrics)).items():
         if x.ndim == 3:
             found["tokens"][name] = summed(groups, x)
         else:
-            found["responses"][name] = jnp.where(is_here, x, 0)
+            found["responses"][name] = jnp.where(batch.is_drawn, x, 0)
     return found
 
 
-def _measured(logp: Array, batch: Batch) -> dict[str, Array]:
+def _measured(logp: Float[Array, "p k t"], batch: Batch) -> dict[str, Array]:
     """Return sums over the counted tokens of each response, [p k] each."""
     gap = jnp.where(batch.mask, logp - batch.behavior, 0)
     return {
@@ -481,23 +364,20 @@ def _measured(logp: Array, batch: Batch) -> dict[str, Array]:
     }
 
 
-def _made(state: TrainState, opt_state: Any, num_updates: int) -> Array:
-    """Return the number of finite updates of a step."""
-    return num_updates - (opt_state.total_notfinite - state.opt_state.total_notfinite)
-
-
-def _next(state: TrainState, done: _Done, num_updates: int, settings: StepSettings) -> TrainState:
-    """Return the state after a step; the step counts as skipped if it made no update."""
-    params, head = (done.trained, None) if state.head is None else done.trained
+def _next(
+    state: TrainState, trained: Any, opt_state: Any, made: Array, settings: StepSettings
+) -> TrainState:
+    """Return the state after a step that made `made` updates; without any it is skipped."""
+    params, head = (trained, None) if state.head is None else trained
     step, reference = state.step + 1, state.reference_params
     if reference is not None and settings.reference_reset_period:
         is_reset = step % settings.reference_reset_period == 0
         reference = jax.tree.map(lambda r, p: jnp.where(is_reset, p, r), reference, params)
-    skipped = (_made(state, done.opt_state, num_updates) == 0).astype(jnp.int32)
+    skipped = (made == 0).astype(jnp.int32)
     return TrainState(
         step=step,
         params=params,
-        opt_state=done.opt_state,
+        opt_state=opt_state,
         reference_params=reference,
         skipped_steps=state.skipped_steps + skipped,
         skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
@@ -519,10 +399,10 @@ def _log_z(
     # Empty rows get one token, so that no mean divides by 0.
     lengths = jnp.pad(sizes, (0, prompts.shape[0] - sizes.size), constant_values=1)
 
-    def of_all(params: Any, head: Any) -> Array:
+    def of_all(trained: Any) -> Array:
         return log_z(
-            head,
-            all_params(base, params),
+            trained[1],
+            all_params(base, trained[0]),
             prompts,
             lengths,
             config=config,
@@ -531,5 +411,5 @@ def _log_z(
             sharding=None if shardings is None else shardings.compute,
         )[: sizes.size]
 
-    found, pull = jax.vjp(of_all, *stored)
-    return found, pull
+    found, pull = jax.vjp(of_all, stored)
+    return found, lambda by_log_z: pull(by_log_z)[0]

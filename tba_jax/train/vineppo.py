@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """VinePPO: clipped token ratios; advantages are differences of values estimated by sampling."""
 
+from typing import Annotated
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from tba_jax.train.groups import Groups, Terms
-from tba_jax.train.losses import ClipHigh, ClipLow, clipped, log_ratio, summed
-from tba_jax.train.objectives import Needs, objective
+from tba_jax.train.losses import Beta, ClipHigh, ClipLow, Epochs, clipped, log_ratio, summed
+from tba_jax.train.objectives import About, Needs, objective
 
 
-@objective(
-    Needs(beta="unused", total="tokens", advantages=True),
-    also=("epochs", "minibatches", "vine_tokens", "vine_samples"),
-)
+@objective(Needs(beta="unused", total="tokens", advantages=True))
 def vineppo(
     groups: Groups,
-    beta: Float[Array, ""] | float,
+    beta: Beta,
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
+    epochs: Epochs = 1,
+    vine_tokens: Annotated[
+        int, About("tokens of a response between two states with estimated values", at_least=1)
+    ] = 8,
+    vine_samples: Annotated[
+        int, About("continuations per state for the estimate of its value", at_least=1)
+    ] = 4,
 ) -> Terms:
     """-min(rho A_t, clip(rho) A_t) for each token; no KL term and no learned value.
 

@@ -34,7 +34,7 @@ def test_presets_are_the_published_points():
         return override(Config(), [f"--config.objective.preset={name}"]).objective.built
 
     assert of("tba") == make_objective("tb", {"importance": "none"})
-    assert of("topr") == make_objective("tb", {"anchor": "none", "importance": "topr"})
+    assert of("topr") == make_objective("topr")
     own = {"kl_center": "behavior", "importance": "token_clip", "importance_cap": 8.0}
     prime = make_objective("tb", {**own, "kl_clamp": 10.0})
     assert of("tba_prime") == prime and prime.needs.sampler == "ratio"
@@ -42,12 +42,12 @@ def test_presets_are_the_published_points():
 
 def test_what_is_given_beside_a_preset_wins_and_what_was_there_before_does_not():
     given = ["--config.objective.kl_clamp=0", "--config.objective.preset=tba_prime"]
-    config = override(make_config({"objective.log_z": "leave_one_out"}), given)
+    config = override(make_config({"objective.log_z": "learned"}), given)
     o = config.objective.built
     found = [o.value(name) for name in ("kl_clamp", "kl_center", "log_z")]
     assert found == [0.0, "behavior", "vargrad"]
     config = tba_jax.load_config("math", objective={"preset": "topr"})
-    assert config.objective.built.value("anchor") == "none"
+    assert config.objective.name == "topr" and config.objective.own == ()
 
 
 def test_a_name_drops_what_only_other_objectives_have():
@@ -75,17 +75,15 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
     [
         ({"beta": 0.0}, "beta = 0.0: objective.name=tb divides by beta"),
         ({"name": "rloo", "beta": 0.0}, None),
-        ({"name": "rloo", "anchor": "none"}, "anchor = 'none': objective.name=rloo has no such"),
-        ({"anchor": "none", "beta": 0.0}, None),
-        ({"anchor": "none", "log_z": "learned"}, "log_z = 'learned': without an anchor"),
+        ({"name": "rloo", "log_z": "learned"}, "log_z = 'learned': objective.name=rloo has no"),
+        ({"name": "topr", "beta": 0.0}, None),
         (
-            {"kl_center": "none", "log_z": "learned"},
-            "kl_center = 'none': a log-ratio is centred",
+            {"kl_center": "behavior", "log_z": "learned"},
+            "kl_center = 'behavior': a learned log Z has no log-ratio to centre",
         ),
         ({"epochs": 2}, "epochs = 2: objective.name=tb has no such setting; it has scale"),
-        ({"name": "dapo", "minibatches": 4}, "minibatches = 4: .*it has clip_low, clip_high"),
-        ({"name": "ppo", "epochs": 3, "minibatches": 4}, None),
-        ({"name": "ppo", "minibatches": 512}, "minibatches = 512: a batch has at most 256 rows"),
+        ({"name": "dapo", "epochs": 4}, "epochs = 4: .*it has clip_low, clip_high"),
+        ({"name": "ppo", "epochs": 3}, None),
     ],
 )
 def test_switches_that_mean_nothing_together_are_refused(fields, message):
