@@ -10,6 +10,7 @@ metrics beyond rounding.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,16 @@ from tba_jax.train.losses import summed
 from tba_jax.train.objectives import Objective
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.schedules import value_at
-from tba_jax.train.scoring import Rows, Scorer, all_params, divide, gradients, rows_of, score_all
+from tba_jax.train.scoring import (
+    MicroBatches,
+    Rows,
+    Scorer,
+    all_params,
+    divide,
+    gradients,
+    rows_of,
+    score_all,
+)
 from tba_jax.train.state import StepShardings, TrainState, only_finite, trainable
 
 
@@ -67,23 +77,6 @@ class StepSettings:
     rounding_seed: int = 0
 
 
-class _Update(NamedTuple):
-    """Result of one update.
-
-    Attributes:
-        trained, opt_state: parameters and optimizer state after it.
-        scored: scores of all rows under the policy before it.
-        numbers: loss and norm of the gradient.
-        own: metrics of the objective, as `_sums`.
-    """
-
-    trained: Any
-    opt_state: Any
-    scored: Array
-    numbers: dict[str, Array]
-    own: dict[str, dict[str, Array]]
-
-
 def make_train_step(
     config: TransformerConfig,
     optimizer: optax.GradientTransformation,
@@ -110,8 +103,7 @@ def make_train_step(
         changed nor donated. The batch has no `missing`, and its reference is known. Outputs are
         those of `metrics.Outputs`.
     """
-    guarded, objective = only_finite(optimizer), settings.objective
-    needs, epochs = objective.needs, objective.value("epochs", 1)
+    guarded, epochs = only_finite(optimizer), settings.objective.value("epochs", 1)
 
     def train_step(
         state: TrainState, batch: Batch, base: Any = None
@@ -119,95 +111,18 @@ def make_train_step(
         batch = batch if shardings is None else shardings.placed(batch)
         chex.assert_equal_shape([batch.source, batch.mask, batch.behavior, batch.reference])
         chex.assert_equal_shape([batch.rewards, batch.staleness, batch.is_drawn])
-        given, temperatures = _given(batch, state.step, settings)
+        groups, temperatures = _groups(batch, state.step, settings)
         beta = value_at(settings.beta, state.step)
         lr = jnp.asarray(rate(state.step - state.skipped_steps), jnp.float32)
-        stored, rows = trainable(state.params, state.head), rows_of(batch)
+        stored = trainable(state.params, state.head)
+        log_z_of = None
+        if settings.objective.needs.head == "log_z":
+            log_z_of = _log_z(stored, batch, config, settings, shardings, base)
         scorer = _scorer(config, settings, shardings, batch, base)
-        cut = divide(rows, batch.num_computed, settings.micro_batch_rows, settings.row_multiple)
-        # Learned log Z of the prompts, a function of policy and head, and its pull-back.
-        log_zs, pull_log_z = None, None
-        if needs.head == "log_z":
-            log_zs, pull_log_z = _log_z(stored, batch, config, settings, shardings, base)
-
-        def score(trained: Any, rows: Rows) -> Array:
-            params, head = trained if needs.head else (trained, None)
-            return scorer(params, rows, head if needs.head == "value" else None)
-
-        def tokens_of(scored: Array) -> tuple[Array, Array | None]:
-            """Return log-probs and values of each response's tokens, [p k t], from the scores."""
-            found = _gathered(scored, batch.source)
-            has_values = needs.head == "value"
-            return (found[..., 0], found[..., 1]) if has_values else (found, None)
-
-        def loss_of(
-            scored: Array, log_zs: Array | None, start_values: Array | None
-        ) -> tuple[Array, tuple[Terms, Groups]]:
-            logp, values = tokens_of(scored)
-            groups = given._replace(
-                logp=jnp.where(batch.mask, logp, 0),
-                log_z=log_zs,
-                values=None if values is None else jnp.where(batch.mask, values, 0),
-                start_values=start_values,
-            )
-            terms = objective(groups, beta)
-            loss = jnp.sum(jnp.where(batch.is_drawn, terms.loss, 0)) / _total(needs.total, batch)
-            return loss, (terms, groups)
-
-        def update(
-            number: Array | int, trained: Any, opt_state: Any, start_values: Array | None
-        ) -> _Update:
-            scored, grads = gradients(
-                score,
-                lambda scored: loss_of(scored, log_zs, start_values)[0],
-                trained,
-                rows,
-                cut,
-                is_whole=settings.is_whole,
-            )
-            loss, (terms, groups) = loss_of(scored, log_zs, start_values)
-            if pull_log_z is not None:
-                by_log_z = jax.grad(lambda z: loss_of(scored, z, start_values)[0])(log_zs)
-                grads = jax.tree.map(jnp.add, grads, pull_log_z(by_log_z))
-            norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
-            # optax looks at the gradient alone, which may be finite where the loss is not.
-            grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
-            trained, opt_state = apply(number, trained, opt_state, grads)
-            numbers = {"loss": loss, "grad_norm": norm}
-            return _Update(trained, opt_state, scored, numbers, _sums(terms, groups, batch))
-
-        def apply(number: Array | int, trained: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-            """Return (parameters, optimizer state) after an update with these gradients.
-
-            It is computed in float32 where arrays are stored in bfloat16, and rounded at random.
-            """
-            old, old_state, grads = widened((trained, opt_state, grads))
-            updates: Any
-            updates, new_state = guarded.update(grads, old_state, old)
-            updates = jax.tree.map(lambda u: -lr * u, updates)
-            if needs.head:
-                factor = objective.value("log_z_rate", 1.0)
-                updates = updates[0], jax.tree.map(lambda u: factor * u, updates[1])
-            key = rounding_key(settings.rounding_seed, state.step * epochs + number)
-            new = optax.apply_updates(old, updates), new_state
-            return rounded_like(new, (trained, opt_state), key)
-
-        if epochs == 1:
-            done = update(0, stored, state.opt_state, None)
-        else:
-            scored = score_all(score, stored, rows, cut)
-            values = tokens_of(scored)[1]
-            values = None if values is None else jnp.where(batch.mask, values, 0)
-
-            def one(carry: tuple[Any, Any], number: Array) -> tuple[tuple[Any, Any], Any]:
-                done = update(number, *carry, values)
-                return (done.trained, done.opt_state), (done.numbers, done.own)
-
-            last, found = jax.lax.scan(one, (stored, state.opt_state), jnp.arange(epochs))
-            found = jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
-            done = _Update(*last, scored, *found)
+        work = _Work(settings, guarded, state, batch, groups, beta, lr, scorer, log_z_of)
+        done = work.update(0, stored, state.opt_state) if epochs == 1 else work.updates(stored)
         made = epochs - (done.opt_state.total_notfinite - state.opt_state.total_notfinite)
-        new_state = _next(state, done.trained, done.opt_state, made, settings)
+        new_state = _next(state, done, made, settings)
         numbers = {
             **done.numbers,
             "lr": lr,
@@ -217,12 +132,12 @@ def make_train_step(
             "skipped_steps": new_state.skipped_steps,
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
-        logp = jnp.where(batch.mask, tokens_of(done.scored)[0], 0)
+        logp = jnp.where(batch.mask, work.gathered(done.scored)[0], 0)
         return new_state, {
             "numbers": numbers,
             "sums": _measured(logp, batch),
             "own": done.own,
-            "log_z": log_zs,
+            "log_z": None if log_z_of is None else log_z_of[0],
             "shown": {"policy": logp[0], "reference": batch.reference[0]},
         }
 
@@ -237,6 +152,138 @@ def make_train_step(
         out_shardings=(shardings.state, shardings.replicated),
         compiler_options=dict(shardings.compiler_options) or None,
     )
+
+
+class _Done(NamedTuple):
+    """Result of the updates of a step.
+
+    Attributes:
+        trained, opt_state: parameters and optimizer state after the last update.
+        scored: scores of all rows under the policy at the start of the step.
+        numbers: loss and norm of the gradient: means over the updates.
+        own: metrics of the objective, as `_sums`: means over the updates.
+    """
+
+    trained: Any
+    opt_state: Any
+    scored: Array
+    numbers: dict[str, Array]
+    own: dict[str, dict[str, Array]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Work:
+    """What stays the same during a step, and the updates that are made with it.
+
+    Attributes:
+        settings, optimizer: as in `make_train_step`; the optimiser skips non-finite gradients.
+        state: the state at the start of the step.
+        batch, groups, beta, lr: the batch, its groups without the policy, beta, learning rate.
+        scorer: the model.
+        log_z: learned log Z of every prompt and its vector-Jacobian product, or None.
+    """
+
+    settings: StepSettings
+    optimizer: optax.GradientTransformation
+    state: TrainState
+    batch: Batch
+    groups: Groups
+    beta: Array
+    lr: Array
+    scorer: Scorer
+    log_z: tuple[Array, Callable[[Array], Any]] | None
+
+    @functools.cached_property
+    def cut(self) -> MicroBatches:
+        """Division of the rows into micro-batches."""
+        return _cut(self.batch, self.settings)
+
+    def score(self, trained: Any, rows: Rows) -> Array:
+        """Return log-probs of some rows; with a head of values also the values, [n x 2]."""
+        head = self.settings.objective.needs.head
+        if head == "value":
+            return self.scorer(trained[0], rows, trained[1])
+        return self.scorer(trained[0] if head else trained, rows)
+
+    def gathered(self, scored: Array) -> tuple[Array, Array | None]:
+        """Return log-probs and values of each response's tokens, [p k t], from scores of rows."""
+        found = _gathered(scored, self.batch.source)
+        has_values = self.settings.objective.needs.head == "value"
+        return (found[..., 0], found[..., 1]) if has_values else (found, None)
+
+    def loss(
+        self, scored: Array, log_z: Array | None, start_values: Array | None
+    ) -> tuple[Array, tuple[Terms, Groups]]:
+        """Return (loss, (terms, groups)) from the scores of all rows."""
+        logp, values = self.gathered(scored)
+        groups = self.groups._replace(
+            logp=jnp.where(self.batch.mask, logp, 0),
+            log_z=log_z,
+            values=None if values is None else jnp.where(self.batch.mask, values, 0),
+            start_values=start_values,
+        )
+        objective = self.settings.objective
+        terms = objective(groups, self.beta)
+        total = _total(objective.needs.total, self.batch)
+        return jnp.sum(jnp.where(self.batch.is_drawn, terms.loss, 0)) / total, (terms, groups)
+
+    def update(
+        self, number: Array | int, trained: Any, opt_state: Any, start_values: Array | None = None
+    ) -> _Done:
+        """Make update `number` of the step."""
+        log_z, pull = (None, None) if self.log_z is None else self.log_z
+        scored, grads = gradients(
+            self.score,
+            lambda scored: self.loss(scored, log_z, start_values)[0],
+            trained,
+            rows_of(self.batch),
+            self.cut,
+            is_whole=self.settings.is_whole,
+        )
+        loss, (terms, groups) = self.loss(scored, log_z, start_values)
+        if pull is not None:
+            by_log_z = jax.grad(lambda z: self.loss(scored, z, start_values)[0])(log_z)
+            grads = jax.tree.map(jnp.add, grads, pull(by_log_z))
+        norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+        # optax looks at the gradient alone, which may be finite where the loss is not.
+        grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
+        trained, opt_state = self.applied(number, trained, opt_state, grads)
+        numbers = {"loss": loss, "grad_norm": norm}
+        return _Done(trained, opt_state, scored, numbers, _sums(terms, groups, self.batch))
+
+    def applied(
+        self, number: Array | int, trained: Any, opt_state: Any, grads: Any
+    ) -> tuple[Any, Any]:
+        """Return (parameters, optimizer state) after an update with these gradients.
+
+        It is computed in float32 where arrays are stored in bfloat16, and rounded at random.
+        """
+        old, old_state, grads = widened((trained, opt_state, grads))
+        updates: Any
+        updates, new_state = self.optimizer.update(grads, old_state, old)
+        updates = jax.tree.map(lambda u: -self.lr * u, updates)
+        objective = self.settings.objective
+        if objective.needs.head:
+            factor = objective.value("log_z_rate", 1.0)
+            updates = updates[0], jax.tree.map(lambda u: factor * u, updates[1])
+        new = optax.apply_updates(old, updates), new_state
+        total = self.state.step * objective.value("epochs", 1) + number
+        key = rounding_key(self.settings.rounding_seed, total)
+        return rounded_like(new, (trained, opt_state), key)
+
+    def updates(self, stored: Any) -> _Done:
+        """Make several updates with the batch; values of states are also known at the start."""
+        scored = score_all(self.score, stored, rows_of(self.batch), self.cut)
+        values = self.gathered(scored)[1]
+        values = None if values is None else jnp.where(self.batch.mask, values, 0)
+
+        def one(carry: tuple[Any, Any], number: Array) -> tuple[tuple[Any, Any], Any]:
+            done = self.update(number, *carry, values)
+            return (done.trained, done.opt_state), (done.numbers, done.own)
+
+        numbers = jnp.arange(self.settings.objective.value("epochs", 1))
+        last, found = jax.lax.scan(one, (stored, self.state.opt_state), numbers)
+        return _Done(*last, scored, *jax.tree.map(lambda x: jnp.mean(x, axis=0), found))
 
 
 def make_reference_pass(
@@ -280,13 +327,17 @@ def make_log_likelihood(
 
     def log_likelihood(params: Any, batch: Batch, base: Any = None) -> tuple[Array, Array]:
         batch = batch if shardings is None else shardings.placed(batch)
-        scorer, rows = _scorer(config, settings, shardings, batch, base), rows_of(batch)
-        cut = divide(rows, batch.num_computed, settings.micro_batch_rows, settings.row_multiple)
-        scored = score_all(scorer, params, rows, cut)
+        scorer = _scorer(config, settings, shardings, batch, base)
+        scored = score_all(scorer, params, rows_of(batch), _cut(batch, settings))
         logp = jnp.where(batch.mask, _gathered(scored, batch.source), 0)
         return jnp.sum(logp), jnp.sum(batch.mask)
 
     return jax.jit(log_likelihood)
+
+
+def _cut(batch: Batch, settings: StepSettings) -> MicroBatches:
+    size, multiple = settings.micro_batch_rows, settings.row_multiple
+    return divide(rows_of(batch), batch.num_computed, size, multiple)
 
 
 def _scorer(
@@ -301,7 +352,7 @@ def _scorer(
     return Scorer(config, settings.scoring, settings.remat, compute, t, base)
 
 
-def _given(
+def _groups(
     batch: Batch, step: Int[Array, ""], settings: StepSettings
 ) -> tuple[Groups, dict[str, Array]]:
     """Return (groups without log-probs of the policy, temperatures of the target that are not 1).
@@ -364,11 +415,9 @@ def _measured(logp: Float[Array, "p k t"], batch: Batch) -> dict[str, Array]:
     }
 
 
-def _next(
-    state: TrainState, trained: Any, opt_state: Any, made: Array, settings: StepSettings
-) -> TrainState:
+def _next(state: TrainState, done: _Done, made: Array, settings: StepSettings) -> TrainState:
     """Return the state after a step that made `made` updates; without any it is skipped."""
-    params, head = (trained, None) if state.head is None else trained
+    params, head = (done.trained, None) if state.head is None else done.trained
     step, reference = state.step + 1, state.reference_params
     if reference is not None and settings.reference_reset_period:
         is_reset = step % settings.reference_reset_period == 0
@@ -377,7 +426,7 @@ def _next(
     return TrainState(
         step=step,
         params=params,
-        opt_state=opt_state,
+        opt_state=done.opt_state,
         reference_params=reference,
         skipped_steps=state.skipped_steps + skipped,
         skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,

@@ -46,8 +46,7 @@ def test_ratios_refuse_a_truncated_sampler_by_name():
 def test_names_are_known_without_jax():
     code = (
         "import sys; from tba_jax.config.schema import Config; import tba_jax.config.rules;"
-        "from tba_jax.train.groups import of_sums
-from tba_jax.train.objectives import objective_names;"
+        "from tba_jax.train.objectives import objective_names;"
         "print('tb' in objective_names(), 'jax' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -58,7 +57,6 @@ OWN_FILE = """
 from typing import Annotated
 from tba_jax.train.groups import Terms
 from tba_jax.train.losses import summed
-from tba_jax.train.groups import of_sums
 from tba_jax.train.objectives import About, Needs, objective
 
 @objective(Needs(total="tokens"))
