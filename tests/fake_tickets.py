@@ -11,7 +11,7 @@ from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket, Report, Resu
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
 
-IDENTITY = {"code": "1", "run": "r"}
+IDENTITY = "1/r"
 S = 2  # responses of a ticket
 
 
@@ -92,8 +92,9 @@ class House:
                 check_ledger=self._check,
                 num_fresh_groups=0,
             ),
-            self.prompts,
+            self.prompts.from_number,
             self.evaluations,
+            None,
             given=self.given,
             clock=lambda: self.now,
             run_clock=lambda: self.now,

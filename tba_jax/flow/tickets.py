@@ -66,6 +66,19 @@ class EvaluationShard(NamedTuple):
     measured: Mapping[str, list[list[float]]]
 
 
+class EvaluationResult(NamedTuple):
+    """Result of an evaluation ticket.
+
+    Attributes:
+        version, first: as in `EvaluationTicket`.
+        shard: the responses; None: the searcher has no weights of this version.
+    """
+
+    version: int
+    first: int
+    shard: EvaluationShard | None
+
+
 class DecodeCounts(NamedTuple):
     """Counts of decode sessions, as in their `Statistics`."""
 

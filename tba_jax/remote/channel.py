@@ -14,24 +14,18 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.http_server import HttpServer, bind
 
 Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
 """Returns the response to a request, or a future of the response. The response is empty if the
 future takes longer than a second; the client then repeats the request.
 
-Raises:
-    NotReady: the owner cannot respond yet; the client tries again.
-    ValueError: the request is invalid; the client receives the message.
-"""
+`NotReady`, `Rewind`, `RunEnded` and `ValueError` reach the client; any other error ends the run."""
 
 MAX_REQUEST_BYTES = 2**30
 HEARTBEAT_S = 30
 """Seconds without a heartbeat after which a process counts as lost."""
-OWNER_TIMEOUT_S = 300.0
-"""Seconds without a response of the buffer's owner after which its process counts as lost.
-
-A trainer that compiles or writes a checkpoint may be slow to respond."""
 _NUM_THREADS = 8  # threads that run handlers
 _FUTURE_S = 1.0  # after this time a response is empty, and the client repeats the request
 
@@ -48,13 +42,24 @@ class NotReady(Exception):
     """The process at the other end of the channel is starting, or has failed."""
 
 
-class Endpoint(NamedTuple):
-    """Address of a channel server.
+class Rewind(Exception):
+    """Another owner continues the run: the searcher must join again and drop its tickets."""
 
-    Attributes:
-        addresses: HOST:PORT candidates, in the order in which clients try them.
-        token: bearer token of the run.
-    """
+
+class RunEnded(Exception):
+    """The run has ended: searchers have no more work."""
+
+
+class Refused(ValueError):
+    """The owner refuses a message; raised in the client."""
+
+
+_STATUS = {NotReady: 503, Rewind: 409, RunEnded: 410, ValueError: 400}
+_ERRORS = {409: Rewind, 410: RunEnded, 400: Refused, 401: ChannelError, 404: ChannelError}
+
+
+class Endpoint(NamedTuple):
+    """HOST:PORT candidates in the order in which clients try them, and the token of the run."""
 
     addresses: tuple[str, ...]
     token: str
@@ -66,37 +71,33 @@ class ChannelServer:
     Args:
         handlers: method name -> handler. Handlers run on several threads.
         is_local: whether to listen on the loopback interface only.
+
+    Attributes:
+        port: the port that the server listens on.
+        failure: `failure.check()` raises the first unexpected error of a handler.
     """
 
     def __init__(
-        self,
-        handlers: Mapping[str, Handler],
-        token: str,
-        *,
-        is_local: bool = False,
+        self, handlers: Mapping[str, Handler], token: str, *, is_local: bool = False
     ) -> None:
         self._handlers = dict(handlers)
-        self._authorization = f"Bearer {token}".encode()
         self._token, self._is_local = token, is_local
-        host = "127.0.0.1" if is_local else "0.0.0.0"
-        self._server = HttpServer(self._respond, "channel-server", bind(host, 0))
+        self.failure = StopFlag()
+        bound = bind("127.0.0.1" if is_local else "0.0.0.0", 0)
+        self._server = HttpServer(self._respond, "channel-server", bound)
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "channel-handler")
+        self.port = self._server.port
 
     def start(self) -> "ChannelServer":
         """Start listening; return self."""
         self._server.start()
         return self
 
-    @property
-    def port(self) -> int:
-        """The port that the server listens on."""
-        return self._server.port
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Addresses and token for the other processes."""
+    def endpoint(self, host: str = "") -> Endpoint:
+        """Return addresses and token for the other processes; `host` comes first."""
         hosts = ["127.0.0.1"] if self._is_local else own_addresses()
-        return Endpoint(tuple(f"{host}:{self.port}" for host in hosts), self._token)
+        hosts = dict.fromkeys([host, *hosts] if host else hosts)
+        return Endpoint(tuple(f"{each}:{self.port}" for each in hosts), self._token)
 
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""
@@ -115,31 +116,34 @@ class ChannelServer:
     async def _result(self, scope: Any, receive: Any) -> tuple[int, bytes]:
         headers = dict(scope["headers"])
         # Checked before the body is read: a sender without the token must not fill the memory.
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._authorization):
-            return 401, b"wrong token"
+        given, wanted = headers.get(b"authorization", b""), f"Bearer {self._token}".encode()
+        if not hmac.compare_digest(given, wanted):
+            return 401, b"wrong token. Start the same command on every machine"
         handler = self._handlers.get(scope["path"].strip("/"))
         if handler is None or scope["method"] != "POST":
-            return 404, f"there is no method {scope['path']!r}".encode()
+            return 404, b"no such method. Install the same version on every machine"
         if int(headers.get(b"content-length", b"0")) > MAX_REQUEST_BYTES:
-            return 413, f"a request may have {MAX_REQUEST_BYTES:,} bytes".encode()
-        chunks = []
-        while True:
+            return 400, f"a request may have {MAX_REQUEST_BYTES:,} bytes".encode()
+        chunks, message = [], {"more_body": True}
+        while message.get("more_body"):
             message = await receive()
             if message["type"] == "http.disconnect":
-                return 499, b""
+                return 503, b""
             chunks.append(message.get("body", b""))
-            if not message.get("more_body"):
-                break
         try:
             loop = asyncio.get_running_loop()
             found = await loop.run_in_executor(self._threads, handler, b"".join(chunks))
             if isinstance(found, concurrent.futures.Future):
                 found = await _result_in_time(asyncio.wrap_future(found))
             return 200, found
-        except (NotReady, asyncio.CancelledError) as error:
-            return 503, str(error).encode()
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            return 400, f"{type(error).__name__}: {error}".encode()
+        except asyncio.CancelledError:
+            return 503, b""
+        except (*_STATUS,) as error:
+            kind = next(kind for kind in _STATUS if isinstance(error, kind))
+            return _STATUS[kind], str(error).encode()
+        except Exception as error:  # broad: the trainer's thread raises it
+            self.failure.fail("channel-server", error)
+            return 500, f"the trainer failed: {type(error).__name__}: {error}".encode()
 
 
 class Channel:
@@ -155,8 +159,8 @@ class Channel:
         import urllib3  # slow; runs of one process need no client
 
         self._locate = locate
-        self._timeout = urllib3.Timeout(connect=min(5.0, timeout_s), read=timeout_s)
-        self._pool = urllib3.PoolManager(maxsize=64, retries=False, timeout=self._timeout)
+        timeout = urllib3.Timeout(connect=min(5.0, timeout_s), read=timeout_s)
+        self._pool = urllib3.PoolManager(maxsize=64, retries=False, timeout=timeout)
         self._lock = threading.Lock()
         self._connected: tuple[str, str] | None = None  # address, token
 
@@ -166,7 +170,7 @@ class Channel:
         Raises:
             Unreachable: no response arrived; the message names every address and its error.
             ChannelError: the token is wrong, or another program answers.
-            ValueError: the server refused the request as invalid.
+            Rewind, RunEnded: raised by the handler. Refused: it raised a ValueError.
         """
         with self._lock:
             connected = self._connected
@@ -193,31 +197,23 @@ class Channel:
     def _post(self, address: str, token: str, method: str, body: bytes) -> bytes:
         import urllib3
 
+        url, headers = f"http://{address}/{method}", {"authorization": f"Bearer {token}"}
         try:
-            response = self._pool.request(
-                "POST",
-                f"http://{address}/{method}",
-                body=body,
-                headers={"authorization": f"Bearer {token}"},
-            )
+            response = self._pool.request("POST", url, body=body, headers=headers)
         except urllib3.exceptions.HTTPError as error:
             raise Unreachable(f"{address}: {_brief(error)}") from error
         if response.status == 200:
             return response.data
         text = response.data[:500].decode(errors="replace")
-        if response.status == 401:
-            raise ChannelError(
-                f"{address} refuses the token of this run (HTTP 401). Another run listens there: "
-                "start the same command on every machine"
-            )
-        if response.status == 400:
-            raise ValueError(text)
-        if response.status in (499, 503):
+        if response.status in (500, 503):
             raise Unreachable(f"{address}: {text or 'not ready'}")
-        raise ChannelError(
-            f"{address} answers HTTP {response.status} to {method!r} ({text!r}): another program "
-            "or another version of tba_jax listens there. Install the same version on every machine"
-        )
+        kind = _ERRORS.get(response.status, ChannelError)
+        if kind is ChannelError:
+            text = (
+                f"{address} answers HTTP {response.status} to {method!r} ({text}): another run, "
+                "another program or another version of tba_jax listens there"
+            )
+        raise kind(text)
 
 
 async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
@@ -230,15 +226,17 @@ async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
 
 def _brief(error: BaseException) -> str:
     """Return the innermost cause of an error, which urllib3 wraps in several exceptions."""
-    while error.__cause__ is not None or error.__context__ is not None:
-        inner = error.__cause__ or error.__context__
-        assert inner is not None
+    while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return f"{type(error).__name__}: {error}"[:200]
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this machine; the address of the default route comes first."""
+    """Return the addresses of this machine for other machines; that of the default route first.
+
+    Loopback addresses are left out: a client of another machine would show the token to a program
+    of its own machine.
+    """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -251,4 +249,4 @@ def own_addresses() -> list[str]:
     except OSError:
         entries = []  # the host name has no address
     found += [str(entry[4][0]) for entry in entries]
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+    return list(dict.fromkeys(each for each in found if not each.startswith("127.")))

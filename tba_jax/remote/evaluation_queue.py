@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket
+from tba_jax.flow.tickets import EvaluationResult, EvaluationShard, EvaluationTicket
 
 
 class Evaluations(Protocol):
@@ -36,15 +36,10 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass
 class _Evaluation:
-    """An evaluation in progress.
-
-    Attributes:
-        left: shards that no searcher works on.
-        missing: first prompts of the unfinished shards.
-    """
+    """An evaluation in progress; `missing` has the first prompts of its unfinished shards."""
 
     version: int
-    left: deque[EvaluationTicket]
+    left: deque[EvaluationTicket]  # shards that no searcher works on
     missing: set[int]
     start_s: float
     shards: list[EvaluationShard] = dataclasses.field(default_factory=list)
@@ -82,37 +77,31 @@ class EvaluationQueue:
                 self._taken[searcher] = left.popleft()
             return self._taken[searcher]
 
-    def put(self, searcher: int, ticket: EvaluationTicket, shard: EvaluationShard | None) -> None:
-        """Accept a shard; None: the searcher has no weights of its version.
-
-        Args:
-            ticket: its prompts may be missing.
-        """
+    def put(self, searcher: int, result: EvaluationResult) -> None:
+        """Accept the result of a shard; another searcher gets a shard without weights."""
+        version, first, shard = result
         with self._lock:
-            evaluation, taken = self._evaluation_of(ticket), self._taken.get(searcher)
-            if taken is not None and taken[:2] == ticket[:2]:
+            found = (x for x in self._requested if x.version == version and first in x.missing)
+            evaluation, taken = next(found, None), self._taken.get(searcher)
+            if taken is not None and taken[:2] == (version, first):
                 del self._taken[searcher]
                 if shard is None and evaluation is not None:
                     evaluation.left.append(taken)
             if shard is None or evaluation is None:
                 return  # no weights, or another searcher was faster
-            evaluation.missing.remove(ticket.first)
+            evaluation.missing.remove(first)
             evaluation.shards.append(shard)
-            evaluation.left = deque(x for x in evaluation.left if x.first != ticket.first)
+            evaluation.left = deque(x for x in evaluation.left if x.first != first)
         self._merge()
 
     def lose(self, searcher: int) -> None:
         """Let another searcher work on the shard of this one."""
         with self._lock:
             ticket = self._taken.pop(searcher, None)
-            evaluation = None if ticket is None else self._evaluation_of(ticket)
-            if ticket is not None and evaluation is not None:
-                evaluation.left.appendleft(ticket)
-
-    def _evaluation_of(self, ticket: EvaluationTicket) -> _Evaluation | None:
-        """Return the evaluation that lacks this shard; None if there is none."""
-        found = (x for x in self._requested if x.version == ticket.version)
-        return next((x for x in found if ticket.first in x.missing), None)
+            for each in self._requested if ticket is not None else ():
+                if each.version == ticket.version and ticket.first in each.missing:
+                    each.left.appendleft(ticket)
+                    return
 
     def _merge(self) -> None:
         """Compute the metrics of complete evaluations, on the calling thread."""

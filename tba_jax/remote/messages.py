@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between searchers of other processes and the owner, and their bytes.
+"""Messages between the owner of a run and its other processes, and their bytes.
 
-A response may be lost, so every message may arrive twice or late. Every message therefore names its
-sender and the owner that the sender joined.
+A response may be lost, so every message may arrive twice or late.
 """
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
+from tba_jax.flow.layout import Batch
 from tba_jax.flow.records import pack_groups, unpack_groups
 from tba_jax.flow.tickets import (
     DecodeCounts,
+    EvaluationResult,
     EvaluationShard,
     EvaluationTicket,
     Result,
@@ -23,46 +23,7 @@ from tba_jax.flow.tickets import (
     pack_results,
     unpack_results,
 )
-from tba_jax.flow.trajectory import Group, Prompt
-
-RUN_ENDED = "the run has ended"
-
-
-class JoinRequest(NamedTuple):
-    """Request of a process to run searchers.
-
-    Attributes:
-        searchers: IDs of the searchers that the process runs.
-        host: name of the machine, for log lines.
-        identity: digest of the code, and the run ID, in that process.
-    """
-
-    searchers: Sequence[int]
-    host: str
-    identity: Mapping[str, str]
-
-
-class JoinResponse(NamedTuple):
-    """Response to a join request.
-
-    Attributes:
-        epoch: name of the owner, for later messages.
-        version: newest complete policy version; -1: there is none.
-        run_s: running time of the run in seconds.
-        refusal: reason why the process may not search, or RUN_ENDED; "": it may search.
-    """
-
-    epoch: str = ""
-    version: int = -1
-    run_s: float = 0.0
-    refusal: str = ""
-
-
-class Sender(NamedTuple):
-    """Sender of a message: the epoch of the owner that the searcher joined, and its ID."""
-
-    epoch: str
-    searcher: int
+from tba_jax.flow.trajectory import Draw, Group
 
 
 class Heartbeat(NamedTuple):
@@ -79,98 +40,87 @@ class Heartbeat(NamedTuple):
     wants_stop: bool = False
 
 
-class Demand(NamedTuple):
-    """Request for tickets.
+class Joined(NamedTuple):
+    """Response to a process that joins.
 
     Attributes:
-        free: maximum number of new tickets.
-        version: policy version with which they would begin; -1: the searcher has no weights.
-        held: numbers of all tickets that the searcher has.
-        evaluates: whether the searcher takes an evaluation shard.
+        epoch: name of the owner, for later messages.
+        version: newest complete policy version; -1: there is none.
+        run_s: running time of the run in seconds.
     """
 
-    free: int
+    epoch: str
     version: int
-    held: Sequence[int]
-    evaluates: bool
+    run_s: float
 
 
-Status = Literal["ok", "rewind", "refused", "ended"]
-
-
-class Response(NamedTuple):
-    """Response to a message of a searcher.
+class StepPlan(NamedTuple):
+    """Decision on one step, the same for every trainer process.
 
     Attributes:
-        status: ok; rewind: another owner continues the run from a checkpoint, and the searcher must
-            join again; refused: the message is invalid, see `reason`; ended: the run has ended.
-        version: newest complete policy version, -1 for none.
-        evaluated: policy versions under evaluation, whose weights are still needed.
-        retry_s: seconds after which another request may return more tickets.
-        reason: explanation for the log.
-        tickets: tickets to begin.
+        wait: whether there is no batch yet.
+        stop: whether the run ends before this step.
+        sync: whether to merge, and publish if `publish` is set, after this step.
+        save: whether to write a checkpoint after this step.
+        publish: whether a sync publishes. While a process still writes the last version, this is
+            False unless every version is needed.
     """
 
-    status: Status
-    version: int = -1
-    evaluated: Sequence[int] = ()
-    retry_s: float = 0.0
-    reason: str = ""
-    tickets: Sequence[Ticket | EvaluationTicket] = ()
+    wait: bool = False
+    stop: bool = False
+    sync: bool = False
+    save: bool = False
+    publish: bool = True
 
 
-def pack_demand(sender: Sender, demand: Demand, heartbeat: Heartbeat) -> bytes:
-    """Return a request for tickets as bytes."""
-    return json.dumps([sender, demand, heartbeat]).encode()
+class Decision(NamedTuple):
+    """Plan and batch of a step.
+
+    Attributes:
+        batch: batch to train on; None if the plan waits or stops.
+        draws: draws in the batch; empty in processes that did not draw the batch.
+    """
+
+    plan: StepPlan
+    batch: Batch | None = None
+    draws: Sequence[Draw] = ()
 
 
-def unpack_demand(data: bytes) -> tuple[Sender, Demand, Heartbeat]:
-    """Inverse of `pack_demand`."""
-    sender, demand, (idle_s, decoded, wants_stop) = json.loads(data)
-    heartbeat = Heartbeat(idle_s, DecodeCounts(*decoded), wants_stop)
-    return Sender(*sender), Demand(*demand), heartbeat
+Work = Sequence[Ticket] | Sequence[EvaluationTicket]
 
 
-def pack_put(sender: Sender, results: Sequence[Result]) -> bytes:
-    """Return results as bytes with a checksum."""
-    arrays, meta = pack_results(results)
-    return pack_arrays(arrays, {"sender": sender, "results": meta})
+def pack_request(request: Mapping[str, Any], results: Sequence[Any]) -> bytes:
+    """Return a searcher's request, with JSON-compatible values, and its results as bytes."""
+    arrays, tickets = pack_results([each for each in results if isinstance(each, Result)])
+    shards = [each for each in results if isinstance(each, EvaluationResult)]
+    return pack_arrays(arrays, {"request": request, "tickets": tickets, "shards": shards})
 
 
-def unpack_put(data: bytes) -> tuple[Sender, list[Result]]:
-    """Inverse of `pack_put`.
+def unpack_request(data: bytes) -> tuple[dict[str, Any], list[Result | EvaluationResult]]:
+    """Inverse of `pack_request`.
 
     Raises:
         ValueError: the bytes are damaged, or another version of tba_jax wrote them.
     """
     try:
         arrays, meta = unpack_arrays(data)
-        return Sender(*meta["sender"]), unpack_results(arrays, meta["results"])
+        shards = [
+            EvaluationResult(version, first, None if shard is None else EvaluationShard(*shard))
+            for version, first, shard in meta["shards"]
+        ]
+        return meta["request"], [*unpack_results(arrays, meta["tickets"]), *shards]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{len(data):,} bytes of responses cannot be read ({type(error).__name__}: {error}): "
+            f"{len(data):,} bytes of a request cannot be read ({type(error).__name__}: {error}): "
             "they were damaged in transit or sent by another version of tba_jax. Install the same "
             "version on every machine"
         ) from error
 
 
-def pack_shard(sender: Sender, version: int, first: int, shard: EvaluationShard | None) -> bytes:
-    """Return an evaluation shard as bytes."""
-    return json.dumps([sender, version, first, shard]).encode()
-
-
-def unpack_shard(data: bytes) -> tuple[Sender, EvaluationTicket, EvaluationShard | None]:
-    """Inverse of `pack_shard`; the ticket has no prompts."""
-    sender, version, first, shard = json.loads(data)
-    found = None if shard is None else EvaluationShard(*shard)
-    return Sender(*sender), EvaluationTicket(version, first, ()), found
-
-
-def pack_response(response: Response) -> bytes:
-    """Return a response with its tickets as bytes with a checksum."""
-    prompts: list[Prompt] = []
-    facts: list[list[Any]] = []
-    for each in response.tickets:
+def pack_work(response: Mapping[str, Any], work: Work) -> bytes:
+    """Return a response, with JSON-compatible values, and tickets as bytes with a checksum."""
+    prompts, facts = [], []
+    for each in work:
         if isinstance(each, EvaluationTicket):
             facts.append([len(each.prompts), each.version, each.first])
             prompts += each.prompts
@@ -178,18 +128,35 @@ def pack_response(response: Response) -> bytes:
             facts.append([0, each.number, [y.tolist() for y in each.responses]])
             prompts.append(each.prompt)
     arrays, meta = pack_groups([Group(prompt, (), {}) for prompt in prompts])
-    return pack_arrays(arrays, {"response": response[:-1], "prompts": meta, "tickets": facts})
+    return pack_arrays(arrays, {"response": response, "prompts": meta, "tickets": facts})
 
 
-def unpack_response(data: bytes) -> Response:
-    """Inverse of `pack_response`."""
+def unpack_work(data: bytes) -> tuple[dict[str, Any], list[Any]]:
+    """Inverse of `pack_work`."""
     arrays, meta = unpack_arrays(data)
     prompts = iter([group.prompt for group in unpack_groups(arrays, meta["prompts"])])
-    tickets: list[Ticket | EvaluationTicket] = []
+    work: list[Any] = []
     for count, number, rest in meta["tickets"]:
         if count:
-            tickets.append(EvaluationTicket(number, rest, tuple(itertools.islice(prompts, count))))
+            work.append(EvaluationTicket(number, rest, tuple(itertools.islice(prompts, count))))
         else:
             responses = tuple(np.array(y, np.int32) for y in rest)
-            tickets.append(Ticket(number, next(prompts), responses))
-    return Response(*meta["response"], tickets=tickets)
+            work.append(Ticket(number, next(prompts), responses))
+    return meta["response"], work
+
+
+def pack_decision(decision: Decision) -> bytes:
+    """Return plan and batch of a decision as bytes."""
+    batch = decision.batch
+    arrays = {} if batch is None else {n: x for n, x in batch._asdict().items() if x is not None}
+    return pack_arrays(arrays, decision.plan)
+
+
+def unpack_decision(data: bytes) -> Decision:
+    """Return the decision that `pack_decision` converted, without its draws.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
+    arrays, plan = unpack_arrays(data)
+    return Decision(StepPlan(*plan), Batch(**arrays) if arrays else None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owner: the tickets of a run, in the process that has the replay buffer.
+"""Owner: tickets, evaluations and steps of a run, in the process that has the replay buffer.
 
-Searchers take tickets and put results. Searchers of this process call the methods; searchers of
-other processes send messages (`search_channel`). A searcher that exceeds the heartbeat timeout is
-lost: its open tickets are issued again, with the same prompt and random key. The first result of a
-ticket counts; later ones are dropped as duplicates.
+Four methods: `take` tickets, `put` results, `beat`, and `step` for a plan and a batch. Searchers of
+this process hold the object; every other process holds a `Client` with the same methods. A searcher
+that exceeds the heartbeat timeout is lost: its open tickets are issued again, with the same prompt
+and random key. The first result of a ticket counts; later ones are dropped as duplicates.
 
 Which tickets may begin: with driver=sync, as many as the trainer allows, with its newest version;
 with driver=async, those whose responses can still be drawn within `replay.max_staleness`.
@@ -15,15 +15,16 @@ for any number of searchers (tests/remote/test_owner.py).
 
 import dataclasses
 import heapq
+import json
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tba_jax.flow.state import PartState
 from tba_jax.flow.tickets import (
     DecodeCounts,
-    EvaluationShard,
+    EvaluationResult,
     EvaluationTicket,
     Report,
     Result,
@@ -33,21 +34,18 @@ from tba_jax.flow.tickets import (
     unpack_results,
 )
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.remote.bounded_clock import BoundedClock
+from tba_jax.remote.channel import Handler, NotReady, Rewind, RunEnded
 from tba_jax.remote.evaluation_queue import EvaluationQueue
-from tba_jax.remote.messages import RUN_ENDED, Heartbeat, JoinRequest, JoinResponse
+from tba_jax.remote.messages import Decision, Heartbeat, Joined, pack_work, unpack_request
+from tba_jax.remote.steps import Steps
 from tba_jax.replay.buffer import ReplayBuffer
 
 # Size of the results that are not merged yet, above which no ticket begins.
 _MOST_BYTES = 64 * 2**20
-
-
-class PromptSource(Protocol):
-    """Training prompts in the order of tickets; `search.prompts.Prompts`."""
-
-    def from_number(self, number: int) -> tuple[int, Prompt]:
-        """Return the first prompt that can be used, from a number on, with its own number."""
-        ...
+# Maximum rate of requests from all searchers without work, in requests per second; a single
+# searcher waits at least _RETRY_S seconds between two requests.
+_MAX_REQUESTS_PER_S = 400.0
+_RETRY_S = 0.02
 
 
 class OwnerSettings(NamedTuple):
@@ -55,7 +53,7 @@ class OwnerSettings(NamedTuple):
 
     Attributes:
         epoch: name of this owner, different from the names of all earlier owners of the run.
-        identity: digest of the code, and the run ID, that other processes must have.
+        identity: digest of the code and ID of the run, which other processes must have.
         num_searchers: number of searchers of the run.
         num_local: number of searchers of this process, the first ones.
         num_prompts: p, groups in a batch.
@@ -67,7 +65,7 @@ class OwnerSettings(NamedTuple):
     """
 
     epoch: str
-    identity: Mapping[str, str]
+    identity: str
     num_searchers: int
     num_local: int
     num_prompts: int
@@ -79,10 +77,9 @@ class OwnerSettings(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A ticket that a searcher works on, and the policy version with which it began."""
+    """A ticket that a searcher works on."""
 
     searcher: int
-    version: int
     ticket: Ticket
 
 
@@ -106,7 +103,9 @@ class Owner:
     """Thread-safe owner of the tickets of a run.
 
     Args:
+        prompts: number -> (number, prompt) of the first usable prompt from this number on.
         given: tickets of given responses, numbered from 0; sampled tickets follow.
+        steps: decisions on the training steps.
         clock: monotonic clock in seconds.
         run_clock: running time of the run in seconds.
         log: receives one line for each join, loss and return of a searcher.
@@ -114,16 +113,20 @@ class Owner:
     Attributes:
         has_ended: whether the run has ended; later messages of searchers are refused.
         is_sampling: whether tickets may begin; False: evaluation shards only.
+        version: newest complete policy version, for searchers of other processes.
         decoded_tokens: sampled tokens of all results.
         num_skipped: number of too long prompts that were left out, with repeats.
+        num_given: number of tickets with given responses.
+        num_merged: number of merged results of this process.
     """
 
     def __init__(
         self,
         settings: OwnerSettings,
         buffer: ReplayBuffer,
-        prompts: PromptSource,
+        prompts: Callable[[int], tuple[int, Prompt]],
         evaluations: EvaluationQueue,
+        steps: Steps,
         *,
         given: Sequence[Ticket] = (),
         clock: Callable[[], float],
@@ -133,55 +136,104 @@ class Owner:
         self.settings = settings
         self.has_ended = False
         self.is_sampling = True
+        self.version = -1
         self.decoded_tokens = self.num_skipped = self.num_merged = 0
         self.evaluations = evaluations
-        self._buffer, self._prompts = buffer, prompts
-        self._given, self._num_given = tuple(given), len(given)
-        self._clock = BoundedClock(clock, settings.heartbeat_timeout_s / 4)
-        self._run_clock, self._log = run_clock, log
+        self.steps, self._buffer, self._prompts = steps, buffer, prompts
+        self._given, self.num_given = tuple(given), len(given)
+        self._clock, self._run_clock, self._log = clock, run_clock, log
+        self._looked_s = clock()  # time of the last check of the heartbeats
         self._lock = threading.RLock()
         self._searchers = [_Searcher() for _ in range(settings.num_searchers)]
-        self._version = -1
         self._next = 0  # number of the next new ticket
         self._again: list[int] = []  # heap of numbers that were lost
         self._open: dict[int, _Open] = {}
         self._results: dict[int, Result] = {}  # not merged yet, by number
         self._num_bytes = self._num_generated = self._num_lost = 0
+        self._num_begun = 0  # sampled tickets
         self._allowed: tuple[int, int] | None = None  # tickets and version, with driver=sync
         self._most_each = 0  # open tickets of a searcher, with driver=sync
         self._step = self._num_fresh = 0
         self._decoded = DecodeCounts()
         self._num_searchers_lost = self._num_duplicates = 0
 
+    # The four methods.
+
     def take(
-        self, searcher: int, free: int, version: int, held: Collection[int] | None = None
-    ) -> list[Ticket]:
-        """Return tickets for a searcher to begin.
+        self,
+        searcher: int,
+        free: int,
+        version: int,
+        held: Collection[int] | None = None,
+        is_evaluating: bool = False,
+    ) -> list[Ticket] | list[EvaluationTicket]:
+        """Return an evaluation shard for a searcher, or tickets to begin.
 
         Args:
             free: maximum number of new tickets.
             version: version of the searcher's weights; -1: it has none.
             held: numbers of all tickets that the searcher has; other open tickets of the searcher
                 were lost on the way, and are returned again. None: no ticket can be lost.
+            is_evaluating: whether the searcher has a shard already.
         """
+        if not is_evaluating and (shard := self.evaluations.take(searcher)) is not None:
+            return [shard]
         with self._lock:
-            tickets = []
-            if held is not None:
-                known = [n for n, each in self._open.items() if each.searcher == searcher]
-                tickets = [self._open[n].ticket for n in sorted(known) if n not in held]
+            own = {n: each.ticket for n, each in self._open.items() if each.searcher == searcher}
+            tickets = [own[n] for n in sorted(own) if held is not None and n not in held]
             if self._allowed is not None:  # the searchers share the tickets evenly
-                own = sum(each.searcher == searcher for each in self._open.values())
-                free = min(free, self._most_each - own)
+                free = min(free, self._most_each - len(own))
             free += len(tickets)
             while len(tickets) < free and (ticket := self._begin(version)) is not None:
-                self._open[ticket.number] = _Open(searcher, version, ticket)
+                self._open[ticket.number] = _Open(searcher, ticket)
                 tickets.append(ticket)
             return tickets
+
+    def put(self, searcher: int, results: Sequence[Result | EvaluationResult]) -> None:
+        """Accept finished tickets and evaluation shards: all of them, or none.
+
+        Raises:
+            ValueError: a result is inconsistent, or its ticket was never issued.
+        """
+        finished = [each for each in results if isinstance(each, Result)]
+        for result in finished:
+            check_result(result)
+        with self._lock:
+            for result in finished:
+                if result.number >= self._next:
+                    raise ValueError(f"ticket {result.number} was not issued; take tickets first")
+            for result in finished:
+                self._accept(searcher, result)
+        for each in results:
+            if isinstance(each, EvaluationResult):
+                self.evaluations.put(searcher, each)
+
+    def beat(self, searcher: int, heartbeat: Heartbeat) -> None:
+        """Record the metrics of a searcher; a searcher that counted as lost is back."""
+        with self._lock:
+            record, now = self._searchers[searcher], self._clock()
+            record.idle_s = record.idle_before_s + heartbeat.idle_s
+            record.wants_stop = heartbeat.wants_stop
+            self._decoded = self._decoded.plus(heartbeat.decoded)
+            if searcher not in self.remote_searchers:
+                return
+            if record.is_lost:
+                silent_s = now - record.last_message_s
+                self._log(f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s")
+            record.last_message_s, record.is_lost, record.is_connected = now, False, True
+
+    def step(
+        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
+    ) -> Decision:
+        """Return plan and batch of a step; see `Steps.decide`."""
+        return self.steps.decide(step, lambda: wants_stop() or self.wants_stop, is_publishing)
+
+    # Tickets.
 
     def _begin(self, version: int) -> Ticket | None:
         """Return the next ticket; None if none may begin with weights of this version."""
         number = self._again[0] if self._again else self._next
-        is_given, is_new = number < self._num_given, not self._again
+        is_given, is_new = number < self.num_given, not self._again
         if not self.is_sampling or version < 0:
             return None
         if not is_given and not self._admits(version, is_new):
@@ -189,15 +241,14 @@ class Owner:
         if is_given:
             ticket = self._given[number]
         else:
-            found, prompt = self._prompts.from_number(number)
+            found, prompt = self._prompts(number)
             self.num_skipped += found - number
             number, ticket = found, Ticket(found, prompt)
         if not is_new:
             heapq.heappop(self._again)
             return ticket
         self._next = number + 1
-        if self._allowed is not None and not is_given:
-            self._allowed = self._allowed[0] - 1, self._allowed[1]
+        self._num_begun += not is_given
         return ticket
 
     def _admits(self, version: int, is_new: bool) -> bool:
@@ -209,8 +260,8 @@ class Owner:
         may consist of fresh groups only, so the limit is at least p groups.
         """
         if self._allowed is not None:
-            count, wanted = self._allowed
-            return version == wanted and (count > 0 or not is_new)
+            total, wanted = self._allowed
+            return version == wanted and (self._num_begun < total or not is_new)
         settings = self.settings
         if self._num_bytes >= _MOST_BYTES:
             return False
@@ -222,24 +273,9 @@ class Owner:
         least = settings.num_prompts
         if not self._step:
             fill = -(-settings.initial_fill // settings.samples_per_prompt)
-            least = max(least, self._num_given + fill)
+            least = max(least, self.num_given + fill)
         limit = max(least, math.floor(settings.share * settings.num_prompts * steps))
         return self.num_under_way < limit
-
-    def put(self, searcher: int, results: Sequence[Result]) -> None:
-        """Accept the results of finished tickets: all of them, or none.
-
-        Raises:
-            ValueError: a result is inconsistent, or its ticket was never issued.
-        """
-        for result in results:
-            check_result(result)
-        with self._lock:
-            for result in results:
-                if result.number >= self._next:
-                    raise ValueError(f"ticket {result.number} was not issued; take tickets first")
-            for result in results:
-                self._accept(searcher, result)
 
     def _accept(self, searcher: int, result: Result) -> None:
         number, record = result.number, self._searchers[searcher]
@@ -286,30 +322,30 @@ class Owner:
         with self._lock:
             self._step, self._num_fresh = step, num_fresh
 
-    def allow(self, count: int, version: int) -> None:
-        """Let searchers begin `count` sampled tickets, with this version only (driver=sync)."""
+    def allow(self, total: int, version: int) -> None:
+        """Let searchers begin sampled tickets with this version only (driver=sync).
+
+        Args:
+            total: number of sampled tickets that may begin, from the beginning of the run.
+        """
         with self._lock:
-            self._allowed = count, version
-            self._most_each = -(-(count + self.num_given_left) // len(self._searchers))
+            self._allowed = total, version
+            left = total - self._num_begun + len(self._again) + self.num_given_left
+            self._most_each = max(1, -(-left // len(self._searchers)))
 
     @property
     def is_done(self) -> bool:
         """Whether all allowed and all given tickets have results (driver=sync)."""
         with self._lock:
-            has_left = self._allowed is not None and self._allowed[0] > 0
+            has_left = self._allowed is not None and self._num_begun < self._allowed[0]
             return not (has_left or self._again or self._open or self.num_given_left)
-
-    @property
-    def num_given(self) -> int:
-        """Number of tickets with given responses."""
-        return self._num_given
 
     @property
     def num_given_left(self) -> int:
         """Number of tickets with given responses that have no result yet."""
         with self._lock:
-            begun = sum(n < self._num_given for n in (*self._again, *self._open))
-            return max(0, self._num_given - self._next) + begun
+            begun = sum(n < self.num_given for n in (*self._again, *self._open))
+            return max(0, self.num_given - self._next) + begun
 
     @property
     def num_sampled(self) -> int:
@@ -330,96 +366,98 @@ class Owner:
             counts = {"waiting": self._num_waiting, "lost": self._num_lost}
             return {"generated": generated, **counts}
 
-    def take_evaluation(self, searcher: int) -> EvaluationTicket | None:
-        """Return the evaluation shard that this searcher must work on; None if there is none."""
-        return self.evaluations.take(searcher)
-
-    def put_evaluation(
-        self, searcher: int, ticket: EvaluationTicket, shard: EvaluationShard | None
-    ) -> None:
-        """Accept a shard; None: the searcher has no weights of its version."""
-        self.evaluations.put(searcher, ticket, shard)
-
     # Searchers of other processes.
 
-    def join(self, request: JoinRequest) -> JoinResponse:
+    def join(self, searchers: Sequence[int], host: str, identity: str) -> Joined:
         """Let a process run searchers; open tickets of their previous processes are lost.
 
         A process without searchers receives only whether the run has ended.
+
+        Args:
+            host: name of the process and its machine, for log lines.
+            identity: digest of the code and ID of the run in that process.
+
+        Raises:
+            RunEnded: the run has ended. ValueError: the process may not search.
         """
         with self._lock:
             if self.has_ended:
-                return JoinResponse(refusal=RUN_ENDED)
-            if refusal := self._refusal(request):
-                self._log(f"{request.host} may not search: {refusal}")
-                return JoinResponse(refusal=refusal)
-            for searcher in request.searchers:
-                self._lose(searcher)
+                raise RunEnded("the run has ended")
+            refusal = ""
+            if unknown := [i for i in searchers if i not in self.remote_searchers]:
+                refusal = f"searchers {unknown} are not among {self.remote_searchers}"
+            elif searchers and identity != self.settings.identity:
+                refusal = f"its code and run are {identity}, wanted {self.settings.identity}"
+            if refusal:
+                self._log(f"{host} may not search: {refusal}")
+                raise ValueError(
+                    f"{refusal}. Start the same command, with the same version of tba_jax, on "
+                    "every machine"
+                )
+            for searcher in searchers:
+                self.lose(searcher)
                 record = self._searchers[searcher]
-                record.host, record.last_message_s = request.host, self._clock()
+                record.host, record.last_message_s = host, self._clock()
                 record.is_connected, record.is_lost = True, False
                 record.idle_before_s = record.idle_s
                 record.num_joins += 1
                 verb = "joined again" if record.num_joins > 1 else "joined"
-                self._log(f"searcher {searcher} on {request.host} {verb}")
-            return JoinResponse(self.settings.epoch, self._version, self._run_clock())
+                self._log(f"searcher {searcher} on {host} {verb}")
+            return Joined(self.settings.epoch, self.version, self._run_clock())
 
-    def _refusal(self, request: JoinRequest) -> str:
-        """Return why a process may not search; "" if it may."""
-        if unknown := [i for i in request.searchers if i >= len(self._searchers)]:
-            return (
-                f"there is no searcher {unknown[0]}: the run has {len(self._searchers)} "
-                "searchers. Start the same command on every machine"
+    def answer(self, data: bytes) -> bytes:
+        """Respond to a searcher of another process: `put`, `beat` and `take` in one message.
+
+        Raises:
+            RunEnded: the run has ended. ValueError: the message or a result is invalid.
+            Rewind: the searcher joined an earlier owner.
+        """
+        request, results = unpack_request(data)
+        if self.has_ended:
+            raise RunEnded("the run has ended")
+        if request["epoch"] != self.settings.epoch:
+            raise Rewind(
+                "the trainer was restored from a checkpoint; responses that the checkpoint does "
+                "not hold are sampled again"
             )
-        for name, wanted in self.settings.identity.items() if request.searchers else ():
-            found = request.identity.get(name, "(absent)")
-            if found != wanted:
-                return (
-                    f"its {name} is {found}, and the {name} of the trainer is {wanted}. Install "
-                    "the same version on every machine, or point both to the same files"
-                )
-        return ""
-
-    def beat(self, searcher: int, heartbeat: Heartbeat) -> None:
-        """Record a message of a searcher; a searcher that counted as lost is back."""
-        with self._lock:
-            record, now = self._searchers[searcher], self._clock()
-            if record.is_lost:
-                silent_s = now - record.last_message_s
-                self._log(f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s")
-            record.last_message_s, record.is_lost, record.is_connected = now, False, True
-            record.idle_s = record.idle_before_s + heartbeat.idle_s
-            record.wants_stop = heartbeat.wants_stop
-            self._decoded = self._decoded.plus(heartbeat.decoded)
-
-    def note_idle(self, searcher: int, idle_s: float) -> None:
-        """Set the idle time of a searcher of this process, in seconds since the process began."""
-        record = self._searchers[searcher]
-        record.idle_s = record.idle_before_s + idle_s
+        idle_s, decoded, wants_stop = request["heartbeat"]
+        searcher = request["searcher"]
+        self.put(searcher, results)
+        self.beat(searcher, Heartbeat(idle_s, DecodeCounts(*decoded), wants_stop))
+        demand = (request[name] for name in ("free", "version", "held", "is_evaluating"))
+        work = self.take(searcher, *demand)
+        response = {
+            "version": self.version,
+            "evaluated": self.evaluations.versions,
+            "retry_s": max(_RETRY_S, self.num_connected / _MAX_REQUESTS_PER_S),
+        }
+        return pack_work(response, work)
 
     def lose_silent(self) -> bool:
-        """Count searchers over the heartbeat timeout as lost; return whether any was lost."""
+        """Count searchers over the heartbeat timeout as lost; return whether any was lost.
+
+        If this process was suspended, searchers get the timeout again to send a heartbeat.
+        """
         with self._lock:
             now, limit_s, found = self._clock(), self.settings.heartbeat_timeout_s, False
+            was_suspended = not 0 <= now - self._looked_s <= limit_s / 2
+            self._looked_s = now
             for searcher, record in enumerate(self._searchers):
-                if record.is_connected and now - record.last_message_s > limit_s:
+                if was_suspended:
+                    record.last_message_s = now
+                elif record.is_connected and now - record.last_message_s > limit_s:
                     count = sum(each.searcher == searcher for each in self._open.values())
                     self._log(
                         f"searcher {searcher} on {record.host} is lost: no message for "
                         f"{now - record.last_message_s:.0f} s. Its {count} open tickets are issued "
                         "again"
                     )
-                    self._lose(searcher)
+                    self.lose(searcher)
                     found = True
             return found
 
-    def lose(self, searchers: Sequence[int]) -> None:
-        """Count these searchers as lost at once, because their process has ended."""
-        with self._lock:
-            for searcher in searchers:
-                self._lose(searcher)
-
-    def _lose(self, searcher: int) -> None:
+    def lose(self, searcher: int) -> None:
+        """Issue the open tickets of a searcher again; its process has ended or is silent."""
         record = self._searchers[searcher]
         if not record.is_connected:
             return
@@ -432,24 +470,15 @@ class Owner:
         self.evaluations.lose(searcher)
 
     def _count_lost(self, number: int, count: int) -> None:
-        if number >= self._num_given:
+        if number >= self.num_given:
             self._num_lost += count * self.settings.samples_per_prompt
-
-    def set_version(self, version: int) -> None:
-        """Announce the newest complete policy version to searchers of other processes."""
-        with self._lock:
-            self._version = version
-
-    @property
-    def version(self) -> int:
-        """Newest announced policy version."""
-        return self._version
 
     @property
     def wants_stop(self) -> bool:
-        """Whether the process of any connected searcher received a stop signal."""
+        """Whether another process of the run received a stop signal."""
         with self._lock:
-            return any(each.wants_stop and each.is_connected for each in self._searchers)
+            searchers = any(each.wants_stop and each.is_connected for each in self._searchers)
+        return searchers or (self.steps is not None and self.steps.wants_stop)
 
     @property
     def num_connected(self) -> int:
@@ -469,14 +498,15 @@ class Owner:
             return [i for i in self.remote_searchers if not self._searchers[i].is_connected]
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the searchers of other processes by name."""
+        """Return metrics of the searchers of other processes by name; {} without them."""
+        if not self.remote_searchers:
+            return {}
         with self._lock:
-            joins = [each.num_joins for each in self._searchers]
             figures = {
                 "fleet/hosts": len({x.host for x in self._searchers if x.is_connected}),
                 "fleet/searchers": self.num_connected,
                 "fleet/slots": len(self.remote_searchers),
-                "fleet/joins": sum(joins),
+                "fleet/joins": sum(each.num_joins for each in self._searchers),
                 "fleet/searchers_lost": self._num_searchers_lost,
                 "fleet/lost": self._num_lost // self.settings.samples_per_prompt,
                 "fleet/duplicates": self._num_duplicates,
@@ -505,7 +535,7 @@ class Owner:
         return [each.idle_s for each in self._searchers]
 
     def take_decode_counts(self) -> DecodeCounts:
-        """Return the counts of searchers in other processes since the last call."""
+        """Return the decode counts of all searchers since the last call."""
         with self._lock:
             counts, self._decoded = self._decoded, DecodeCounts()
             return counts
@@ -519,7 +549,8 @@ class Owner:
             position = {
                 "next": self._next,
                 "open": sorted([*self._open, *self._again]),
-                "num_given": self._num_given,
+                "num_begun": self._num_begun,
+                "num_given": self.num_given,
                 "num_generated": self._num_generated,
                 "num_lost": self._num_lost,
                 "num_skipped": self.num_skipped,
@@ -535,9 +566,29 @@ class Owner:
             self._results = {result.number: result for result in results}
             self._num_bytes = sum(result.num_bytes for result in results)
             self._next, self._again, self._open = position["next"], list(position["open"]), {}
-            self._num_given = position["num_given"]
+            self._num_begun, self.num_given = position["num_begun"], position["num_given"]
             self._num_generated, self._num_lost = position["num_generated"], position["num_lost"]
             self.num_skipped = position["num_skipped"]
             self.decoded_tokens = position["decoded_tokens"]
             for record, idle_s in zip(self._searchers, position["idle_s"], strict=False):
                 record.idle_s = record.idle_before_s = idle_s
+
+
+def owner_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
+    """Return the channel handlers of an owner.
+
+    Args:
+        owner: returns the owner; None before there is one.
+    """
+
+    def ready() -> Owner:
+        found = owner()
+        if found is None:
+            raise NotReady("the trainer is starting, or has failed; its output has the cause")
+        return found
+
+    return {
+        "join": lambda data: json.dumps(ready().join(*json.loads(data))).encode(),
+        "search": lambda data: ready().answer(data),
+        "step": lambda data: ready().steps.request(*json.loads(data)),
+    }

@@ -31,9 +31,10 @@ from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
 from tba_jax.models.transformer import abstract_params
 from tba_jax.remote.channel import HEARTBEAT_S
+from tba_jax.remote.client import Client
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
-from tba_jax.remote.step_server import StepClient
+from tba_jax.remote.steps import Steps, StepSettings
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.host_state import HostState, RunClock, check_facts
@@ -46,7 +47,7 @@ from tba_jax.run.model_parts import (
     make_step_settings,
     make_step_shardings,
 )
-from tba_jax.run.peers import Peer
+from tba_jax.run.peers import OwnerServer, Peer
 from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
 from tba_jax.run.search_parts import (
     build_judging,
@@ -65,7 +66,6 @@ from tba_jax.tasks.registry import entry_of
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, make_init_state
 from tba_jax.train.step import make_reference_pass, make_train_step
-from tba_jax.train.step_plan import Decide, OwnBatches, Peers, received
 from tba_jax.train.trainer import Trainer
 from tba_jax.weights.folder import WeightFolder
 from tba_jax.weights.memory import Weights
@@ -323,7 +323,6 @@ def build_trainer(
     state: TrainState,
     base: Any,
     buffer: ReplayBuffer,
-    decide: Decide,
     weights: Weights | WeightFolder,
 ) -> Trainer:
     """Build the trainer of a process.
@@ -355,26 +354,26 @@ def build_trainer(
         state=state,
         train_step=train_step,
         weights=weights,
-        decide=decide,
         # After a reset, log-probs that were stored would be those of another reference.
         keep_references=None if shared.config.reference.reset_period else buffer.keep_references,
         clock=shared.clock,
     )
 
 
-def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers | None) -> OwnBatches:
-    """Return the source of batches in the process that owns the buffer."""
+def make_steps(shared: Shared, buffer: ReplayBuffer) -> Steps:
+    """Return the decisions on the steps of all trainer processes."""
     config = shared.config
-    return OwnBatches(
-        buffer,
-        make_layout(config, shared.tokenizer, shared.sites.trainer.mesh),
+    settings = StepSettings(
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,
         # Without newer weights a bound would admit no tickets, and no step would follow.
         needs_versions=config.replay.max_staleness > 0,
-        peers=peers,
+        processes=shared.cluster.members[1:],
+        timeout_s=config.log.watchdog_s,
     )
+    layout = make_layout(config, shared.tokenizer, shared.sites.trainer.mesh)
+    return Steps(settings, buffer, layout)
 
 
 def step_job(batch: Batch) -> tuple[str, tuple[int, ...]]:
@@ -428,10 +427,6 @@ def build(
         weights = _open_weights(shared, start, publishing, lambda: evaluations.versions)
         search = build_searchers(shared, weights, judging)
         buffer = make_buffer(config)
-        if isinstance(link, StepClient):
-            decide = received(link.wait)
-        else:
-            decide = own_batches(shared, buffer, link).decide
         trainer = build_trainer(
             shared,
             step=step,
@@ -439,7 +434,6 @@ def build(
             state=start.state,
             base=start.base,
             buffer=buffer,
-            decide=decide,
             weights=weights,
         )
         owner, searchers = None, ()
@@ -447,7 +441,9 @@ def build(
             owner = make_owner(shared, buffer, evaluations, start, progress.note)
             searchers = tuple(Searcher(parts, owner) for parts in search.parts)
         parts = (search, buffer, trainer, evaluator, weights, owner, searchers, logs, ahead)
-        run = Run(shared, *parts, link=link)
+        server = link if isinstance(link, OwnerServer) else None
+        client = link if isinstance(link, Client) else None
+        run = Run(shared, *parts, server=server, client=client)
         restore(run, start.host_state)
         undo.pop_all()
         return run
@@ -498,8 +494,9 @@ def make_owner(
     return Owner(
         settings,
         buffer,
-        make_prompts(shared),
+        make_prompts(shared).from_number,
         evaluations,
+        make_steps(shared, buffer),
         given=given,
         clock=time.monotonic,
         run_clock=shared.clock,

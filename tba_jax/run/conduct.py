@@ -24,10 +24,10 @@ from tba_jax.report.process import ReportProcess
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run.build import build
 from tba_jax.run.callbacks import Callbacks
-from tba_jax.run.drivers import drive_async, drive_sync, follow
 from tba_jax.run.errors import OutOfMemory, out_of_memory
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
+from tba_jax.run.loop import train
 from tba_jax.run.peers import Peer
 from tba_jax.run.run import Run
 from tba_jax.run.shared import make_task
@@ -66,13 +66,13 @@ def conduct(
         display = make_display(config, start_s, console)
     run = _open(config, workdir, cluster, start_s, hold, display, link, callbacks)
     try:
-        _drive(run, interrupted)
-        # Save before the final evaluation, which may take long or fail. A run that is killed
-        # during the final evaluation repeats it.
-        run.save()
+        if begun := run.trainer.step_index:
+            resume_display(run.logs.progress, run.shared.workdir)
+            run.logs.progress.note(
+                f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
+            )
+        train(run, interrupted)
         is_finished = run.trainer.step_index >= config.num_steps
-        if is_finished:
-            _evaluate_at_the_end(run)
         run.logs.progress.phase("saving")
         run.shared.checkpoints.wait()
     except BaseException as error:
@@ -136,25 +136,6 @@ def _open(
         raise
 
 
-def _drive(run: Run, interrupted: Callable[[], bool]) -> None:
-    """Run the driver until the last step or an interruption."""
-    config, begun = run.config, run.trainer.step_index
-    if begun:
-        resume_display(run.logs.progress, run.shared.workdir)
-        run.logs.progress.note(
-            f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
-        )
-        if run.evaluated.before is None:
-            run.evaluate_start_model()
-    # With searchers in other processes, the driver also evaluates the final policy.
-    has_others = run.owner is None or bool(run.owner.remote_searchers)
-    if begun < config.num_steps or has_others:
-        drive = drive_sync if config.driver == "sync" else drive_async
-        if run.shared.is_follower:
-            drive = follow
-        drive(run, interrupted)
-
-
 def resume_display(progress: ProgressDisplay, workdir: Path) -> None:
     """Show metrics that earlier processes of the run logged."""
     progress.resume(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics))
@@ -175,13 +156,6 @@ def _writers(config: Config, workdir: Path) -> list[Any]:
             )
         )
     return writers
-
-
-def _evaluate_at_the_end(run: Run) -> None:
-    """Evaluate the start model and the final policy, unless they are already evaluated."""
-    if run.evaluated.before is None:
-        run.evaluate_start_model()
-    run.evaluate_last()
 
 
 def write_report_json(run: Run) -> dict[str, Any]:

@@ -2,50 +2,226 @@
 """The training loop: publish weights, merge responses, draw a batch, update, log, evaluate, save.
 
     every `sync_period` steps:  trainer.publish()   new weights, numbered by the step
-                                search.published()  synchronous: evaluate, sample new responses
-                                search.merge()      finished responses -> replay buffer
-                                search.merged()     asynchronous: request an evaluation
-    every step:                 trainer.step()      draw groups, loss, gradient, update
+                                published()         synchronous: evaluate, sample new responses
+                                merge()             finished responses -> replay buffer
+                                merged()            asynchronous: request an evaluation
+    every step:                 source.step()       plan and batch of the owner
+                                trainer.step()      loss, gradient, update
                                 log and save
 
-Both drivers run this loop. They differ in sampling: `drivers.SynchronousSearch` samples on this
-thread between publication and merge; with `drivers.AsynchronousSearch` searchers sample
-concurrently, on threads of this process or in other processes. With several trainer processes, each
-process runs this loop. All of them take part in each publication, step and checkpoint, as the
-StepPlan decides.
+Every trainer process runs `Loop.train`. `source` is the owner in its process and a client in the
+other processes, which are `Loop` itself. driver=sync (`SyncLoop`) alternates search and training on
+one thread: bit-reproducible, with any number of searchers. With `search.exact_lag=D` a merge takes
+the tickets of the publication D publications ago. driver=async (`AsyncLoop`): searchers sample
+concurrently, on threads of this process or in other processes. Trainer and searchers wait for each
+other only with `replay.max_staleness` and `replay.pace`.
 
+Invariant: an asynchronous loop ends with a save or with the first failure, and every wait for a
+thread has a time limit (tests/integration/test_async_loop.py).
 Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and algorithm 1.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.config.advice import Times
+from tba_jax.devices.cluster import CONTINUE, PeerError
+from tba_jax.devices.placement import MODES
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.flow.layout import Batch
 from tba_jax.flow.tickets import Report, summarise
-from tba_jax.run.errors import StarvedError
+from tba_jax.flow.trajectory import Draw
+from tba_jax.remote.channel import HEARTBEAT_S
+from tba_jax.remote.messages import Heartbeat, StepPlan
+from tba_jax.run.errors import FleetError, StarvedError, Watchdog
+from tba_jax.run.peers import OwnerServer
 from tba_jax.run.run import Run
+from tba_jax.run.search_process import POLL_S, STOP_S, SearchProcess, search_in_job, search_workers
+from tba_jax.train.metrics import low_ess_warnings
 from tba_jax.train.trainer import Finished
+from tba_jax.weights.memory import DELIVERY_S, Weights
+
+_WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the first measurements
+# A run counts as starved after it has merged this many batches of groups without a step. The number
+# is large because a policy that repeats its responses may add few new ones for some time.
+_STARVED_BATCHES = 20
+_NO_SEARCHER_S = 300.0  # longest wait for a searcher that evaluates the final policy
 
 
-class Search:
-    """Search during the training loop; the base class of the searches of both drivers.
+def train(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Train until the last step or an interruption, save, and evaluate the final policy.
+
+    All trainer processes of the run call this function.
+
+    Args:
+        interrupted: returns True if the run must stop; called between steps.
+
+    Raises:
+        StarvedError: no batch can be drawn. NonFiniteError: loss or gradient is not finite.
+        WorkerError: a searcher or the weight poller failed; its cause has the traceback.
+        PeerError: another process of the run does not respond.
+    """
+    kind = Loop
+    if run.owner is not None:
+        kind = SyncLoop if run.config.driver == "sync" else AsyncLoop
+    loop = kind(run, interrupted)
+    workers: list[Worker] = []
+    try:
+        loop.open()
+        workers = loop.workers()
+        for worker in workers:
+            worker.start()
+        loop.train()
+        # Save before the final evaluation, which may take long or fail.
+        run.save()
+        if run.trainer.step_index >= run.config.num_steps:
+            loop.evaluate_last()
+        loop.close(has_failed=False)
+    except BaseException:
+        # Stop all workers first, so that no later failure hides the first failure.
+        loop.stop.set()
+        loop.close(has_failed=True)
+        run.shared.rewards.close()  # ends a `score` call that waits for a reward
+        raise
+    finally:
+        # Join the workers: a thread in native code may crash when the interpreter ends.
+        loop.stop.set()
+        deadline = time.monotonic() + STOP_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+    loop.stop.check()
+
+
+class Loop:
+    """The loop of a trainer process that does not own the replay buffer; the base of the others.
 
     Attributes:
-        publishes_first: whether the loop begins with a publication; if not, `begin` has published.
+        stop: stop flag of the workers of this process.
+        plan: plan of the last step.
     """
 
-    publishes_first = True
+    def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
+        self.run = run
+        self.stop = StopFlag()
+        self.plan = StepPlan()
+        self._interrupted = interrupted
+        self._is_sync = run.config.driver == "sync"
+        self._newest_eval = run.evaluated.last_eval_step
+        self._ended = StopFlag()  # set when the owner reports the end of the run
 
-    def begin(self, interrupted: Callable[[], bool]) -> list[Report]:
+    def wants_stop(self) -> bool:
+        """Return whether this process, or a process that reports to it, received a stop signal."""
+        return self._interrupted()
+
+    def open(self) -> None:
+        """Prepare the workers."""
+        if self.run.client is not None:
+            self.run.client.check = self.stop.check
+
+    def workers(self) -> list[Worker]:
+        """Return the workers: the searchers of this process, else the delivery of weights."""
+        if self.run.search.parts:
+            return [Worker("search-process", self._search, self.stop)]
+        if self._is_sync:
+            return []
+        return [Worker("weight-poller", lambda: self.run.weights.poll(DELIVERY_S), self.stop)]
+
+    def _search(self) -> bool:
+        """Search until the owner reports the end of the run."""
+        run, client = self.run, self.run.client
+        assert client is not None and isinstance(run.weights, Weights), "a pod searches in memory"
+        process = SearchProcess(run.shared, run.search, run.weights, self.wants_stop)
+        search_in_job(process, client, self._ended)
+        self._ended.set()
+        while not self.stop.wait(POLL_S):  # this worker has nothing else to do
+            pass
+        return True
+
+    def train(self) -> None:
+        """Train until the last step or an interruption."""
+        run, trainer = self.run, self.run.trainer
+        if not self._is_sync:
+            trainer.publish()
+        reports = self.begin()
+        extra: dict[str, Any] = {}  # metrics between two steps, for the next metrics line
+        extras: dict[int, dict[str, Any]] = {}  # of launched steps whose results are not read
+        self.plan = StepPlan(sync=self._is_sync and not trainer.step_index % run.config.sync_period)
+        while trainer.step_index < run.config.num_steps:
+            self.check()
+            if self.plan.sync:
+                if self.plan.publish:
+                    extra["sync/publish_s"] = trainer.publish()
+                    extra["sync/version"] = trainer.step_index
+                    self.published(trainer.step_index)
+                extra["sync/deliver_s"] = run.weights.delivery_s
+                merge_start = run.clock()
+                reports += self.merge()
+                extra["sync/merge_s"] = run.clock() - merge_start
+                self.merged(trainer.step_index)
+            if not trainer.step(self._decide):
+                if self.plan.stop:
+                    break
+                reports += self.no_batch()
+                continue
+            extras[trainer.step_index] = extra | self.stepped() | summarise(reports)
+            extra, reports = {}, []
+            # The results of an asynchronous step are read after the next step was launched.
+            is_read_late = not self._is_sync and not self.plan.save
+            self._log(trainer.finished(pending=int(is_read_late)), extras)
+            if self.plan.save:
+                run.save()
+        self._log(trainer.finished(), extras)
+
+    def _decide(self) -> tuple[Batch | None, Sequence[Draw]]:
+        run = self.run
+        source = run.owner or run.client
+        assert source is not None, "every process has an owner or a client"
+        self.plan, batch, draws = source.step(
+            run.trainer.step_index, self.wants_stop, lambda: run.weights.is_publishing
+        )
+        return batch, draws
+
+    def _log(self, finished: Sequence[Finished], extras: dict[int, dict[str, Any]]) -> None:
+        """Log steps whose results have arrived.
+
+        Args:
+            extras: metrics of publications, merges and searchers by step; those of `finished`
+                leave.
+        """
+        run = self.run
+        for step, values, shown in finished:
+            extra = extras.pop(step)
+            run.clock.note_step()
+            run.samples.add_step(step, shown)
+            idle = [] if run.owner is None else run.owner.idle_s
+            times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
+            for line in run.advice.lines(run.config, step, {**values, **extra}, times):
+                run.logs.progress.note(line)
+            values = values | run.callbacks(step, values)
+            if run.owner is not None:
+                extra["search/skipped_prompts"] = run.owner.num_skipped
+            facts = {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
+            run.logs.metrics.write(step, facts)
+            run.shared.checkpoints.check()
+            if run.hold is not None:
+                run.hold.check()
+
+    def begin(self) -> list[Report]:
         """Prepare the first step; return the reports of responses that were merged."""
-        del interrupted
+        self.merged(self.run.trainer.step_index)
         return []
 
     def check(self) -> None:
-        """Raise the failure of a searcher."""
+        """Raise the failure of a worker."""
+        self.stop.check()
 
-    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
+    def published(self, step: int) -> None:
         """Process a publication, before the merge."""
+        if self._is_sync:  # else a worker delivers, and a wait for storage would stop the trainer
+            self.run.weights.poll()
+            self._keep(step)
 
     def merge(self) -> list[Report]:
         """Move finished responses into the buffer; return their reports."""
@@ -53,6 +229,14 @@ class Search:
 
     def merged(self, step: int) -> None:
         """React to the merge of a publication."""
+        if not self._is_sync:
+            self._keep(step)
+
+    def _keep(self, step: int) -> None:
+        """Keep the weights of version `step` for the searchers, if it will be evaluated."""
+        if self.run.is_evaluation_due(step, self._newest_eval):
+            self._newest_eval = step
+            self.run.weights.keep(step)
 
     def no_batch(self) -> list[Report]:
         """Merge more responses for a batch and return their reports, or raise StarvedError."""
@@ -62,101 +246,363 @@ class Search:
         """React to a step; return metrics of the searchers."""
         return {}
 
+    def evaluate_last(self) -> None:
+        """Publish the final policy for its evaluation, and wait until the owner has ended."""
+        run, step = self.run, self.run.trainer.step_index
+        if run.evaluated.last_eval_step < step:
+            run.trainer.publish()
+            run.weights.keep(step)
+            run.weights.poll()
 
-def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
-    """Train until the last step or an interruption.
-
-    Args:
-        interrupted: returns True if the run must stop; called between steps.
-
-    Raises:
-        StarvedError: no batch can be drawn.
-        NonFiniteError: loss or gradient is not finite.
-        WorkerError: a searcher failed.
-    """
-    trainer, num_steps = run.trainer, run.config.num_steps
-    reports = search.begin(interrupted)
-    extra: dict[str, Any] = {}  # metrics between two steps, for the next metrics line
-    extras: dict[int, dict[str, Any]] = {}  # metrics of launched steps whose results are not read
-    publishes = search.publishes_first
-    is_sync_due = publishes and trainer.step_index % run.config.sync_period == 0
-    while trainer.step_index < num_steps and not stops(run, interrupted):
-        search.check()
-        step = trainer.step_index
-        if is_sync_due:
-            is_sync_due = False
-            if publishes:
-                extra["sync/publish_s"] = trainer.publish()
-                extra["sync/version"] = step
-                search.published(step, interrupted)
-            extra["sync/deliver_s"] = run.weights.delivery_s
-            merge_start = run.clock()
-            reports += search.merge()
-            extra["sync/merge_s"] = run.clock() - merge_start
-            search.merged(step)
-        if not trainer.step(lambda: run.is_interrupted(interrupted)):
-            reports += search.no_batch()
-            continue
-        is_sync_due, publishes = trainer.plan.sync, trainer.plan.publish
-        extras[trainer.step_index] = extra | search.stepped() | summarise(reports)
-        extra, reports = {}, []
-        # The results of an asynchronous step are read after the next step was launched.
-        is_read_late = run.config.driver == "async" and not trainer.plan.save
-        log_finished(run, trainer.finished(pending=int(is_read_late)), extras)
-        if trainer.plan.save:
-            run.save()
-    log_finished(run, trainer.finished(), extras)
+    def close(self, *, has_failed: bool) -> None:
+        """End the search; in the owner's process, notify all searchers."""
+        while not has_failed and self.run.search.parts and not self._ended.wait(POLL_S):
+            self.check()  # searchers work on evaluation shards until the owner has ended
+        self._ended.set()
 
 
-def log_finished(run: Run, finished: Sequence[Finished], extras: dict[int, dict[str, Any]]) -> None:
-    """Log steps whose results have arrived.
+class OwnerLoop(Loop):
+    """The loop of the process that owns the replay buffer; the base of both drivers."""
 
-    Args:
-        extras: metrics of publications, merges and searchers by step; those of `finished` leave.
-    """
-    for each in finished:
-        after_step(run, each, extras.pop(each.step))
+    def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
+        super().__init__(run, interrupted)
+        assert run.owner is not None, "this process owns the buffer"
+        self.owner = run.owner
+        self._num_tickets = run.config.batch.num_prompts * run.config.sync_period
+        if self.owner.remote_searchers:
+            run.sections["fleet"] = lambda: {
+                **{k.removeprefix("fleet/"): v for k, v in self._metrics().items()},
+                "by_searcher": self.owner.searchers(),
+            }
+
+    def _metrics(self) -> dict[str, float]:
+        """Return metrics of the searchers of other processes by name; {} without them."""
+        if self.run.server is None or not self.owner.remote_searchers:
+            return {}
+        restarts = float(self.run.server.num_restarts)
+        return {**self.owner.metrics(), "fleet/trainer_restarts": restarts}
+
+    def wants_stop(self) -> bool:
+        return self._interrupted() or self.owner.wants_stop
+
+    def open(self) -> None:
+        """Let other processes join; wait for all searchers, except in a fleet.
+
+        Raises:
+            PeerError: a process of the job does not join.
+        """
+        run = self.run
+        if isinstance(run.server, OwnerServer):
+            run.server.owner = self.owner
+        if run.trainer.step_index and run.evaluated.before is None:
+            self.owner.evaluations.request(0)  # interrupted before the start model was evaluated
+        if MODES[run.config.placement].has_remote_searchers or not self.owner.absent:
+            return
+        run.logs.progress.phase("waiting for the processes that search")
+        limit_s = run.config.log.watchdog_s
+        deadline = time.monotonic() + limit_s
+        while (absent := self.owner.absent) and not self.wants_stop():
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"searchers {absent} did not join within {limit_s:.0f} s "
+                    f"(config.log.watchdog_s). Look at the output of their processes. {CONTINUE}"
+                )
+            time.sleep(POLL_S)
+
+    def workers(self) -> list[Worker]:
+        if not self.owner.remote_searchers:
+            return []
+        period_s = HEARTBEAT_S / 8
+        return [Worker("heartbeat-check", self.owner.lose_silent, self.stop, idle_s=period_s)]
+
+    def check(self) -> None:
+        self.stop.check()
+        if self.run.server is not None:
+            self.run.server.check()
+
+    def merge(self) -> list[Report]:
+        return self.owner.merge(self.run.trainer.step_index)
+
+    def announce(self) -> None:
+        """Announce the newest delivered version to searchers of other processes."""
+        if (newest := self.run.weights.newest) is not None:
+            self.owner.version = newest
+
+    def stepped(self) -> dict[str, Any]:
+        run = self.run
+        failures = run.search.take_failures().items()
+        return {**self._metrics(), **{f"search/{name}": n for name, n in failures}}
+
+    def evaluate_last(self) -> None:
+        """Publish and evaluate the final policy once; no new tickets begin.
+
+        Raises:
+            FleetError: this process has no searchers, and no other process takes the shards.
+        """
+        run, step = self.run, self.run.trainer.step_index
+        self.owner.evaluations.forget_unbegun()  # those begun end with that of the final policy
+        run.record_evaluations()
+        if run.evaluated.last_eval_step >= step:
+            return
+        run.logs.progress.phase("evaluating the final policy")
+        self.owner.is_sampling = False
+        run.trainer.publish()
+        self._deliver_all()
+        self._evaluate(step)
+
+    def _deliver_all(self) -> None:
+        """Wait until the newest publication has been delivered."""
+        self.run.weights.poll()
+        self.announce()
+
+    def _evaluate(self, version: int) -> None:
+        """Evaluate a version while no searcher samples, and record the result."""
+        run, owner = self.run, self.owner
+        run.weights.keep(version)
+        owner.evaluations.request(version)
+        deadline = time.monotonic() + _NO_SEARCHER_S
+        while owner.evaluations.versions:
+            self.check()
+            if self._is_sync and any([each.evaluate() for each in run.searchers]):
+                continue
+            self.idle()
+            if run.searchers or owner.num_connected:
+                deadline = time.monotonic() + _NO_SEARCHER_S
+            elif time.monotonic() > deadline:
+                raise FleetError(
+                    "no searcher took an evaluation shard of the final policy for "
+                    f"{_NO_SEARCHER_S:.0f} s. The final policy is saved. "
+                    "Start searchers, then run the same command again to evaluate it"
+                )
+        run.record_evaluations()
+
+    def idle(self) -> None:
+        """Wait a moment for other threads and processes."""
+        self.stop.wait(POLL_S)
+
+    def starved(self, why: str) -> StarvedError:
+        """Return the error of a run whose buffer gives no batch, with counts of its responses."""
+        run = self.run
+        counts = {name: n for name, n in run.buffer.ledger().items() if n}
+        return StarvedError(
+            f"no batch of {run.config.batch.num_prompts} prompts can be drawn from the replay "
+            f"buffer: {why}. It holds {run.buffer.num_trajectories} rows "
+            f"({run.buffer.num_bytes:,} of {run.config.replay.max_bytes:,} bytes); responses so "
+            f"far: {counts}. Look at replay.max_bytes, batch.num_prompts and the rejections"
+        )
+
+    def close(self, *, has_failed: bool) -> None:
+        """Notify searchers of the end; after a failure the run may continue in another process."""
+        if not has_failed:
+            self.owner.has_ended = True
+        elif self.run.server is not None:
+            self.run.server.owner = None
 
 
-def after_step(run: Run, finished: Finished, extra: dict[str, Any]) -> None:
-    """Log a step.
+class SyncLoop(OwnerLoop):
+    """driver=sync: searchers sample between a publication and its merge."""
 
-    Args:
-        extra: metrics of publications, merges and searchers since the step before.
-    """
-    step, values, shown = finished
-    run.clock.note_step()
-    run.samples.add_step(step, shown)
-    idle = [] if run.owner is None else run.owner.idle_s
-    times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
-    for line in run.advice.lines(run.config, step, {**values, **extra}, times):
-        run.logs.progress.note(line)
-    values = values | run.callbacks(step, values)
-    if run.owner is not None:
-        extra["search/skipped_prompts"] = run.owner.num_skipped
-    run.logs.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
-    run.shared.checkpoints.check()
-    if run.hold is not None:
-        run.hold.check()
+    def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
+        super().__init__(run, interrupted)
+        config, self._is_stopped = run.config, False
+        per_round = self._num_tickets * config.search.samples_per_prompt
+        rounds = max(config.search.exact_lag + 1, -(-config.search.initial_fill // per_round))
+        self._num_first = rounds * self._num_tickets  # tickets before the first step
+        self.owner.allow(0, -1)
+
+    def wants_stop(self) -> bool:
+        return self._is_stopped or super().wants_stop()
+
+    def begin(self) -> list[Report]:
+        return []
+
+    def published(self, step: int) -> None:
+        """Evaluate the new weights if an evaluation is due, then sample with them."""
+        run = self.run
+        self._deliver_all()
+        if run.is_evaluation_due(step, self._newest_eval):
+            self._newest_eval = step
+            run.logs.progress.phase("evaluating")
+            self._evaluate(step)
+            run.logs.progress.phase("")
+        # The total depends on the step alone: a run that was interrupted while it sampled
+        # continues with the tickets that are left.
+        num_rounds = step // run.config.sync_period
+        self.owner.allow(self._num_first + num_rounds * self._num_tickets, step)
+        self._sample()
+
+    def _sample(self) -> None:
+        """Sample the allowed tickets, after all given responses.
+
+        Raises:
+            PeerError: no result arrives within `log.watchdog_s`.
+        """
+        run, owner = self.run, self.owner
+        limit_s, before = run.config.log.watchdog_s, -1
+        deadline = time.monotonic() + limit_s
+        while not owner.is_done:
+            self.check()
+            if self.wants_stop():
+                self._is_stopped = True
+                return
+            if any([f() for each in run.searchers for f in (each.step, each.grade)]):
+                continue
+            if (now := owner.ledger()["generated"]) != before:
+                before, deadline = now, time.monotonic() + limit_s
+            elif time.monotonic() > deadline:
+                raise PeerError(
+                    f"searchers have finished no ticket for {limit_s:.0f} s (config.log.watchdog_s)"
+                    f". Look at the output of their processes. {CONTINUE}"
+                )
+            self.idle()
+
+    def merge(self) -> list[Report]:
+        if self._is_stopped:
+            return []  # the rest of the tickets is sampled and merged by the resumed run
+        most = self._num_tickets if self.run.config.search.exact_lag else None
+        return self.owner.merge(self.run.trainer.step_index, most)
+
+    def merged(self, step: int) -> None:
+        """Nothing to do: the evaluation is over."""
+
+    def no_batch(self) -> list[Report]:
+        raise self.starved("every response of the last tickets was rejected, evicted or aged out")
 
 
-def stops(run: Run, interrupted: Callable[[], bool]) -> bool:
-    """Return whether the run ends after this step.
+class AsyncLoop(OwnerLoop):
+    """driver=async: searchers sample concurrently with the trainer."""
 
-    With several trainer processes no process may stop alone: its next request reports the
-    interruption, and the plan of that step stops all processes.
-    """
-    if run.cluster.num_processes > 1:
-        return run.trainer.plan.stop
-    return run.is_interrupted(interrupted)
+    def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
+        super().__init__(run, interrupted)
+        self._watchdog = Watchdog(run.config.log.watchdog_s)
+        # Pairs of a decoding and a grading thread.
+        self._searching = [search_workers(each, self.stop) for each in run.searchers]
+        self._merged_before = 0  # number of merged groups at the last step
+        self._warn_at: float = run.trainer.step_index + _WARN_AFTER
+        self._newest_eval_version = self._newest_eval
 
+    def workers(self) -> list[Worker]:
+        return [
+            *(worker for pair in self._searching for worker in pair),
+            Worker("weight-poller", self._deliver, self.stop),
+            *super().workers(),
+            Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0),
+        ]
 
-def starved(run: Run, why: str) -> StarvedError:
-    """Return the error of a run whose buffer gives no batch, with the counts of its responses."""
-    counts = {name: n for name, n in run.buffer.ledger().items() if n}
-    return StarvedError(
-        f"no batch of {run.config.batch.num_prompts} prompts can be drawn from the replay buffer: "
-        f"{why}. It holds {run.buffer.num_trajectories} rows ({run.buffer.num_bytes:,} of "
-        f"{run.config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at "
-        "replay.max_bytes, batch.num_prompts and the rejections"
-    )
+    def _deliver(self) -> bool:
+        is_delivered = self.run.weights.poll(DELIVERY_S)
+        self.announce()
+        return is_delivered
+
+    def _deliver_all(self) -> None:
+        self.run.weights.settle()
+        while self.run.weights.newest != self.run.trainer.version:
+            self.check()
+            self.idle()
+        self.announce()
+
+    def begin(self) -> list[Report]:
+        """Wait for the first responses, and request the evaluation of the start model.
+
+        Returns:
+            Reports of the responses that filled the buffer.
+        """
+        run, owner = self.run, self.owner
+        reports: list[Report] = []
+        start = run.clock()
+        run.logs.progress.phase("searchers fill the buffer")
+        while run.trainer.step_index == 0 and (
+            run.buffer.num_trajectories == 0
+            or owner.num_sampled < run.config.search.initial_fill
+            or owner.num_given_left
+        ):
+            self.check()
+            if self.wants_stop():
+                break
+            reports += self.no_batch()
+        # The first step of a process compiles; the display ends the phase after the first step.
+        run.logs.progress.phase("compiling the training step")
+        run.trainer.counters.wait_s += run.clock() - start
+        # Request the evaluation after the fill, so that it does not delay the first responses.
+        self.merged(run.trainer.step_index)
+        return reports + self.merge()
+
+    def published(self, step: int) -> None:
+        """Nothing to do: a worker delivers."""
+
+    def merge(self) -> list[Report]:
+        """Merge the finished responses, and reset the watchdog if responses arrived."""
+        reports = super().merge()
+        if reports:
+            self._watchdog.kick()
+        return reports
+
+    def merged(self, step: int) -> None:
+        """Request an evaluation of the version published at `step`, if one is due."""
+        run = self.run
+        if not run.is_evaluation_due(step, self._newest_eval):
+            return
+        run.weights.settle()  # in memory, this version becomes the newest at once
+        while (version := run.weights.newest) is None:
+            self.check()
+            self.idle()
+        if version <= self._newest_eval_version:
+            return  # the files are not complete; a later publication is evaluated
+        self._newest_eval, self._newest_eval_version = step, version
+        run.weights.keep(version)
+        self.owner.evaluations.request(version)
+
+    def no_batch(self) -> list[Report]:
+        """Wait and merge; raise StarvedError if many merged responses did not fill a batch."""
+        self.stop.wait(POLL_S)
+        reports = self.merge()
+        self._record()
+        config = self.run.config
+        first = -(-config.search.initial_fill // config.search.samples_per_prompt)
+        merged = self.owner.num_merged - self._merged_before
+        if merged > _STARVED_BATCHES * max(config.batch.num_prompts, first):
+            raise self.starved(f"{merged:,} groups were merged since the last step")
+        return reports
+
+    def stepped(self) -> dict[str, Any]:
+        run, owner = self.run, self.owner
+        self._merged_before = owner.num_merged
+        owner.note_step(run.trainer.step_index)
+        self._warn()
+        self._record()
+        self._watchdog.kick()
+        for searcher, (decoding, _) in zip(run.searchers, self._searching, strict=True):
+            heartbeat = Heartbeat(decoding.idle_total_s, searcher.decode_counts())
+            owner.beat(searcher.index, heartbeat)
+        extra: dict[str, Any] = {
+            "search/under_way": owner.num_under_way,
+            "search/idle_s": sum(owner.idle_s),
+            **super().stepped(),
+        }
+        counts = owner.take_decode_counts()
+        if counts.slot_steps:
+            extra["search/slot_use"] = counts.tokens / counts.slot_steps
+        if counts.prompt_tokens and run.config.task.environment:
+            extra["search/kept_prefix"] = counts.kept_tokens / counts.prompt_tokens
+        if (lock := run.shared.sites.trainer.lock) is not None:
+            extra["sync/turn_wait_s"] = lock.wait_s
+        return extra
+
+    def idle(self) -> None:
+        self._watchdog.kick()
+        super().idle()
+
+    def _warn(self) -> None:
+        """Log diagnostics once."""
+        trainer = self.run.trainer
+        if trainer.step_index >= self._warn_at:
+            self._warn_at = math.inf
+            has_ratios = self.run.config.objective.built.needs.sampler != "any"
+            spent = low_ess_warnings(trainer.values) if has_ratios else []
+            for line in [*self.run.buffer.warnings(), *spent]:
+                self.run.logs.progress.note(line)
+
+    def _record(self) -> None:
+        """Record finished evaluations; reset the watchdog if an evaluation has finished."""
+        if self.run.record_evaluations():
+            self._watchdog.kick()

@@ -9,6 +9,7 @@ request tickets. The address and the token are exchanged once, when the processe
 import ipaddress
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 
 from tba_jax.config.devices import cpu_devices
@@ -17,11 +18,9 @@ from tba_jax.devices import cluster as clusters
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint
-from tba_jax.remote.owner import Owner
-from tba_jax.remote.search_channel import search_handlers
-from tba_jax.remote.step_server import StepClient, StepServer, step_handlers
+from tba_jax.remote.client import Client
+from tba_jax.remote.owner import Owner, owner_handlers
 from tba_jax.run.errors import UserError
-from tba_jax.train.step_plan import Decision, pack_decision
 
 
 def start_cluster(
@@ -77,74 +76,31 @@ def divide_cpu(num_devices: int) -> None:
 
 
 class OwnerServer:
-    """Channel server of the process that owns the buffer; `Peers` of its trainer.
+    """Channel server of the process that owns the buffer.
 
     Args:
         is_local: whether every process runs on this machine.
         address: host name of this machine that clients try first; "": unknown.
-        trainers: numbers of the other trainer processes.
-        num_restarts: number of trainers of this run that were replaced before.
 
     Attributes:
-        owner: set while searchers may join.
+        num_restarts: number of trainers of this run that were replaced before.
+        owner: set while other processes may call it.
     """
 
     def __init__(
-        self,
-        config: Config,
-        token: str,
-        *,
-        is_local: bool,
-        address: str = "",
-        trainers: Sequence[int] = (),
-        num_restarts: int = 0,
+        self, token: str, *, is_local: bool, address: str = "", num_restarts: int = 0
     ) -> None:
         self.num_restarts = num_restarts
         self.owner: Owner | None = None
-        self._num_trainers = len(trainers)
-        self._address = address
-        self._steps = StepServer(trainers, timeout_s=config.log.watchdog_s)
         self._channel = ChannelServer(
-            {**search_handlers(lambda: self.owner), **step_handlers(self._steps)},
-            token,
-            is_local=is_local,
+            owner_handlers(lambda: self.owner), token, is_local=is_local
         ).start()
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Endpoint at which the other processes reach this process."""
-        found = self._channel.endpoint
-        if not self._address:
-            return found
-        first = f"{self._address}:{self._channel.port}"
-        return found._replace(addresses=tuple(dict.fromkeys([first, *found.addresses])))
-
-    @property
-    def wants_stop(self) -> bool:
-        """Return whether another process of the run received a stop signal."""
-        owner = self.owner
-        return self._steps.wants_stop or (owner is not None and owner.wants_stop)
-
-    @property
-    def is_publishing(self) -> bool:
-        """Whether another trainer process still writes published weights."""
-        return self._steps.is_publishing
-
-    def wait(self, step: int) -> None:
-        """Wait until every trainer process is ready for this step."""
-        self._steps.wait(step)
-
-    def answer(self, step: int, decision: Decision) -> None:
-        """Send the decision on a step to the other trainer processes."""
-        if self._num_trainers:
-            self._steps.answer(step, pack_decision(decision))
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._channel.close()
+        self.endpoint = self._channel.endpoint(address)
+        self.check = self._channel.failure.check
+        self.close = self._channel.close
 
 
-Peer = OwnerServer | StepClient
+Peer = OwnerServer | Client
 """Connection of a process: the owner's channel server, or a channel to the owner."""
 
 
@@ -168,11 +124,9 @@ def connect(
     if owner is None and cluster.number == trainers[0]:
         host = cluster.coordinator.rpartition(":")[0].strip("[]")
         owner = OwnerServer(
-            config,
             secrets.token_hex(16),
             is_local=_is_loopback(host),
             address=host if cluster.number == 0 else "",
-            trainers=trainers[1:],
         )
     mine = None if owner is None else owner.endpoint
     (found,) = [each for each in cluster.gather_json(mine) if each is not None]
@@ -180,7 +134,8 @@ def connect(
         return owner
     endpoint, timeout_s = Endpoint(tuple(found[0]), found[1]), config.log.watchdog_s
     channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, HEARTBEAT_S))
-    return StepClient(channel, cluster.number, timeout_s=timeout_s)
+    host = f"process {cluster.number} on {socket.gethostname()}"
+    return Client(channel, host, process=cluster.number, timeout_s=timeout_s)
 
 
 def _is_loopback(host: str) -> bool:

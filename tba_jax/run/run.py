@@ -11,7 +11,6 @@ checkpoint recorded, the display names it (tests/run/test_logs.py).
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,22 +22,20 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.precompilation import Precompiler
-from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.evaluation.evaluator import Evaluation, Evaluator
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
-from tba_jax.remote.channel import OWNER_TIMEOUT_S
+from tba_jax.remote.client import Client
 from tba_jax.remote.evaluation_queue import Finished
 from tba_jax.remote.owner import Owner
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.writers import MultiWriter, ProgressDisplay
-from tba_jax.run.errors import FleetError
 from tba_jax.run.host_state import HostState, RunClock
 from tba_jax.run.lock import Hold
-from tba_jax.run.peers import OwnerServer, Peer
-from tba_jax.run.search_parts import Search, load_start_weights
+from tba_jax.run.peers import OwnerServer
+from tba_jax.run.search_parts import Search
 from tba_jax.run.shared import Shared
 from tba_jax.search.searcher import Searcher
 from tba_jax.train.trainer import Shown, Trainer
@@ -48,7 +45,6 @@ from tba_jax.weights.memory import Weights
 # Seconds for a background compilation to end: the interpreter must not exit while a thread runs
 # native code.
 COMPILED_S = 30.0
-_POLL_S = 0.01  # seconds between two checks whether an evaluation has ended
 Wanted = Callable[[dict[str, Any]], bool]
 
 MOST_STEPS = 200  # training steps of which responses are written, and as many evaluations
@@ -286,7 +282,8 @@ class Run:
         hold: lock of the work directory; None if another process holds it.
         sections: further sections of the report, by key.
         callbacks: functions of the user, called with (step, values), that return additional values.
-        link: connection to the other processes of the run; None: there is no other process.
+        server: channel server of the owner's process; None without other processes.
+        client: connection to the owner in another process; None in the owner's process.
         advice: finds causes of a slow run and of a run that does not learn.
     """
 
@@ -305,7 +302,8 @@ class Run:
     hold: Hold | None = None
     sections: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]] = lambda step, values: {}
-    link: Peer | None = None
+    server: OwnerServer | None = None
+    client: Client | None = None
     advice: Advice = dataclasses.field(default_factory=Advice)
 
     @property
@@ -352,10 +350,6 @@ class Run:
         for name, part in self.parts().items():
             part.restore(state.parts[name])
         self.last_saved_step = self.trainer.step_index
-
-    def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
-        """Return whether this process, or a process that reports to it, received a stop signal."""
-        return interrupted() or (isinstance(self.link, OwnerServer) and self.link.wants_stop)
 
     def save(self) -> None:
         """Start an asynchronous checkpoint of the trainer's step, unless the step has one.
@@ -406,88 +400,6 @@ class Run:
             return True
         period = self.config.eval.period
         return bool(period) and step // period > newest // period and step < self.config.num_steps
-
-    def request_evaluation(self, version: int) -> None:
-        """Request the evaluation of the newest version."""
-        assert self.owner is not None, "this process owns the buffer"
-        if self.searchers:
-            self.weights.keep(version)
-        self.owner.evaluations.request(version)
-
-    def evaluate_start_model(self) -> None:
-        """Evaluate the start model in a run that was interrupted before this evaluation.
-
-        Does nothing without searchers in this process: `request_start_model` covers that case.
-        """
-        if self.cluster.is_primary and self.search.parts:
-            start_s, tickets = self.clock(), self.evaluator.tickets(0)
-            weights = load_start_weights(self.shared, self.shared.sites.evaluation)
-            answer = self.search.parts[0].evaluator.evaluate
-            shards = [answer(weights, ticket) for ticket in tickets]
-            self._record(Finished(0, self.evaluator.merge(shards), start_s))
-
-    def request_start_model(self) -> None:
-        """Request the evaluation of the start model from searchers of other processes."""
-        assert self.owner is not None, "this process owns the buffer"
-        if self.trainer.step_index and self.evaluated.before is None and not self.searchers:
-            self.owner.evaluations.request(0)
-
-    def evaluate_now(self, version: int) -> None:
-        """Evaluate the newest version while no searcher samples, and record the result.
-
-        All searchers work on shards: those of this process on a thread each, or with driver=sync on
-        this thread.
-
-        Raises:
-            FleetError: this process has no searchers, and no other process takes the shards.
-        """
-        owner = self.owner
-        assert owner is not None, "this process owns the buffer"
-        self.request_evaluation(version)
-        owner.set_version(version)
-        stop, is_sync = StopFlag(), self.config.driver == "sync"
-        workers = [
-            Worker(f"evaluator-{each.index}", each.evaluate, stop)
-            for each in (() if is_sync else self.searchers)
-        ]
-        deadline = time.monotonic() + OWNER_TIMEOUT_S
-        try:
-            for worker in workers:
-                worker.start()
-            while owner.evaluations.versions:
-                stop.check()
-                if is_sync and any([each.evaluate() for each in self.searchers]):
-                    continue
-                stop.wait(_POLL_S)
-                owner.lose_silent()
-                if self.searchers or owner.num_connected:
-                    deadline = time.monotonic() + OWNER_TIMEOUT_S
-                elif time.monotonic() > deadline:
-                    raise FleetError(
-                        "no searcher took an evaluation shard of the final policy for "
-                        f"{OWNER_TIMEOUT_S:.0f} s. The final policy is saved. "
-                        "Start searchers, then run the same command again to evaluate it"
-                    )
-        finally:
-            stop.set()
-            for worker in workers:
-                worker.join(_POLL_S)
-        stop.check()
-        self.record_evaluations()
-
-    def evaluate_last(self) -> None:
-        """Publish and evaluate the final policy once; all processes call this method."""
-        step = self.trainer.step_index
-        if step < self.config.num_steps or self.evaluated.last_eval_step >= step:
-            return
-        self.logs.progress.phase("evaluating the final policy")
-        self.trainer.publish()
-        self.weights.poll()
-        if self.owner is None:
-            self.evaluated.last_eval_step = step
-        else:
-            self.owner.is_sampling = False
-            self.evaluate_now(step)
 
     def abort(self) -> None:
         """Release processes and threads after a failure, with a short wait for storage."""

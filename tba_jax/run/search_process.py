@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searchers for an owner in another process: their process, and the service of the owner.
+"""The searchers of a process whose owner is in another process.
 
-`search` runs in the process of the searchers. `SearchService` is the interface of drivers to the
-searchers of other processes, in the owner's process. The same code builds the searchers of a single
-process and of several. A process that only searches reads published weights from disk; a trainer
-process of a pod also searches, with the weights in its memory.
-
-Invariants: after a rewind no response and no weights of the previous trainer are used. No searcher
-joins before the run is restored, nor after the run has ended (tests/integration/test_fleet.py).
+A process that only searches reads published weights from disk; a trainer process of a pod also
+searches, with the weights in its memory. Invariant: after a rewind no response and no weights of
+the previous trainer are used (tests/integration/test_fleet.py).
 """
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -22,40 +17,29 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
-from tba_jax.devices.cluster import Cluster, PeerError
+from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError
 from tba_jax.devices.device_lock import device_lock_for
-from tba_jax.devices.placement import MODES, PlacementError
+from tba_jax.devices.placement import PlacementError
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.models.shardings import param_shardings
-from tba_jax.remote.channel import HEARTBEAT_S, OWNER_TIMEOUT_S, Unreachable
-from tba_jax.remote.client import Callbacks, Client, Dismissed, Rewind
-from tba_jax.remote.messages import RUN_ENDED, Heartbeat, JoinRequest, JoinResponse, Sender
-from tba_jax.remote.owner import Owner
-from tba_jax.remote.search_channel import RemoteOwner
-from tba_jax.remote.step_server import StepClient
+from tba_jax.remote.channel import Refused, Rewind, RunEnded, Unreachable
+from tba_jax.remote.client import Client
+from tba_jax.remote.messages import Heartbeat
 from tba_jax.run.host_state import RunClock
-from tba_jax.run.peers import OwnerServer
-from tba_jax.run.run import Run
-from tba_jax.run.search_parts import (
-    Search,
-    build_judging,
-    build_searchers,
-    make_stored_weights,
-)
+from tba_jax.run.search_parts import Search, build_judging, build_searchers, make_stored_weights
 from tba_jax.run.shared import Shared, open_shared
 from tba_jax.search.searcher import Searcher
 from tba_jax.weights.folder import StoredWeights
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
 POLL_S = 0.002
-"""Sleep of a searcher's thread that has nothing to do."""
+"""Sleep of a thread that has nothing to do."""
 STOP_S = 10.0
 """Time that threads get to end their current step."""
 _CHECK_S = 0.1  # seconds between two checks whether a worker has failed
 _JOIN_RETRY_S = 0.5  # seconds between two join requests to a trainer that does not respond
-_WAIT_S = 0.02  # seconds between two checks whether searchers have joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +61,6 @@ def open_search_process(
     config: Config,
     workdir: Path,
     searchers: Sequence[int],
-    note: Callable[[str], None],
     *,
     cluster: Cluster | None = None,
     wants_stop: Callable[[], bool] = lambda: False,
@@ -97,7 +80,7 @@ def open_search_process(
         workdir,
         cluster=cluster or Cluster(),
         clock=RunClock(time.perf_counter, time.perf_counter()),  # the join response sets it
-        note=note,
+        note=lambda line: None,
         sites=_fleet_sites(config, searchers[0]) if cluster is None else None,
     )
     plain, mesh = shared.model.config, shared.sites.trainer.mesh
@@ -133,94 +116,67 @@ def _fleet_sites(config: Config, first_searcher: int) -> Sites:
     return Sites(where, where, searching, first_searcher, num_searchers, trains=False)
 
 
-def search(
-    process: SearchProcess,
-    owner: RemoteOwner,
-    host: str,
-    log: Callable[[str], None],
-    stop: StopFlag | None = None,
-) -> str:
-    """Search until the owner dismisses this process; return the reason.
-
-    Args:
-        stop: ends the search when it is set; the reason is then "".
+def search(process: SearchProcess, client: Client, stop: StopFlag) -> None:
+    """Search until the run ends, or `stop` is set.
 
     Raises:
-        WorkerError: a searcher failed.
-        TimeoutError: the trainer does not respond.
+        Refused: the owner refuses this process.
+        WorkerError: a searcher failed. TimeoutError: the trainer does not respond.
     """
-    config = process.shared.config
-    timeout_s = config.log.watchdog_s
-    if MODES[config.placement].has_remote_searchers:
-        timeout_s = 2 * OWNER_TIMEOUT_S
-    stop = StopFlag() if stop is None else stop
     indices = [parts.index for parts in process.search.parts]
-    request = JoinRequest(indices, host, process.shared.identity)
+    last_s = time.monotonic()
     while not stop.is_set():
-        response = _join(owner, request, timeout_s, stop)
-        if response is None:
-            break
-        if response.refusal == RUN_ENDED:
-            # The trainer still computes final results; this process has no more work.
-            return RUN_ENDED
-        if response.refusal:
-            return f"refused: {response.refusal}"
-        process.shared.clock.set(response.run_s)
         try:
-            _search_once(process, owner, response, timeout_s, stop, log)
+            joined = client.join(indices, process.shared.identity)
+            process.shared.clock.set(joined.run_s)
+            _search_once(process, client, joined.version, stop)
+        except RunEnded:
+            return  # the trainer still computes final results; this process has no more work
         except Rewind as rewind:
-            log(str(rewind))
-        except Dismissed as dismissed:
-            return str(dismissed)
-    return ""
+            client.log(str(rewind))
+        except Unreachable as error:
+            if time.monotonic() - last_s > client.timeout_s:
+                raise TimeoutError(
+                    f"the trainer has not responded for {client.timeout_s:.0f} s ({error}). "
+                    f"{CONTINUE}"
+                ) from error
+            stop.wait(_JOIN_RETRY_S)
+            continue
+        last_s = time.monotonic()
 
 
-def search_in_job(
-    process: SearchProcess, link: StepClient, log: Callable[[str], None], stop: StopFlag | None
-) -> None:
+def search_in_job(process: SearchProcess, client: Client, stop: StopFlag) -> None:
     """Search in a process of a job, until the run ends or `stop` is set.
 
     Raises:
         PeerError: the owner of the buffer refuses the searchers.
     """
-    reason = search(process, RemoteOwner(link.channel), link.host, log, stop)
-    if reason and not reason.endswith(RUN_ENDED):
-        raise PeerError(f"{link.host} may not search: {reason}")
+    try:
+        search(process, client, stop)
+    except Refused as error:
+        raise PeerError(f"{client.host} may not search: {error}") from error
 
 
-def _join(
-    owner: RemoteOwner, request: JoinRequest, timeout_s: float, stop: StopFlag
-) -> JoinResponse | None:
-    """Send join requests until the trainer responds; return None if `stop` was set."""
-    deadline = time.monotonic() + timeout_s
-    while not stop.is_set():
-        try:
-            return owner.join(request)
-        except Unreachable as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the trainer has not responded for {timeout_s:.0f} s ({error}). The same "
-                    "command resumes the run"
-                ) from error
-            stop.wait(_JOIN_RETRY_S)
-    return None
-
-
-def _search_once(
-    process: SearchProcess,
-    owner: RemoteOwner,
-    response: JoinResponse,
-    timeout_s: float,
-    outer: StopFlag,
-    log: Callable[[str], None],
-) -> None:
-    """Run the searchers until a client raises Rewind or Dismissed, or `outer` is set."""
+def _search_once(process: SearchProcess, client: Client, version: int, outer: StopFlag) -> None:
+    """Run the searchers until the client raises an error, or `outer` is set."""
     stop = StopFlag()
-    process.weights.reset(response.version)
-    workers = [Worker("weight-reader", lambda: process.weights.poll(DELIVERY_S), stop)]
-    for i, parts in enumerate(process.search.parts):
-        sender = Sender(response.epoch, parts.index)
-        workers += _workers(process, i, sender, owner, stop, timeout_s, log)
+    process.weights.reset(version)
+    client.on_versions = process.weights.announce
+    searchers = [Searcher(parts, client) for parts in process.search.parts]
+    pairs = [search_workers(each, stop) for each in searchers]
+
+    def send() -> bool:
+        for searcher, (decoding, _) in zip(searchers, pairs, strict=True):
+            counts = searcher.decode_counts()
+            heartbeat = Heartbeat(decoding.idle_total_s, counts, process.wants_stop())
+            client.beat(searcher.index, heartbeat)
+        return client.exchange()
+
+    workers = [
+        Worker("weight-reader", lambda: process.weights.poll(DELIVERY_S), stop),
+        *(worker for pair in pairs for worker in pair),
+        Worker("client", send, stop, idle_s=POLL_S),
+    ]
     for worker in workers:
         worker.start()
     try:
@@ -228,7 +184,7 @@ def _search_once(
             pass
         stop.check()
     except WorkerError as error:
-        if isinstance(error.__cause__, Rewind | Dismissed):
+        if isinstance(error.__cause__, Rewind | RunEnded | Refused):
             raise error.__cause__ from None
         raise
     finally:
@@ -238,128 +194,9 @@ def _search_once(
             worker.join(max(0.0, deadline - time.monotonic()))
 
 
-def _workers(
-    process: SearchProcess,
-    i: int,
-    sender: Sender,
-    owner: RemoteOwner,
-    stop: StopFlag,
-    timeout_s: float,
-    log: Callable[[str], None],
-) -> list[Worker]:
-    """Return the workers of one searcher: decoding, grading, messages."""
-
-    def heartbeat() -> Heartbeat:
-        counts = searcher.decode_counts()
-        return Heartbeat(decoding.idle_total_s, counts, process.wants_stop())
-
-    client = Client(
-        sender,
-        owner,
-        Callbacks(heartbeat, process.weights.announce, log),
-        clock=time.monotonic,
-        timeout_s=timeout_s,
-    )
-    searcher = Searcher(process.search.parts[i], client)
-    decoding, grading = search_workers(searcher, stop)
-    sending = Worker(f"client-{sender.searcher}", client.step, stop, idle_s=POLL_S)
-    return [decoding, grading, sending]
-
-
 def search_workers(searcher: Searcher, stop: StopFlag) -> list[Worker]:
     """Return the two workers of a searcher: decoding and grading."""
     return [
         Worker(f"searcher-{searcher.index}", searcher.step, stop, idle_s=POLL_S),
         Worker(f"grader-{searcher.index}", searcher.grade, stop, idle_s=POLL_S),
     ]
-
-
-class SearchService:
-    """Interface of a driver to the searchers of other processes."""
-
-    def __init__(self, run: Run, owner: Owner, server: OwnerServer) -> None:
-        self._run = run
-        self._owner = owner
-        self._server = server
-        run.sections["fleet"] = lambda: {
-            **{name.removeprefix("fleet/"): value for name, value in self.metrics().items()},
-            "by_searcher": owner.searchers(),
-        }
-
-    def open(self) -> None:
-        """Let searchers join; wait for all of them, except in a fleet.
-
-        Raises:
-            PeerError: a process of the job does not join.
-        """
-        self._server.owner = self._owner
-        if MODES[self._run.config.placement].has_remote_searchers:
-            return
-        self._run.logs.progress.phase("waiting for the processes that search")
-        limit_s = self._run.config.log.watchdog_s
-        deadline = time.monotonic() + limit_s
-        while absent := self._owner.absent:
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"searchers {absent} did not join within {limit_s:.0f} s "
-                    "(config.log.watchdog_s). Look at the output of their processes; the same "
-                    "command on every host resumes the run"
-                )
-            time.sleep(_WAIT_S)
-
-    def close(self, *, has_failed: bool) -> None:
-        """Notify searchers of the end of the run.
-
-        After a failure searchers are not notified: the run may continue in another process.
-        """
-        if has_failed:
-            self._server.owner = None
-        else:
-            self._owner.has_ended = True
-
-    def announce(self) -> None:
-        """Announce the newest delivered version."""
-        if (newest := self._run.weights.newest) is not None:
-            self._owner.set_version(newest)
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the searchers by name."""
-        restarts = float(self._server.num_restarts)
-        return {**self._owner.metrics(), "fleet/trainer_restarts": restarts}
-
-    def workers(self, stop: StopFlag) -> list[Worker]:
-        """Return the worker that finds lost searchers."""
-        period_s = HEARTBEAT_S / 8
-        return [Worker("heartbeat-check", self._owner.lose_silent, stop, idle_s=period_s)]
-
-
-class NoSearchService:
-    """`SearchService` of a run whose searchers are all in this process."""
-
-    def announce(self) -> None: ...
-
-    def metrics(self) -> Mapping[str, float]:
-        return {}
-
-    def workers(self, stop: StopFlag) -> list[Worker]:
-        return []
-
-
-@contextlib.contextmanager
-def serving(run: Run) -> Iterator[SearchService | NoSearchService]:
-    """Let searchers of other processes join; notify them when the run ends."""
-    server, owner = run.link, run.owner
-    assert owner is not None, "this process owns the buffer"
-    if not owner.remote_searchers:
-        yield NoSearchService()
-        return
-    assert isinstance(server, OwnerServer), "searchers of other processes join its owner"
-    service = SearchService(run, owner, server)
-    try:
-        service.open()
-        run.request_start_model()
-        yield service
-    except BaseException:
-        service.close(has_failed=True)
-        raise
-    service.close(has_failed=False)

@@ -19,10 +19,9 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError, peer_errors
 from tba_jax.devices.placement import MODES, arrange
 from tba_jax.devices.slices import hosts_of
-from tba_jax.remote.channel import Unreachable
-from tba_jax.remote.messages import RUN_ENDED, JoinRequest
-from tba_jax.remote.search_channel import RemoteOwner
-from tba_jax.remote.step_server import StepClient
+from tba_jax.devices.worker import StopFlag
+from tba_jax.remote.channel import RunEnded, Unreachable
+from tba_jax.remote.client import Client
 from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
@@ -211,7 +210,7 @@ def run_job(
     if link is not None:
         held.callback(link.close)
     if not trains:
-        assert isinstance(link, StepClient)
+        assert isinstance(link, Client)
         _search(config, workdir, cluster, link, roles, interrupted)
         return cluster, None
     trainers = cluster.among(roles.train)
@@ -232,7 +231,7 @@ def _search(
     config: Config,
     workdir: Path,
     cluster: Cluster,
-    link: StepClient,
+    link: Client,
     roles: Roles,
     interrupted: Callable[[], bool],
 ) -> None:
@@ -247,29 +246,29 @@ def _search(
         config,
         workdir,
         searchers,
-        lambda text: None,
         cluster=cluster.alone(),
         wants_stop=interrupted,
     )
     try:
         process.shared.rewards.check()
-        search_in_job(process, link, lambda text: None, None)
+        search_in_job(process, link, StopFlag())
     finally:
         process.shared.rewards.close()
 
 
-def _wait_for_end(link: StepClient, limit_s: float) -> None:
+def _wait_for_end(link: Client, limit_s: float) -> None:
     """Wait until the run ends.
 
     Raises:
         PeerError: the owner does not respond for `limit_s`.
     """
-    owner, last_s = RemoteOwner(link.channel), time.monotonic()
+    last_s = time.monotonic()
     while True:
         try:
-            if owner.join(JoinRequest((), link.host, {})).refusal == RUN_ENDED:
-                return
+            link.join((), "")
             last_s = time.monotonic()
+        except RunEnded:
+            return
         except Unreachable as error:
             if time.monotonic() - last_s > limit_s:
                 raise PeerError(

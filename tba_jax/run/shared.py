@@ -357,13 +357,13 @@ class Shared:
         )
 
     @property
-    def identity(self) -> dict[str, str]:
+    def identity(self) -> str:
         """Return the digest of the code and the ID of the run, equal in all processes of a run.
 
         Versions of Python and JAX and the kind of device may differ, because every response has
         the log-probs of its sampler.
         """
-        return {"code": code_name(), "run": self.facts.run_id}
+        return f"{code_name()}/{self.facts.run_id}"
 
 
 def open_shared(

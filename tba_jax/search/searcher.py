@@ -15,7 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tba_jax.evaluation.evaluator import ShardEvaluator
-from tba_jax.flow.tickets import DecodeCounts, Result, Ticket
+from tba_jax.flow.tickets import (
+    DecodeCounts,
+    EvaluationResult,
+    EvaluationTicket,
+    Result,
+    Ticket,
+)
 from tba_jax.remote.client import Client
 from tba_jax.remote.owner import Owner
 from tba_jax.rewards.grader import Grader, Grades
@@ -89,33 +95,38 @@ class Searcher:
 
     def evaluate(self) -> bool:
         """Work on an evaluation shard; return False if there is none."""
-        ticket = self.source.take_evaluation(self.index)
-        if ticket is None:
+        return self._evaluated(self.source.take(self.index, 0, -1))
+
+    def _evaluated(self, work: Sequence[Ticket] | Sequence[EvaluationTicket]) -> bool:
+        """Return whether this is an evaluation shard, and put its result if it is."""
+        if not (work and isinstance(work[0], EvaluationTicket)):
             return False
+        ticket = work[0]
         weights, shard = self.parts.evaluated(ticket.version), None
         if weights is not None:
             shard = self.parts.evaluator.evaluate(weights.params, ticket)
-        self.source.put_evaluation(self.index, ticket, shard)
+        self.source.put(self.index, [EvaluationResult(ticket.version, ticket.first, shard)])
         return True
 
     def step(self) -> bool:
         """Do one evaluation shard, or begin tickets and decode a chunk; False: nothing to do."""
-        if self.evaluate():
-            return True
         published = self.parts.weights()
         if published is None:
-            return False
+            return self.evaluate()
         groups = self._opened(published)
         session = groups.session
         is_newer = published.version > session.version
         is_draining = is_newer and not (self.parts.swaps_in_flight or session.is_idle)
         free = 0 if is_draining else self._free(groups)
         tickets = self.source.take(self.index, free, published.version)
+        if self._evaluated(tickets):
+            return True
         if not tickets and (session.is_idle or session.is_waiting):
             return False
         if is_newer and not is_draining:
             session.swap(published.params, published.version)
         for ticket in tickets:
+            assert isinstance(ticket, Ticket), "evaluation shards come alone"
             begun = _Begun(ticket, session.version, self.parts.clock())
             if ticket.responses:
                 assert self.parts.given is not None, "the run has no start data"

@@ -4,7 +4,7 @@
 The trainer publishes weights at every sync, draws batches from the replay buffer, and minimises the
 objective. It never samples: responses arrive through the buffer, and weights leave as
 publications. With several trainer processes, the first
-process draws every batch, and all processes follow its StepPlan.
+process draws every batch for all processes.
 
 A step is launched and its results are fetched later, so the next batch is drawn and laid out while
 the devices work. The trainer owns the step counter. Invariant: published weights share no memory
@@ -24,7 +24,6 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
 from tba_jax.train.metrics import Outputs, step_metrics
 from tba_jax.train.state import TrainState
-from tba_jax.train.step_plan import Decide, StepPlan
 from tba_jax.weights.folder import WeightFolder
 from tba_jax.weights.memory import Weights
 
@@ -125,7 +124,6 @@ class Trainer:
         state: initial or restored train state.
         train_step: the step for a batch on the host.
         weights: destination of published weights.
-        decide: source of plans and batches.
         keep_references: stores log-probs of the reference with drawn responses: (draws, for each
             draw the log-probs of each response); None: they are not kept.
         clock: seconds since the run began.
@@ -133,7 +131,6 @@ class Trainer:
     Attributes:
         step_index: number of launched steps.
         version: newest published version.
-        plan: plan of the last step.
         values: metrics of the last step whose results have arrived.
     """
 
@@ -143,7 +140,6 @@ class Trainer:
         state: TrainState,
         train_step: TrainStep,
         weights: Weights | WeightFolder,
-        decide: Decide,
         keep_references: KeepReferences | None,
         clock: Callable[[], float],
     ) -> None:
@@ -151,11 +147,9 @@ class Trainer:
         self.step_index = int(state.step)
         self.counters = Counters()
         self.version = self.step_index
-        self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self.values: dict[str, Any] = {}
         self._train_step = train_step
         self._weights = weights
-        self._decide = decide
         self._keep_references = keep_references
         self._clock = clock
         self._waiting_since: float | None = None
@@ -171,22 +165,17 @@ class Trainer:
         self.counters.add_sync(pause_s)
         return pause_s
 
-    def step(self, wants_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Launch one optimiser step; return False while the buffer has no data to train on.
+    def step(self, decide: Callable[[], tuple[Batch | None, Sequence[Draw]]]) -> bool:
+        """Launch one optimiser step; return False if there is no batch to train on.
 
-        With several trainer processes, all must call this method; `plan` is the same in all.
+        With several trainer processes, all must call this method.
 
         Args:
-            wants_stop: whether this process received a stop signal; `plan.stop` tells all
-                processes.
-
-        Raises:
-            PeerError: another trainer process does not reach this step in time.
+            decide: returns the batch of this step, the same in all processes, and its draws; None
+                without data.
         """
         start = self._clock()
-        self.plan, batch, draws = self._decide(
-            self.step_index, wants_stop, lambda: self._weights.is_publishing
-        )
+        batch, draws = decide()
         if batch is None:
             if self._waiting_since is None:
                 self._waiting_since = start

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tba_jax.devices.worker import WorkerError
 from tba_jax.remote import channel as channels
 from tba_jax.remote.channel import Channel, ChannelError, ChannelServer, Endpoint, Unreachable
 
@@ -31,6 +32,7 @@ def server():
         "slow": slow,
         "not_ready": not_ready,
         "invalid": lambda data: bytes(int(data)),
+        "broken": lambda data: {}["no such key"],
         "later": lambda data: later,
     }
     found = ChannelServer(handlers, "secret", is_local=True).start()
@@ -41,7 +43,7 @@ def server():
 
 
 def connect(server, timeout_s=10.0, **changed):
-    endpoint = server.endpoint._replace(**changed)
+    endpoint = server.endpoint()._replace(**changed)
     return Channel(lambda: endpoint, timeout_s=timeout_s)
 
 
@@ -51,7 +53,7 @@ def test_bytes_come_back(server, size):
 
 
 def test_a_local_server_listens_on_loopback_alone(server):
-    assert server.endpoint.addresses == (f"127.0.0.1:{server.port}",)
+    assert server.endpoint().addresses == (f"127.0.0.1:{server.port}",)
     others = [a for a in channels.own_addresses() if a != "127.0.0.1"]
     for address in others:
         with socket.socket() as probe:
@@ -60,7 +62,7 @@ def test_a_local_server_listens_on_loopback_alone(server):
 
 
 def test_a_wrong_token_is_refused_before_the_body_is_read(server):
-    with pytest.raises(ChannelError, match=r"refuses the token of this run \(HTTP 401\)"):
+    with pytest.raises(ChannelError, match=r"answers HTTP 401 to 'echo' \(wrong token"):
         connect(server, token="other").call("echo", b"x")
     link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10.0)
     link.putrequest("POST", "/echo")
@@ -86,7 +88,7 @@ def test_addresses_are_tried_in_order_and_the_reachable_one_is_kept(server):
 
     def locate():
         tried.append(1)
-        return Endpoint(("127.0.0.1:9", *server.endpoint.addresses), "secret")
+        return Endpoint(("127.0.0.1:9", *server.endpoint().addresses), "secret")
 
     channel = Channel(locate, timeout_s=10.0)
     assert [channel.call("echo", b"a"), channel.call("echo", b"b")] == [b"a", b"b"]
@@ -98,7 +100,7 @@ def test_a_slow_owner_exceeds_the_deadline_and_is_located_again(server):
 
     def locate():
         tried.append(1)
-        return server.endpoint
+        return server.endpoint()
 
     channel = Channel(locate, timeout_s=0.5)
     assert channel.call("echo") == b""
@@ -115,8 +117,21 @@ def test_an_owner_that_is_not_ready_and_an_invalid_request_differ(server):
         channel.call("not_ready")
     with pytest.raises(ValueError, match="invalid literal for int"):
         channel.call("invalid", b"x")
-    with pytest.raises(ChannelError, match="HTTP 404 .* another version of tba_jax"):
+    with pytest.raises(
+        ChannelError, match="HTTP 404 .*no such method.* another version of tba_jax"
+    ):
         channel.call("no_such_method")
+
+
+def test_an_error_of_the_owner_is_the_owners_and_ends_its_run(server):
+    with pytest.raises(Unreachable, match="the trainer failed: KeyError: 'no such key'"):
+        connect(server).call("broken")
+    with pytest.raises(WorkerError, match="channel-server failed: KeyError"):
+        server.failure.check()
+
+
+def test_other_machines_are_not_sent_to_their_own_loopback():
+    assert not [each for each in channels.own_addresses() if each.startswith("127.")]
 
 
 def test_a_response_may_come_later(server, monkeypatch):

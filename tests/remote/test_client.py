@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients and owner merge each ticket once in random interleavings of losses."""
 
+import numpy as np
 import pytest
+from fake_groups import make_prompt
 from fake_tickets import IDENTITY, House, make_result, shard_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba_jax.remote.channel import NotReady, Unreachable
-from tba_jax.remote.client import Callbacks, Client, Dismissed, Rewind
-from tba_jax.remote.messages import Heartbeat, JoinRequest, Sender
-from tba_jax.remote.search_channel import RemoteOwner, search_handlers
+from tba_jax.flow.array_bytes import pack_arrays
+from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, EvaluationTicket, Ticket
+from tba_jax.remote.channel import NotReady, Refused, Rewind, RunEnded, Unreachable
+from tba_jax.remote.client import Client
+from tba_jax.remote.messages import Heartbeat, pack_request, pack_work, unpack_request, unpack_work
+from tba_jax.remote.owner import owner_handlers
 
 
 class Wire:
@@ -17,12 +21,15 @@ class Wire:
 
     def __init__(self, house):
         self.fate = "arrives"
-        self._handlers = search_handlers(lambda: house.owner)
+        self._handlers = owner_handlers(lambda: house.owner)
 
     def call(self, method, data):
         if self.fate == "lost":
             raise Unreachable("no answer in 10 s")
-        answer = self._handlers[method](data)
+        try:
+            answer = self._handlers[method](data)
+        except ValueError as error:
+            raise Refused(str(error)) from error
         if self.fate == "answer lost":
             raise Unreachable("no answer in 10 s")
         return answer
@@ -35,37 +42,71 @@ class Process:
         self.house, self.searcher = house, searcher
         self.wire = Wire(house)
         self.is_dismissed = False
+        self.client = Client(
+            self.wire, "a", timeout_s=1e6, clock=lambda: house.now, log=house.lines.append
+        )
         self.join()
 
     def join(self):
         self.wire.fate = "arrives"
-        owner = RemoteOwner(self.wire)
-        response = owner.join(JoinRequest((self.searcher,), "a", IDENTITY))
+        self.client.join((self.searcher,), IDENTITY)
         self.begun = []
-        self.client = Client(
-            Sender(response.epoch, self.searcher),
-            owner,
-            Callbacks(Heartbeat, lambda version, evaluated: None, self.house.lines.append),
-            clock=lambda: self.house.now,
-            timeout_s=1e6,
-        )
 
     def work(self, fate, choice):
-        free = max(0, 3 - len(self.begun))
-        self.begun += [t.number for t in self.client.take(self.searcher, free, 0)]
+        client, searcher, free = self.client, self.searcher, max(0, 3 - len(self.begun))
+        for each in client.take(searcher, free, 0):
+            if isinstance(each, Ticket):
+                self.begun.append(each.number)
+                continue
+            shard = shard_of(each, f"searcher {searcher}") if choice % 5 else None
+            client.put(searcher, [EvaluationResult(each.version, each.first, shard)])
         if self.begun and choice % 3:
             number = self.begun.pop(choice // 3 % len(self.begun))
-            self.client.put(self.searcher, [make_result(number, searcher=self.searcher)])
-        if choice % 2 and (ticket := self.client.take_evaluation(self.searcher)) is not None:
-            shard = shard_of(ticket, f"searcher {self.searcher}") if choice % 5 else None
-            self.client.put_evaluation(self.searcher, ticket, shard)
+            client.put(searcher, [make_result(number, searcher=searcher)])
         self.wire.fate = fate
         try:
-            self.client.step()
+            client.exchange()
         except Rewind:
             self.join()
-        except Dismissed:
+        except RunEnded:
             self.is_dismissed = True
+
+
+def test_messages_come_back_as_they_were_and_damaged_ones_are_refused():
+    ticket = EvaluationTicket(4, 8, ())
+    shards = [EvaluationResult(4, 8, shard_of(ticket, "a")), EvaluationResult(4, 9, None)]
+    data = pack_request({"epoch": "e"}, [make_result(3), *shards, make_result(4)])
+    request, results = unpack_request(data)
+    assert request == {"epoch": "e"} and results[2:] == shards
+    assert [result.number for result in results[:2]] == [3, 4]
+    assert pack_request(request, results) == data
+    for wrong in (data[:-40], pack_arrays({}, {"request": {}})):
+        with pytest.raises(ValueError, match="damaged in transit or sent by another version"):
+            unpack_request(wrong)
+    given = Ticket(1, make_prompt(5), (np.array([5, 6], np.int32), np.array([7], np.int32)))
+    shard = EvaluationTicket(8, 2, (make_prompt(2), make_prompt(3)))
+    response, work = unpack_work(pack_work({"a": 1}, [Ticket(9, make_prompt(4)), shard, given]))
+    first, second, third = work
+    assert response == {"a": 1}
+    assert (first.number, first.responses, second[:2]) == (9, (), (8, 2))
+    assert [y.tolist() for y in third.responses] == [[5, 6], [7]]
+    prompts = [first.prompt, *second.prompts, third.prompt]
+    for prompt, wanted in zip(prompts, map(make_prompt, (4, 2, 3, 5)), strict=True):
+        assert (prompt.prompt_id, prompt.text) == (wanted.prompt_id, wanted.text)
+        assert prompt.columns == wanted.columns
+        np.testing.assert_array_equal(prompt.tokens, wanted.tokens)
+
+
+def test_counts_of_a_lost_request_are_sent_again_and_once():
+    house = House(1)
+    process = Process(house, 0)
+    counts, total = DecodeCounts(4, 3, 2, 1), DecodeCounts()
+    for fate in ("lost", "arrives", "arrives"):
+        process.client.beat(0, Heartbeat(decoded=counts))
+        house.now += 3.0
+        process.work(fate, 0)
+        total = total.plus(counts)
+    assert house.owner.take_decode_counts() == total
 
 
 def test_an_owner_that_is_slow_for_30_s_is_one_clear_line():
@@ -76,10 +117,11 @@ def test_an_owner_that_is_slow_for_30_s_is_one_clear_line():
     for _ in range(4):
         house.now += 10.0
         process.work("lost", 0)
+    house.now += 1.0
     process.work("arrives", 0)
     process.work("arrives", 1)
     (line,) = house.lines[lines:]
-    assert line.startswith("searcher 0 had no response from the trainer for 30 s; its finished")
+    assert line.startswith("searcher 0 had no response from the trainer for 31 s; its finished")
 
 
 def test_searchers_of_an_owner_that_failed_wait_and_of_one_that_ended_end():

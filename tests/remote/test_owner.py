@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owner: every ticket is merged once, whatever is lost, late or repeated."""
 
-import re
-
 import numpy as np
 import pytest
 from fake_groups import make_prompt
 from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
 
-from tba_jax.flow.tickets import Ticket
+from tba_jax.flow.tickets import EvaluationResult, Ticket
 from tba_jax.remote import owner as owners
-from tba_jax.remote.messages import Heartbeat, JoinRequest
+from tba_jax.remote.channel import RunEnded
+from tba_jax.remote.messages import Heartbeat
 
 
 def numbers(tickets):
@@ -18,7 +17,7 @@ def numbers(tickets):
 
 
 def join(house, *searchers, identity=IDENTITY):
-    return house.owner.join(JoinRequest(searchers or (0,), "a", identity))
+    return house.owner.join(searchers or (0,), "a", identity)
 
 
 def put(house, searcher, *taken, version=0):
@@ -58,8 +57,8 @@ def test_tickets_of_a_lost_searcher_are_issued_again_and_the_first_result_counts
     house = House()
     join(house, 0, 1)
     taken = house.owner.take(0, 3, 0)
-    house.owner.lose([0])
-    house.owner.lose([0])  # known already
+    house.owner.lose(0)
+    house.owner.lose(0)  # known already
     assert house.owner.ledger()["lost"] == 3 * S
     put(house, 0, 1)  # it was only slow
     assert house.owner.ledger() == {"generated": 3 * S, "waiting": S, "lost": 2 * S}
@@ -98,9 +97,8 @@ def test_a_silent_searcher_is_lost_until_its_next_message():
     house.owner.beat(0, Heartbeat())
     assert house.lines[-1] == "searcher 0 on a is back after 12 s"
     assert house.owner.num_connected == 2 and house.owner.idle_s == [0.0, 12.0]
-    for jump in (1e6, -2e6):  # a suspended machine, or another time
-        house.now += jump
-        assert not house.owner.lose_silent()
+    house.now += 1e6  # a suspended machine
+    assert not house.owner.lose_silent()
     join(house, 1)
     house.owner.beat(1, Heartbeat(idle_s=1.0))
     assert house.owner.idle_s == [0.0, 13.0]
@@ -114,7 +112,7 @@ def test_a_restored_owner_continues_for_any_number_of_searchers(num_searchers):
     put(house, 0, 0, 3)
     house.merge()
     put(house, 0, 5)
-    house.owner.note_idle(1, 3.0)
+    house.owner.beat(1, Heartbeat(idle_s=3.0))
     house.save()
     put(house, 0, 2)  # after the checkpoint
     house.owner.take(1, 4, 0)
@@ -141,7 +139,7 @@ def test_as_many_tickets_begin_as_are_allowed_with_the_version_of_the_trainer():
     put(house, 0, 0, 1, 2, version=3)
     assert not house.owner.take(0, 9, 3)
     join(house, 1)
-    house.owner.lose([1])
+    house.owner.lose(1)
     assert numbers(house.owner.take(0, 9, 3)) == [3, 4]
     put(house, 0, 4, 3, version=3)
     assert house.owner.is_done
@@ -149,6 +147,21 @@ def test_as_many_tickets_begin_as_are_allowed_with_the_version_of_the_trainer():
     assert house.merged == [0, 1]  # with an exact lag, in the order of the numbers
     house.merge(most=2)
     assert house.merged == [0, 1, 2, 3]
+
+
+def test_a_run_that_stopped_while_it_sampled_continues_with_the_tickets_that_are_left():
+    house = House(1)
+    house.owner.allow(5, 3)
+    house.owner.take(0, 3, 3)
+    put(house, 0, 1, version=3)
+    house.save()
+    house.restore()
+    house.owner.allow(5, 3)
+    assert numbers(house.owner.take(0, 9, 3)) == [0, 2, 3, 4]
+    assert not house.owner.take(0, 9, 3)
+    put(house, 0, 0, 2, 3, 4, version=3)
+    house.merge()
+    assert house.owner.is_done and house.merged == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +208,7 @@ def test_given_responses_come_first_and_once():
     taken = house.owner.take(0, 2, 0)
     assert [len(ticket.responses) for ticket in taken] == [1, 1]
     join(house, 0)
-    house.owner.lose([0])
+    house.owner.lose(0)
     assert house.owner.num_given_left == 3 and house.owner.ledger()["lost"] == 0
     taken = house.owner.take(0, 9, 0)
     assert numbers(taken) == [0, 1, 2, 3]
@@ -213,41 +226,52 @@ def test_shards_of_a_lost_searcher_and_of_dropped_weights_go_to_another():
     join(house, 0, 1)
     house.evaluations.request(3)
     house.evaluations.request(7)
-    first, second = (house.owner.take_evaluation(i) for i in (0, 1))
+
+    def take(searcher):
+        work = house.owner.take(searcher, 0, -1)
+        return work[0] if work else None
+
+    def answer(searcher, ticket, who):
+        shard = None if who is None else shard_of(ticket, who)
+        house.owner.put(searcher, [EvaluationResult(ticket.version, ticket.first, shard)])
+
+    first, second = take(0), take(1)
     assert (first[:2], second[:2]) == ((3, 0), (3, 1))
-    assert house.owner.take_evaluation(0) == first  # the answer was lost
+    assert take(0) == first  # the answer was lost
+    assert not house.owner.take(0, 0, -1, is_evaluating=True)
     for _ in range(2):  # the second is a duplicate
-        house.owner.put_evaluation(1, second, shard_of(second, "second"))
-    house.owner.lose([0])
-    assert house.owner.take_evaluation(1) == first
-    house.owner.put_evaluation(0, first, shard_of(first, "first"))  # it was only slow
-    house.owner.put_evaluation(1, first, shard_of(first, "second"))
-    gone = house.owner.take_evaluation(1)
-    house.owner.put_evaluation(1, gone, None)
+        answer(1, second, "second")
+    house.owner.lose(0)
+    assert take(1) == first
+    answer(0, first, "first")  # it was only slow
+    answer(1, first, "second")
+    answer(1, take(1), None)
     assert house.evaluations.versions == (3, 7) and not house.evaluations.poll()
-    while (ticket := house.owner.take_evaluation(1)) is not None:
-        house.owner.put_evaluation(1, ticket, shard_of(ticket, "second"))
+    while (ticket := take(1)) is not None:
+        answer(1, ticket, "second")
     found = house.evaluations.poll()
     assert [each.version for each in found] == [3, 7] and house.evaluations.versions == ()
     assert found[0].evaluation == [(0, "first"), *((i, "second") for i in range(1, 5))]
     house.evaluations.request(8)
     house.evaluations.request(9)
-    house.owner.take_evaluation(0)
+    take(0)
     house.evaluations.forget_unbegun()
     assert house.evaluations.versions == (8,)
 
 
 def test_a_process_of_another_run_or_of_none_is_told_so():
     house = House()
-    assert re.search("its code is 2, and the code of", join(house, identity={"code": "2"}).refusal)
-    assert r"its run is (absent), and" in join(house, identity={"code": "1"}).refusal
-    assert "no searcher 7: the run has 2" in join(house, 7).refusal
-    house.owner.set_version(4)
-    assert join(house, 1) == ("1", 4, 0.0, "")
-    idle = JoinRequest((), "idle", {})
-    assert not house.owner.join(idle).refusal
+    with pytest.raises(ValueError, match="its code and run are 2/r, wanted 1/r. Start the same"):
+        join(house, identity="2/r")
+    with pytest.raises(ValueError, match=r"searchers \[7\] are not among range\(0, 2\)"):
+        join(house, 7)
+    house.owner.version = 4
+    assert join(house, 1) == ("1", 4, 0.0)
+    assert house.owner.join((), "idle", "").version == 4
     assert not house.owner.wants_stop
     house.owner.beat(1, Heartbeat(wants_stop=True))
     assert house.owner.wants_stop
     house.owner.has_ended = True
-    assert house.owner.join(idle).refusal == join(house).refusal == "the run has ended"
+    for searchers in ((), (0,)):
+        with pytest.raises(RunEnded, match="the run has ended"):
+            house.owner.join(searchers, "a", IDENTITY)

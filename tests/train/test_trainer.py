@@ -7,35 +7,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_groups import PADDED, make_draws
 
-from tba_jax.flow.layout import RowLayout
-from tba_jax.flow.padding import Padding
-from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
-from tba_jax.train.step_plan import OwnBatches
 from tba_jax.train.trainer import NonFiniteError, Trainer
-
-PADDED = RowLayout(1, 2, Padding((4,), (8,), 0))
-
-
-def make_draws():
-    prompt = Prompt(0, "", np.array([1, 2], np.int32), {})
-
-    def trajectory(length):
-        return Trajectory(
-            prompt_id=0,
-            response_tokens=np.arange(3, 3 + length, dtype=np.int32),
-            reward=1.0,
-            reward_parts={},
-            behavior_token_logprobs=np.full(length, -1.0, np.float32),
-            version_min=0,
-            version_max=0,
-            searcher=0,
-            ticket=0,
-            sampling_temperature=1.0,
-            finish_reason="eos",
-        )
-
-    return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1))]
 
 
 class Buffer:
@@ -43,9 +17,6 @@ class Buffer:
 
     def __init__(self, draws):
         self.draws, self.kept = draws, []
-
-    def draw(self, *size):
-        return self.draws
 
     def keep_references(self, draws, values):
         self.kept.append(values)
@@ -77,14 +48,18 @@ def make_trainer(outcomes, *, layout=PADDED, draws=None, keeps_references=True, 
         )
         return state, outputs, reference
 
-    return Trainer(
+    trainer = Trainer(
         state=SimpleNamespace(step=jnp.int32(step)),
         train_step=train_step,
-        decide=OwnBatches(buffer, layout, num_steps=10, sync_period=1, checkpoint_period=0).decide,
         weights=SimpleNamespace(is_publishing=False),
         keep_references=buffer.keep_references if keeps_references else None,
         clock=lambda: 0.0,
-    ), buffer
+    )
+    step_once = trainer.step
+    trainer.step = lambda: step_once(
+        lambda: (layout.batch(buffer.draws, trainer.step_index), buffer.draws)
+    )
+    return trainer, buffer
 
 
 def test_nonfinite_steps_are_fatal_only_in_a_row():

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps: decides every training step, and draws its batch, for all trainer processes.
+
+With separate decisions, processes would diverge without an error: one process would save while
+another trains and waits forever. So the first trainer process decides, and every other one requests
+the decision. Invariant: every process receives the same bytes for a step, however often it requests
+them (tests/remote/test_steps.py).
+"""
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tba_jax.devices.cluster import PeerError
+from tba_jax.flow.layout import RowLayout
+from tba_jax.remote.messages import Decision, StepPlan, pack_decision
+from tba_jax.replay.buffer import ReplayBuffer
+
+_CHECK_S = 0.1  # seconds between two checks of the deadline
+
+
+class StepSettings(NamedTuple):
+    """Settings of the decisions.
+
+    Attributes:
+        num_steps: steps of the run.
+        sync_period: steps between publications.
+        checkpoint_period: steps between checkpoints; 0: no checkpoints.
+        needs_versions: whether every version must be published; a publication then waits until the
+            last version is written.
+        processes: numbers of the other trainer processes.
+        timeout_s: longest wait for the requests of these processes, in seconds.
+    """
+
+    num_steps: int
+    sync_period: int
+    checkpoint_period: int
+    needs_versions: bool = False
+    processes: Sequence[int] = ()
+    timeout_s: float = 600.0
+
+
+class _Request(NamedTuple):
+    """Newest request of another trainer process."""
+
+    step: int
+    wants_stop: bool
+    is_publishing: bool
+
+
+class Steps:
+    """Thread-safe source of plans and batches, in the process that has the replay buffer.
+
+    Args:
+        layout: layout of draws in a batch.
+    """
+
+    def __init__(self, settings: StepSettings, buffer: ReplayBuffer, layout: RowLayout) -> None:
+        self._settings, self._buffer, self._layout = settings, buffer, layout
+        self._changed = threading.Condition()
+        self._requests: dict[int, _Request] = {}
+        self._waiting: list[tuple[int, concurrent.futures.Future[bytes]]] = []
+        self._answered, self._answer = -1, b""
+
+    def decide(
+        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
+    ) -> Decision:
+        """Decide a step, and send the decision to the other trainer processes.
+
+        A decision to wait for data is not sent.
+
+        Args:
+            step: number of completed steps.
+            wants_stop: whether a process outside the trainer received a stop signal.
+            is_publishing: whether this process still writes the last published weights.
+
+        Raises:
+            PeerError: another trainer process does not request this step in time.
+        """
+        settings = self._settings
+        if wants_stop() or self.wants_stop:
+            decision = Decision(StepPlan(wait=True, stop=True))
+            self._wait(step)
+        else:
+            draws = self._buffer.draw(self._layout.num_prompts, self._layout.group_size, step)
+            if draws is None:
+                return Decision(StepPlan(wait=True))
+            self._wait(step)
+            done, period = step + 1, settings.checkpoint_period
+            is_busy = is_publishing() or self._any("is_publishing")
+            plan = StepPlan(
+                sync=done % settings.sync_period == 0 and done < settings.num_steps,
+                save=bool(period) and done % period == 0,
+                publish=settings.needs_versions or not is_busy,
+            )
+            decision = Decision(plan, self._layout.batch(draws, step), draws)
+        if settings.processes:
+            self._send(step, pack_decision(decision))
+        return decision
+
+    def request(
+        self, process: int, step: int, wants_stop: bool, is_publishing: bool
+    ) -> concurrent.futures.Future[bytes]:
+        """Return a future of the decision on a step, as bytes, for another trainer process.
+
+        Args:
+            wants_stop: whether the process received a stop signal.
+            is_publishing: whether the process still writes the last published weights.
+
+        Raises:
+            ValueError: the process is not part of the job, or the step is over.
+        """
+        future: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        with self._changed:
+            if process not in self._settings.processes:
+                raise ValueError(
+                    f"process {process} requests a step, but the other trainer processes "
+                    f"are {list(self._settings.processes)}. Start every process with the same "
+                    "command"
+                )
+            if step < self._answered:
+                raise ValueError(
+                    f"process {process} requests step {step}, but the newest "
+                    f"decision is of step {self._answered}. Stop all processes, and start each "
+                    "with the same command"
+                )
+            self._requests[process] = _Request(step, wants_stop, is_publishing)
+            if step == self._answered:
+                future.set_result(self._answer)
+            else:
+                self._waiting = [(s, f) for s, f in self._waiting if not f.done()]
+                self._waiting.append((step, future))
+            self._changed.notify_all()
+        return future
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether another trainer process received a stop signal."""
+        return self._any("wants_stop")
+
+    def _any(self, fact: str) -> bool:
+        """Return whether the newest request of any process reports this fact."""
+        with self._changed:
+            return any(getattr(request, fact) for request in self._requests.values())
+
+    def _wait(self, step: int) -> None:
+        """Wait until every process has requested this step."""
+        limit_s = self._settings.timeout_s
+        deadline = time.monotonic() + limit_s
+        with self._changed:
+            while missing := self._missing(step):
+                if not self._changed.wait(_CHECK_S) and time.monotonic() > deadline:
+                    raise PeerError(
+                        f"process(es) {', '.join(map(str, missing))} did not request step {step} "
+                        f"within {limit_s:.0f} s (config.log.watchdog_s). Look at their "
+                        "output; the same command on every host resumes the run"
+                    )
+
+    def _missing(self, step: int) -> list[int]:
+        done = {p for p, request in self._requests.items() if request.step >= step}
+        return [p for p in self._settings.processes if p not in done]
+
+    def _send(self, step: int, decision: bytes) -> None:
+        with self._changed:
+            self._answered, self._answer = step, decision
+            ready = [future for s, future in self._waiting if s == step]
+            self._waiting = [(s, future) for s, future in self._waiting if s != step]
+        for future in ready:
+            if future.set_running_or_notify_cancel():
+                future.set_result(decision)
