@@ -54,7 +54,7 @@ from tba_jax.storage.steps import delete_own
 from tba_jax.tasks.registry import Task, entry_of
 from tba_jax.weights.folder import FOLDER, StoredWeights, WeightFolder
 from tba_jax.weights.memory import OnDevices, Weights
-from tba_jax.weights.publication import make_publish_program
+from tba_jax.weights.publication import Published, make_publish_program
 
 
 def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReader:
@@ -268,7 +268,7 @@ def build_searchers(
             SearchParts(
                 index=shared.sites.first_searcher + i,
                 weights=latest,
-                evaluated=functools.partial(weights.at, i=i),
+                evaluated=functools.partial(_evaluated, shared, weights, i),
                 sampler=Sampler(engine, config.search, key, episodes, states),
                 grader=grader,
                 evaluator=make_shard_evaluator(
@@ -281,6 +281,14 @@ def build_searchers(
             )
         )
     return Search(tuple(parts), decoders, server)
+
+
+def _evaluated(shared: Shared, weights: OnDevices, i: int, version: int) -> Published | None:
+    """Return a version under evaluation for searcher i; None if it was dropped."""
+    found = weights.at(version, i)
+    if found is None and version == 0:  # a resumed run evaluates the start model
+        found = Published(0, load_start_weights(shared, shared.sites.searchers[i]))
+    return found
 
 
 class Judging(NamedTuple):
