@@ -22,7 +22,7 @@ from tba_jax.devices.slices import hosts_of
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import RunEnded, Unreachable
 from tba_jax.remote.client import Client
-from tba_jax.run.peers import connect, start_cluster
+from tba_jax.run.peers import OwnerServer, connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_run,
@@ -69,7 +69,9 @@ def train(
         if hold is None:
             return finished_before(config, folder)
         if is_fleet:
-            return _train_fleet(config, folder, hold, interrupted)
+            from tba_jax.run.fleet import train_fleet
+
+            return train_fleet(config, folder, hold, interrupted=interrupted)
         from tba_jax.run.conduct import conduct
 
         return conduct(
@@ -112,32 +114,6 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
             return
         with uploading(mirror, hold):
             yield folder, hold
-
-
-def _train_fleet(
-    config: Config,
-    workdir: Path,
-    hold: "Hold",
-    interrupted: Callable[[], bool],
-) -> Outcome:
-    """Train with placement=fleet, in processes that Ray starts."""
-    from rich.console import Console
-
-    from tba_jax.run.conduct import make_display
-    from tba_jax.run.ray_cluster import train_fleet
-
-    # Without a terminal's line: the trainer's output comes as text.
-    display = make_display(config, console=Console(highlight=False, force_terminal=False))
-    try:
-        return train_fleet(
-            config,
-            workdir,
-            hold,
-            interrupted=interrupted,
-            display=display,
-        )
-    finally:
-        display.close()
 
 
 class Roles(NamedTuple):
@@ -207,7 +183,7 @@ def run_job(
         trainers = cluster.among(roles.train) if trains else cluster
         return trainers, finished_before(config, workdir) if trains else None
     link = connect(config, cluster, roles.train)
-    if link is not None:
+    if isinstance(link, OwnerServer):
         held.callback(link.close)
     if not trains:
         assert isinstance(link, Client)

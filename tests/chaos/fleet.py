@@ -83,10 +83,6 @@ def machine(workdir: Path, draws: random.Random, args: argparse.Namespace) -> di
         fleet.until_step(14)
         cluster.add_node(**{**NODE, "num_cpus": 2})
         result = _ended(fleet, fields["num_steps"], has_cluster=False)
-    told = [line for line in fleet.told().splitlines() if "machine " in line]
-    assert any("has left" in line for line in told) and any(
-        "has joined" in line for line in told
-    ), told
     return result
 
 

@@ -26,7 +26,7 @@ def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
     fleet.until_step(6)
     assert fleet.kill("TrainerProcess")
     assert fleet.end() == 0, fleet.told()
-    assert "Ray restarts it on a free machine" in fleet.told()
+    assert "searcher 0 on" in fleet.told() and " joined again" in fleet.told()
     assert "Restarting the trainer from the newest checkpoint (step " in fleet.told()
     report = check(fleet.workdir, 12)
     assert {slot["state"] for slot in report["fleet"]["by_searcher"]} == {"connected"}
@@ -67,12 +67,7 @@ def test_a_trainer_group_loses_a_member_and_begins_again_as_a_whole(member, tmp_
     fleet.until_step(5)
     assert fleet.kill("TrainerProcess", member)
     assert fleet.end() == 0, fleet.told()
-    assert (
-        fleet.told().count(
-            "a process of the trainer died (its process ended). Restarting all processes"
-        )
-        == 1
-    )
+    assert fleet.told().count("the trainer died (its process ended). Restarting") == 1
     report = check(fleet.workdir, 12)
     assert report["fleet"]["searchers"] == 1 and report["eval"]["before"]["step"] == 0
     assert not [words for _, words in below(os.getpid()) if "ray" in words]
