@@ -184,12 +184,7 @@ class Loop:
         return batch, draws
 
     def _log(self, finished: Sequence[Finished], extras: dict[int, dict[str, Any]]) -> None:
-        """Log steps whose results have arrived.
-
-        Args:
-            extras: metrics of publications, merges and searchers by step; those of `finished`
-                leave.
-        """
+        """Log steps whose results have arrived; their metrics leave `extras`."""
         run = self.run
         for step, values, shown in finished:
             extra = extras.pop(step)
@@ -502,11 +497,7 @@ class AsyncLoop(OwnerLoop):
         self.announce()
 
     def begin(self) -> list[Report]:
-        """Wait for the first responses, and request the evaluation of the start model.
-
-        Returns:
-            Reports of the responses that filled the buffer.
-        """
+        """Wait for the first responses, then request the evaluation of the start model."""
         run, owner = self.run, self.owner
         reports: list[Report] = []
         start = run.clock()
