@@ -40,6 +40,8 @@ MOST_ANSWER_BYTES = 2**24
 """Maximum size of an answer; a worker that sends more is killed."""
 # A file that users' code writes by accident must not fill the disk of the run.
 MOST_FILE_BYTES = 2**32
+NOTHING = "nothing"
+"""Message that an `Exchange` returns as None."""
 _TICK_S = 0.1  # longest time until a missed deadline is noticed
 
 
@@ -75,9 +77,10 @@ class Exchange:
         self._send(value)
 
     async def answer_and_wait(self, value: Any) -> Any:
-        """Answer the newest message, and return the next message of the parent."""
+        """Answer the newest message, and return the next one; None for `NOTHING`."""
         self.answer(value)
-        return await self.messages.get()
+        message = await self.messages.get()
+        return None if message == NOTHING else message
 
 
 Handler = Callable[[Exchange, Any], Awaitable[None]]
@@ -94,7 +97,7 @@ def _serve(
     log: str,
 ) -> None:
     """Run the jobs of the parent on one event loop, until the parent closes the pipe."""
-    enter(connection, folder, environment, max_memory_bytes, log)
+    _enter(connection, folder, environment, max_memory_bytes, log)
     handler = make(*arguments)  # imports the user's module, before the first deadline runs
     connection.send_bytes(b"null")
     jobs: dict[int, tuple[Exchange, asyncio.Task[None]]] = {}
@@ -135,7 +138,7 @@ async def _job(handled: Awaitable[None]) -> None:
         await handled
 
 
-def enter(
+def _enter(
     connection: pipes.Connection,
     folder: str,
     environment: Mapping[str, str],
@@ -277,9 +280,8 @@ class WorkerPool:
         kind: name of the pool, for log files.
         make: importable function (*arguments) -> handler, called once in each worker.
         arguments: arguments of `make`.
-        num_workers: maximum number of workers.
-        jobs_per_worker: number of jobs that a worker holds before another worker starts. Beyond
-            that, `call` waits for a worker, and `open` takes the worker with the fewest jobs.
+        num_workers: maximum number of workers. If all have a job, `call` waits, and `open` takes
+            the worker with the fewest jobs.
         max_memory_bytes: memory limit of each worker; 0: none.
         logs: folder of the log files; None: the output is that of this process.
     """
@@ -291,11 +293,10 @@ class WorkerPool:
         arguments: Sequence[Any],
         *,
         num_workers: int,
-        jobs_per_worker: int = 1,
         max_memory_bytes: int = 0,
         logs: Path | None = None,
     ) -> None:
-        self.num_workers, self.jobs_per_worker = num_workers, jobs_per_worker
+        self.num_workers = num_workers
         self._kind, self._make, self._arguments = kind, make, arguments
         self._max_memory_bytes, self._logs = max_memory_bytes, logs
         self._lock = threading.RLock()
@@ -322,8 +323,8 @@ class WorkerPool:
         with self._lock:
             self._check_open()
             worker = min(self._workers, key=lambda w: len(w.jobs), default=None)
-            is_full = worker is None or len(worker.jobs) >= self.jobs_per_worker
-            if worker is None or (is_full and len(self._workers) < self.num_workers):
+            is_busy = worker is not None and bool(worker.jobs)
+            if worker is None or (is_busy and len(self._workers) < self.num_workers):
                 worker = self._add_worker()
             return self._open_on(worker)
 
@@ -339,6 +340,13 @@ class WorkerPool:
             self._waiting.append((future, message, timeout_s, doing))
             self._start_waiting()
         return future
+
+    def end_idle(self) -> None:
+        """End the workers without jobs; later jobs start new ones."""
+        with self._lock:
+            for worker in self._workers:
+                if not worker.jobs:
+                    self._end(worker, "lost", "it was idle")
 
     def close(self) -> None:
         """Kill all workers, even during a call; messages without an answer fail as "closed"."""
@@ -376,7 +384,7 @@ class WorkerPool:
         context.set_forkserver_preload([self._make.__module__])
         worker.connection, theirs = context.Pipe()
         arguments = (theirs, self._make, self._arguments, os.getcwd(), dict(os.environ))
-        log = log_file(self._logs, self._kind, worker.number)
+        log = _log_file(self._logs, self._kind, worker.number)
         worker.process = context.Process(
             target=_serve, args=(*arguments, self._max_memory_bytes, log), daemon=True
         )
@@ -424,7 +432,12 @@ class WorkerPool:
         self._dropped.append(worker.connection)
         head, sent = worker.head, worker.sent
         worker.sent, worker.jobs = {}, set()
-        kill(process)
+        if process.pid is not None and sys.platform != "win32":
+            # Before the process itself, whose ID could otherwise become that of another process.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join(1.0)
         lost = WorkerFailed("lost", f"another job ended the {self._kind} worker: {text}")
         if name in ("closed", "start"):
             lost = WorkerFailed(name, text)
@@ -468,7 +481,7 @@ class WorkerPool:
                 return
             worker.jobs.remove(job.number)
             is_open = worker.sent.pop(job.number, None) is not None
-            if is_open and self.jobs_per_worker == 1:  # it may hang, and nothing else runs there
+            if is_open and not worker.jobs:  # it may hang, and nothing else runs there
                 self._end(worker, "lost", "its job was closed")
                 return
             connection = worker.connection
@@ -520,7 +533,7 @@ class WorkerPool:
 
     def _crashed(self, worker: _Worker) -> None:
         worker.process.join(1.0)
-        output = log_file(self._logs, self._kind, worker.number) or "standard error"
+        output = _log_file(self._logs, self._kind, worker.number) or "standard error"
         if worker.is_started:
             code = worker.process.exitcode
             self._end(worker, "crash", f"its process ended (exit code {code}); see {output}")
@@ -547,17 +560,7 @@ class WorkerPool:
             self._end(worker, "timeout", f"{head.doing} took longer than {head.timeout_s:g} s")
 
 
-def kill(process: Any) -> None:
-    """Kill a process that called `enter`, and its process group."""
-    if process.pid is not None and sys.platform != "win32":
-        # Before the process itself, whose ID could otherwise become that of another process.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join(1.0)
-
-
-def log_file(folder: Path | None, kind: str, number: int) -> str:
+def _log_file(folder: Path | None, kind: str, number: int) -> str:
     """Return the log file of a worker of this process; "" without a folder: standard streams."""
     if folder is None:
         return ""

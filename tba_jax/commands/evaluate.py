@@ -69,7 +69,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         gold = make_gold(config, task, tokenizer, site)
         judging = make_judging(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, site)
-        grader = make_grader(task, tokenizer, rewards)
+        grader = make_grader(config, task, tokenizer, rewards)
         episodes = make_episodes(config, task, tokenizer, environments)
         answer = make_shard_evaluator(config, decoder, grader, judging.measures[0], episodes)
         evaluator = make_evaluator(config, task, tokenizer, judging.metrics)

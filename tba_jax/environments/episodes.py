@@ -33,8 +33,8 @@ from tba_jax.rewards.source import Verdict
 # Folded into the key of a sample with the number of a turn. Larger than the number of any token.
 _TURNS = 2**30
 _POLL_S = 0.001
-MOST_PROCESSES = 128
-"""Default maximum number of concurrent episodes."""
+MOST_EPISODES = 128
+"""Maximum number of concurrent episodes of a session."""
 
 
 class Texts(Protocol):
@@ -102,7 +102,7 @@ class Episodes:
     """Settings and environments of episodes.
 
     Attributes:
-        environments: processes of the environments.
+        environments: pool of the environments.
         tokenizer: tokenizer of the policy.
         max_turns: maximum number of the policy's turns in an episode.
         chat: format of chats; None: prompts are plain text.
@@ -127,7 +127,7 @@ class Episodes:
 
     def over(self, session: TurnSession) -> "EpisodeSession":
         """Return an episode session that decodes with this session."""
-        return EpisodeSession(session, self, min(2 * session.num_slots, MOST_PROCESSES))
+        return EpisodeSession(session, self, min(2 * session.num_slots, MOST_EPISODES))
 
     def check_template(self) -> None:
         """Refuse a chat format that changes sampled turns when the conversation continues.
@@ -262,8 +262,9 @@ class EpisodeSession(SingleTurnSession):
         elif answer.finish:
             environment.release()
             attempt.finish = attempt.finish or ("eos" if answer.finish == "eos" else "done")
-            known = answer.reward is not None
-            self._end(attempt, Verdict(answer.reward, None) if known else None)
+            reason = "reward_none" if answer.reward is None else None
+            has_reward = self._episodes.environments.has_reward
+            self._end(attempt, Verdict(answer.reward, reason) if has_reward else None)
         elif attempt.has_begun and attempt.num_turns >= self._episodes.max_turns:
             self._stop(attempt, "turns")
         else:

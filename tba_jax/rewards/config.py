@@ -34,8 +34,8 @@ class RewardSettings(Section):
     )
     num_workers: int = field(
         0,
-        "reward processes, shared by all searchers of a process; 0: half of its cores, at most "
-        f"{DEFAULT_MAX_WORKERS}",
+        "processes of rewards, and of environments, shared by all searchers of a process; "
+        f"0: half of its cores, at most {DEFAULT_MAX_WORKERS}, and at least 4 for environments",
         at_least=0,
         at_most=MAX_WORKERS,
         on_resume=True,

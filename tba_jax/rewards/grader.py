@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.source import RewardSource, ScoreResult, Verdict
+from tba_jax.rewards.source import RewardSource, ScoreResult, Verdict, summed
 
 
 class Grades(NamedTuple):
@@ -59,6 +59,8 @@ class Grader:
         decode_text: token ids -> text of each response, special tokens dropped.
         response_kind: text -> kind of the response, or None.
         first_kind: the kind whose share is logged; "": no share is logged.
+        adds: whether rewards of the source are added to those of the environment; if not, the
+            source scores only responses without a verdict.
         data_sets: values of the column `data_set` for which rewards are reported separately.
     """
 
@@ -67,6 +69,7 @@ class Grader:
     response_kind: Callable[[str], str | None]
     first_kind: str
     data_sets: tuple[str, ...] = ()
+    adds: bool = False
 
     def grade(
         self,
@@ -80,12 +83,13 @@ class Grader:
         Args:
             responses: int32 [t] each, end-of-sequence included.
             has_eos: False if the length limit cut the response.
-            verdicts: results of the environments of the responses; None: the reward source scores
-                them.
+            verdicts: results of the environments of the responses; None: the environment gives no
+                rewards.
         """
         texts = self.decode_text(responses)
-        asked = [i for i in range(len(texts)) if not verdicts or verdicts[i] is None]
-        scores = ScoreResult([None] * len(asked), ["environment_no_reward"] * len(asked), "")
+        given = verdicts or [None] * len(texts)
+        asked = [i for i, verdict in enumerate(given) if self._asks(verdict)]
+        scores = ScoreResult([None] * len(asked), ["reward_none"] * len(asked), "")
         if asked and self.rewards is not None:
             scores = self.rewards.score(
                 [prompts[i].text for i in asked],
@@ -94,7 +98,7 @@ class Grader:
                 completion_ids=[responses[i] for i in asked],
                 has_eos=[has_eos[i] for i in asked],
             )
-        scores = _merged(scores, asked, verdicts) if len(asked) < len(texts) else scores
+        scores = _merged(scores, asked, given) if any(given) else scores
         is_first = [
             bool(self.first_kind) and self.response_kind(x) == self.first_kind for x in texts
         ]
@@ -108,17 +112,31 @@ class Grader:
         parts = {**scores.parts, **of_sets}
         return Grades(texts, scores.rewards, scores.reasons, parts, is_first)
 
+    def _asks(self, verdict: Verdict | None) -> bool:
+        """Return whether the source scores a response with this verdict."""
+        if verdict is None:
+            return True
+        return self.adds and self.rewards is not None and verdict.reason in (None, "reward_none")
+
 
 def _merged(
     scores: ScoreResult, asked: Sequence[int], verdicts: Sequence[Verdict | None]
 ) -> ScoreResult:
-    """Return the result of each response: its verdict if it has one, else its score."""
-    given = [verdict or Verdict(None, None) for verdict in verdicts]
-    rewards = [verdict.reward for verdict in given]
-    reasons = [verdict.reason for verdict in given]
-    parts = {name: [math.nan] * len(given) for name in scores.parts}
+    """Return the result of each response: the sum of its verdict and its score.
+
+    A reward that does not apply (`reward_none`) is left out of the sum.
+    """
+    n = len(verdicts)
+    own = [verdict or Verdict(None, "reward_none") for verdict in verdicts]
+    rewards: list[float | None] = [None] * n
+    reasons: list[str | None] = ["reward_none"] * n
+    parts = {name: [math.nan] * n for name in scores.parts}
     for place, i in enumerate(asked):
         rewards[i], reasons[i] = scores.rewards[place], scores.reasons[place]
         for name, values in scores.parts.items():
             parts[name][i] = values[place]
-    return ScoreResult(rewards, reasons, scores.first_traceback, parts)
+    environment = ScoreResult([v.reward for v in own], [v.reason for v in own], "")
+    source = ScoreResult(rewards, reasons, scores.first_traceback)
+    found = summed(("environment", "task.reward"), (environment, source), (1.0, 1.0))
+    both = asked and any(verdict is not None for verdict in verdicts)
+    return found._replace(parts={**parts, **(found.parts if both else {})})

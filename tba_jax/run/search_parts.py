@@ -263,7 +263,8 @@ def build_searchers(
             # The server receives adapters. Weights are merged for evaluations only.
             latest = functools.partial(weights.adapters, i)
             engine = ServerDecoder(server, decoders[site].eos_ids, decoders[site].stop_strings)
-        grader = make_grader(shared.task, shared.tokenizer, source and source.on(site))
+        rewards = source and source.on(site)
+        grader = make_grader(shared.config, shared.task, shared.tokenizer, rewards)
         parts.append(
             SearchParts(
                 index=shared.sites.first_searcher + i,

@@ -29,12 +29,13 @@ from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site, Sites
 from tba_jax.environments.chat import make_chat_format
 from tba_jax.environments.episodes import Episodes
+from tba_jax.environments.pool import DEFAULT_WORKERS
 from tba_jax.models import model as models
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of
+from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of, workers_by_cores
 from tba_jax.rewards.pool import RewardFailure, RewardPool
 from tba_jax.rewards.reward_models import RewardModel, gold_dtype
 from tba_jax.rewards.source import RewardSource
@@ -175,6 +176,7 @@ def make_environments(
         config.task.environment,
         served,
         timeout_s=config.reward.timeout_s,
+        num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
         max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
         allows_forks=allows_forks(config),
         has_schemas=bool(renderer),
@@ -260,7 +262,7 @@ def make_rewards(
     kind = kind_of(config, config.task.reward, task.reward, task.name)
     weights = config.task.reward_weights
     use = Use(reward, weights, first_row(task), policy_tokenizer, sites, logs=logs)
-    return kind.make(config, use)
+    return kind.make(config, use._replace(is_part=bool(config.task.environment)))
 
 
 def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
@@ -269,11 +271,18 @@ def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
 
 
-def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource | None) -> Grader:
-    """Make the grader of a task, with these rewards."""
+def make_grader(
+    config: Config, task: Task, tokenizer: Tokenizer, rewards: RewardSource | None
+) -> Grader:
+    """Make the grader of a task, with these rewards.
+
+    Rewards that the user names are added to those of an environment, as in TRL; a task's own reward
+    is not.
+    """
+    adds = bool(config.task.reward or config.reward.model_path)
     first_kind = task.response_kinds[0] if task.response_kinds else ""
     data_sets = task.data_sets if isinstance(task, Mixture) else ()
-    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets)
+    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets, adds)
 
 
 def make_gold(

@@ -22,9 +22,15 @@ from typing import Any
 import numpy as np
 
 from tba_jax.decoding.requests import Response
+from tba_jax.environments.adapters import BASE_URL
 from tba_jax.environments.chat import Messages, extended, is_same, plain_text
-from tba_jax.environments.host import BASE_URL
-from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
+from tba_jax.environments.pool import (
+    DEFAULT_WORKERS,
+    Answer,
+    Environment,
+    EnvironmentPool,
+    Request,
+)
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.serving.protocol import ApiError, Call, Kind, Served, parse
 from tba_jax.serving.queue import Generation, Update
@@ -69,14 +75,14 @@ class Agent:
                 (generation.prompt, response.tokens, self._messages),
                 *self._turns[self._path + 1 :],
             ]
-            self._process.restart_deadline()
+            self._process.job.restart_deadline()
         finish = "stop" if response.has_eos else "length"
         _notify(generation, Update(0, response.tokens, response.token_logprobs, finish))
 
     def end(self) -> None:
         """Refuse all further requests because of a limit; the agent may still return a reward."""
         self._refuse("this episode has reached search.max_turns or search.max_new_tokens")
-        self._process.restart_deadline()
+        self._process.job.restart_deadline()
 
     @property
     def is_answered(self) -> bool:
@@ -112,10 +118,8 @@ class Agent:
 
     def release(self) -> None:
         """Return the process to the pool, or end it if the agent still runs."""
-        if self._has_returned:
-            self._process.release()
-        else:
-            self._process.kill()
+        self._process.release()
+        if not self._has_returned:
             self.close()
 
     def close(self) -> None:
@@ -170,6 +174,7 @@ class Agent:
     def submit(self, generation: Generation) -> None:
         with self._lock:
             self._generation = generation
+        self._process.job.suspend_deadline()  # until the request is answered
         if self._refusal:
             self._refuse(self._refusal)
 
@@ -268,11 +273,12 @@ class AgentPool(EnvironmentPool):
         name: as in `EnvironmentPool`.
         served: the policy, with the sampling settings of the run.
         timeout_s: deadline in seconds for a call, or for an agent between two turns.
-        max_memory_bytes: memory limit of each process; 0: none.
+        num_workers: number of workers that episodes share.
+        max_memory_bytes: memory limit of each worker; 0: none.
         allows_forks: whether a request that continues no earlier turn begins a new path of its
             episode; if not, the episode is rejected.
         has_schemas: whether the policy reads JSON schemas of the tools.
-        logs: folder of the processes' log files; None: their output is that of this process.
+        logs: folder of the workers' log files; None: their output is that of this process.
     """
 
     def __init__(
@@ -281,6 +287,7 @@ class AgentPool(EnvironmentPool):
         served: Served,
         *,
         timeout_s: float,
+        num_workers: int = DEFAULT_WORKERS,
         max_memory_bytes: int = 0,
         allows_forks: bool = False,
         has_schemas: bool = False,
@@ -289,6 +296,7 @@ class AgentPool(EnvironmentPool):
         super().__init__(
             name,
             timeout_s=timeout_s,
+            num_workers=num_workers,
             max_memory_bytes=max_memory_bytes,
             has_schemas=has_schemas,
             logs=logs,

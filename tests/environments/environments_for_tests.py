@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments that processes of tests import."""
 
+import asyncio
 import os
 import random
 import time
@@ -64,6 +65,23 @@ class Counter:
 
     async def get_reward(self):
         return self._n
+
+
+LOCK = asyncio.Lock()  # belongs to the event loop of its first use, as a keep-alive client
+
+
+class Concurrent(Counter):
+    """Coroutines of several episodes, with a shared object of asyncio."""
+
+    async def wait(self) -> str:
+        """Wait."""
+        await asyncio.sleep(0.3)
+        return str(os.getpid())
+
+    async def get_reward(self):
+        async with LOCK:
+            await asyncio.sleep(0.01)
+        return {0: True, 1: None, 2: np.float32(0.5), 3: np.bool_(True), 4: "much"}[self._n]
 
 
 class Untyped(Counter):

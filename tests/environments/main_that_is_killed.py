@@ -13,5 +13,5 @@ if __name__ == "__main__":
     while environment.poll() is None:
         time.sleep(0.01)
     environment.turn("hang")
-    print(environment._process.process.pid, flush=True)
+    print(pool.workers.pids[0], flush=True)
     time.sleep(200)

@@ -124,6 +124,54 @@ def test_typed_functions_are_tools_without_a_state_or_a_reward():
         pool.close()
 
 
+def test_many_episodes_share_few_processes_and_coroutines_run_concurrently():
+    pool = EnvironmentPool(f"{FILE}:Concurrent", timeout_s=20.0)
+    try:
+        pool.check()
+        episodes = [pool.open() for _ in range(64)]
+        for i, environment in enumerate(episodes):
+            environment.begin({"start": i % 5})
+        assert {answer(each).observation for each in episodes} == {f"from {i}" for i in range(5)}
+        start_s = time.monotonic()
+        for environment in episodes:
+            environment.call([{"name": "wait"}])
+        pids = {answer(each).results[0] for each in episodes}
+        assert time.monotonic() - start_s < 64 / 4 * 0.3
+        assert pids == set(map(str, pool.workers.pids)) and len(pids) == 4
+        for environment in episodes:
+            environment.call([])
+        found = [answer(each) for each in episodes]
+        # Booleans, None and numpy's scalars count as in reward functions.
+        assert [x.reward for x in found[:4]] == [1.0, None, 0.5, 1.0]
+        assert {x.failure for x in found[4::5]} == {"environment_type"}
+        assert {x.failure for i, x in enumerate(found) if i % 5 < 4} == {""}
+    finally:
+        pool.close()
+
+
+def test_a_call_that_hangs_costs_the_episodes_of_its_worker_and_no_other(capsys):
+    pool = EnvironmentPool(f"{FILE}:Game", timeout_s=1.0, num_workers=2)
+    try:
+        pool.check()
+        episodes = [begun(pool) for _ in range(4)]
+        for environment, text in zip(episodes, ("hang", "a", "b", "a"), strict=True):
+            environment.turn(text)
+        found = [answer(each) for each in episodes]
+        names = ["environment_timeout", "", "environment_lost", ""]
+        assert [each.failure for each in found] == names and found[3].observation == "p:a"
+        again = begun(pool)
+        again.turn("a")
+        assert answer(again).observation == "p:a"
+        # Episodes that waited for the policy are lost, too.
+        episodes[1].turn("die")
+        assert answer(episodes[1]).failure == "environment_crash"
+        episodes[3].turn("a")
+        assert answer(episodes[3]).failure == "environment_lost"
+    finally:
+        pool.close()
+    assert "a turn took longer than 1 s (reward.timeout_s)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

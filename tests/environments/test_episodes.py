@@ -60,6 +60,8 @@ class Environment:
 class World:
     """In the place of a pool."""
 
+    has_reward = True
+
     def __init__(self, delays=(0,), most=3, fails=()):
         self.delays, self.most, self.fails = delays, most, fails
         self.texts, self.lines, self.opened, self.released = [], [], 0, 0

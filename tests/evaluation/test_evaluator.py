@@ -49,7 +49,7 @@ def evaluator(model, task=None, metrics=(), measures=(), **changes):
     config = make_config({**sizes, **changes})
     task = task or Arithmetic()
     decoder = make_decoder(config, model[0], model[2])
-    grader = make_grader(task, model[2], LengthReward())
+    grader = make_grader(make_config({}), task, model[2], LengthReward())
     answer = make_shard_evaluator(config, decoder, grader, measures, None).evaluate
     return make_evaluator(config, task, model[2], metrics), answer
 

@@ -15,7 +15,7 @@ from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.source import Verdict
+from tba_jax.rewards.source import ScoreResult, Verdict
 from tba_jax.run.shared import make_episodes, make_gold, make_grader, make_rewards, make_task
 
 POST = "abcabcabcabcabcabcabcabc:"
@@ -81,16 +81,33 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
     config, task = of_task("custom", str(rows), **changes)
     validate(config)
     assert make_rewards(config, task, tokenizer, SITES) is None
-    grades = make_grader(task, tokenizer, None).grade(
+    grades = make_grader(config, task, tokenizer, None).grade(
         [Prompt(0, "a", np.zeros(1, np.int32), {})] * 2,
         [np.zeros(1, np.int32)] * 2,
         [True] * 2,
         [Verdict(1.0, None), None],
     )
-    assert (grades.rewards, grades.reasons) == ([1.0, None], [None, "environment_no_reward"])
+    assert (grades.rewards, grades.reasons) == ([1.0, None], [None, "reward_none"])
     environments = types.SimpleNamespace(check=lambda: None, has_reward=False, name="game")
     with pytest.raises(ValueError, match=r"has no get_reward\(\), and no other reward is set"):
         make_episodes(config, task, tokenizer, environments)
+
+
+def test_rewards_that_the_user_names_are_added_to_those_of_the_environment(tokenizer):
+    result = ScoreResult([10.0, None], [None, "reward_error"], "")
+    source = types.SimpleNamespace(score=lambda *args, **options: result)
+    config, task = of_task("arithmetic")
+    verdicts = [Verdict(5.0, None), Verdict(5.0, None), Verdict(None, "environment_error")]
+    tokens = np.zeros(1, np.int32)
+    rows = [Prompt(0, "a", tokens, {})] * 3, [tokens] * 3, [True] * 3
+    named = replace(config, {"task.reward": "mine:score"})
+    added = make_grader(named, task, tokenizer, source).grade(*rows, verdicts)
+    assert added.rewards == [15.0, None, None]
+    assert added.reasons == [None, "reward_error", "environment_error"]
+    assert added.parts["environment"][0] == 5.0 and added.parts["task.reward"][0] == 10.0
+    # The task's own reward is not added.
+    own = make_grader(config, task, tokenizer, source).grade(*rows, verdicts)
+    assert own.rewards == [5.0, 5.0, None] and own.parts == {}
 
 
 def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp_path):

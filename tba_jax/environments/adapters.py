@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' environments in a worker, each as one coroutine of an episode: `run(policy, row)`.
+
+Classes for TRL's `environment_factory` have `reset`, public typed methods as tools, and optionally
+`get_reward`. Typed functions are tools, as in TRL's `tools`. Classes with `init` and gym's `step`
+answer the text of each turn. An agent is a function `run(base_url, row)` that samples from an
+OpenAI client and returns the reward. Coroutines of users run concurrently; other calls of a worker
+run one after another. This module does not import JAX; it imports transformers only to describe
+tools.
+
+Invariant: every message gets an answer, or the process ends.
+"""
+
+import asyncio
+import functools
+import importlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tba_jax.rewards.functions import as_number
+from tba_jax.settings import import_file
+from tba_jax.workers import Exchange, Handler
+
+BASE_URL = "base_url"
+"""First argument of an agent, and name of the row's column that has its value."""
+MOST_CHARACTERS = 2**18
+"""Maximum length of an observation; a longer observation is a failure."""
+_ERROR = "error: "  # the result of a failed tool call begins with this text
+_MOST_TEXT = 4000  # maximum characters of a failure's text
+
+
+class _Failure(Exception):
+    """A violation of the interface of environments.
+
+    Attributes:
+        name: name of the failure, by which rejected responses are counted.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+class Turn(NamedTuple):
+    """A turn of the policy: its text, or its tool calls."""
+
+    text: str
+    calls: Sequence[Mapping[str, Any]] = ()
+
+
+class Policy:
+    """The policy, as an environment sees it in one episode."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def turn(self, observation: Any = None, results: Sequence[str] = ()) -> Turn | None:
+        """Give the policy an observation or results of its calls; return its next turn.
+
+        None if the episode has reached a limit.
+        """
+        _checked(observation)
+        _checked("".join(results))
+        failed = [result for result in results if result.startswith(_ERROR)]
+        answer = {"observation": observation, "results": list(results), "failed_calls": failed}
+        return await self._exchange.answer_and_wait(answer)
+
+
+class Adapter(Protocol):
+    """Interface of environments: one object runs one episode at a time."""
+
+    has_reward: bool
+    finish: str
+
+    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+        """Run an episode; return its reward."""
+        ...
+
+
+class Tools:
+    """Adapter of a class for TRL's `environment_factory`, or of functions; no call ends an episode.
+
+    Args:
+        environment: an instance of the user's class; None if the tools are functions.
+        functions: functions that are tools.
+
+    Raises:
+        TypeError: a tool lacks annotations or a docstring, or two tools have one name.
+    """
+
+    finish = "eos"
+
+    def __init__(self, environment: Any, functions: Sequence[Callable[..., Any]] = ()) -> None:
+        self._environment = environment
+        self.has_reward = hasattr(environment, "get_reward")
+        methods = inspect.getmembers(environment, inspect.ismethod)
+        own = [f for name, f in methods if name[0] != "_" and name not in ("reset", "get_reward")]
+        found: list[Callable[..., Any]] = [*own, *functions]
+        self._tools = {tool.__name__: tool for tool in found}
+        if len(self._tools) < len(found):
+            names = ", ".join(tool.__name__ for tool in found)
+            raise TypeError(f"two of the tools {names} have one name. Rename one of them")
+        for name, tool in self._tools.items():
+            parameters = inspect.signature(tool).parameters.values()
+            if not tool.__doc__ or any(p.annotation is p.empty for p in parameters):
+                raise TypeError(
+                    f"tool {name} needs a docstring and an annotation for each argument; begin "
+                    "the name of a method that is not a tool with an underscore"
+                )
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the JSON schema of each tool, as TRL does.
+
+        Raises:
+            Exception: transformers cannot read an annotation or docstring.
+        """
+        library = importlib.import_module("transformers.utils.chat_template_utils")
+        return [library.get_json_schema(tool) for tool in self._tools.values()]
+
+    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+        reset = getattr(self._environment, "reset", None)
+        text = None if reset is None else await _result(reset(**accepted(reset, row)))
+        turn = await policy.turn(text)
+        while turn is not None and turn.calls:
+            turn = await policy.turn(results=[await self._called(call) for call in turn.calls])
+        return await _result(self._environment.get_reward()) if self.has_reward else None
+
+    async def _called(self, call: Mapping[str, Any]) -> str:
+        try:
+            if "error" in call:
+                return f"{_ERROR}{call['error']}"
+            name, arguments = call["name"], call.get("arguments") or {}
+            if name not in self._tools:
+                return f"{_ERROR}no tool {name!r}; there are {', '.join(self._tools)}"
+            return str(await _result(self._tools[name](**arguments)))
+        except Exception as error:  # as in TRL, the policy sees the error
+            return f"{_ERROR}{type(error).__name__}: {error!s:.200}"
+
+
+class Steps:
+    """Adapter of a class with `init(prompt)` and gym's `step(text)`.
+
+    `step` returns (observation, reward, done, ...); an observation is a text or None. The reward of
+    an episode is the sum over its steps.
+
+    Args:
+        environment: an instance of the user's class.
+    """
+
+    has_reward = True
+    finish = "done"
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+        await _result(self._environment.init(row["prompt"]))
+        rewards: list[Any] = []
+        turn = await policy.turn()
+        while turn is not None:
+            observation, reward, done, *_ = await _result(self._environment.step(turn.text))
+            rewards.append(_number(reward))
+            turn = None if done else await policy.turn(observation)
+        known = [reward for reward in rewards if reward is not None]
+        return sum(known) if known or not rewards else None
+
+
+class Agent:
+    """Adapter of an agent, which requests its turns from the policy over HTTP.
+
+    Args:
+        run: (base URL, row) -> reward; possibly a coroutine function.
+    """
+
+    has_reward = True
+    finish = "done"
+
+    def __init__(self, run: Callable[[str, Mapping[str, Any]], Any]) -> None:
+        self._run = run
+
+    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+        row = dict(row)
+        return await _result(self._run(row.pop(BASE_URL), row))
+
+
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments among `offered` that a function accepts."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(offered)
+    names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    return {name: value for name, value in offered.items() if name in names}
+
+
+async def _result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _number(value: Any) -> float | None:
+    """Return a reward as a finite float; None: the environment gives no reward."""
+    try:
+        found = as_number(value)
+    except TypeError:
+        text = f"the reward is a {type(value).__name__}; return a number or None"
+        raise _Failure("environment_type", text) from None
+    if found is not None and not math.isfinite(found):
+        raise _Failure("environment_nan", f"the reward is {found}; return a finite number")
+    return found
+
+
+def _checked(observation: Any) -> None:
+    if observation is not None and not isinstance(observation, str):
+        text = f"the observation is a {type(observation).__name__}; return a text or None"
+        raise _Failure("environment_type", text)
+    if observation is not None and len(observation) > MOST_CHARACTERS:
+        text = f"the observation has {len(observation):,} characters; return at most "
+        raise _Failure("environment_flood", f"{text}{MOST_CHARACTERS:,}")
+
+
+@functools.cache
+def load(name: str) -> Callable[[], Adapter]:
+    """Return a function that makes an environment.
+
+    Args:
+        name: package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
+            names of tool functions, separated by commas.
+
+    Raises:
+        AttributeError, TypeError: the object is not an environment. The import may raise any
+            exception.
+    """
+    found = list(map(_imported, name.split(",")))
+    if len(found) > 1 or _is_tool(found[0]):
+        return lambda: Tools(None, found)
+    (factory,) = found
+    if hasattr(factory, "init") and hasattr(factory, "step"):
+        return lambda: Steps(factory())
+    if inspect.isfunction(factory) and BASE_URL in _parameters(factory)[:1]:
+        return lambda: Agent(factory)
+    if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "reset")):
+        raise TypeError(
+            f"{name} has neither reset() and tools, nor init() and step(); add the "
+            "methods of one kind, or give a function run(base_url, row)"
+        )
+    return lambda: Tools(factory())
+
+
+def _imported(name: str) -> Any:
+    module, _, own = name.strip().rpartition(":")
+    found = import_file(module) if module.endswith(".py") else importlib.import_module(module)
+    return getattr(found, own)
+
+
+def _is_tool(found: Any) -> bool:
+    """Return whether an object is a function with arguments, but not an agent."""
+    is_function = inspect.isfunction(found) or inspect.ismethod(found)
+    return is_function and _parameters(found)[:1] not in ([], [BASE_URL])
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def make_handler(name: str) -> Handler:
+    """Return the handler of a worker; it reuses objects of the class, one for each open episode.
+
+    The first message is ("describe", whether schemas are wanted) or ("begin", row), the later ones
+    are turns.
+    """
+    free: list[Adapter] = []
+
+    async def handle(exchange: Exchange, message: Any) -> None:
+        kind, value = message
+        try:
+            adapter = free.pop() if free else load(name)()
+            if kind == "describe":
+                answer = _described(adapter, name, value)
+            else:
+                reward = _number(await adapter.run(Policy(exchange), value))
+                answer = {"finish": adapter.finish, "reward": reward}
+            free.append(adapter)
+        except asyncio.CancelledError:
+            raise
+        except _Failure as failure:
+            answer = {"failure": failure.name, "text": str(failure)}
+        except BaseException as error:  # users' code may raise anything, even SystemExit
+            traceback.print_exception(error)  # into the log file of the worker
+            *_, last = traceback.format_exception_only(error)
+            answer = {"failure": "environment_error", "text": last.strip()[:_MOST_TEXT]}
+        exchange.answer(answer)
+
+    return handle
+
+
+def _described(adapter: Adapter, name: str, has_schemas: bool) -> dict[str, Any]:
+    is_agent = isinstance(adapter, Agent)
+    has_tools = isinstance(adapter, Tools)
+    return {
+        "has_reward": adapter.has_reward,
+        "has_tools": has_tools,
+        "schemas": adapter.schemas() if has_tools and has_schemas else [],
+        "is_agent": is_agent,
+        "shares_workers": not is_agent or inspect.iscoroutinefunction(_imported(name)),
+    }
