@@ -1,50 +1,32 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# A GPU box: any Linux machine with an NVIDIA driver that ssh reaches, or this one. It is yours
-# already, so `create` only looks at it and `delete` removes what `setup` put there.
+# Train on a GPU box that ssh reaches: any Linux machine with an NVIDIA driver.
 #
-#   launch/gpu.sh create|setup|run|status|logs|stop|delete [--dry-run]
+#   launch/gpu.sh HOST setup [EXTRAS]      copy the working tree to ~/tba_jax-job and install it
+#   launch/gpu.sh HOST start 'COMMAND'     in code/, with the environment active; resumes a run
+#   launch/gpu.sh HOST status | logs [LINES] | stop
+#   DRY_RUN=1 launch/gpu.sh ...            print the commands
 set -euo pipefail
 
-# shellcheck disable=SC2034  # for lib.sh
-target=gpu
-target_extra=cuda
-create_help='look whether the machine answers and has a GPU'
-delete_help='remove what setup put there; what runs have written stays'
-may_be_taken_away=false
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+[ $# -ge 2 ] || { sed -n '3,/^set/ { /^#/ s/^# \{0,1\}//p; }' "$0" && exit 2; }
+host=$1 verb=$2 argument=${3:-} folder=${FOLDER:-tba_jax-job}
+act() { if [ -n "${DRY_RUN:-}" ]; then printf '+%s\n' "$(printf ' %q' "$@")"; else "$@"; fi; }
+worker() { act ssh -o ConnectTimeout=15 "$host" "bash $folder/worker.sh$(printf ' %q' "$@")"; }
 
-# shellcheck source=launch/lib.sh
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-
-check_settings() { need HOST "USER@HOST as ssh takes it, or local"; }
-
-# A box that does not answer may be rebooting; it is not lost.
-slice_state() { echo READY; }
-
-create_slice() {
-  on_workers 'nvidia-smi --query-gpu=name,memory.total --format=csv,noheader' \
-    || die "$HOST does not answer, or has no NVIDIA driver; 'ssh $HOST nvidia-smi' has to work"
-}
-
-delete_slice() {
-  on_workers "if [ -f $job_dir/worker.sh ]; then $(worker remove); else echo nothing to delete; fi"
-}
-
-on_workers() {
-  if [ "$HOST" = local ]; then
-    act bash -c "cd && $1"
-  else
-    act ssh -o ConnectTimeout=15 -o ServerAliveInterval=15 "$HOST" "$1"
-  fi
-}
-
-copy_to_workers() {
-  if [ "$HOST" = local ]; then
-    act cp "$@" "$HOME/$job_dir/"
-  else
-    act scp -q "$@" "$HOST:$job_dir/"
-  fi
-}
-
-main "$@"
+case $verb in
+  setup)
+    scratch=$(mktemp -d)
+    trap 'rm -rf -- "$scratch"' EXIT
+    act "$here/worker.sh" pack "$scratch/code.tar.gz"
+    act ssh -o ConnectTimeout=15 "$host" "nvidia-smi -L && mkdir -p $folder"
+    act scp -q "$here/worker.sh" "$scratch/code.tar.gz" "$host:$folder/"
+    worker setup "cuda${argument:+,$argument}" ''
+    ;;
+  start) worker start "$argument" ;;
+  status) worker status ;;
+  logs) worker logs "${argument:-50}" ;;
+  stop) worker stop 120 ;;
+  *) echo "error: no verb '$verb'; wanted setup, start, status, logs or stop" >&2 && exit 2 ;;
+esac

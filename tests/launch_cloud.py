@@ -21,7 +21,6 @@ SETTINGS = {
     "ACCELERATOR": "v5litepod-16",
     "PROVISIONING": "spot",
     "POLL_S": "0.1",
-    "STOP_TIMEOUT_S": "10",
 }
 
 

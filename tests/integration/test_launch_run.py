@@ -46,15 +46,15 @@ def steps(cloud):
 
 
 def test_two_workers_train_from_create_to_delete(cloud):
-    cloud.settings(JOB=job("num_steps=24"), POLL_S="1", STOP_TIMEOUT_S="60")
+    cloud.settings(JOB=job("num_steps=24"), POLL_S="1")
     cloud.tpu("create")
     out = cloud.tpu("setup", timeout=300).stdout
     assert "[w-0] Python 3" in out and "[w-1] Python 3" in out
-    cloud.tpu("run", "--detach")
-    cloud.wait_for(lambda: len(steps(cloud)) >= 6, timeout=300)
+    running = cloud.start("run")
+    cloud.wait_for(lambda: len(steps(cloud)) >= 6, process=running, timeout=300)
     # Stopping saves: the same command goes on from there.
     cloud.tpu("stop")
-    logged = cloud.tpu("logs", "--lines=100").stdout
+    logged = cloud.tpu("logs").stdout
     assert "[w-0] Stopped by preemption (SIGTERM to one of the processes)" in logged
     assert "[w-1] Stopped by" not in logged
     out = cloud.tpu("run", timeout=300).stdout
@@ -62,10 +62,10 @@ def test_two_workers_train_from_create_to_delete(cloud):
     assert steps(cloud) == list(range(1, 25))
     report = json.loads((cloud.bucket / "run" / "report.json").read_text())
     assert report["steps"] == 24 and report["eval"]["after"]["step"] == 24
-    logged = cloud.tpu("logs", "--lines=100").stdout
+    logged = cloud.tpu("logs").stdout
     assert "[w-0] Report: " in logged and "[w-1] Report: " not in logged
     # Once more is harmless.
     cloud.tpu("run", timeout=300)
-    assert "This run is finished" in cloud.tpu("logs", "--lines=3").stdout
+    assert "This run is finished" in cloud.tpu("logs").stdout
     cloud.tpu("delete")
     assert cloud.homes() == []

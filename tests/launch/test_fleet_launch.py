@@ -4,11 +4,10 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 
 import yaml
-from launch_cloud import ROOT, Cloud
+from launch_cloud import ROOT
 
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
@@ -27,7 +26,7 @@ def fleet_config(words):
 
 
 def test_the_kuberay_job_asks_for_what_its_groups_have():
-    [job] = yaml.safe_load_all((ROOT / "launch/fleet/kuberay.yaml").read_text())
+    [job] = yaml.safe_load_all((ROOT / "launch/gke.yaml").read_text())
     config = fleet_config(shlex.split(job["spec"]["entrypoint"]))
     groups = {
         group["groupName"]: group for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
@@ -44,10 +43,10 @@ def test_the_kuberay_job_asks_for_what_its_groups_have():
 
 
 def test_the_slurm_job_fills_its_nodes():
-    environment = {**os.environ, "FLEET_DRY_RUN": "1", "SLURM_JOB_NUM_NODES": "3"}
+    environment = {**os.environ, "DRY_RUN": "1", "SLURM_JOB_NUM_NODES": "3"}
     environment.pop("SLURM_JOB_NODELIST", None)
     out = subprocess.run(
-        ["bash", "launch/fleet/slurm.sh"],
+        ["bash", "launch/slurm.sh"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60,
     ).stdout  # fmt: skip
     words = shlex.split(out)
@@ -56,21 +55,6 @@ def test_the_slurm_job_fills_its_nodes():
     assert job[:3] == ["python", "-m", "tba_jax.main"]
     config = fleet_config(job)
     assert config.fleet.max_searchers == 16 and config.num_searchers == 8
-
-
-def test_a_slice_joins_a_fleet_in_place_of_a_job(tmp_path):
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "launch", tree / "launch")
-    cloud = Cloud(tmp_path, tree, worker_env={"FAKE_IMPORTS": "1"})
-    try:
-        cloud.settings(JOB="")
-        out = cloud.tpu("run", "--fleet=10.0.0.2:6379", "--dry-run").stdout
-        start = "env RAY_USAGE_STATS_ENABLED=0 ray start --address=10.0.0.2:6379 --block"
-        assert start in out.replace("'\\''", "")
-        for wrong in ("--fleet", "--fleet=head", "--fleet=a b:1", "--fleet=head:x"):
-            assert re.search("HOST:PORT", cloud.tpu("run", wrong, "--dry-run", code=2).stderr)
-    finally:
-        cloud.close()
 
 
 def test_the_page_shows_a_command_that_is_accepted():

@@ -5,9 +5,9 @@ The real job behind them is in tests/integration/test_launch_run.py.
 """
 
 import json
+import shlex
 import shutil
 import subprocess
-import time
 
 import pytest
 from launch_cloud import ROOT, Cloud
@@ -54,11 +54,11 @@ def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
     wanted = {
         "create": "queued-resources create test --node-id=test --quiet --project=p --zone=z "
         "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --spot",
-        "setup": "'--command=bash tba_jax-test/worker.sh setup tpu '\\'''\\'''",
-        "run": "--command=bash tba_jax-test/worker.sh start '\\''python job.py",
-        "status": "worker.sh status",
-        "logs": "'--command=bash tba_jax-test/worker.sh logs 50'",
-        "stop": "worker.sh stop 10",
+        "setup": "worker.sh\\ setup\\ tpu",
+        "run": "worker.sh\\ start\\ python",
+        "status": "worker.sh\\ status",
+        "logs": "worker.sh\\ logs\\ 50",
+        "stop": "worker.sh\\ stop\\ 120",
         "delete": "queued-resources delete test --quiet --project=p --zone=z --force",
     }
     for verb, command in wanted.items():
@@ -67,15 +67,15 @@ def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
         assert all(line.startswith(("+ ", "# ")) for line in out.splitlines()), (verb, out)
     assert cloud.calls() == []
     # What is printed is what a shell runs: the job survives two shells.
-    [line] = [x for x in cloud.tpu("run", "--dry-run").stdout.splitlines() if " start " in x]
-    shown = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {line.removeprefix('+ ')}"], capture_output=True, text=True
-    ).stdout.splitlines()[-1]
-    start = shown.removeprefix("--command=")
-    words = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {start}"], capture_output=True, text=True
-    ).stdout.splitlines()
-    assert words == ["bash", "tba_jax-test/worker.sh", "start", "python job.py 'a b'"]
+    [line] = [x for x in cloud.tpu("run", "--dry-run").stdout.splitlines() if "start" in x]
+    words = shlex.split(line.removeprefix("+ "))
+    start = words[-1].removeprefix("--command=").split("; else")[0]
+    assert shlex.split(start)[-4:] == [
+        "bash",
+        "tba_jax-test/worker.sh",
+        "start",
+        "python job.py 'a b'",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,10 @@ def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
     [
         ({"PROJECT": None}, "PROJECT is not set (the Google Cloud project that pays); set it in"),
         ({"ZONE": ""}, "ZONE is not set"),
-        ({"NAME": "Test_1"}, "NAME=Test_1 does not begin with a lower-case letter"),
-        ({"NAME": "test_1"}, "NAME=test_1: lower-case letters, digits and '-' only"),
-        ({"PROVISIONING": "cheap"}, "PROVISIONING=cheap is none of spot, on-demand, reserved"),
-        ({"ACCELERATOR": "tpu7x-8"}, "no runtime version known for ACCELERATOR=tpu7x-8"),
-        ({"JOB": None}, "JOB is not set (the command to run on every worker); set it in"),
+        ({"NAME": "Test_1"}, "wanted lower-case letters, digits and '-', a letter first"),
+        ({"PROVISIONING": "cheap"}, "wanted spot, on-demand or reserved"),
+        ({"ACCELERATOR": "tpu7x-8"}, "no version is known for ACCELERATOR=tpu7x-8"),
+        ({"JOB": None}, "JOB is not set (the command that runs on every worker); set it in"),
     ],
 )
 def test_a_setting_that_is_missing_or_wrong_is_named_with_its_file(cloud, changes, message):
@@ -101,19 +100,17 @@ def test_a_setting_that_is_missing_or_wrong_is_named_with_its_file(cloud, change
 def test_an_unknown_verb_option_or_settings_file_is_one_error(cloud):
     cloud.settings(JOB="true")
     assert "no verb 'start'" in cloud.tpu("start", code=2).stderr
-    assert "create has no option '--detach'" in cloud.tpu("create", "--detach", code=2).stderr
-    done = cloud.tpu("run", "--settings=/nowhere.env", code=2)
-    assert "no settings file /nowhere.env; copy" in done.stderr
-    done = cloud.tpu("run", "--restart-on-preemption", "--detach", code=2)
-    assert "has to watch the job" in done.stderr
-    assert "usage: launch/tpu.sh VERB" in cloud.tpu("help").stdout
+    assert "create has no option '--x'" in cloud.tpu("create", "--x", code=2).stderr
+    assert "JOB='python -m tba_jax.main" in cloud.tpu("help").stdout
+    cloud.settings_file.unlink()
+    assert "no settings file" in cloud.tpu("run", code=2).stderr
 
 
 def test_a_job_from_create_to_delete(cloud):
     cloud.settings(JOB=counting(2), EXTRAS="hub", SETUP_COMMAND="echo mounted >mounted")
     out = cloud.tpu("create").stdout
     assert out.index("WAITING_FOR_RESOURCES") < out.index("PROVISIONING") < out.index("is ready")
-    assert "test is there" in cloud.tpu("create").stdout
+    assert "test is ready" in cloud.tpu("create").stdout
     assert len(cloud.calls("queued-resources", "create")) == 1
 
     assert "test is not set up" in cloud.tpu("run", code=2).stderr
@@ -131,57 +128,53 @@ def test_a_job_from_create_to_delete(cloud):
     assert [cloud.bucket_lines(f"count-{i}") for i in (0, 1)] == [["1", "2"]] * 2
     logged = cloud.tpu("logs").stdout.splitlines()
     assert {"[w-0] counted 2", "[w-1] counted 2"} <= set(logged)
-    assert len(cloud.tpu("logs", "--lines=1").stdout.splitlines()) == 2
     assert "w-1 exited-0 counted 2\n" in cloud.tpu("status").stdout
     assert "[w-0] nothing is running" in cloud.tpu("stop").stdout
 
-    assert "test is deleted" in cloud.tpu("delete").stdout
-    assert cloud.homes() == []
-    assert "nothing to delete" in cloud.tpu("delete").stdout
-    assert "nothing to stop (test: ABSENT)" in cloud.tpu("stop").stdout
-    assert "test does not exist; launch/tpu.sh create" in cloud.tpu("logs", code=2).stderr
+    for _ in range(2):
+        assert "there is no test in z any more" in cloud.tpu("delete").stdout
+        assert cloud.homes() == []
+    assert "test is not ready (ABSENT); launch/tpu.sh create" in cloud.tpu("logs", code=2).stderr
 
 
 def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     cloud.settings(JOB=waiting())
     cloud.tpu("create")
     cloud.tpu("setup")
-    started = time.monotonic()
-    assert "started" in cloud.tpu("run", "--detach").stdout
-    assert time.monotonic() - started < 60, "a detached run waits for nothing"
-    cloud.wait_for(lambda: cloud.bucket_lines("began-1"))
-    assert "running already" in cloud.tpu("run", "--detach").stdout
+    first = cloud.start("run")
+    cloud.wait_for(lambda: cloud.bucket_lines("began-1"), process=first)
+    second = cloud.start("run")  # on another terminal: it watches the same job
+    cloud.wait_for(lambda: "running already" in cloud.output(second), process=second)
     assert "a job is running on test; stop it" in cloud.tpu("setup", code=2).stderr
-    # Nor does a worker begin a second job, whoever asks it.
+    # A worker never begins a second job.
     assert "running already" in cloud.ssh("bash tba_jax-test/worker.sh start true")
     assert cloud.bucket_lines("began-1") == ["began"]
     cloud.tpu("stop")
     assert [cloud.bucket_lines(f"saved-{i}") for i in (0, 1)] == [["saved"]] * 2
+    for watching in (first, second):
+        assert watching.wait(30) == 1 and "the same command resumes" in cloud.output(watching)
     assert cloud.tpu("status").stdout.count(" stopped ") == 2
-    cloud.tpu("run", "--detach")
-    cloud.wait_for(lambda: len(cloud.bucket_lines("began-0")) == 2)
-    # One that watches says that it was stopped by another.
-    watching = cloud.start("run")
-    cloud.wait_for(lambda: "watching" in cloud.output(watching), process=watching)
+    third = cloud.start("run")
+    cloud.wait_for(lambda: len(cloud.bucket_lines("began-0")) == 2, process=third)
     cloud.tpu("stop")
-    assert watching.wait(30) == 1
-    assert "stopped on request; the same command resumes" in cloud.output(watching)
+    assert third.wait(30) == 1
 
 
 def test_a_preempted_run_is_made_anew_and_resumes(cloud):
-    cloud.settings(JOB=counting(4))
+    begin = "echo began >>$BUCKET/began-$JAX_PROCESS_ID"
+    cloud.settings(JOB=f"bash -c '{begin}; test -e $BUCKET/preempted || sleep 300'")
     running = cloud.start("run", "--restart-on-preemption")
-    cloud.wait_for(lambda: len(cloud.bucket_lines("count-1")) == 2, process=running)
+    cloud.wait_for(lambda: cloud.bucket_lines("began-1"), process=running)
+    (cloud.bucket / "preempted").touch()
     cloud.preempt()
-    assert running.wait(60) == 0, cloud.output(running)
+    assert running.wait(120) == 0, cloud.output(running)
     out = cloud.output(running)
-    assert out.index("resuming") < out.index("test was taken away or failed; deleting")
+    assert "test was taken away or failed; deleting" in out
     assert "the job is done on every worker" in out
     creates, deletes = (cloud.calls("queued-resources", x) for x in ("create", "delete"))
     assert (len(creates), len(deletes)) == (2, 1)
     assert creates[0] == creates[1]
-    counts = cloud.bucket_lines("count-0")
-    assert len(counts) >= 4 and counts.count("1") == 2, "it was started twice"
+    assert cloud.bucket_lines("began-0") == ["began"] * 2
 
 
 @pytest.mark.slow
@@ -196,7 +189,7 @@ def test_a_job_that_saved_because_of_a_signal_is_not_done(cloud):
     assert "w-0 saved" in out and "w-1 exited-0" in out and "the same command resumes" in out
     (cloud.bucket / "once-0").unlink()
     out = cloud.tpu("run", "--restart-on-preemption").stdout
-    assert out.index("has saved") < out.index("resuming") < out.index("the job is done")
+    assert "w-0 saved" in out and "the job is done" in out
     assert len(cloud.calls("queued-resources", "create")) == 1
 
 
@@ -214,67 +207,42 @@ def test_an_answer_that_cannot_be_had_is_not_taken_for_nothing(cloud):
     cloud.fail(list_requests=1)
     done = cloud.tpu("delete", code=2)
     assert "gcloud could not list the queued-resources" in done.stderr
-    assert "nothing to delete" not in done.stdout
+    assert "there is no" not in done.stdout
     cloud.tpu("delete")
     assert cloud.homes() == []
 
 
 @pytest.mark.slow
 def test_setup_replaces_the_code_and_leaves_what_runs_wrote(cloud):
-    cloud.settings(JOB="true", JOB_ENV_FILE=str(cloud.folder / "job.env"))
+    cloud.settings(JOB="true")
     cloud.tpu("create")
-    assert "JOB_ENV_FILE" in cloud.tpu("setup", code=2).stderr
-    (cloud.folder / "job.env").write_text("HF_TOKEN=secret\n")
     cloud.tpu("setup")
     root = cloud.homes()[0] / "tba_jax-test"
     (root / "code/runs").mkdir()
     (root / "code/runs/metrics.jsonl").write_text("{}\n")
+    (root / "job.env").write_text("HF_TOKEN=secret\n")
     (cloud.tree / "job.py").unlink()
     (cloud.tree / "with blank.py").write_text("new\n")
     cloud.tpu("setup")
     assert not (root / "code/job.py").exists()
     assert (root / "code/with blank.py").read_text() == "new\n"
     assert (root / "code/runs/metrics.jsonl").read_text() == "{}\n"
-    assert (root / "job.env").stat().st_mode & 0o777 == 0o600
-    cloud.settings(JOB="bash -c 'echo $HF_TOKEN >$BUCKET/token'")
+    cloud.settings(JOB="bash -c 'test -z \"$HF_TOKEN\" || echo $HF_TOKEN >$BUCKET/token'")
     cloud.tpu("run")
     assert cloud.bucket_lines("token") == ["secret"]
 
 
-def test_a_gpu_box_from_create_to_delete(cloud):
-    cloud.settings(JOB="bash -c 'echo here $PWD'", HOST="me@box")
-    assert "NVIDIA Fake" in cloud.gpu("create").stdout
-    cloud.gpu("setup")
-    home = cloud.box
-    assert "install --quiet -e .[cuda]" in (home / "pip.log").read_text()
-    assert "the job is done" in cloud.gpu("run").stdout
-    assert f"here {home}/tba_jax-test/code" in cloud.gpu("logs").stdout
-    (home / "tba_jax-test/code/runs").mkdir()
-    (home / "tba_jax-test/code/runs/metrics.jsonl").write_text("{}\n")
-    assert "kept what runs have written" in cloud.gpu("delete").stdout
-    left = [p for p in (home / "tba_jax-test").rglob("*") if p.is_file()]
-    assert [p.name for p in left] == ["metrics.jsonl"]
-    assert "nothing to delete" in cloud.gpu("delete").stdout
-    # The same on this machine, without ssh.
-    cloud.settings(JOB="bash -c 'echo $PWD >$BUCKET/where'", HOST="local")
-    cloud.gpu("setup")
-    cloud.gpu("run")
-    assert cloud.bucket_lines("where") == [f"{home}/tba_jax-test/code"]
-    dry = cloud.gpu("run", "--dry-run").stdout
-    assert all(line.startswith(("+ ", "# ")) for line in dry.splitlines())
-
-
-@pytest.mark.parametrize("fails", ["scp", "cp"])
-def test_a_setup_that_fails_leaves_no_secret_behind(cloud, fails):
-    temporary = cloud.folder / "temporary"
-    temporary.mkdir()
-    cloud._worker_env["TMPDIR"] = str(temporary)
-    (cloud.folder / "job.env").write_text("HF_TOKEN=secret\n")
-    cloud.settings(HOST="me@box", JOB="true", JOB_ENV_FILE=str(cloud.folder / "job.env"))
-    cloud._script(fails, f"ls {temporary}/*/job.env >{cloud.folder}/seen; kill -TERM $PPID")
-    cloud.gpu("setup", code=-15)
-    assert fails == "cp" or (cloud.folder / "seen").read_text().endswith("/job.env\n")
-    assert list(temporary.iterdir()) == []
+def test_a_gpu_box(cloud):
+    assert "NVIDIA Fake" in cloud.gpu("me@box", "setup", "hub").stdout
+    assert "install --quiet -e .[cuda,hub]" in (cloud.box / "pip.log").read_text()
+    cloud.gpu("me@box", "start", "bash -c 'echo here $PWD'")
+    cloud.wait_for(lambda: "exited-0" in cloud.gpu("me@box", "status").stdout)
+    assert f"here {cloud.box}/tba_jax-job/code" in cloud.gpu("me@box", "logs").stdout
+    cloud.gpu("me@box", "start", waiting())
+    cloud.wait_for(lambda: cloud.bucket_lines("began-"))
+    assert "stopped" in cloud.gpu("me@box", "stop").stdout
+    assert cloud.bucket_lines("saved-") == ["saved"]
+    assert "no verb 'create'" in cloud.gpu("me@box", "create", code=2).stderr
 
 
 def test_scripts_are_clean_for_shellcheck():
