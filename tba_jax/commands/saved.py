@@ -5,7 +5,6 @@ These functions do not start, continue or change a run.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,14 +68,14 @@ def load_policy(
     mesh = reading_mesh(model_config.hidden_size, jax.local_devices())
     policy = policy_config(config, model_config)
     state = abstract_state(config, model_config, mesh)
-    checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
+    checkpoints = Checkpoints(workdir, read_only=True)
     if published:
         folder = WeightFolder(local_folder(workdir))
         step = newest_intact(folder, note, _version(published))
         dtype = jnp.dtype(config.model.compute_dtype)
         params = folder.load(step, _cast(state.params, dtype, policy))
     else:
-        newest = checkpoints.latest_step()
+        newest = checkpoints.newest()
         if newest is not None and (found := checkpoints.damage(newest)):
             raise checkpoints.damaged(newest, found)
         step, state, _ = checkpoints.restore(state, newest)

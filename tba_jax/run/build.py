@@ -305,7 +305,7 @@ def _newest_intact(shared: Shared) -> int | None:
     """
     checkpoints, cluster = shared.checkpoints, shared.cluster
     # Only one process lists the folder, because another host might see a newer checkpoint.
-    step = cluster.broadcast_json(checkpoints.latest_step())
+    step = cluster.broadcast_json(checkpoints.newest())
     if step is None:
         return None
     share = (cluster.process_id, cluster.num_processes)

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -65,16 +64,6 @@ def pack(state: HostState) -> bytes:
     out = io.BytesIO()
     np.savez(out, allow_pickle=False, **arrays)
     return out.getvalue()
-
-
-def read_facts(path: str | os.PathLike[str]) -> Facts:
-    """Return the facts of a host state file, without reading its arrays.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile: the bytes are not intact.
-    """
-    with np.load(os.fspath(path), allow_pickle=False) as entries:
-        return Facts(**json.loads(entries[_FACTS_KEY].tobytes().decode()))
 
 
 def unpack(data: bytes) -> HostState:

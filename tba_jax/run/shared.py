@@ -39,7 +39,7 @@ from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of, workers_by_cor
 from tba_jax.rewards.pool import RewardFailure, RewardPool
 from tba_jax.rewards.reward_models import RewardModel, gold_dtype
 from tba_jax.rewards.source import RewardSource
-from tba_jax.run.checkpoint import Checkpoints, Saving
+from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import Facts, RunClock, code_name
 from tba_jax.run.model_parts import (
@@ -420,10 +420,11 @@ def open_shared(
         tokenizer=tokenizer,
         rewards=rewards,
         checkpoints=Checkpoints(
-            str(folder / "checkpoints"),
+            folder,
             run_id=run_id_of(folder),
             read_only=not sites.trains,
-            processes=Saving(cluster.members, keeps_state=cluster.is_primary),
+            members=cluster.members,
+            keeps_state=cluster.is_primary,
         ),
     )
 

@@ -29,7 +29,7 @@ TIMEOUT_S = 600
 """Time in seconds after which an incomplete save counts as failed."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 # Errors that Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
-_READ_ERRORS = (
+READ_ERRORS = (
     OSError,
     ValueError,
     KeyError,
@@ -170,7 +170,7 @@ class SavedSteps:
         """Return a description of each missing or changed file; see `digests.damage`."""
         return digests.damage(self.path(step), below=below, share=share)
 
-    def save(self, step: int, items: Mapping[str, ocp.args.CheckpointArgs]) -> None:
+    def write(self, step: int, items: Mapping[str, ocp.args.CheckpointArgs]) -> None:
         """Wait for the previous save, copy the items, then write them in the background.
 
         The caller may change or donate the items when this returns.
@@ -182,24 +182,23 @@ class SavedSteps:
         self._saving, self._since = step, time.monotonic()
         self._guard(lambda: self._manager.save(step, args=ocp.args.Composite(**items), force=True))
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way."""
-        return self._manager.is_saving_in_progress()
-
     def check(self) -> None:
         """Raise the error of a failed background save."""
         self._guard(self._manager.check_for_errors)
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Block until the current save is complete.
 
-        Raises:
-            error: the save failed, or takes longer than `timeout_s`.
-        """
-        self._guard(self._wait)
+        Args:
+            timeout_s: longest wait; None: the timeout of saves.
 
-    def _wait(self) -> None:
+        Raises:
+            error: the save failed, or takes longer.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._guard(lambda: self._wait(limit_s))
+
+    def _wait(self, limit_s: float) -> None:
         # Orbax limits the time of its barriers, but not of a write to storage that hangs.
         failures: list[BaseException] = []
 
@@ -211,7 +210,7 @@ class SavedSteps:
 
         thread = threading.Thread(target=wait, name=f"{self.folder.name}-wait", daemon=True)
         thread.start()
-        thread.join(self._timeout_s)
+        thread.join(limit_s)
         if thread.is_alive():
             raise TimeoutError
         if failures:
@@ -245,7 +244,7 @@ class SavedSteps:
         except Exception as error:
             # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
             is_array = type(error) is Exception
-            if not is_array and not isinstance(error, _READ_ERRORS):
+            if not is_array and not isinstance(error, READ_ERRORS):
                 raise
             cause = (error.__cause__ if is_array else None) or error
             raise self._error(

@@ -85,7 +85,7 @@ class WeightFolder(SavedSteps):
             copied = storable(jax.block_until_ready(self._program(params)))
             if jax.process_count() == 1:
                 copied = jax.device_get(copied)  # as in `load`
-            self.save(version, {"params": ocp.args.StandardSave(copied)})
+            self.write(version, {"params": ocp.args.StandardSave(copied)})
             self._writing = version, start
 
     def poll(self, wait_s: float = 0.0) -> bool:

@@ -88,7 +88,7 @@ def write_as_a_run_does(workdir: Path) -> None:
     log.append({"step": 1})
     log.keep(lambda record: record["step"] > 1)
     log.close()
-    checkpoints = Checkpoints(workdir / "checkpoints", run_id=run_id_of(workdir))
+    checkpoints = Checkpoints(workdir, run_id=run_id_of(workdir))
     for step in (6, 7, 8):
         state = HostState(Facts(0, run_id_of(workdir), step=step), {})
         checkpoints.save(step, {"w": np.zeros(2)}, state)

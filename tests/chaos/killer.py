@@ -145,7 +145,7 @@ class Killer:
         newest = max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=0)
         if newest < saved:
             raise Wrong(f"checkpoint {saved} is gone, {newest} is left in {workdir}")
-        if newest and (found := Checkpoints(folder, read_only=True).damage(newest)):
+        if newest and (found := Checkpoints(workdir, read_only=True).damage(newest)):
             raise Wrong(f"checkpoint {newest} in {workdir} is not whole: {found}")
         self.done["checkpoints read"] += newest > 0
         return newest
@@ -172,7 +172,7 @@ class Killer:
         config = load_run_config(str(workdir))
         model = describe_model(config).config
         mesh = reading_mesh(model.hidden_size, jax.local_devices())
-        checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
+        checkpoints = Checkpoints(workdir, read_only=True)
         return checkpoints.restore(abstract_state(config, model, mesh), self.num_steps)[1]
 
 

@@ -14,12 +14,12 @@ from tba_jax.flow.state import PartState
 from tba_jax.report.files import load_run
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
 from tba_jax.report.page import render
-from tba_jax.run.checkpoint import _READ_ERRORS
 from tba_jax.run.errors import UserError, is_mendable
 from tba_jax.run.host_state import Facts, HostState, pack, unpack
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import is_finished, run_id_of, saved_config
 from tba_jax.storage import digests
+from tba_jax.storage.steps import READ_ERRORS
 
 NAMES = st.sampled_from(
     "config crc32c run_id files versions eval after before step steps event sync chunk round "
@@ -81,7 +81,7 @@ READERS = {
     "checkpoints/3/host.npz": (lambda f: unpack((f / "checkpoints/3/host.npz").read_bytes()),),
 }
 # What readers raise that their callers tell.
-TOLD = {"checkpoints/3/host.npz": _READ_ERRORS}
+TOLD = {"checkpoints/3/host.npz": READ_ERRORS}
 
 
 @pytest.mark.parametrize("name", READERS)

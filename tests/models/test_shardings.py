@@ -165,7 +165,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
 def test_a_checkpoint_of_eight_devices_restores_on_any_number(tmp_path):
     _, state, _ = sharded((2, 2, 2), keep_reference=True)
     wanted = jax.device_get(state)
-    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state, HostState(Facts(0), {}))
     checkpoints.close()
     for shape in ((1, 4, 1), (1, 1, 2), (1, 1, 1)):
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_eight_devices_restores_on_any_number(tmp_path):
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings.state
         )
-        _, restored, _ = Checkpoints(str(tmp_path / "checkpoints")).restore(target)
+        _, restored, _ = Checkpoints(tmp_path).restore(target)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), wanted)
         assert restored.params["embed"].sharding == shardings.state.params["embed"]
 

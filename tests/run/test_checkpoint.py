@@ -17,7 +17,7 @@ from tba_jax.run.checkpoint import (
     Checkpoints,
     load_host_state,
 )
-from tba_jax.run.host_state import Facts, HostState
+from tba_jax.run.host_state import Facts, HostState, pack
 
 FACTS = Facts(seed=0, run_id="f00d")
 HOST = HostState(
@@ -32,16 +32,18 @@ HOST = HostState(
 )
 
 
-def test_host_state_is_copied_before_save_returns(tmp_path):
-    tokens = np.arange(4)
-    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
-    checkpoints.save(
-        1, {"w": jnp.zeros(2)}, HostState(FACTS, {"buffer": PartState({"tokens": tokens}, {})})
+def test_the_host_state_is_serialised_on_another_thread(tmp_path, monkeypatch):
+    threads = []
+    monkeypatch.setattr(
+        "tba_jax.run.checkpoint.pack",
+        lambda state: threads.append(threading.current_thread()) or pack(state),
     )
-    tokens[:] = -1
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.zeros(2)}, HOST)
     checkpoints.close()
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
     _, host = load_host_state(str(tmp_path))
-    assert host.parts["buffer"].arrays["tokens"].tolist() == [0, 1, 2, 3]
+    assert host.parts["buffer"].arrays["tokens"].tolist() == list(range(7))
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
@@ -55,7 +57,7 @@ def test_train_state_may_be_donated_once_save_has_returned(tmp_path, is_divided)
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.save(0, state, HOST)
     for _ in range(3):
         state = jax.block_until_ready(step(state))
@@ -75,21 +77,21 @@ def test_no_run_and_no_checkpoint_are_said(tmp_path):
 
 
 def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
-    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints = Checkpoints(tmp_path)
     for step in (10, 20):
         checkpoints.save(step, {"w": jnp.zeros(2)}, HOST)
     checkpoints.close()
     file = tmp_path / "checkpoints" / "20" / "host_state" / "process_00000.npz"
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(
-        CheckpointError, match="checkpoints/20 is damaged.*Move that folder away.*checkpoint 10"
+        CheckpointError, match="checkpoints/20 is damaged.*Move that folder away.*checkpoints/10"
     ):
         load_host_state(str(tmp_path))
     assert file.exists()
 
 
 def saved_twice(tmp_path):
-    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints = Checkpoints(tmp_path)
     for step in (10, 20):
         checkpoints.save(step, {"w": jnp.arange(2**14, dtype=jnp.float32)}, HOST)
     checkpoints.wait()
@@ -131,14 +133,14 @@ def test_an_interrupted_save_is_swept_by_the_next_run(tmp_path):
     checkpoints.close()
     left = tmp_path / "checkpoints" / "30.orbax-checkpoint-tmp"
     (left / "train_state").mkdir(parents=True)
-    Checkpoints(str(tmp_path / "checkpoints"), read_only=True)
+    Checkpoints(tmp_path, read_only=True)
     assert left.exists()  # whoever only reads leaves it alone: it may be under way
-    Checkpoints(str(tmp_path / "checkpoints")).close()
+    Checkpoints(tmp_path).close()
     assert not left.exists()
 
 
 def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), timeout_s=1)
+    checkpoints = Checkpoints(tmp_path, timeout_s=1)
     checkpoints.save(10, {"w": jnp.zeros(2)}, HOST)
     checkpoints.wait()
     may_end = threading.Event()

@@ -89,7 +89,7 @@ def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left, mo
 
 def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
     def save(run_id, *steps):
-        checkpoints = Checkpoints(tmp_path / "checkpoints", run_id=run_id)
+        checkpoints = Checkpoints(tmp_path, run_id=run_id)
         for step in steps:
             facts = Facts(0, run_id, step=step)
             checkpoints.save(step, {"w": jnp.zeros(2)}, HostState(facts, {}))

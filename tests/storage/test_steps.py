@@ -24,7 +24,7 @@ def saved(folder, **options):
 
 def save(steps, *numbers):
     for number in numbers:
-        steps.save(number, {"x": ocp.args.StandardSave({"w": np.full(8, number)})})
+        steps.write(number, {"x": ocp.args.StandardSave({"w": np.full(8, number)})})
     steps.wait()
 
 
@@ -38,7 +38,7 @@ def test_a_save_is_complete_though_other_saves_begin(tmp_path, monkeypatch):
     ids = synchronization.OperationIdGenerator
     monkeypatch.setattr(ids, "get_current_operation_id", lambda: str(next(numbers)))
     steps = saved(tmp_path)
-    steps.save(3, {"x": ocp.args.StandardSave({"w": jnp.arange(8.0)})})
+    steps.write(3, {"x": ocp.args.StandardSave({"w": jnp.arange(8.0)})})
     steps.close()
     assert saved(tmp_path, read_only=True).steps() == [3]
 
@@ -85,7 +85,7 @@ def test_a_flipped_bit_in_any_file_is_named(tmp_path):
 
 def test_an_array_that_goes_during_a_read_is_an_error_of_one_line(tmp_path):
     steps = saved(tmp_path)
-    steps.save(3, {"x": ocp.args.StandardSave({f"w{i}": np.arange(20000.0) for i in range(9)})})
+    steps.write(3, {"x": ocp.args.StandardSave({f"w{i}": np.arange(20000.0) for i in range(9)})})
     steps.close()
     for file in (tmp_path / "3").glob("x/*/d/*"):
         file.unlink()
