@@ -210,7 +210,7 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
     Raises:
         ValueError: the folder has no run.
     """
-    from tba_jax.run.bucket import run_folder
+    from tba_jax.run.object_store import run_folder
 
     return SavedRun(files.load_run(run_folder(workdir, "workdir")))
 

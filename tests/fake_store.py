@@ -1,94 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An object store on this machine, as fsspec shows one: for gs://, with the real code.
+"""An object store in a folder, for gs:// addresses, with the code of etils.epath and Orbax.
 
-Objects are files below FAKE_STORE with their names in hexadecimal, so that several processes see
-one store. As in the real ones there are no folders, nothing is renamed or appended to, an object
-appears whole when its writer closes it, listing shows what is there, and an object can be made only
-if there is none (`create`). It has no network, no credentials, no limits on requests.
+epath reaches it through fsspec, TensorStore through its driver for files. As in the real store
+nothing is renamed or appended to, a folder exists as long as it has objects, and an object appears
+when its writer closes it. There is no network, and there are no credentials and no generations.
 """
 
 import io
 import os
-import uuid
+import shutil
+import sys
 from pathlib import Path
 
 import fsspec
 
 
 class ObjectStore(fsspec.AbstractFileSystem):
-    """The store; `protocol` is that of the real one in whose place it is."""
+    """The store; objects are files below FAKE_STORE."""
 
     protocol = ("gs", "gcs")
     cachable = False
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.root = Path(os.environ["FAKE_STORE"])
-        self.root.mkdir(parents=True, exist_ok=True)
-
     def _file(self, path):
-        return self.root / self._strip_protocol(path).encode().hex()
+        return Path(os.environ["FAKE_STORE"]) / self._strip_protocol(path)
 
-    def _names(self):
-        return sorted(
-            bytes.fromhex(name).decode() for name in os.listdir(self.root) if "." not in name
-        )
-
-    def _commit(self, path, content, *, exclusive=False):
-        new = self.root / f"{uuid.uuid4().hex}.new"
-        new.write_bytes(content)
-        if not exclusive:
-            os.replace(new, self._file(path))
-            return
-        try:
-            os.link(new, self._file(path))  # fails where there is one, of many who try
-        finally:
-            new.unlink()
-
-    def pipe_file(self, path, value, mode="overwrite", **kwargs):
-        self._commit(path, value, exclusive=mode == "create")
-
-    def cat_file(self, path, start=None, end=None, **kwargs):
-        return self._file(path).read_bytes()[start:end]
-
-    def info(self, path, **kwargs):
-        name = self._strip_protocol(path)
-        if self._file(path).is_file():
-            return {"name": name, "type": "file", "size": self._file(path).stat().st_size}
-        if any(other.startswith(f"{name}/") for other in self._names()):
+    def info(self, path, **options):
+        file, name = self._file(path), self._strip_protocol(path)
+        if file.is_file():
+            return {"name": name, "type": "file", "size": file.stat().st_size}
+        if file.is_dir() and any(x.is_file() for x in file.rglob("*")):
             return {"name": name, "type": "directory", "size": 0}
         raise FileNotFoundError(path)
 
-    def find(self, path, maxdepth=None, withdirs=False, detail=False, **kwargs):
-        prefix = self._strip_protocol(path)
-        return [name for name in self._names() if name.startswith(f"{prefix}/")]
+    def ls(self, path, detail=True, **options):
+        self.info(path)
+        names = [f"{self._strip_protocol(path)}/{x.name}" for x in self._file(path).iterdir()]
+        names = [name for name in sorted(names) if self.exists(name)]
+        return [self.info(name) for name in names] if detail else names
 
-    def ls(self, path, detail=True, **kwargs):
-        raise NotImplementedError("a store has no folders")
+    def mkdir(self, path, **options):
+        """Do nothing: a store has no folders; TensorStore's driver for files makes its own."""
+
+    makedirs = mkdir
 
     def rm_file(self, path):
         self._file(path).unlink()
 
-    def mv(self, *args, **kwargs):
+    def rm(self, path, recursive=False, maxdepth=None):
+        self.info(path)
+        file = self._file(path)
+        shutil.rmtree(file) if recursive and file.is_dir() else file.unlink()
+
+    def mv(self, *args, **options):
         raise NotImplementedError("a store renames nothing")
 
-    def _open(self, path, mode="rb", **kwargs):
+    def _open(self, path, mode="rb", **options):
+        file = self._file(path)
         if mode == "rb":
-            return io.BytesIO(self.cat_file(path))
-        if mode != "wb":
-            raise NotImplementedError(f"a store does not open for {mode!r}")
-        store = self
+            return io.BytesIO(file.read_bytes())
+        assert mode == "wb", f"a store does not open for {mode!r}"
 
         class Upload(io.BytesIO):
             def close(self):
                 if not self.closed:
-                    store._commit(path, self.getvalue())
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(self.getvalue())
                 super().close()
 
         return Upload()
 
 
-def register():
-    """Have fsspec take this store for the real ones."""
+def use(monkeypatch, folder):
+    """Replace the real store in this process; return the folder of the objects."""
+    monkeypatch.setenv("FAKE_STORE", str(folder))
+    known = sys.modules["fsspec.registry"]  # `fsspec.registry` is the table in it
     for protocol in ObjectStore.protocol:
-        fsspec.register_implementation(protocol, ObjectStore, clobber=True)
+        monkeypatch.setitem(known._registry, protocol, ObjectStore)
+    gcs = "orbax.checkpoint._src.path.gcs_utils"
+    monkeypatch.setattr(
+        f"{gcs}.get_kvstore_for_gcs",
+        lambda path: {"driver": "file", "path": f"{folder}/{path.removeprefix('gs://')}"},
+    )
+    monkeypatch.setattr(f"{gcs}.is_hierarchical_namespace_enabled", lambda path: False)
+    return folder

@@ -9,8 +9,8 @@ from pathlib import Path
 from tba_jax.report.comparison import render_comparison, summary
 from tba_jax.report.files import load_run
 from tba_jax.report.groups import common_folder, group_runs
-from tba_jax.run.bucket import run_folder
 from tba_jax.run.errors import UserError
+from tba_jax.run.object_store import run_folder
 from tba_jax.storage.whole_files import write_whole
 
 

@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.commands.saved import load_policy, load_run_config
     from tba_jax.devices.program_cache import open_cache
-    from tba_jax.run.bucket import run_folder
     from tba_jax.run.errors import CheckpointError, UserError
+    from tba_jax.run.object_store import run_folder
     from tba_jax.weights.publication import PublicationError
 
     try:

@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.commands.saved import load_policy
     from tba_jax.models.hf import hf_weights
     from tba_jax.report.files import load_run
-    from tba_jax.run.bucket import run_folder
     from tba_jax.run.errors import CheckpointError, UserError
+    from tba_jax.run.object_store import run_folder
     from tba_jax.weights.publication import PublicationError
 
     try:

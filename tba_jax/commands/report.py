@@ -10,8 +10,8 @@ from tba_jax.commands.entry_point import end_with_parent
 from tba_jax.report.build import write_report
 from tba_jax.report.files import Run, load_run
 from tba_jax.report.page import headline
-from tba_jax.run.bucket import run_folder
 from tba_jax.run.errors import UserError
+from tba_jax.run.object_store import run_folder
 from tba_jax.run.workdir import check_for_report
 
 

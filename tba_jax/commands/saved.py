@@ -19,6 +19,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError, UserError
 from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
+from tba_jax.run.object_store import storage_of
 from tba_jax.run.workdir import saved_config
 from tba_jax.weights.folder import WeightFolder
 from tba_jax.weights.publication import PublicationError
@@ -68,9 +69,9 @@ def load_policy(
     mesh = reading_mesh(model_config.hidden_size, jax.local_devices())
     policy = policy_config(config, model_config)
     state = abstract_state(config, model_config, mesh)
-    checkpoints = Checkpoints(workdir, read_only=True)
+    checkpoints = Checkpoints(storage_of(workdir), read_only=True)
     if published:
-        folder = WeightFolder(local_folder(workdir))
+        folder = WeightFolder(storage_of(workdir))
         step = newest_intact(folder, note, _version(published))
         dtype = jnp.dtype(config.model.compute_dtype)
         params = folder.load(step, _cast(state.params, dtype, policy))

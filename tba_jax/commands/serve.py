@@ -169,7 +169,7 @@ def _load(args: argparse.Namespace, dtype: Any) -> tuple[str, Any, Any, str, int
         import jax
 
         from tba_jax.commands.saved import load_policy
-        from tba_jax.run.bucket import run_folder
+        from tba_jax.run.object_store import run_folder
 
         workdir = str(run_folder(args.workdir, "--workdir"))
         step, config, params, _, folder = load_policy(workdir)

@@ -35,7 +35,7 @@ from tba_jax.run.peers import start_cluster
 from tba_jax.run.session import run_job, train
 from tba_jax.run.workdir import Outcome, begun_config, default_workdir
 from tba_jax.settings import ConfigError, listed
-from tba_jax.storage.mirror import is_address
+from tba_jax.storage.whole_files import is_address
 
 # This runs before JAX is imported, so that times count from the start of the command.
 _PROCESS_START = time.perf_counter()

@@ -21,6 +21,7 @@ from orbax.checkpoint import future as ocp_future
 from tba_jax.devices.sharding import storable
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.host_state import HostState, pack, unpack
+from tba_jax.run.object_store import storage_of
 from tba_jax.storage.steps import SavedSteps
 
 FOLDER = "checkpoints"
@@ -175,13 +176,14 @@ class Checkpoints(SavedSteps):
             )
 
 
-def load_host_state(workdir: epath.PathLike) -> tuple[int, HostState]:
+def load_host_state(workdir: str) -> tuple[int, HostState]:
     """Return step and host state of the newest checkpoint of a run, without changing files.
 
     Raises:
         CheckpointError: the folder has no readable checkpoint.
     """
-    folder = epath.Path(workdir) / FOLDER
+    storage = storage_of(workdir)
+    folder = storage / FOLDER
     if not folder.is_dir():
         raise CheckpointError(f"{workdir} holds no run: there is no folder {folder}")
-    return Checkpoints(workdir, read_only=True).restore_host_state()
+    return Checkpoints(storage, read_only=True).restore_host_state()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from etils import epath
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
@@ -43,6 +42,7 @@ from tba_jax.run.model_parts import (
     start_weights,
     swaps_in_flight,
 )
+from tba_jax.run.object_store import storage_of
 from tba_jax.run.shared import Shared, make_episodes, make_grader
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.sampler import Sampler, StateValues
@@ -165,7 +165,7 @@ def make_stored_weights(shared: Shared, base: Any) -> StoredWeights:
     sites = shared.sites
     arrival = make_arrival(shared.config, shared.policy, sites, base)
     return StoredWeights(
-        shared.workdir,
+        storage_of(shared.workdir),
         published_files(shared.config, shared.policy, sites.publication.mesh),
         arrival.shardings,
         arrival.merges,
@@ -183,11 +183,12 @@ def make_weight_folder(
         wanted: returns versions that stay on disk in addition to the newest ones.
     """
     cluster, run_id = shared.cluster, shared.facts.run_id
+    storage = storage_of(shared.workdir)
     if cluster.is_primary:  # steps are made again, and their versions with them
-        delete_own(epath.Path(shared.workdir) / FOLDER, run_id)
+        delete_own(storage / FOLDER, run_id)
     cluster.broadcast_json(None)  # the others list the folder after that
     members = cluster.members
-    return WeightFolder(shared.workdir, publish, run_id=run_id, members=members, wanted=wanted)
+    return WeightFolder(storage, publish, run_id=run_id, members=members, wanted=wanted)
 
 
 def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> Any:

@@ -32,7 +32,7 @@ from tba_jax.run.workdir import (
     holds_run,
     is_finished,
 )
-from tba_jax.storage.mirror import is_address
+from tba_jax.storage.whole_files import is_address
 
 if TYPE_CHECKING:
     from tba_jax.run.lock import Hold
@@ -61,7 +61,6 @@ def train(
     Raises:
         UserError: the directory holds another run, or another process holds it; or the reward
             function cannot be used.
-        StorageError: the store cannot be used, or fails for too long.
     """
     start_s = time.perf_counter() if start_s is None else start_s
     is_fleet = MODES[config.placement].has_remote_searchers
@@ -94,26 +93,20 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
 
     Yields:
         The local folder of the run, and its lock; None instead of the lock if the run is finished.
-
-    Raises:
-        StorageError: the store cannot be used, or fails for too long.
     """
     if not is_address(workdir):
         hold = claim(Path(workdir), config)
         with hold or contextlib.nullcontext():
             yield Path(workdir), hold
         return
-    from tba_jax.run.bucket import fetched, uploading
+    from tba_jax.run.object_store import opened, upload
 
-    with fetched(str(workdir)) as (mirror, hold):
-        folder = mirror.folder
+    with opened(str(workdir)) as (folder, hold):
         if not holds_run(folder, config):
             begin_run(folder, config)
-        elif is_finished(folder, config.num_steps):
-            yield folder, None
-            return
-        with uploading(mirror, hold):
-            yield folder, hold
+            upload(folder)
+        is_done = is_finished(folder, config.num_steps)
+        yield folder, None if is_done else hold
 
 
 class Roles(NamedTuple):

@@ -49,6 +49,7 @@ from tba_jax.run.model_parts import (
     make_server,
     policy_config,
 )
+from tba_jax.run.object_store import storage_of, upload
 from tba_jax.run.peers import start_cluster
 from tba_jax.run.workdir import run_id_of
 from tba_jax.search.prompts import text_of
@@ -420,7 +421,8 @@ def open_shared(
         tokenizer=tokenizer,
         rewards=rewards,
         checkpoints=Checkpoints(
-            folder,
+            storage_of(folder),
+            before_commit=functools.partial(upload, folder),
             run_id=run_id_of(folder),
             read_only=not sites.trains,
             members=cluster.members,

@@ -20,6 +20,7 @@ from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError
 from tba_jax.run.lock import HEARTBEAT, LOCK, Hold
+from tba_jax.run.object_store import ADDRESS
 from tba_jax.storage.whole_files import UNFINISHED, read_json, write_json
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 # Names that exist before config.json.
-_BEFORE = {LOCK, HEARTBEAT, HEARTBEAT + UNFINISHED, _CONFIG + UNFINISHED}
+_BEFORE = {LOCK, HEARTBEAT, ADDRESS, HEARTBEAT + UNFINISHED, _CONFIG + UNFINISHED}
 # Orbax lists a checkpoint's files by a pattern that begins with its path.
 _WILD = frozenset("*?[]")
 _SHOWN = 8  # maximum number of differences between two configs in a message

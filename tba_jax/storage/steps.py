@@ -22,6 +22,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tba_jax.storage import digests
+from tba_jax.storage.whole_files import is_address
 
 NUM_KEPT = 2
 """Number of newest folders that stay in storage."""
@@ -89,6 +90,7 @@ class SavedSteps:
         timeout_s: seconds after which an incomplete save counts as failed.
         read_only: True for processes that only read.
         wanted: returns steps that stay in addition to the newest ones.
+        before_commit: called in the first process before a folder becomes complete.
 
     Attributes:
         folder: as given, absolute.
@@ -105,9 +107,11 @@ class SavedSteps:
         timeout_s: int = TIMEOUT_S,
         read_only: bool = False,
         wanted: Callable[[], Collection[int]] = tuple,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = absolute(folder)
         self._error, self._run_id, self._timeout_s = error, run_id, timeout_s
+        self._before_commit = before_commit
         self._saving: int | None = None
         self._since = time.monotonic()  # start of the current save
         members = (jax.process_index(),) if members is None else members
@@ -140,13 +144,14 @@ class SavedSteps:
 
     def _sweep(self) -> None:
         """Remove unfinished folders of interrupted saves."""
-        for folder in list(self.folder.iterdir()):
+        for folder in list(self.folder.iterdir()) if self.folder.is_dir() else ():
             final, is_unfinished, _ = folder.name.partition(_UNFINISHED)
             if is_unfinished and final.isdigit() and not os.path.islink(folder):
                 folder.rmtree()
 
     def _list_files(self) -> None:
         """Write the digests of all files; the first process calls this before the commit."""
+        self._before_commit()
         final = self.path(self._saving or 0)
         writing = final.with_name(final.name + _UNFINISHED)
         # In an object store the files have their final names, and a commit file appears last.
@@ -285,7 +290,7 @@ def delete_own(folder: epath.Path, run_id: str) -> None:
 def absolute(folder: epath.PathLike) -> epath.Path:
     """Return an absolute path, which Orbax needs; an address in an object store is unchanged."""
     path = epath.Path(folder)
-    return path if "://" in str(path) else epath.Path(os.path.abspath(path))
+    return path if is_address(path) else epath.Path(os.path.abspath(path))
 
 
 def brief(error: BaseException) -> str:

@@ -12,9 +12,14 @@ from etils import epath
 UNFINISHED = ".unfinished"
 
 
+def is_address(path: object) -> bool:
+    """Return whether a path is an address of an object store, not a folder."""
+    return "://" in str(path)
+
+
 def write_whole(path: Path | epath.Path, data: bytes) -> None:
     """Replace a file; readers see the whole old content or the whole new content."""
-    if "://" in str(path):
+    if is_address(path):
         path.write_bytes(data)  # an object appears when it is complete
         return
     unfinished = path.with_name(path.name + UNFINISHED)

@@ -94,7 +94,7 @@ def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {NO_STORE!r} {WANT}") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []  # no folder `ftp:`
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work directories at gs://BUCKET/FOLDER, through etils.epath and Orbax.
+
+Orbax writes checkpoints and published weights to the address. A local folder has the small files of
+the run (logs, which objects cannot append to, config and report), and the address in the file
+`address`. Invariant: the small files are uploaded before a checkpoint becomes complete, so the
+store has the log lines of its steps (tests/run/test_object_store.py).
+"""
+
+import atexit
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from tba_jax.config.command_line import local_folder
+from tba_jax.run.errors import UserError
+from tba_jax.run.lock import HEARTBEAT, Hold
+from tba_jax.storage.whole_files import is_address
+
+ADDRESS = "address"
+"""Name of the local file that holds the address of a work directory in an object store."""
+_PATTERNS = ("config.json", "*.jsonl", "report.json", "report.html", "plots/*")
+_COPIED = 2**20  # bytes copied at a time
+
+
+def storage_of(workdir: str | os.PathLike[str]) -> epath.Path:
+    """Return the folder of checkpoints and weights of a run: an address, or its work directory."""
+    path = Path(workdir) / ADDRESS
+    return epath.Path(path.read_text() if path.is_file() else workdir)
+
+
+@contextlib.contextmanager
+def opened(address: str) -> Iterator[tuple[Path, Hold]]:
+    """Lock a work directory in an object store, and fetch its small files into a local folder.
+
+    Yields:
+        The local folder, and the lock.
+
+    Raises:
+        UserError: the store cannot be used, another process holds the directory, or it has files
+            and no config.json.
+    """
+    root = _root(address)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(str(root).encode()).hexdigest()[:16]
+    local = cache / "tba_jax" / "buckets" / name
+    with _reading(root):
+        names = {path.name for path in root.iterdir()} if root.is_dir() else set[str]()
+    names -= {HEARTBEAT}
+    if names and "config.json" not in names:
+        raise UserError(
+            f"{root} has {min(names)} and no config.json: it is not empty, and not the work "
+            "directory of a run. Give a new --workdir"
+        )
+    with Hold(local, root) as hold:
+        _fetch(root, local / "run")
+        try:
+            yield local / "run", hold
+        except BaseException:
+            with contextlib.suppress(Exception):  # the failure of the run is reported instead
+                upload(local / "run")
+            raise
+        upload(local / "run")
+
+
+def upload(workdir: Path) -> None:
+    """Upload the small files of a run that changed; do nothing for a local work directory.
+
+    Raises:
+        OSError: the store refuses.
+    """
+    root = storage_of(workdir)
+    for path in _files(workdir) if is_address(root) else ():
+        stored = root / str(path.relative_to(workdir))
+        # A log only grows, and other files are rewritten with another size or seldom.
+        is_log = path.suffix == ".jsonl"
+        if is_log and stored.exists() and stored.stat().length == path.stat().st_size:
+            continue
+        with open(path, "rb") as source, stored.open("wb") as target:
+            shutil.copyfileobj(source, target, _COPIED)
+
+
+def run_folder(text: str | os.PathLike[str], what: str) -> Path:
+    """Return a local work directory to read; for an object store, a temporary copy of small files.
+
+    Args:
+        what: name of the command-line argument.
+
+    Raises:
+        UserError: the store cannot be read, or holds no run.
+    """
+    if not is_address(text):
+        return local_folder(text, what)
+    folder = Path(tempfile.mkdtemp(prefix="tba_jax-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _fetch(_root(str(text)), folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{what}={text} holds no run: there is no config.json. Give the --workdir of a run"
+        )
+    return folder
+
+
+def _root(address: str) -> epath.Path:
+    kind, _, path = address.partition("://")
+    if kind != "gs" or not path.strip("/").partition("/")[2]:
+        raise UserError(
+            f"{address!r} is not an address of a work directory. Give gs://BUCKET/FOLDER, or a "
+            "folder of this machine"
+        )
+    return epath.Path(address.rstrip("/"))
+
+
+def _fetch(root: epath.Path, folder: Path) -> None:
+    """Replace a local folder by the small files of a run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with _reading(root):
+        for path in _files(root):
+            file = folder / str(path.relative_to(root))
+            file.parent.mkdir(exist_ok=True)
+            with path.open("rb") as source, open(file, "wb") as target:
+                shutil.copyfileobj(source, target, _COPIED)
+    (folder / ADDRESS).write_text(str(root))
+
+
+def _files(folder: Any) -> list[Any]:
+    """Return the small files in a work directory, which is a Path or an epath.Path."""
+    return [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
+
+
+@contextlib.contextmanager
+def _reading(root: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{root}: {error}. Install it with: pip install 'tba_jax[gcs]'") from error
+    except Exception as error:  # each store has its own exception classes
+        raise UserError(
+            f"{root} cannot be read: {type(error).__name__}: {error}. Check the address, the "
+            "credentials and the network, then run the same command again"
+        ) from error

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work directories at gs:// addresses, in a store that renames nothing and appends to nothing."""
+
+import json
+
+import fake_store
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.config.schema import make_config
+from tba_jax.run import object_store
+from tba_jax.run.checkpoint import Checkpoints, load_host_state
+from tba_jax.run.errors import CheckpointError, UserError
+from tba_jax.run.host_state import Facts, HostState
+from tba_jax.run.object_store import opened, run_folder, storage_of, upload
+from tba_jax.run.session import train
+from tba_jax.weights.folder import StoredWeights, WeightFolder
+
+ADDRESS = "gs://bucket/runs/a"
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+ABSTRACT = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=HERE)}
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return fake_store.use(monkeypatch, tmp_path / "store")
+
+
+def checkpoints_of(folder):
+    return Checkpoints(
+        storage_of(folder), run_id="f00d", before_commit=lambda: upload(folder), timeout_s=60
+    )
+
+
+def log(folder, step):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+
+
+def steps(folder):
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+def save(checkpoints, step):
+    state = HostState(Facts(0, "f00d", step=step), {})
+    checkpoints.save(step, {"w": jnp.full(8, float(step))}, state)
+    checkpoints.wait()
+
+
+def test_a_run_continues_on_another_machine(store, tmp_path, monkeypatch):
+    with opened(ADDRESS) as (folder, _):
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(UserError, match="is working on gs://bucket/runs/a"):
+            with opened(ADDRESS):
+                pass
+        checkpoints = checkpoints_of(folder)
+        for step in (1, 2, 3):
+            log(folder, step)
+            save(checkpoints, step)
+        checkpoints.close()
+        log(folder, 4)
+    assert not (store / "bucket/runs/a/heartbeat.json").exists()
+    stored = sorted(path.name for path in (store / "bucket/runs/a/checkpoints").iterdir())
+    assert stored == ["2", "3"] and not (folder / "checkpoints").exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
+    with opened(ADDRESS) as (other, _):
+        assert other != folder and steps(other) == [1, 2, 3, 4]
+        again = checkpoints_of(other)
+        assert again.newest() == 3 and again.damage(3) == []
+        step, state, host = again.restore(ABSTRACT)
+        assert step == host.facts.step == 3
+        np.testing.assert_array_equal(state["w"], np.full(8, 3.0))
+        save(again, 5)
+        again.close()
+    assert load_host_state(str(run_folder(ADDRESS, "--workdir")))[0] == 5
+
+
+def test_a_process_that_is_killed_leaves_a_checkpoint_and_the_lines_of_its_steps(store):
+    with opened(ADDRESS) as (folder, _):
+        (folder / "config.json").write_text("{}")
+        checkpoints = checkpoints_of(folder)
+        log(folder, 1)
+        save(checkpoints, 1)
+        checkpoints.close()
+    step = store / "bucket/runs/a/checkpoints/2"
+    step.mkdir()
+    (step / "_CHECKPOINT_METADATA").write_text("{}")  # killed before the commit file
+    found = run_folder(ADDRESS, "--workdir")
+    assert steps(found) == [1] and load_host_state(str(found))[0] == 1
+
+
+def test_a_store_that_refuses_the_log_ends_the_save_and_keeps_the_older_checkpoint(monkeypatch):
+    with pytest.raises(CheckpointError, match="checkpoints/2 failed: OSError: full"):
+        with opened(ADDRESS) as (folder, _):
+            (folder / "config.json").write_text("{}")
+            checkpoints = checkpoints_of(folder)
+            save(checkpoints, 1)
+
+            def refuse(folder):
+                raise OSError("full")
+
+            monkeypatch.setattr(object_store, "upload", refuse)
+            monkeypatch.setitem(globals(), "upload", refuse)
+            save(checkpoints, 2)
+    monkeypatch.undo()
+
+
+def test_a_flipped_bit_in_the_store_is_named(store):
+    with opened(ADDRESS) as (folder, _):
+        (folder / "config.json").write_text("{}")
+        checkpoints = checkpoints_of(folder)
+        save(checkpoints, 1)
+        files = [p for p in (store / "bucket/runs/a/checkpoints/1").rglob("d/*") if p.is_file()]
+        data = bytearray(files[0].read_bytes())
+        data[len(data) // 2] ^= 1
+        files[0].write_bytes(data)
+        assert files[0].name in checkpoints.damage(1)[0]
+        checkpoints.close()
+
+
+def test_weights_are_published_to_the_store(store):
+    folder = WeightFolder(ADDRESS, lambda params: params, run_id="f00d", timeout_s=60)
+    for version in (1, 2, 3):
+        folder.publish(version, {"w": jnp.full(8, float(version))})
+        assert folder.poll()
+    folder.close()
+    stored = StoredWeights(ADDRESS, ABSTRACT, [HERE])
+    stored.announce(3, [])
+    assert stored.poll() and stored.at(2, 0).version == 2 and stored.at(1, 0) is None
+    np.testing.assert_array_equal(stored.latest(0).params["w"], np.full(8, 3.0))
+
+
+@pytest.mark.parametrize("address", ["gs://bucket", "gs://", "ftp://a/b", "s3://bucket/run"])
+def test_an_address_of_nothing_is_refused(address):
+    with pytest.raises(UserError, match="is not an address of a work directory. Give gs://BU"):
+        with opened(address):
+            pass
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    def fail(*args, **options):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr("fsspec.filesystem", fail)
+    monkeypatch.setattr("etils.epath.backend.fsspec_backend._get_filesystem", fail)
+    with pytest.raises(UserError, match=r"install gcsfs.*pip install 'tba_jax\[gcs\]'"):
+        run_folder(ADDRESS, "--workdir")
+
+
+def test_objects_of_another_program_are_refused_or_left_alone(store):
+    theirs = store / "bucket/runs/a/weights/notes/a.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs")
+    with pytest.raises(UserError, match="has weights and no config.json"):
+        train(make_config({"task.name": "arithmetic"}), ADDRESS)
+    with pytest.raises(UserError, match="gs://bucket/runs/b holds no run"):
+        run_folder("gs://bucket/runs/b", "--workdir")
+    assert [path for path in store.rglob("*") if path.is_file()] == [theirs]
