@@ -6,10 +6,9 @@ python -m tba_jax.plan --config=math[:PRESET] [--topology=v5p:2x2x4] [--json]
     [--config.FIELD=VALUE ...]
 
 The command compiles every device program of the run at its largest shapes, each in its own process.
-It prints memory by kind (of the compiler), least times (by arithmetic), peak memory, the balance of
-searchers and trainer, and advice. It needs only the model's config.json, no weights. The exit code
-is 0 if the run fits, 1 if the run does not fit or compile, and 2 if the command or the config is
-invalid.
+It prints memory by kind (of the compiler), least times (by arithmetic), peak memory and advice. It
+needs only the model's config.json, no weights. The exit code is 0 if the run fits, 1 if the run
+does not fit or compile, and 2 if the command or the config is invalid.
 
 Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice, the plan chooses the
 placement, the rows of a micro-batch and the decode slots, as a run does, makes the rows and slots
@@ -30,9 +29,9 @@ from tba_jax.config.schema import Config, ConfigError, plain
 from tba_jax.devices.placement import MODES
 from tba_jax.planning import table
 from tba_jax.planning.children import Answer, ask
-from tba_jax.planning.verdict import Occupancy, Program, advice, balance, occupancies
+from tba_jax.planning.verdict import Occupancy, Program, advice, occupancies
 
-_FIXED = ("name", "group", "variants", "with_cache", "calls_per_round", "flops", "num_bytes")
+_FIXED = ("name", "group", "variants", "with_cache", "flops", "num_bytes")
 _ROWS, _SLOTS, _REMAT = "batch.micro_batch_rows", "search.num_slots", "model.remat"
 _DECIDES = {  # programs whose shapes a setting decides
     _ROWS: ("train_step",),
@@ -281,17 +280,15 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if strays := [n for n in names if n not in known]:
         raise ConfigError(f"--programs={strays[0]}: no such program; programs: {', '.join(known)}")
     done = plan(planner, facts, names, _say)
-    facts, weighed = done.facts, balance(done.facts, done.programs)
+    facts = done.facts
     print(table.heading(facts, model_path(config), args.topology or "attached"))
     print(f"\n{table.program_table(done.programs)}\n\n{table.occupancy_table(done.found)}")
-    if weighed:
-        print(f"\n{table.balance_text(facts, weighed)}")
     print(f"\n{'fits' if done.fits else 'does NOT fit'}")
     lines = advice(facts, done.programs, done.found)
     for line in lines:
         print(f"- {line}")
     if args.json:
-        out = table.as_json(facts, done.programs, done.found, weighed, lines, done.fits)
+        out = table.as_json(facts, done.programs, done.found, lines, done.fits)
         print(json.dumps(out))
     return 0 if done.fits else 1
 

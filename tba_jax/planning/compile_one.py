@@ -23,7 +23,6 @@ import jax
 
 from tba_jax.config.devices import cpu_devices
 from tba_jax.config.resolved import remat_of
-from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     Config,
     ConfigError,
@@ -39,7 +38,7 @@ from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import chips, choices, estimates, fitting, layouts
-from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
+from tba_jax.planning.programs import Planned, plan_programs, residents
 from tba_jax.planning.shapes import judge_bytes
 from tba_jax.run import model_parts
 from tba_jax.run.peers import divide_cpu
@@ -95,13 +94,10 @@ def describe(
     judges = functools.partial(_judge_bytes, config, request["judges"])
     given = config = choices.for_platform(config, platform_of(devices[0]))
     if request["chooses"] and config.placement != WHOLE_HOSTS.name:
+        if _ROWS not in request["fixed"]:
+            config = replace(config, {_ROWS: 0})
         config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes, judges)
-        if _ROWS in request["fixed"]:
-            rows = given.batch.micro_batch_rows
-            config = replace(config, {_ROWS: rows})
-            validate(config)  # the chosen mesh must divide the rows of the user
-            fields = {name: x for name, x in choice.fields.items() if name != _ROWS}
-            choice = layouts.place(config, devices)._replace(fields=fields)
+        choice = choice._replace(fields=layouts.changes(given, config))
     else:
         config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
         fields = {name: get_field(config, name) for name, _ in config.chosen}
@@ -128,7 +124,6 @@ def describe(
         "changed_fields": choice.fields,
         "num_params": num_params(model_config),
         "groups": groups,
-        "sizes": _sizes(config),
         "lower": lowered(config, _parts(mesh), list(mesh.devices.flat), request["fixed"]),
         "programs": [
             {
@@ -136,7 +131,6 @@ def describe(
                 "group": p.group,
                 "variants": p.variants,
                 "with_cache": p.with_cache,
-                "calls_per_round": p.calls_per_round,
                 "flops": p.work.num_flops,
                 "num_bytes": p.work.num_bytes,
             }
@@ -151,16 +145,6 @@ def _judge_bytes(config: Config, models: Mapping[str, Any], group_size: int) -> 
 
 def _parts(mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
-
-
-def _sizes(config: Config) -> dict[str, float]:
-    sizes = sizes_of(config)
-    return {
-        "batch_rows": sizes.prompts * sizes.group,
-        "round_rows": sizes.slot_prompts * sizes.samples,
-        "response_tokens": config.search.max_new_tokens / 2,
-        "wanted_ratio": config.replay.recency_prob * sizes.samples / sizes.group,
-    }
 
 
 def lowered(

@@ -39,8 +39,8 @@ _FLOPS_PER_BYTE = 240.0
 def trainer_share(config: Config, model_config: TransformerConfig) -> float:
     """Return the share of the devices that should train so that neither side waits for the other.
 
-    The function compares rooflines of the work that no program can avoid, as the balance of a plan
-    does. It assumes responses of half of their limit, and padded rows unless rows are packed.
+    The function compares rooflines of the work that no program can avoid. It assumes responses of
+    half of their limit, and padded rows unless rows are packed.
     """
     x, t = config.task.max_prompt_tokens, max(1, config.search.max_new_tokens // 2)
     padded = t if config.batch.packed_length else config.search.max_new_tokens

@@ -171,57 +171,6 @@ def _cost(rows: int, remat: str, config: Config, num_parts: int, is_networked: b
     return passes * num_rows / at_once * (tokens + of_weights)
 
 
-def micro_batch_rows(
-    config: Config,
-    model_config: TransformerConfig,
-    mesh: MeshShape,
-    free_bytes: float,
-    platform: Platform,
-    *,
-    is_networked: bool = False,
-) -> int:
-    """Return the config's micro-batch size if the mesh divides it, else the nearest divisible size.
-
-    If the memory permits, the size is raised:
-
-    - With padded rows, to whole groups on each device, if the configured size is a multiple of the
-      group size or rows share prompts.
-    - With shared prompts, if whole groups do not fit, to as many rows as fit, because each part of
-      a group computes the prompt again.
-    - With packed rows, to as many whole groups as fit and are useful, because each micro-batch
-      reads weights and gradients once.
-
-    A size that does not fit is lowered to the largest size that fits.
-    """
-    wanted, num_parts = config.batch.micro_batch_rows, mesh.num_parts
-    options, k = micro_batch_options(config, num_parts), config.objective.group_size
-    useful = useful_rows(config, num_parts, is_networked=is_networked)
-
-    def distance(n: int) -> float:
-        return max(n / wanted, wanted / n)
-
-    if not wanted:
-        return 0
-    larger, room = list[int](), free_bytes
-    shares = shares_prompts(config)
-    if not config.batch.packed_length and (shares or wanted % k == 0):
-        larger = sorted((n for n in options if n % (k * num_parts) == 0), key=distance)[:1]
-        if shares:
-            larger += [n for n in reversed(options) if wanted < n < k * num_parts]
-    elif config.batch.packed_length:
-        whole = config.batch.num_prompts * k
-        larger = [n for n in reversed(useful) if (n % k == 0 or n >= whole) and n > wanted]
-        room *= 1 - SHARE_FOR_PROGRAMS  # No other choice in this function nearly fills the memory.
-    is_possible = wanted % num_parts == 0 and (config.batch.packed_length or wanted in options)
-    nearest = wanted if is_possible else min(options, key=distance)
-    smaller = [nearest, *(n for n in reversed(options) if n < nearest)]
-    for n, free in [*((n, room) for n in larger), *((n, free_bytes) for n in smaller)]:
-        needed = estimates.step_bytes(n // num_parts, config, model_config, mesh, platform)
-        if needed <= free:
-            return n
-    return nearest  # does not fit either; the verdict of the plan reports the missing memory
-
-
 def sizes(
     config: Config,
     model_config: TransformerConfig,
@@ -232,7 +181,7 @@ def sizes(
     *,
     shares_devices: bool,
 ) -> dict[str, Any]:
-    """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
+    """Return the sizes that the config leaves open.
 
     The decode slots are the responses of a round, halved until they fit the memory. On shared
     devices, a small micro-batch must fit in addition. A micro-batch has the largest number of
@@ -250,7 +199,7 @@ def sizes(
     of_trainer = mesh.size if config.placement == "whole_hosts" else len(devices)
     is_networked = crosses_network(devices[:of_trainer])
     wanted = config.batch.micro_batch_rows
-    options = useful_rows(config, parts, is_networked=is_networked)
+    options = [wanted] if wanted else useful_rows(config, parts, is_networked=is_networked)
     k = config.objective.group_size
     least = min(k * parts, options[-1])
 
@@ -261,7 +210,7 @@ def sizes(
 
     if not config.search.num_slots:
         # Decoding is bound by memory: more slots save more time than more rows of a micro-batch.
-        kept = (wanted or least, options[0]) if shares_devices else ()
+        kept = (least, options[0]) if shares_devices else ()
         most = hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
         rooms = [most - held - needed(n, remat_of(config)) for n in kept] or [most]
         slots = max(_open_slots(config, of_searcher, room) for room in rooms)
@@ -275,18 +224,10 @@ def sizes(
 
     def rows_with(remat: str) -> tuple[bool, float, int, str]:
         """Return (whether no rows fit, cost of a step, rows of a micro-batch, remat)."""
-        if wanted:
-            trial = _with(config, "model", remat=remat)
-            rows = micro_batch_rows(
-                trial, model_config, mesh, free, platform, is_networked=is_networked
-            )
-            # A run keeps the given rows.
-            possible = [rows] if needed(max(rows, wanted), remat) <= room else []
-        else:
-            possible = [n for n in options if needed(n, remat) <= room]
-            if platform == "cpu":
-                possible = _with_kept_logits(possible, least, config, model_config) or possible
-            rows = max(possible, default=options[0])
+        possible = [n for n in options if needed(n, remat) <= room]
+        if platform == "cpu" and not wanted:
+            possible = _with_kept_logits(possible, least, config, model_config) or possible
+        rows = max(possible, default=options[0])
         return not possible, _cost(rows, remat, config, parts, is_networked), rows, remat
 
     # Products of experts are computed again in any case.
@@ -295,7 +236,8 @@ def sizes(
     does_not_fit, _, rows, remat = min(found)
     if does_not_fit:
         *_, rows, remat = found[-1]
-    fields[_ROWS] = 0 if not wanted and rows >= config.batch.num_prompts * k else rows
+    if not wanted:
+        fields[_ROWS] = 0 if rows >= config.batch.num_prompts * k else rows
     if config.model.remat == "auto" and remat != remat_of(config):
         fields["model.remat"] = remat
     return fields

@@ -147,7 +147,8 @@ def choose(
     config = replace(config, fields)
     sizes = open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, shares_devices)
     config = replace(config, sizes)
-    return config, _placed(given, config, devices)
+    validate(config)
+    return config, place(config, devices)._replace(fields=changes(given, config))
 
 
 def open_sizes(
@@ -176,9 +177,7 @@ def open_sizes(
     )
 
 
-def _placed(given: Config, config: Config, devices: Sequence[Any]) -> Choice:
-    """Return the placement of a chosen config, with the fields that differ from `given`."""
-    validate(config)
+def changes(given: Config, config: Config) -> dict[str, Any]:
+    """Return the fields of a config that differ from those of another."""
     before, after = flatten(given), flatten(config)
-    changed = {name: x for name, x in after.items() if before[name] != x}
-    return place(config, devices)._replace(fields=changed)
+    return {name: x for name, x in after.items() if before[name] != x}

@@ -69,7 +69,6 @@ class Planned:
         result: memory kind of the results that stay in memory; "outputs" if none stay.
         variants: number of programs of this kind that a run may load, one per shape.
         with_cache: whether the KV cache is in memory while the program runs.
-        calls_per_round: number of executions in one round of a searcher.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Planned:
     result: str = "outputs"
     variants: int = 1
     with_cache: bool = False
-    calls_per_round: float = 0.0
 
 
 class Sizes(NamedTuple):
@@ -305,7 +303,6 @@ def _searcher_programs(
             result="prefilled prompts",
             variants=buckets,
             with_cache=True,
-            calls_per_round=-(-sizes.slot_prompts // prompts),
         ),
         Planned(
             name="admit",
@@ -323,11 +320,6 @@ def _searcher_programs(
             work=work["decode_chunk"],
             resident=held | cache,
             with_cache=True,
-            # Responses are assumed to have half of the maximum length.
-            calls_per_round=sizes.slot_prompts
-            * sizes.samples
-            * config.search.max_new_tokens
-            / (2 * sizes.num_slots * decoder.chunk_steps),
         ),
     ]
     if config.task.environment:

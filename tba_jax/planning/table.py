@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Printed table and JSON object of a plan. Both have the same figures."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_jax.planning.verdict import GIB, Balance, Occupancy, Program
+from tba_jax.planning.verdict import GIB, Occupancy, Program
 
 # column -> kinds of memory that it adds up
 _COLUMNS = {
@@ -72,22 +71,10 @@ def occupancy_table(found: Sequence[Occupancy]) -> str:
     return "\n".join(lines)
 
 
-def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
-    """Return a text with the predicted speeds; times are lower bounds."""
-    return (
-        f"train step {seconds(weighed.step_s)}; search for its responses, "
-        f"{facts['sizes']['response_tokens']:.0f} tokens each, {seconds(weighed.search_s)}\n"
-        f"trainer and searchers are equally fast at {weighed.trainer_devices:.1f} trainer devices "
-        f"of {facts['num_devices']}; this placement makes at most "
-        f"{weighed.steps_per_hour:,.0f} steps an hour"
-    )
-
-
 def as_json(
     facts: Mapping[str, Any],
     programs: Sequence[Program],
     found: Sequence[Occupancy],
-    weighed: Balance | None,
     advice: Sequence[str],
     fits: bool,
 ) -> dict[str, Any]:
@@ -126,7 +113,6 @@ def as_json(
             }
             for o in found
         },
-        "balance": dataclasses.asdict(weighed) if weighed else None,
         "advice": list(advice),
     }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conclusions from compiled programs: memory in use, fit, balance of trainer and searchers, advice.
+"""Conclusions from compiled programs: memory in use, fit, advice.
 
 The peak memory of a device is its resident memory (`residents`) plus arguments, results and
 temporaries of the largest program. If trainer and searchers share devices, the residents of both
@@ -7,8 +7,7 @@ count, and during a trainer program also the caches that an asynchronous searche
 of its programs. This module imports no JAX.
 
 Memory is the compiler's figure. Times are arithmetic: FLOPs and bytes that no program can avoid,
-over the peak rates of the chip. They are lower bounds, and a ratio of two times is fair only if
-both parts come equally near to their bounds.
+over the peak rates of the chip. They are lower bounds.
 """
 
 import dataclasses
@@ -34,7 +33,6 @@ class Program:
         bound: resource that limits `roofline_s`: compute or memory.
         variants: number of programs of this kind that a run may load, one per shape.
         with_cache: whether the KV cache is in memory while the program runs.
-        calls_per_round: number of executions in one round of a searcher.
         failure: reason why the program did not compile; "" on success.
         is_too_large: whether the compiler reported too little device memory.
         needed_bytes: memory that the compiler asked for if the device has less.
@@ -50,7 +48,6 @@ class Program:
     bound: str = ""
     variants: int = 1
     with_cache: bool = False
-    calls_per_round: float = 0.0
     failure: str = ""
     is_too_large: bool = False
     needed_bytes: float = 0.0
@@ -117,41 +114,6 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
         of = largest.group if largest is not None else ""
         out.append(Occupancy(label, tuple(parts), of, facts["chip"]["hbm_bytes"]))
     return out
-
-
-@dataclasses.dataclass(frozen=True)
-class Balance:
-    """Predicted speeds of trainer and searchers, compared with each other.
-
-    Attributes:
-        step_s: time of a train step.
-        search_s: time in which all searchers make the responses that a step trains on.
-        trainer_devices: number of trainer devices that would balance the two.
-        steps_per_hour: rate of the slower part with the planned devices.
-    """
-
-    step_s: float
-    search_s: float
-    trainer_devices: float
-    steps_per_hour: float
-
-
-def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | None:
-    """Return the balance of searchers and trainer; None if a program of theirs does not compile."""
-    by_name = {p.name: p for p in programs if not p.failure}
-    if not {"train_step", "prefill", "decode_chunk"} <= by_name.keys():
-        return None
-    sizes, searcher = facts["sizes"], facts["groups"]["searcher"]
-    step_s = by_name["train_step"].roofline_s
-    round_s = sum(p.calls_per_round * p.roofline_s for p in by_name.values())
-    responses = sizes["wanted_ratio"] * sizes["batch_rows"]
-    search_s = round_s * responses / (searcher["count"] * sizes["round_rows"])
-    # device-seconds of each part for one step
-    of_trainer = step_s * facts["groups"]["trainer"]["devices"]
-    of_searchers = search_s * searcher["count"] * searcher["devices"]
-    period = step_s + search_s if facts["shares_devices"] else max(step_s, search_s)
-    share = of_trainer / (of_trainer + of_searchers)
-    return Balance(step_s, search_s, share * facts["num_devices"], 3600 / period)
 
 
 def advice(

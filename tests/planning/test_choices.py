@@ -81,13 +81,15 @@ def test_a_preset_has_fewer_rows_where_their_products_can_be_kept():
     """One group with kept products takes 26 GiB, and all rows without them 27 GiB."""
     config, shape = preset("gsm8k")
     held = estimates.held_bytes(config, shape)
+    config = replace(config, {"batch.micro_batch_rows": 0})
     kept = {"batch.micro_batch_rows": 20, "model.remat": "dots"}
     assert sizes(config, shape, held + 40e9) == kept
-    assert sizes(replace(config, {"batch.micro_batch_rows": 0}), shape, held + 40e9) == kept
     without = replace(config, {"model.remat": "layers"})
-    assert sizes(without, shape, held + 40e9) == {"batch.micro_batch_rows": 140}
-    assert sizes(config, shape, held + 20e9) == {"batch.micro_batch_rows": 20}
-    assert sizes(config, shape, held) == {"batch.micro_batch_rows": 8}
+    assert sizes(without, shape, held + 40e9) == {"batch.micro_batch_rows": 0}  # all rows
+    # The rows of a user stay; products are kept where their memory suffices.
+    given = replace(config, {"batch.micro_batch_rows": 8})
+    assert sizes(given, shape, held + 40e9) == {"model.remat": "dots"}
+    assert sizes(given, shape, held) == {}
 
 
 def test_a_network_of_gpu_hosts_wants_more_rows_at_once():

@@ -73,9 +73,7 @@ def test_programs_of_a_run_are_compiled_with_their_memory_and_least_times(facts)
     assert step.flops > 6 * 0.8 * facts["num_params"] * 256 * 28 / 16
     # Each of the steps reads the weights.
     assert chunk.num_bytes > 8 * 4 * facts["num_params"]
-    out = json.loads(
-        json.dumps(table.as_json(facts, done.programs, done.found, None, [], done.fits))
-    )
+    out = json.loads(json.dumps(table.as_json(facts, done.programs, done.found, [], done.fits)))
     assert {"fits", "chip", "placement", "programs", "advice"} <= out.keys()
     for name in names:
         figures = out["programs"][name]

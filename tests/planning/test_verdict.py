@@ -1,18 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, fit, balance and advice from figures made by hand."""
+"""Sums, fit and advice from figures made by hand."""
 
-import pytest
+from tba_jax.planning.verdict import GIB, Program, advice, occupancies
 
-from tba_jax.planning.verdict import GIB, Program, advice, balance, occupancies
-
-SIZES = {
-    "batch_rows": 64,
-    "round_rows": 32,
-    "num_slots": 16,
-    "response_tokens": 128.0,
-    "wanted_ratio": 1.0,
-    "micro_batch_rows": 64,
-}
 CONFIG = {
     "driver": "async",
     "optimizer": {"name": "adamw"},
@@ -28,7 +18,6 @@ def facts(**changes):
         "chip": {"hbm_bytes": 16 * GIB, "overheads": {}},
         "num_devices": 8,
         "shares_devices": False,
-        "sizes": SIZES,
         "config": CONFIG,
         "groups": {
             "trainer": {"devices": 4, "count": 1, "residents": trainer, "transients": {}},
@@ -46,7 +35,7 @@ def programs(temporaries=1.0, slots_temporaries=1.0):
     return [
         Program("train_step", "trainer", {"temporaries": temporaries * GIB}, roofline_s=2.0),
         Program("publish", "trainer", {"outputs": 3 * GIB}),
-        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True, calls_per_round=2),
+        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True),
         Program(
             "decode_chunk",
             "searcher",
@@ -54,7 +43,6 @@ def programs(temporaries=1.0, slots_temporaries=1.0):
             roofline_s=0.1,
             with_cache=True,
             variants=4,
-            calls_per_round=32,
         ),
     ]
 
@@ -79,16 +67,3 @@ def test_advice_names_what_is_missing_and_what_each_setting_frees():
     less = crowded | {"config": CONFIG | {"search": {"quantization": "int8"}}}
     assert "int8" not in advice(less, programs(), occupancies(less, programs()))[0]
     assert advice(facts(), programs(), occupancies(facts(), programs())) == []
-
-
-def test_the_balance_compares_device_seconds():
-    weighed = balance(facts(), programs())
-    # 32 responses x 128 tokens in 16 slots: 256 steps, 32 chunks of 0.1 s, and two prefills.
-    round_s = 32 * 0.1 + 2 * 0.5
-    assert weighed.search_s == pytest.approx(round_s * 64 / (4 * 32))
-    # 8 device-seconds of training against 4 searchers, over 8 devices.
-    assert weighed.trainer_devices == pytest.approx(8 * 8 / (8 + 4 * weighed.search_s))
-    assert weighed.steps_per_hour == pytest.approx(3600 / max(2.0, weighed.search_s))
-    shared = balance(facts(shares_devices=True), programs())
-    assert shared.steps_per_hour == pytest.approx(3600 / (2.0 + weighed.search_s))
-    assert balance(facts(), programs()[:2]) is None
