@@ -307,8 +307,7 @@ class SavedRun:
         Raises:
             ValueError: there is no such figure, or the run has no data for it.
         """
-        from tba_jax.report import plots
-        from tba_jax.report.figures import FIGURES
+        from tba_jax.report.figures import FIGURES, to_png
 
         draw = {figure.name: figure.draw for figure in FIGURES}.get(name)
         if draw is None:
@@ -316,7 +315,7 @@ class SavedRun:
         figure = draw(self._files)
         if figure is None:
             raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
-        return Picture(plots.to_png(figure, dpi))
+        return Picture(to_png(figure, dpi))
 
     def buffer(self) -> "dict[str, list[Trajectory]]":
         """Return the responses in the replay buffer of the newest checkpoint, by prompt.

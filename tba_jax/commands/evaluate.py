@@ -18,7 +18,7 @@ from tba_jax.config.command_line import override
 from tba_jax.config.resolved import dtypes_on
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, replace
-from tba_jax.report.writers import format_metric, metric_label
+from tba_jax.report.words import format_metric, metric_label
 
 
 def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from tba_jax.config.presets import load, names
 from tba_jax.config.schema import defaults, flatten
 from tba_jax.report.files import Run
-from tba_jax.report.writers import format_duration, format_metric, metric_label
+from tba_jax.report.words import format_duration, format_metric, metric_label
 
 _OBJECTIVES = {"tb": "Trajectory Balance", "rloo": "RLOO", "online_dpo": "online DPO"}
 _ALWAYS = ("objective.name", "objective.beta", "objective.group_size", "optimizer.learning_rate")

@@ -1,23 +1,269 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a report: one record each, with section, title, text and drawing function.
+"""The figures of a report, drawn from metrics.jsonl: functions from a run to a matplotlib Figure.
 
-To add a figure, write a function that draws it and add a record to `FIGURES`. The page, `plots/`
-and `python -m tba_jax.report` then include it.
+To add a figure, add a record to `FIGURES`. The page, `plots/` and `python -m tba_jax.report` then
+include it. matplotlib is imported on first use, because its import would slow every start.
+
+Invariant: no global matplotlib state (no pyplot), so figures may be drawn in any thread.
 """
 
+import io
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tba_jax.report import plots
+import numpy as np
+
 from tba_jax.report.files import Run
-from tba_jax.report.words import held_out, percent
-from tba_jax.report.writers import is_share, metric_label
+from tba_jax.report.words import (
+    format_duration,
+    held_out,
+    is_share,
+    metric_label,
+    percent,
+    spaced_metric,
+)
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LEARNED = "What it learned"
-HEALTHY = "Is the optimisation healthy?"
+# Colours of compared variants, in this order (Okabe and Ito, safe for colour-blind readers).
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_TEXT = "#75808d"  # readable on the transparent background over a light and over a dark page
+_GRID = "#8893a040"
+_MOST_POINTS = 400  # of a curve, for any length of the run
+
+Curve = tuple[np.ndarray, np.ndarray]
+
+
+def to_png(figure: "Figure", dpi: int = 150) -> bytes:
+    """Return the figure as PNG bytes, with a transparent background."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def thinned(x: np.ndarray, y: np.ndarray) -> Curve:
+    """Return the means of neighbouring points of a long curve."""
+    if len(x) <= _MOST_POINTS:
+        return x, y
+    starts = np.linspace(0, len(x), _MOST_POINTS, endpoint=False).astype(int)
+    sizes = np.diff([*starts, len(x)])
+    return np.add.reduceat(x, starts) / sizes, np.add.reduceat(y, starts) / sizes
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Return the centred moving mean over a 15th of the values; at the ends over fewer values."""
+    width = max(3, len(values) // 15)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    low = np.maximum(index - width // 2, 0)
+    high = np.minimum(index + width // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def share_interval(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 90 % confidence interval of a share that was measured in `n` trials."""
+    z2 = 1.6449**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
+    return float(middle - half), float(middle + half)
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of this size in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="none")
+
+
+def add_axes(figure: "Figure", position: Any = 111, title: str = "") -> "Axes":
+    """Add axes without a box and with light horizontal grid lines; `position`: of matplotlib."""
+    axes = figure.add_subplot(*position) if isinstance(position, tuple) else figure.add_subplot()
+    axes.set_facecolor("none")
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_TEXT)
+    axes.tick_params(colors=_TEXT, labelsize=9, length=3)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.label.set(color=_TEXT, size=9)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", fontsize=9.5, color=_TEXT)
+    axes.locator_params(axis="y", nbins=5)
+    return axes
+
+
+def percent_axis(axes: "Axes") -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+
+
+def time_axis(axes: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 1.5, 2, 3, 6, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(seconds)))
+
+
+def step_axis(axes: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
+def panels(
+    *named: tuple[str, str], columns: int = 1, size: tuple[float, float] = (5.0, 3.3)
+) -> Callable[[Run], "Figure | None"]:
+    """Return the drawing function of a figure with a panel for each metric that the run has.
+
+    Args:
+        named: (title of the panel, key of metrics.jsonl); the first title may be "".
+        size: width and height in inches.
+    """
+
+    def draw(run: Run) -> "Figure | None":
+        found = [(title, run.metrics.column("step", key)) for title, key in named]
+        found = [(title, curve) for title, curve in found if len(curve[0])]
+        if not found:
+            return None
+        figure, rows = new_figure(*size), -(-len(found) // columns)
+        for i, (title, curve) in enumerate(found):
+            axes = add_axes(figure, (rows, columns, i + 1), title)
+            x, y = thinned(*curve)
+            color = SERIES[i % 2 if columns == 1 else 0]
+            axes.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
+            axes.plot(x, smooth(y), color=color, linewidth=2.2)
+            axes.margins(y=0.12)
+            if title.startswith("share of "):
+                axes.set_ylim(0, 1.04)
+                percent_axis(axes)
+            step_axis(axes)
+            if i >= len(found) - columns:
+                axes.set_xlabel("optimiser step")
+        return figure
+
+    return draw
+
+
+def accuracy(run: Run) -> "Figure | None":
+    """Draw the headline metric of every evaluation; shares have their 90 % intervals."""
+    metric = run.metric
+    name = f"eval/{metric}"
+    evals = [*run.metrics.of_evaluations(name)]
+    if not evals:
+        return None
+    steps = np.array([r.get("step") or 0 for r in evals], np.float64)
+    values = np.array([r[name] for r in evals], np.float64)
+    figure = new_figure(5.0, 3.3)
+    axes = add_axes(figure)
+    bars = [
+        (step, *share_interval(record[name], record["eval/num_trials"]))
+        for record, step in zip(evals, steps, strict=True)
+        # With a user's reward, pass@1 is the mean reward and may be outside 0 to 1.
+        if is_share(metric) and record.get("eval/num_trials") and 0 <= record[name] <= 1
+    ]
+    if bars:
+        axes.vlines(*zip(*bars, strict=True), color=SERIES[0], linewidth=5, alpha=0.25)
+    axes.plot(steps, values, "-o", color=SERIES[0], linewidth=2.2, markersize=6)
+    for i in sorted({0, len(evals) - 1}):
+        # Below the first value of a rising curve, which would cross a label above it.
+        is_below = i == 0 and len(evals) > 1 and values[-1] >= values[0]
+        axes.annotate(
+            spaced_metric(metric, values[i]),
+            (steps[i], values[i]),
+            xytext=(4, -16) if is_below else (0, 9),
+            textcoords="offset points",
+            ha="left" if is_below else "center",
+            va="top" if is_below else "bottom",
+            fontsize=11,
+            fontweight="bold",
+            color=_TEXT,
+        )
+    axes.margins(0.1, 0.25)  # room for the annotations
+    if is_share(metric):
+        percent_axis(axes)
+    step_axis(axes)
+    axes.set_xlabel("optimiser step")
+    return figure
+
+
+def reward(run: Run) -> "Figure | None":
+    """Draw the mean reward of sampled responses per step, else of trained responses."""
+    found = (panels(("", f"{of}/reward_mean"))(run) for of in ("search", "train"))
+    return next(filter(None, found), None)
+
+
+def habits(run: Run) -> "Figure | None":
+    """Draw the share of the response kind, if the run names one, and the response length."""
+    kind = ((f"share of {run.kind} answers", "search/kind_share"),) if run.kind else ()
+    return panels(*kind, ("response length (tokens)", "search/response_length_mean"))(run)
+
+
+def staleness(run: Run) -> "Figure | None":
+    """Draw the histogram of staleness in steps; the last bar contains all higher values."""
+    counts = run.metrics.staleness
+    total = sum(counts.values())
+    if not total:
+        return None
+    values, uses = np.array([*counts]), np.array([*counts.values()])
+    tail = int(values[np.searchsorted(np.cumsum(uses), 0.97 * total)])
+    last = max(4, min(int(values.max()), tail + 2))
+    shares = np.bincount(np.clip(values, 0, last), uses, last + 1) / total
+    figure = new_figure(5.0, 3.3)
+    axes = add_axes(figure)
+    axes.bar(np.arange(last + 1), shares, width=0.82, color=SERIES[0])
+    mean = float((values * uses).sum() / total)
+    axes.axvline(mean, color=SERIES[1], linewidth=1.6, linestyle=(0, (4, 2)))
+    axes.set_ylim(top=1.15 * shares.max())  # room for the mean above the bars
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate(f"mean {mean:.1f}", (mean, 1.0), xytext=(6, -10), color=SERIES[1], **place)
+    ticks = [*range(0, last, -(-last // 10)), last]
+    axes.set_xticks(ticks, [*map(str, ticks[:-1]), f"{last}{'+' * bool(values.max() > last)}"])
+    axes.set_xlabel("steps between the weights that sampled a response and its use")
+    percent_axis(axes)
+    return figure
+
+
+_BY_AGE = (
+    ("effective sample size (share)", "ess_fraction"),
+    ("log ratio to the sampler, median (nats)", "log_ratio_p50"),
+    ("log ratio, 95 % (nats)", "log_ratio_p95"),
+    ("residual, root of mean square", "residual_rms"),
+    ("tokens with a ratio above 1.2 (share)", "high_ratios"),
+    ("distinct responses (share)", "unique_share"),
+)
+
+
+def by_staleness(run: Run) -> "Figure | None":
+    """Draw off-policy measures of the trained responses, a line for each range of staleness."""
+    found = (re.fullmatch("stale_([0-9]+)/ess_fraction", name) for name in run.metrics.names)
+    ages = sorted(int(name[1]) for name in found if name)
+    if not ages:
+        return None
+    figure = new_figure(10.4, 4.4)
+    for i, (title, quantity) in enumerate(_BY_AGE):
+        axes = add_axes(figure, (2, 3, i + 1), title)
+        for j, age in enumerate(ages):
+            x, y = thinned(*run.metrics.column("step", f"stale_{age}/{quantity}"))
+            axes.plot(x, smooth(y), color=SERIES[j % len(SERIES)], linewidth=1.4)
+        step_axis(axes)
+    labels = [f"from {ages[0]} steps old", *map(str, ages[1:])]
+    figure.legend(
+        figure.axes[0].get_lines(),
+        labels,
+        loc="outside upper left",
+        ncols=len(ages),
+        frameon=False,
+        fontsize=9,
+        labelcolor=_TEXT,
+    )
+    return figure
+
+
+LEARNED, HEALTHY = "learned", "healthy"  # sections of the page
 
 
 class ReportFigure(NamedTuple):
@@ -25,9 +271,8 @@ class ReportFigure(NamedTuple):
 
     Attributes:
         name: stem of the file plots/NAME.png.
-        section: section of the page, one of the constants above.
-        title, text: text above the figure, or a function from the run to that text; a single figure
-            of a section has no title.
+        section: `LEARNED` or `HEALTHY`.
+        title, text: text above the figure, or a function from the run to that text.
         draw: function from run to the figure; None if the run has nothing to draw.
     """
 
@@ -69,24 +314,31 @@ def _habits_text(run: Run) -> str:
 
 
 FIGURES = (
-    ReportFigure("accuracy", LEARNED, _headline_title, _headline_text, plots.accuracy),
-    ReportFigure(
-        "reward", LEARNED, "Reward", "Mean reward of sampled responses, per step.", plots.reward
-    ),
-    ReportFigure("habits", LEARNED, "How it answers", _habits_text, plots.habits),
+    ReportFigure("accuracy", LEARNED, _headline_title, _headline_text, accuracy),
+    ReportFigure("reward", LEARNED, "Reward", "Mean reward of sampled responses.", reward),
+    ReportFigure("habits", LEARNED, "How it answers", _habits_text, habits),
     ReportFigure(
         "staleness",
         LEARNED,
         "Staleness of the training data",
         "Share of the responses trained on, by the age of the weights that sampled them.",
-        plots.staleness,
+        staleness,
     ),
     ReportFigure(
         "optimisation",
         HEALTHY,
         "Optimisation",
         "Dots are steps, lines their moving mean.",
-        plots.optimisation,
+        panels(
+            ("TB loss", "train/tb_loss"),
+            ("log ratio to the reference (nats)", "train/kl_reference"),
+            ("log Z", "train/log_z"),
+            ("gradient norm", "train/grad_norm"),
+            ("effective sample size (share)", "train/ess_fraction"),
+            ("staleness, mean (steps)", "buffer/staleness_mean"),
+            columns=3,
+            size=(10.4, 4.2),
+        ),
     ),
     ReportFigure(
         "by_staleness",
@@ -94,6 +346,6 @@ FIGURES = (
         "By the age of the responses",
         "Moving means, one line for each range of age in steps. When the measures of old "
         "responses get worse, an objective with importance ratios learns less from them.",
-        plots.by_staleness,
+        by_staleness,
     ),
 )

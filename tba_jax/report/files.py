@@ -1,21 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of a run's work directory: report.json, metrics.jsonl, config.json.
 
-Each file may be missing. Logs are read as streams; only their columns stay in memory.
+Each file may be missing. metrics.jsonl is read once, as a stream; only its numbers, evaluations and
+counts stay in memory.
 """
 
+import array
+import collections
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tba_jax.report.jsonl import stream_jsonl
-from tba_jax.report.lines import wrong_config, wrong_metrics, wrong_report
-from tba_jax.report.series import Metrics
 from tba_jax.storage.whole_files import read_json
 
 Facts = Mapping[str, Any]
+_Column = tuple["array.array[int]", "array.array[float]"]  # index of each line; its value
+
+
+class Metrics:
+    """Columns of the lines of metrics.jsonl.
+
+    Args:
+        records: lines of the log in order; each is read once.
+
+    Attributes:
+        evaluations: lines with metrics of an evaluation, unchanged.
+        staleness: staleness in steps -> number of uses, summed over the run.
+        last_step: highest step; 0 without a line.
+    """
+
+    def __init__(self, records: Iterable[Facts] = ()) -> None:
+        self.evaluations: list[Facts] = []
+        uses: collections.Counter[int] = collections.Counter()
+        self._columns: dict[str, _Column] = collections.defaultdict(
+            lambda: (array.array("q"), array.array("d"))
+        )
+        for line, record in enumerate(records):
+            for name, value in record.items():
+                if isinstance(value, int | float):
+                    lines, values = self._columns[name]
+                    lines.append(line)
+                    values.append(value)
+            if any(name.startswith("eval/") for name in record):
+                self.evaluations.append(record)
+            for staleness, count in record.get("buffer/staleness_histogram") or ():
+                uses[int(staleness)] += int(count)
+        self.staleness: Mapping[int, int] = dict(sorted(uses.items()))
+        steps = self._columns["step"][1] if "step" in self._columns else []
+        self.last_step = int(max(steps, default=0))
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of all numbers in the log, sorted."""
+        return sorted(self._columns)
+
+    def column(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of `x` and `y` in lines with numbers for both, as float64 arrays."""
+        if x not in self._columns or y not in self._columns:
+            return np.zeros(0), np.zeros(0)
+        (x_lines, x_values), (y_lines, y_values) = self._columns[x], self._columns[y]
+        _, i, j = np.intersect1d(x_lines, y_lines, assume_unique=True, return_indices=True)
+        return np.array(x_values)[i], np.array(y_values)[j]
+
+    def of_evaluations(self, name: str) -> Iterator[Facts]:
+        """Return the evaluations that have a number of this name."""
+        return (r for r in self.evaluations if isinstance(r.get(name), int | float))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +90,10 @@ class Run:
     versions: Facts
     metrics: Metrics
     chosen: Facts = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.report.get("name") or self.config.get("name") or self.workdir.name)
 
     @property
     def last_step(self) -> int:
@@ -60,29 +118,22 @@ class Run:
             ValueError: the evaluations of report.json lack the metric that metrics.jsonl names.
         """
         found: list[Facts] = [
-            {
-                "step": record.get("step", 0),
-                **{
-                    name.removeprefix("eval/"): value
-                    for name, value in record.items()
-                    if name.startswith("eval/")
-                },
-            }
+            {"step": 0, **{name.removeprefix("eval/"): value for name, value in record.items()}}
             for record in self.metrics.of_evaluations(f"eval/{self.metric}")
         ]
         ends = found[:1] + found[1:][-1:]
-        told = self.report.get("eval") or {}
-        if told.get("before") and told.get("after"):
-            for time in ("before", "after"):
-                if not isinstance(told[time].get(self.metric), int | float):
-                    raise ValueError(
-                        f"{self.workdir / 'metrics.jsonl'}: the last eval/metric is "
-                        f"{self.metric!r:.40}, but the evaluations of report.json lack it. "
-                        "Correct that line, or remove report.json to build the report without it"
-                    )
-            after_step = ends[-1]["step"] if ends else self.last_step
-            return [{"step": 0, **told["before"]}, {"step": after_step, **told["after"]}]
-        return ends
+        reported = self.report.get("eval") or {}
+        before, after = reported.get("before"), reported.get("after")
+        if not (before and after):
+            return ends
+        if not all(isinstance(x.get(self.metric), int | float) for x in (before, after)):
+            raise ValueError(
+                f"{self.workdir / 'metrics.jsonl'}: the last eval/metric is {self.metric!r:.40}, "
+                "but the evaluations of report.json lack it. Correct that line, or remove "
+                "report.json to build the report without it"
+            )
+        after_step = ends[-1]["step"] if ends else self.last_step
+        return [{"step": 0, **before}, {"step": after_step, **after}]
 
     @property
     def metric(self) -> str:
@@ -129,33 +180,16 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
             f"{workdir}: not the work directory of a run (no metrics.jsonl and no report.json). "
             "Give the directory of --workdir"
         )
-    return assemble(workdir, Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics)))
-
-
-def assemble(workdir: Path, metrics: Metrics) -> Run:
-    """Return a run whose metrics were already read.
-
-    Raises:
-        ValueError: config.json or report.json is damaged.
-    """
-    resolved = _read_json(workdir / "config.json")
+    metrics = Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics))
+    resolved, report = (_read(workdir / name) for name in ("config.json", "report.json"))
     for name in ("config", "versions", "chosen"):
         if not isinstance(resolved.get(name, {}), dict):
-            raise _damaged(
-                workdir / "config.json",
-                f"`{name}` is a {type(resolved[name]).__name__}, wanted an object",
-            )
-    config, report = flat(resolved.get("config", {})), _read_json(workdir / "report.json")
-    for name, wrong in (
-        ("config.json", wrong_config(config)),
-        ("report.json", wrong_report(report)),
-    ):
-        if wrong:
-            raise _damaged(workdir / name, wrong)
+            why = f"`{name}` is a {type(resolved[name]).__name__}, wanted an object"
+            raise _damaged(workdir / "config.json", why)
     return Run(
         workdir=workdir,
         report=report,
-        config=config,
+        config=flat(resolved.get("config", {})),
         versions=resolved.get("versions", {}),
         metrics=metrics,
         chosen=resolved.get("chosen", {}),
@@ -166,10 +200,35 @@ def _damaged(path: Path, why: object) -> ValueError:
     return ValueError(f"{path} is damaged ({why}). Remove the file to build the report without it")
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> Facts:
     if not path.exists():
         return {}
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
+
+
+def wrong_metrics(record: Facts) -> str:
+    """Return the error in a line of metrics.jsonl; "" without one."""
+    if "train/loss" not in record and any(name.startswith("train/") for name in record):
+        return "has training metrics, but no 'train/loss'"
+    for name, value in {"step": None, **record}.items():
+        if name.endswith("_histogram"):
+            is_right = isinstance(value, list) and all(
+                isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
+                for pair in value
+            )
+        elif name == "eval/metric":
+            is_right = isinstance(value, str)
+        elif name == "step":
+            is_right = isinstance(value, int)
+        else:
+            is_right = value is None or _is_number(value)
+        if not is_right:
+            return f"{name!r} is {value!r:.40}"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

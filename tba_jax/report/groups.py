@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.report.figures import Curve, thinned
 from tba_jax.report.files import Run, flat
-from tba_jax.report.sample_browser import newest_evaluation
+from tba_jax.report.samples import newest_evaluation
 from tba_jax.report.words import plain
 
-# Maximum number of points of a curve, for any length of the run.
-POINTS = 400
 AXES = {"step": "optimiser step", "tokens": "trained tokens", "time": "time since start (min:s)"}
 _MOST_FIELDS = 3
-
-Curve = tuple[np.ndarray, np.ndarray]
+_BAND_POINTS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +101,10 @@ def trained_tokens(run: Run) -> Curve:
 
 
 def curve(run: Run, name: str, axis: str) -> Curve:
-    """Return a metric against an axis, as two float64 arrays of at most `POINTS` values.
+    """Return a metric against an axis, as two float64 arrays; long logs are thinned.
 
     Args:
-        name: key of metrics.jsonl; longer logs are averaged over neighbouring lines.
+        name: key of metrics.jsonl.
         axis: a key of `AXES`.
     """
     if axis == "time":
@@ -118,11 +116,7 @@ def curve(run: Run, name: str, axis: str) -> Curve:
         if not len(steps):
             return np.zeros(0), np.zeros(0)
         x = np.interp(x, np.concatenate([[0], steps]), np.concatenate([[0], tokens]))
-    if len(x) <= POINTS:
-        return x, y
-    starts = np.linspace(0, len(x), POINTS, endpoint=False).astype(int)
-    sizes = np.diff([*starts, len(x)])
-    return np.add.reduceat(x, starts) / sizes, np.add.reduceat(y, starts) / sizes
+    return thinned(x, y)
 
 
 def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
@@ -133,7 +127,7 @@ def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
     low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     if not low < high:
         return None
-    grid = np.linspace(low, high, POINTS // 2)
+    grid = np.linspace(low, high, _BAND_POINTS)
     values = np.stack([np.interp(grid, x, y) for x, y in curves])
     return grid, values.mean(0), values.min(0), values.max(0)
 

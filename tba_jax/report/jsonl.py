@@ -75,7 +75,7 @@ def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[i
 
 
 Wrong = Callable[[Mapping[str, Any]], str]
-"""Function: record -> error of the record, "" for none; see `report.lines`."""
+"""Function: record -> error of the record, "" for none; such as `files.wrong_metrics`."""
 
 
 def _nothing(record: Mapping[str, Any]) -> str:

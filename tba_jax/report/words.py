@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and JSON values as text for a report."""
+"""Numbers, metric names and JSON values as text."""
 
 import unicodedata
 from collections.abc import Mapping
@@ -19,6 +19,42 @@ def duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60} min {total % 60} s" if total % 60 else f"{total // 60} min"
     return f"{total // 3600} h {total // 60 % 60} min"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration such as "0:07", "3:12" or "1:02:05"."""
+    total = max(0, round(seconds))
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_count(number: float) -> str:
+    """Return a count in at most three digits with k, M or G, such as "845", "8.1k" or "1.3M"."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5 or unit == "G":
+            break
+        number /= 1000
+    return f"{number:.1f}{unit}" if unit and abs(number) < 9.95 else f"{number:.0f}{unit}"
+
+
+def is_share(metric: str) -> bool:
+    """Return whether a metric of this name lies in [0, 1] and is shown in percent."""
+    return metric.startswith("pass_at_") or metric.endswith(("_rate", "_share"))
+
+
+def metric_label(metric: str) -> str:
+    """Return the usual name of an evaluation metric: "pass@1", "win rate"."""
+    return metric.replace("pass_at_", "pass@").replace("_", " ")
+
+
+def format_metric(metric: str, value: float) -> str:
+    """Return an evaluation metric's value as text: shares in percent, else three decimals."""
+    return f"{value:.1%}" if is_share(metric) else f"{value:.3f}"
+
+
+def spaced_metric(metric: str, value: float) -> str:
+    """Return an evaluation metric's value as text for a page, with a space before the %."""
+    return format_metric(metric, value).replace("%", "\N{NO-BREAK SPACE}%")
 
 
 def held_out(n: int) -> str:

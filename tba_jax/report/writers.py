@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from tba_jax.report.jsonl import jsonable
+from tba_jax.report.words import format_count, format_duration, format_metric, metric_label
 
 _PLAIN_PERIOD_S = 10.0  # least time between two plain lines
 _SHOWN_SHARE = 0.05  # smaller shares are not shown
@@ -169,37 +170,6 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def is_share(metric: str) -> bool:
-    """Return whether a metric of this name lies in [0, 1] and is shown in percent."""
-    return metric.startswith("pass_at_") or metric.endswith(("_rate", "_share"))
-
-
-def metric_label(metric: str) -> str:
-    """Return the usual name of an evaluation metric: "pass@1", "win rate"."""
-    return metric.replace("pass_at_", "pass@").replace("_", " ")
-
-
-def format_metric(metric: str, value: float) -> str:
-    """Return an evaluation metric's value as text: shares in percent, else three decimals."""
-    return f"{value:.1%}" if is_share(metric) else f"{value:.3f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration such as "0:07", "3:12" or "1:02:05"."""
-    total = max(0, round(seconds))
-    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def format_count(number: float) -> str:
-    """Return a count in at most three digits with k, M or G, such as "845", "8.1k" or "1.3M"."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5 or unit == "G":
-            break
-        number /= 1000
-    return f"{number:.1f}{unit}" if unit and abs(number) < 9.95 else f"{number:.0f}{unit}"
 
 
 class ProgressDisplay:

@@ -18,8 +18,8 @@ from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.report.files import wrong_metrics
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
-from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run.build import build

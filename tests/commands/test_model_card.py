@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard
 from tba_jax.commands.model_card import command, model_card
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import flatten
-from tba_jax.report.page import Run
-from tba_jax.report.series import Metrics
+from tba_jax.report.files import Metrics, Run
 
 # ml_collections loads config files through a deprecated function of importlib.
 

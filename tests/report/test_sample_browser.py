@@ -7,8 +7,8 @@ import pytest
 from browser import in_browser
 from fake_workdir import fake_workdir
 from hostile import HOSTILE
+from markupsafe import escape
 
-from tba_jax.report.document import escaped
 from tba_jax.report.files import load_run
 from tba_jax.report.page import render
 from tba_jax.report.words import shown
@@ -56,11 +56,11 @@ def page(tmp_path_factory):
 
 
 HANDS = """
-    const set = (name, value) => { const x = document.querySelector(`#browser [name="${name}"]`);
+    const set = (name, value) => { const x = document.querySelector(`#controls [name="${name}"]`);
       x.value = value; x.dispatchEvent(new Event('input', {bubbles: true})); };
-    const found = () => document.querySelector('#browser .found').textContent;
-    const first = () => document.querySelector('#browser .rows summary').innerText;
-    const click = selector => document.querySelector('#browser ' + selector).click();
+    const found = () => document.getElementById('found').textContent;
+    const first = () => document.querySelector('#rows summary').innerText;
+    const click = selector => document.querySelector(selector).click();
 """
 
 
@@ -70,9 +70,9 @@ def test_responses_are_filtered_searched_and_ordered(page, tmp_path):
         const ask = (name, value) => { set(name, value); told.push(found()); set(name, ''); };
         ask('text', 'WORD7'); ask('step_min', '31'); ask('reward_max', '0.1');
         ask('staleness_max', '1'); ask('length_min', '3'); ask('searcher', '1');
-        ask('finish', 'length'); ask('from', 'eval');
+        ask('finish', 'length'); ask('of', 'eval');
         set('order', '-reward');
-        return [told, first().includes('step 40'), document.querySelectorAll('.rows > *').length];
+        return [told, first().includes('step 40'), document.querySelectorAll('#rows > *').length];
     """
     told, is_best, rows = in_browser(page, tmp_path, script=HANDS + script)
     counts = [int(text.split()[0]) for text in told]
@@ -81,14 +81,14 @@ def test_responses_are_filtered_searched_and_ordered(page, tmp_path):
 
 def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, tmp_path):
     script = """
-        set('from', 'train'); set('order', '-step'); set('colour', 'behavior');
-        click('summary');
+        set('of', 'train'); set('order', '-step'); set('colour', 'behavior');
+        click('#rows summary');
         const pieces = [...document.querySelectorAll('.response span')];
         const colours = pieces.map(x => [x.textContent, x.style.background, x.title]);
         const said = document.querySelector('.detail p').innerText;
         set('colour', 'reference');
-        const none = document.querySelector('.response + small').innerText;
-        click('.prompt_filter');
+        const none = document.querySelector('.response small').innerText;
+        click('.same');
         return [colours, said, none, found()];
     """
     colours, said, none, count = in_browser(page, tmp_path, script=HANDS + script)
@@ -97,36 +97,34 @@ def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, 
         ["word40", "rgba(230, 120, 0, 0.7)", "-2.00"],
     ]
     assert "reward 0.400 · format 0.250" in said and "staleness 3" in said
-    assert "Not known token by token" in none
+    assert "Not known for each token" in none
     assert count == "28 of 81 responses · one prompt"
 
 
-def test_an_episode_is_shown_as_turns_with_its_tool_calls(tmp_path):
+def test_an_episode_is_shown_as_turns(tmp_path):
     episode = {
         "tokens": [
             "so ",
-            '<tool>{"name": "add", ',
-            '"arguments": {}}</tool>',
-            "<tool>7",
-            "</tool>",
+            '<tool_call>{"name": "add", ',
+            '"arguments": {}}</tool_call>',
+            "<tool_response>7",
+            "</tool_response>",
         ],
         "is_sampled": [1, 1, 1, 0, 0],
         "behavior": [0, 0, 0, 0, 0],
     }
     page = page_of(tmp_path, [line(1, 0, **episode)])
     script = """
-        click('summary');
+        click('#rows summary');
         const labels = [...document.querySelectorAll('.response small')].map(x => x.textContent);
         const turns = [...document.querySelectorAll('.response pre')].map(
           x => [x.className, x.textContent]);
-        const calls = [...document.querySelectorAll('.response .call')].map(x => x.textContent);
-        return [labels, turns, calls];
+        return [labels, turns];
     """
-    labels, turns, calls = in_browser(page, tmp_path, script=HANDS + script)
+    labels, turns = in_browser(page, tmp_path, script=HANDS + script)
     tokens = episode["tokens"]
-    assert labels == ["policy · calls add", "environment"]
+    assert labels == ["policy", "environment"]
     assert turns == [["policy", "".join(tokens[:3])], ["environment", "".join(tokens[3:])]]
-    assert calls == tokens[1:3]
 
 
 def test_hostile_texts_stay_texts(tmp_path):
@@ -142,21 +140,21 @@ def test_hostile_texts_stay_texts(tmp_path):
     write_json(config, told)
     page.write_text(render(load_run(config.parent), {}), encoding="utf-8")
     text = page.read_text(encoding="utf-8")
-    assert text.count("<script") == 1 and "<img src=x" not in text and escaped(path) in text
+    assert text.count("<script") == 2 and "<img src=x" not in text and str(escape(path)) in text
     script = """
         const seen = [];
-        set('order', 'step'); click('.more');
-        for (const item of [...document.querySelectorAll('.rows summary')].keys()) {
-          document.querySelectorAll('.rows summary')[item].click();
-          const [prompt, response] = document.querySelectorAll('.rows details[open] pre');
+        set('order', 'step'); click('#more');
+        for (const item of [...document.querySelectorAll('#rows summary')].keys()) {
+          document.querySelectorAll('#rows summary')[item].click();
+          const [prompt, response] = document.querySelectorAll('#rows details[open] pre');
           seen.push([prompt.textContent, response.firstChild.textContent]);
-          document.querySelectorAll('.rows summary')[item].click();
+          document.querySelectorAll('#rows summary')[item].click();
         }
         const made = document.querySelectorAll(
-          '#browser img, #browser script, #browser style, iframe, svg, link, base, plaintext, a');
+          'main img, #rows script, #rows style, iframe, svg, link, base, plaintext, a');
         return [seen, made.length, document.title.includes('hacked'), document.scripts.length];
     """
     seen, made, title_hacked, scripts = in_browser(page, tmp_path, script=HANDS + script)
     assert seen == [[shown(text), shown(text)] for text in HOSTILE]
-    assert made == 0 and scripts == 2  # the page's, and that of this test
+    assert made == 0 and scripts == 3  # the data, the page's script and that of this test
     assert not title_hacked or "hacked" in HOSTILE[0]
