@@ -170,12 +170,6 @@ class JsonlWriter:
             return self._path.stat().st_size
         return 0
 
-    def has_line_end(self, num_bytes: int) -> bool:
-        """Return whether the log has at least that length and a line ends there."""
-        with self._lock, open(self._path, "rb") as file:
-            file.seek(max(0, num_bytes - 1))
-            return num_bytes == 0 or file.read(1) == b"\n"
-
     def keep(self, wanted: Callable[[dict[str, Any]], bool], start: int = 0) -> None:
         """Drop the records for which `wanted(record)` is false.
 

@@ -9,12 +9,10 @@ first batch is not used.
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Hashable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +72,6 @@ SHORT_TOKENS = 64
 """Length in tokens up to which most responses to a prompt are expected to be equal."""
 PUBLICATION = "publication"
 """Job name of the publish program in the `Precompiler`."""
-_TAIL_BYTES = 2**16
 
 
 def check_prompts(
@@ -254,8 +251,6 @@ def open_start(
     newest = _newest_intact(shared)
     if newest is None:
         check_prompts(shared, phase, note)
-    if newest is None and shared.cluster.is_primary and (made := steps_made(shared.workdir)):
-        note(f"there is no checkpoint: training starts again at step 0 ({made:,} steps are lost)")
     params, base = None, None
     if newest is None or has_adapters:
         phase("loading the model")
@@ -276,23 +271,6 @@ def open_start(
     check_facts(newest, host_state.facts, shared.facts)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     return Start(state, base, newest, host_state)
-
-
-def steps_made(workdir: Path) -> int:
-    """Return the step of the last complete line of metrics.jsonl; 0 without such a line."""
-    path = workdir / "metrics.jsonl"
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return 0  # The failure is reported when the log is opened for writing.
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, RecursionError):
-            step = json.loads(line)["step"] if line.startswith(b'{"step"') else None
-            if isinstance(step, int):
-                return step
-    return 0
 
 
 def _newest_intact(shared: Shared) -> int | None:

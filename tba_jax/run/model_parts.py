@@ -4,13 +4,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts, writes_versions
@@ -29,6 +28,7 @@ from tba_jax.models import model as models
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
+from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.serving.inference_server import InferenceServer
@@ -181,24 +181,6 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     return decoder_weights(config, model_config, params, source, mesh)
 
 
-class SpecialIds(Protocol):
-    """Methods of a tokenizer that a decoder needs."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a response."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """Return the padding token."""
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Return the text of token IDs."""
-        ...
-
-
 def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
     """Return the maximum number of tokens of prompt and response together.
 
@@ -219,7 +201,7 @@ def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
 def make_decoder(
     config: Config,
     model_config: TransformerConfig,
-    tokenizer: SpecialIds,
+    tokenizer: Tokenizer,
     site: Site = ANY_DEVICE,
 ) -> Decoder:
     """Make the decoder of a run, for training and evaluation.
@@ -315,7 +297,7 @@ def groups_stay_whole(config: Config) -> bool:
     return micro_batch_rows(config) >= config.objective.group_size and not allows_forks(config)
 
 
-def make_layout(config: Config, tokenizer: "SpecialIds", mesh: Mesh | None = None) -> RowLayout:
+def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) -> RowLayout:
     """Return how draws become the rows of a batch.
 
     Args:
@@ -414,7 +396,7 @@ def swaps_in_flight(config: Config) -> bool:
 
 
 def make_server(
-    config: Config, policy: TransformerConfig, tokenizer: SpecialIds, workdir: Path
+    config: Config, policy: TransformerConfig, tokenizer: Tokenizer, workdir: Path
 ) -> InferenceServer | None:
     """Return the server that samples responses, if the config names one.
 

@@ -4,8 +4,7 @@
 The process that has the replay buffer also has the owner of the tickets. Searchers of this process
 call the owner; searchers of other processes send messages to it.
 
-Invariants: `restore` restores everything that `host_state` saves. If a log is shorter than its
-checkpoint recorded, the display names it (tests/run/test_logs.py).
+Invariant: `restore` restores everything that `host_state` saves.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -72,43 +71,16 @@ class Logs:
         self.progress = progress
         self.samples = samples
         self._own = own
-        self._saved: dict[str, int] = {}
 
-    def state(self) -> PartState:
-        """Return the lengths of the files, which contain all earlier events."""
-        return PartState({}, {file.path.name: file.num_bytes() for file in self._files()})
-
-    def restore(self, state: PartState) -> None:
-        """Store the saved lengths, which `cut_back` uses."""
-        self._saved = dict(state.meta)
-
-    def cut_back(self, step: int, is_kept: Wanted) -> None:
-        """Drop lines of work that will be repeated, and report files that lost lines.
+    def cut_back(self, is_kept: Wanted) -> None:
+        """Drop lines of work that will be repeated.
 
         Args:
-            step: step of the restored checkpoint; 0 without a checkpoint.
             is_kept: whether a line of metrics.jsonl or samples.jsonl stays.
         """
-        lost = [found for file in self._files() if (found := self._lost(file)) is not None]
-        for file in self._files():
-            start = self._saved.get(file.path.name, 0)
-            if any(one.path == file.path for one in lost):
-                start = 0  # check every line: the file was replaced or cut
-            file.keep(is_kept, start)
-        for path, then, now in lost:
-            self.progress.note(
-                f"{path} is not whole: it had {then:,} bytes when checkpoint {step} was written, "
-                f"and has {now:,} now. The report lacks the lost lines"
-            )
-
-    def _lost(self, file: JsonlWriter) -> "_Lost | None":
-        then = self._saved.get(file.path.name)
-        if then is None or file.has_line_end(then):
-            return None
-        return _Lost(file.path, then, file.num_bytes())
-
-    def _files(self) -> list[JsonlWriter]:
-        return [file for file in (self._own, self.samples) if file is not None]
+        for file in (self._own, self.samples):
+            if file is not None:
+                file.keep(is_kept)
 
     def close(self) -> None:
         """Close all files."""
@@ -116,14 +88,6 @@ class Logs:
         self.metrics.close()
         if self.samples is not None:
             self.samples.close()
-
-
-class _Lost(NamedTuple):
-    """A log file that is shorter than its checkpoint recorded."""
-
-    path: Path
-    then: int
-    now: int
 
 
 def open_logs(
@@ -330,8 +294,6 @@ class Run:
     def parts(self) -> dict[str, Saveable]:
         """Return all parts with host state, by name, in the order of restoring."""
         return {
-            # The logs come first: a saved log must not lack an event that another part contains.
-            "logs": self.logs,
             "buffer": self.buffer,
             **({} if self.owner is None else {"owner": self.owner}),
             "trainer": self.trainer.counters,
@@ -428,4 +390,4 @@ def forget_after(run: Run, step: int) -> None:
         is_evaluation = "eval/n" in record or record.get("of") == "eval"
         return record["step"] <= (last_eval_step if is_evaluation else step)
 
-    run.logs.cut_back(step, is_kept)
+    run.logs.cut_back(is_kept)

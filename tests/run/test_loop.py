@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop waits neither for its own weight files nor, after a signal, for responses."""
+
+from types import SimpleNamespace
+
+import pytest
+from fake_tickets import House, make_result
+
+from tba_jax.config.schema import make_config
+from tba_jax.run.loop import Loop, SyncLoop
+
+
+def make_run(owner=None, **fields):
+    """A run without devices; `weights.polled` counts deliveries."""
+    weights = SimpleNamespace(polled=0, newest=0, keep=lambda version: None)
+
+    def poll(wait_s=0.0):
+        weights.polled += 1
+
+    weights.poll = poll
+    return SimpleNamespace(
+        config=make_config({"batch.num_prompts": 2, "search.samples_per_prompt": 2, **fields}),
+        evaluated=SimpleNamespace(last_eval_step=0),
+        is_evaluation_due=lambda step, newest: False,
+        weights=weights,
+        owner=owner,
+        server=None,
+        searchers=(),
+        sections={},
+        trainer=SimpleNamespace(step_index=0),
+    )
+
+
+@pytest.mark.parametrize(("driver", "number"), [("sync", 1), ("async", 0)])
+def test_a_trainer_without_the_buffer_waits_for_weight_files_with_sync_alone(driver, number):
+    run = make_run(driver=driver)
+    Loop(run, lambda: False).published(4)
+    assert run.weights.polled == number
+
+
+def test_a_signal_ends_the_wait_for_responses_and_the_rest_is_sampled_later():
+    house, signals = House(1), [False, False, True]
+    run = make_run(house.owner, driver="sync", **{"search.initial_fill": 0})
+    loop = SyncLoop(run, lambda: signals.pop(0) if signals else False)
+    loop.published(0)  # no searcher answers
+    assert loop.wants_stop() and loop.merge() == []
+    house.save()
+    house.restore()
+    run.owner = house.owner
+    again = SyncLoop(run, lambda: False)
+    run.searchers = (SimpleNamespace(step=lambda: False, grade=lambda: answer(house.owner)),)
+    again.published(0)
+    assert house.owner.is_done
+    again.merge()
+    assert house.merged == [0, 1]
+
+
+def answer(owner):
+    """Finish the tickets that may begin; return whether there were any."""
+    tickets = owner.take(0, 9, 0)
+    owner.put(0, [make_result(ticket.number) for ticket in tickets])
+    return bool(tickets)
