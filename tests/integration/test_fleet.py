@@ -26,7 +26,7 @@ def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
     fleet.until_step(6)
     assert fleet.kill("TrainerProcess")
     assert fleet.end() == 0, fleet.told()
-    assert "searcher 0 on" in fleet.told() and " joined again" in fleet.told()
+    assert fleet.told().count(" joined") >= 4
     assert "Restarting the trainer from the newest checkpoint (step " in fleet.told()
     report = check(fleet.workdir, 12)
     assert {slot["state"] for slot in report["fleet"]["by_searcher"]} == {"connected"}
