@@ -39,7 +39,7 @@ def with_lengths(config: Config) -> tuple[Config, str]:
     tokenizer = model.load_tokenizer()
     step = max(1, size // _LOOKED_AT)
     texts = (text_of(task, tokenizer, "train", i) for i in range(0, size, step))
-    longest = max(len(text.tokens(tokenizer)) for text in texts)
+    longest = max(len(tokenizer.encode(text, add_bos)) for text, add_bos, _ in texts)
     context = model.config.max_positions
     response = min(config.search.max_new_tokens, context // 2)
     prompt = min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response)

@@ -8,9 +8,7 @@ never truncated (tests/search/test_prompts.py).
 
 import collections
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, Literal
 
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
@@ -33,27 +31,12 @@ def load_grain() -> None:
     import grain  # noqa: F401
 
 
-class PromptText(NamedTuple):
-    """Text of a prompt before it is tokenized.
+def text_of(
+    task: Task, tokenizer: Tokenizer, split: Split, index: int
+) -> tuple[str, bool, Mapping[str, Any]]:
+    """Return the text of a prompt, whether it may need a BOS token, and the problem's columns.
 
-    Attributes:
-        text: the text, with chat messages formatted.
-        is_chat: the chat template wrote the text, which is therefore complete: no
-            beginning-of-sequence token is added.
-        columns: columns of the problem.
-    """
-
-    text: str
-    is_chat: bool
-    columns: Mapping[str, Any]
-
-    def tokens(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Return the token IDs of the prompt, int32 [s]."""
-        return tokenizer.encode(self.text, add_bos=not self.is_chat)
-
-
-def text_of(task: Task, tokenizer: Tokenizer, split: Split, index: int) -> PromptText:
-    """Return the text of a prompt, with chat messages formatted.
+    The text of a chat is complete: its template writes all special tokens.
 
     Raises:
         ValueError: the template refuses the chat messages.
@@ -61,9 +44,9 @@ def text_of(task: Task, tokenizer: Tokenizer, split: Split, index: int) -> Promp
     problem = task.train_problem if split == "train" else task.eval_problem
     content, columns = problem(index)
     if isinstance(content, str):
-        return PromptText(content, False, columns)
+        return content, True, columns
     try:
-        return PromptText(tokenizer.format_chat(content), True, columns)
+        return tokenizer.format_chat(content), False, columns
     except ValueError as error:
         raise ValueError(
             f"{split} problem {index} of task {task.name} is a chat (in the data, or by "
@@ -92,15 +75,14 @@ class PromptReader:
         Raises:
             ValueError: the prompt is too long, or the template refuses the chat messages.
         """
-        found = text_of(self.task, self._tokenizer, split, index)
-        text = found.text
+        text, add_bos, columns = text_of(self.task, self._tokenizer, split, index)
         most, is_huge = self.max_prompt_tokens, len(text) > _LONG_TEXT
         if is_huge and len(text) > most * self._tokenizer.longest_token:
             size, remedy = f"{len(text):,} characters", "shorten it"
         else:
-            tokens = found.tokens(self._tokenizer)
+            tokens = self._tokenizer.encode(text, add_bos)
             if len(tokens) <= most:
-                return Prompt(prompt_id=index, text=text, tokens=tokens, columns=found.columns)
+                return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
             size = f"{len(tokens)} tokens"
             remedy = f"set --config.task.max_prompt_tokens to {len(tokens)} or more"
         if self._long_prompts == "skip":

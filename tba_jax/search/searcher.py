@@ -113,8 +113,9 @@ class Searcher:
         published = self.parts.weights()
         if published is None:
             return self.evaluate()
-        groups = self._opened(published)
-        session = groups.session
+        if self._groups is None:
+            self._groups = self.parts.sampler.open(published)
+        groups, session = self._groups, self._groups.session
         is_newer = published.version > session.version
         is_draining = is_newer and not (self.parts.swaps_in_flight or session.is_idle)
         free = 0 if is_draining else self._free(groups)
@@ -137,11 +138,6 @@ class Searcher:
                 self._begun[ticket.number] = begun
         self._decode(groups)
         return True
-
-    def _opened(self, published: Published) -> GroupSession:
-        if self._groups is None:
-            self._groups = self.parts.sampler.open(published)
-        return self._groups
 
     def _free(self, groups: GroupSession) -> int:
         """Return the number of tickets for which slots are free.
