@@ -122,7 +122,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     queue = RequestQueue()
     scope = PlainScope(served, queue)
     application = Application(
-        lambda path: (scope, path),
+        lambda episode: scope,
         served,
         queue=queue,
         token=args.token,

@@ -17,6 +17,7 @@ import numpy as np
 from tba_jax.models.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
+NONE: Mapping[str, Any] = {}
 
 
 class ChatFormat(Protocol):
@@ -27,8 +28,13 @@ class ChatFormat(Protocol):
         """Tokens that end a message, in addition to the model's stop tokens."""
         ...
 
-    def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
+    def prompt(
+        self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
+    ) -> np.ndarray:
         """Return the prompt tokens of messages, up to the start of the response.
+
+        Args:
+            variables: variables of the template, such as {"enable_thinking": False}.
 
         Raises:
             ValueError: the format cannot express the messages or the tools.
@@ -36,7 +42,12 @@ class ChatFormat(Protocol):
         ...
 
     def bridge(
-        self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
+        self,
+        prompt: np.ndarray,
+        completion: np.ndarray,
+        messages: Messages,
+        tools: Messages,
+        variables: Mapping[str, Any] = NONE,
     ) -> np.ndarray | None:
         """Return a prompt that extends an earlier prompt and its completion by new messages.
 
@@ -67,7 +78,9 @@ class TemplateFormat:
     def stop_ids(self) -> tuple[int, ...]:
         return ()
 
-    def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
+    def prompt(
+        self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
+    ) -> np.ndarray:
         if tools:
             raise ValueError(
                 "tools: the tool format of this model is not known. Set --renderer=NAME, or in a "
@@ -75,14 +88,20 @@ class TemplateFormat:
                 "such as qwen3"
             )
         return self._tokenizer.encode(
-            self._tokenizer.format_chat([_plain(message) for message in messages]), add_bos=False
+            self._tokenizer.format_chat(list(map(_plain, messages)), variables=variables),
+            add_bos=False,
         )
 
     def bridge(
-        self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
+        self,
+        prompt: np.ndarray,
+        completion: np.ndarray,
+        messages: Messages,
+        tools: Messages,
+        variables: Mapping[str, Any] = NONE,
     ) -> np.ndarray | None:
         before = np.concatenate([prompt, completion])
-        return extended(self._tokenizer, before, self.prompt(messages, tools))
+        return extended(self._tokenizer, before, self.prompt(messages, tools, variables))
 
     def message(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
@@ -123,7 +142,14 @@ class RendererFormat:
     def stop_ids(self) -> tuple[int, ...]:
         return tuple(self._renderer.get_stop_token_ids())
 
-    def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
+    def prompt(
+        self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
+    ) -> np.ndarray:
+        if variables:
+            raise ValueError(
+                f"chat_template_kwargs {sorted(variables)}: a format of the library renderers has "
+                "no variables. Leave chat_template_kwargs out"
+            )
         ids = self._renderer.render_ids(
             list(map(_checked, messages)),
             tools=list(tools) or None,
@@ -132,7 +158,12 @@ class RendererFormat:
         return np.array(ids, np.int32)
 
     def bridge(
-        self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
+        self,
+        prompt: np.ndarray,
+        completion: np.ndarray,
+        messages: Messages,
+        tools: Messages,
+        variables: Mapping[str, Any] = NONE,
     ) -> np.ndarray | None:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:

@@ -229,14 +229,15 @@ class Agent:
                 return None
             if (calls := calls_of(answer)) and calls not in map(calls_of, given):
                 return None
-            return chat.bridge(previous, completion, body["messages"], tools)
+            variables = body.get("chat_template_kwargs") or {}
+            return chat.bridge(previous, completion, body["messages"], tools, variables)
         if isinstance(body.get("prompt"), str):
             return extended(self._pool.served.tokenizer, before, prompt, skip_special=True)
         return prompt if np.array_equal(prompt[: len(before)], before) else None
 
     def _failed(self, text: str) -> ApiError:
         self._failure = "environment_fork", text
-        return ApiError(text, status=409, code="environment_fork")
+        return ApiError(text, code="environment_fork")
 
 
 def calls_of(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -309,7 +310,9 @@ class AgentPool(EnvironmentPool):
     def check(self) -> None:
         super().check()
         if self.is_agent and self._server is None:
-            application = Application(self._scope, self.served, max_requests=_MAX_REQUESTS)
+            application = Application(
+                self._scope, self.served, prefix="/{episode}", max_requests=_MAX_REQUESTS
+            )
             self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))
             self._server.start()
 
@@ -335,13 +338,12 @@ class AgentPool(EnvironmentPool):
             self._server.close()
             self._server = None
 
-    def _scope(self, path: str) -> tuple[Scope, str]:
-        _, own, *rest = path.split("/", 2)
-        agent = self._agents.get(own)
+    def _scope(self, episode: str) -> Scope:
+        agent = self._agents.get(episode)
         if agent is None:
             raise ApiError(
                 "there is no such episode: it has ended, or the base URL is not the agent's own",
                 status=404,
                 code="episode_ended",
             )
-        return agent, "/".join(["", *rest])
+        return agent

@@ -2,17 +2,18 @@
 """Requests and responses of the HTTP routes, as JSON objects.
 
 There are three kinds of route: `generate` takes token IDs from training clients (verifiers,
-prime-rl); `completions` and `chat` serve OpenAI clients. Invariant: a parameter that would change
-the sampled tokens is honoured or refused, never ignored.
+prime-rl); `completions` and `chat` serve OpenAI clients. Invariant: a parameter is honoured, or
+refused by its name; only parameters that cannot change a response are accepted and not used.
 """
 
 import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
@@ -26,13 +27,13 @@ MAX_STOP_IDS = 32
 """Maximum number of tokens that may end a response."""
 MAX_SAMPLES = 128
 """Maximum number of samples of a request."""
-_MAX_STOP_STRINGS = 16
 
-# Parameters that change the sampled tokens, and their values that change nothing.
+# Parameters that are not supported, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
+    "length_penalty": (1,),
     "min_p": (0,),
     "logit_bias": ({},),
     "best_of": (1,),
@@ -42,13 +43,92 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "prompt_logprobs": (0,),
     "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "bad_words": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "allowed_token_ids": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "spaces_between_special_tokens": (True,),
+}
+# Parameters that cannot change a response: labels, caches and the order of requests.
+_UNUSED = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key cache_salt priority "
+    "request_id".split()
+)
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Sampling(BaseModel):
+    """Parameters of sampling; None: the default of the model or run."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_tokens: int | None = None
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class _V1(_Sampling):
+    """Parameters of the routes of OpenAI clients."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class _Completion(_V1):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+
+
+class _Chat(_V1):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class _Generate(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str = ""
+    token_ids: list[TokenId]
+    sampling_params: _Sampling = _Sampling()
+
+
+_MODELS: dict[Kind, type[BaseModel]] = {
+    "generate": _Generate,
+    "completions": _Completion,
+    "chat": _Chat,
+}
+_WANTED = {
+    "prompt": "wanted a text, a list of token IDs, or a list of either",
+    "token_ids": "wanted a list of token IDs",
+    "messages": "wanted a list of objects",
+    "stop": "wanted up to 16 texts, none empty",
+    "logprobs": "only sampled tokens have log-probs. Set 1 or true",
+    "n": f"wanted 1 to {MAX_SAMPLES} samples",
 }
 
 
@@ -115,6 +195,7 @@ class Call:
         key: uint32 [2], threefry key data; sample j of prompt i draws from fold_in(key, i n + j).
         stop: texts that end a response and are cut from its text.
         tools: tools of a chat.
+        keeps_stop, keeps_special: whether texts have the stop string and special tokens.
         is_streamed: whether the response is streamed.
         has_usage: whether the stream ends with token counts.
         has_token_ids, has_logprobs: whether responses have token IDs and log-probs.
@@ -131,6 +212,8 @@ class Call:
     key: np.ndarray
     stop: tuple[str, ...]
     tools: Sequence[Mapping[str, Any]]
+    keeps_stop: bool
+    keeps_special: bool
     is_streamed: bool
     has_usage: bool
     has_token_ids: bool
@@ -146,21 +229,18 @@ class Call:
 
     def text(self, tokens: np.ndarray) -> str:
         """Return the text of a response, up to its first stop string."""
-        text = self.served.tokenizer.decode(tokens)
-        return text[: min((i for s in self.stop if (i := text.find(s)) >= 0), default=None)]
+        text = self.served.tokenizer.decode(tokens, skip_special=not self.keeps_special)
+        ends = [
+            i + self.keeps_stop * len(stop) for stop in self.stop if (i := text.find(stop)) >= 0
+        ]
+        return text[: min(ends, default=None)]
 
     def envelope(self, *, is_chunk: bool = False) -> dict[str, Any]:
         """Return the fields of a response besides its choices."""
         if self.kind == "generate":
             return {"request_id": self.id, "model": self.served.model}
-        kind, start = (
-            ("chat.completion", "chatcmpl")
-            if self.kind == "chat"
-            else (
-                "text_completion",
-                "cmpl",
-            )
-        )
+        kinds = {"chat": ("chat.completion", "chatcmpl")}
+        kind, start = kinds.get(self.kind, ("text_completion", "cmpl"))
         chunk = ".chunk" if is_chunk and self.kind == "chat" else ""
         return {
             "id": f"{start}-{self.id}",
@@ -314,92 +394,109 @@ def parse(
     Raises:
         ApiError: the request is refused.
     """
-    _check_model(body, served)
-    given = body if kind != "generate" else _get(body, "sampling_params", dict, {})
-    tools = [] if body.get("tool_choice") == "none" else _get(body, "tools", list, None) or []
-    for name, values in _NEUTRAL.items():
-        value = given.get(name)
-        if value is not None and value not in values and not (kind == "generate" and not value):
-            raise ApiError(f"{name} = {value!r:.80} is not supported. Leave it out", param=name)
-    try:
-        prompts = tuple(map(extend, _prompts(kind, body, served, tools)))
-        return _call(kind, body, given, served, prompts, tools, seed)
-    except ValueError as error:
-        raise ApiError(str(error)) from error
-
-
-def _check_model(body: Mapping[str, Any], served: Served) -> None:
-    name = body.get("model")
-    if name is not None and name != served.model:
+    request = _validated(kind, body)
+    if request.model and request.model != served.model:
         raise ApiError(
-            f"the model {name!r:.80} does not exist. This server has {served.model!r}",
+            f"the model {request.model!r:.80} does not exist. This server has {served.model!r}",
             status=404,
             param="model",
             code="model_not_found",
         )
-
-
-def _call(
-    kind: Kind,
-    body: Mapping[str, Any],
-    given: Mapping[str, Any],
-    served: Served,
-    prompts: tuple[np.ndarray, ...],
-    tools: Sequence[Mapping[str, Any]],
-    seed: int,
-) -> Call:
-    stop = given.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stop) > _MAX_STOP_STRINGS or not all(isinstance(x, str) and x for x in stop):
-        raise ApiError(f"stop: wanted up to {_MAX_STOP_STRINGS} texts, none empty", param="stop")
-    stop_ids = tuple(_ids(given.get("stop_token_ids") or (), "stop_token_ids"))
-    own = () if given.get("ignore_eos") else served.eos_ids
-    more = served.chat.stop_ids if kind == "chat" else ()
-    stop_ids = tuple(dict.fromkeys((*own, *more, *stop_ids)))
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ApiError(
-            f"stop_token_ids: with the model's own there are {len(stop_ids)} stop tokens, but the "
-            f"limit is {MAX_STOP_IDS}. Send fewer stop_token_ids"
-        )
-    num_samples = _get(given, "n", int, 1)
-    if not 1 <= num_samples * len(prompts) <= MAX_SAMPLES:
-        raise ApiError(f"n = {num_samples}: wanted 1 to {MAX_SAMPLES} samples", param="n")
-    seed = _get(given, "seed", int, seed)
-    if not 0 <= seed < 2**63:
-        raise ApiError(f"seed = {seed}: wanted 0 to 2**63 - 1", param="seed")
-    logprobs = given.get("logprobs")
-    if isinstance(logprobs, int) and logprobs > 1:
-        raise ApiError("logprobs > 1: only sampled tokens have log-probs. Set 1", param="logprobs")
-    options = body.get("stream_options") or {}
+    sampling = request.sampling_params if kind == "generate" else request
+    tools = [] if kind != "chat" or request.tool_choice == "none" else request.tools
+    try:
+        prompts = tuple(map(extend, _prompts(kind, request, served, tools)))
+        stop_ids = _stop_ids(kind, sampling, served)
+        settings = tuple(_settings(sampling, served, prompt, stop_ids) for prompt in prompts)
+    except ValueError as error:
+        raise ApiError(str(error)) from error
+    if sampling.n * len(prompts) > MAX_SAMPLES:
+        raise ApiError(f"n = {sampling.n}: {_WANTED['n']}", param="n")
+    seed = seed if sampling.seed is None else sampling.seed
     is_generate = kind == "generate"
-    if is_generate and body.get("stream"):
-        raise ApiError("stream is not supported on this route", param="stream")
     return Call(
         kind=kind,
         served=served,
         prompts=prompts,
-        num_samples=num_samples,
-        settings=tuple(_settings(given, served, prompt, stop, stop_ids) for prompt in prompts),
+        num_samples=sampling.n,
+        settings=settings,
         key=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        stop=stop,
+        stop=tuple(sampling.stop),
         tools=tools,
-        is_streamed=bool(body.get("stream")),
-        has_usage=bool(options.get("include_usage")),
-        has_token_ids=is_generate or bool(body.get("return_token_ids")),
-        has_logprobs=is_generate or (logprobs is not None and logprobs is not False),
-        names_ids=is_generate or bool(body.get("return_tokens_as_token_ids")),
+        keeps_stop=sampling.include_stop_str_in_output,
+        keeps_special=not sampling.skip_special_tokens,
+        is_streamed=not is_generate and request.stream,
+        has_usage=not is_generate and request.stream_options.include_usage,
+        has_token_ids=is_generate or request.return_token_ids,
+        has_logprobs=is_generate or sampling.logprobs is not False,
+        names_ids=is_generate or request.return_tokens_as_token_ids,
     )
 
 
+def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
+    """Return the request as its pydantic model.
+
+    Raises:
+        ApiError: a parameter is not supported, or has a wrong value.
+    """
+    body = _supported(body, kind)
+    if kind == "generate" and isinstance(body.get("sampling_params"), dict):
+        body["sampling_params"] = _supported(body["sampling_params"], kind)
+    try:
+        return _MODELS[kind].model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = [x for x in first["loc"] if isinstance(x, str) and x != "sampling_params"]
+        name = names[0] if names else ""
+        rule = _WANTED.get(name, first["msg"])
+        if first["type"] == "extra_forbidden":
+            rule = "the parameter is not supported. Leave it out"
+        shown = "" if first["type"] == "missing" else f" = {first['input']!r:.80}"
+        raise ApiError(f"{name}{shown}: {rule}", param=name) from None
+
+
+def _supported(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """Return the parameters without those that change nothing.
+
+    Raises:
+        ApiError: a parameter that is not supported has another value.
+    """
+    found = {k: v for k, v in given.items() if v is not None and k not in _UNUSED}
+    if kind != "generate":  # special tokens are added to texts, and never to chats
+        is_neutral = found.pop("add_special_tokens", kind == "completions")
+        if is_neutral is not (kind == "completions"):
+            raise ApiError(
+                f"add_special_tokens = {is_neutral!r:.80} is not supported. Leave it out",
+                param="add_special_tokens",
+            )
+    for name, values in _NEUTRAL.items():
+        if name in found and found[name] not in values:
+            value = found[name]
+            raise ApiError(f"{name} = {value!r:.80} is not supported. Leave it out", param=name)
+        if name != "tool_choice" or kind != "chat":
+            found.pop(name, None)
+    if isinstance(found.get("stop"), str):
+        found["stop"] = [found["stop"]]
+    return found
+
+
+def _stop_ids(kind: Kind, sampling: _Sampling, served: Served) -> tuple[int, ...]:
+    own = () if sampling.ignore_eos else served.eos_ids
+    more = served.chat.stop_ids if kind == "chat" else ()
+    found = tuple(dict.fromkeys((*own, *more, *sampling.stop_token_ids)))
+    if len(found) > MAX_STOP_IDS:
+        raise ApiError(
+            f"stop_token_ids: with the model's own there are {len(found)} stop tokens, but the "
+            f"limit is {MAX_STOP_IDS}. Send fewer stop_token_ids"
+        )
+    return found
+
+
 def _settings(
-    given: Mapping[str, Any],
-    served: Served,
-    prompt: np.ndarray,
-    stop: tuple[str, ...],
-    stop_ids: tuple[int, ...],
+    given: _Sampling, served: Served, prompt: np.ndarray, stop_ids: tuple[int, ...]
 ) -> SamplingSettings:
     room = served.max_length - len(prompt)
-    wanted = given.get("max_completion_tokens", given.get("max_tokens"))
+    wanted = given.max_completion_tokens or given.max_tokens
     is_run = served.sampling is not None
     if room < 1 or (wanted is not None and wanted > room and not is_run):
         raise ApiError(
@@ -409,81 +506,55 @@ def _settings(
             param="max_tokens",
             code="context_length_exceeded",
         )
-    decode = served.tokenizer.decode
-    if stop and given.get("min_tokens"):
+    if given.stop and given.min_tokens:
         raise ApiError(
             "min_tokens with stop: a stop text cannot be prevented before min_tokens tokens. Leave "
             "out one of them"
         )
-    stops = StopStrings(stop, lambda ids: decode(ids, skip_special=False)) if stop else None
+    decode = served.tokenizer.decode
+    stops = None
+    if given.stop:
+        stops = StopStrings(tuple(given.stop), lambda ids: decode(ids, skip_special=False))
     default = served.sampling or SamplingSettings(room)
-    settings = SamplingSettings(
-        room if wanted is None else min(wanted, room),
-        temperature=_number(given, "temperature", default.temperature),
-        top_p=_number(given, "top_p", default.top_p),
-        top_k=max(0, _get(given, "top_k", int, default.top_k)),
-        min_new_tokens=_get(given, "min_tokens", int, default.min_new_tokens),
-        stop_ids=stop_ids,
-        stop_strings=stops,
-    )
-    for name in ("temperature", "top_p", "top_k", "min_new_tokens") if is_run else ():
-        value, own = getattr(settings, name), getattr(default, name)
-        if value != own:
+    named = {
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "top_k": None if given.top_k is None else max(0, given.top_k),
+        "min_new_tokens": given.min_tokens,
+    }
+    for name, value in named.items():
+        own = getattr(default, name)
+        if is_run and value is not None and value != own:
             raise ApiError(
                 f"{name} = {value}: the training run samples with {own}. Leave it out", param=name
             )
-    return settings
+    chosen = {k: getattr(default, k) if v is None else v for k, v in named.items()}
+    return SamplingSettings(
+        room if wanted is None else min(wanted, room),
+        stop_ids=stop_ids,
+        stop_strings=stops,
+        **chosen,
+    )
 
 
 def _prompts(
-    kind: Kind, body: Mapping[str, Any], served: Served, tools: Sequence[Mapping[str, Any]]
+    kind: Kind, request: Any, served: Served, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[np.ndarray, ...]:
     """Return the prompts of a request.
 
     Raises:
-        ApiError, ValueError: the prompt is missing, or cannot be tokenized.
+        ApiError, ValueError: a prompt is empty, or cannot be tokenized.
     """
     if kind == "generate":
-        prompts = [_ids(body.get("token_ids"), "token_ids")]
+        prompts = [request.token_ids]
     elif kind == "chat":
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(x, dict) for x in messages):
-            raise ApiError("messages: wanted a list of objects", param="messages")
-        prompts = [served.chat.prompt(messages, tools)]
+        prompts = [served.chat.prompt(request.messages, tools, request.chat_template_kwargs)]
     else:
-        given = body.get("prompt")
-        many = [given]
-        if isinstance(given, list) and given and not isinstance(given[0], int):
-            many = given
-        prompts = [
-            served.tokenizer.encode(x, add_bos=True) if isinstance(x, str) else _ids(x, "prompt")
-            for x in many
-        ]
+        many = request.prompt
+        if isinstance(many, str) or not many or isinstance(many[0], int):
+            many = [many]
+        encode = served.tokenizer.encode
+        prompts = [encode(x, add_bos=True) if isinstance(x, str) else x for x in many]
     if any(len(x) == 0 for x in prompts):
         raise ApiError("the prompt is empty. Give at least one token")
     return tuple(np.asarray(x, np.int32) for x in prompts)
-
-
-def _ids(value: Any, name: str) -> list[int]:
-    is_list = isinstance(value, list | tuple)
-    if not is_list or not all(type(x) is int and 0 <= x < 2**31 for x in value):
-        raise ApiError(f"{name}: wanted a list of token IDs", param=name)
-    return list(value)
-
-
-def _number(given: Mapping[str, Any], name: str, default: float) -> float:
-    value = given.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ApiError(f"{name} = {value!r:.80}: wanted a number", param=name)
-    return float(value)
-
-
-def _get(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = given.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ApiError(f"{name} = {value!r:.80}: wanted a {kind.__name__}", param=name)
-    return value

@@ -7,15 +7,22 @@
     GET  /v1/models, /health, /server_info;  POST /pause, /resume
 
 Invariant: a request without a valid token, or beyond the limit of concurrent requests, is refused
-before its body is read. A client that disconnects frees its slots.
+before its body is read. A web page cannot send a write: without a token, a write needs the content
+type JSON. A client that disconnects frees its slots.
 """
 
 import asyncio
 import hmac
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 import tba_jax
 from tba_jax.serving.protocol import ApiError, Call, Deltas, Kind, Served, parse
@@ -25,10 +32,10 @@ MAX_BODY_BYTES = 4 * 2**20
 # A refused body up to this size is read and dropped, so that the client can read the refusal.
 _MAX_DISCARDED_BYTES = 64 * 2**20
 _BODY_TIMEOUT_S = 30.0
-_ROUTES: dict[str, Kind] = {
-    "/inference/v1/generate": "generate",
-    "/v1/completions": "completions",
-    "/v1/chat/completions": "chat",
+_ROUTES: dict[Kind, str] = {
+    "generate": "/inference/v1/generate",
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
 }
 
 
@@ -68,16 +75,13 @@ class PlainScope(NamedTuple):
         self.queue.cancel(generation)
 
 
-class Disconnected(Exception):
-    """The client has disconnected."""
-
-
 class Application:
     """ASGI application of the routes.
 
     Args:
-        scopes: returns the scope for a request path, and the path below the base URL.
+        scopes: returns the scope of an episode; "" without episodes.
         served: the model.
+        prefix: path before the routes, with the parameter `episode`, or "".
         queue: queue that /pause and /resume control; None: these routes do not exist.
         token: bearer token that every request must have; "": no token is needed.
         max_requests: maximum number of concurrent requests; others are refused with status 429.
@@ -86,9 +90,10 @@ class Application:
 
     def __init__(
         self,
-        scopes: Callable[[str], tuple[Scope, str]],
+        scopes: Callable[[str], Scope],
         served: Served,
         *,
+        prefix: str = "",
         queue: RequestQueue | None = None,
         token: str = "",
         max_requests: int = 256,
@@ -98,59 +103,56 @@ class Application:
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._max_requests, self._num_requests = max_requests, 0
         self._info = info
+        routes = [
+            Route(f"{prefix}{path}", self._sampler(kind), methods=["POST"])
+            for kind, path in _ROUTES.items()
+        ]
+        routes += [
+            Route(f"{prefix}/v1/models", self._models),
+            Route(f"{prefix}/v1/models/{{model:path}}", self._models),
+            Route("/health", self._health),
+            Route("/server_info", self._server_info),
+        ]
+        if queue is not None:
+            routes += [Route(path, self._pause, methods=["POST"]) for path in ("/pause", "/resume")]
+        self._app = Starlette(
+            routes=routes, exception_handlers={ApiError: _refusal, HTTPException: _no_route}
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             return
-        try:
-            try:
-                await self._handle(scope, receive, send)
-            except ApiError as error:
-                more = [(b"retry-after", b"1")] if error.status == 429 else []
-                await _send(send, error.status, error.body(), more)
-            except (Disconnected, OSError):
-                pass
-        except Disconnected:
-            pass
-
-    async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope["headers"])
         own = headers.get(b"authorization", b"")
         if self._authorization and not hmac.compare_digest(own, self._authorization):
-            raise ApiError(
+            error = ApiError(
                 "the request has no valid token. Send the header Authorization: Bearer TOKEN",
                 status=401,
                 code="invalid_api_key",
             )
-        method, path = scope["method"], scope["path"]
-        if method == "GET":
-            await _send(send, 200, self._look_up(path))
-        elif method != "POST":
-            raise ApiError(f"{method} is not supported", status=405)
-        elif self._queue is not None and path in ("/pause", "/resume"):
-            self._queue.pause(path == "/pause")
-            await _send(send, 200, {"is_paused": self._queue.is_paused})
-        elif self._num_requests >= self._max_requests:
-            raise ApiError(
-                f"the server has {self._num_requests} requests, its maximum. Try again later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
-        else:
-            self._num_requests += 1
-            try:
-                await self._post(path, await _body(headers, receive), receive, send)
-            finally:
-                self._num_requests -= 1
+            await _refusal(None, error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        except (ClientDisconnect, OSError):
+            """The client has disconnected."""
 
-    def _look_up(self, path: str) -> dict[str, Any]:
-        if path == "/health":
-            is_paused = self._queue is not None and self._queue.is_paused
-            return {"status": "paused" if is_paused else "ok"}
-        if path == "/server_info":
-            return {"version": tba_jax.__version__, **self._info()}
-        _, rest = self._scopes(path)
+    async def _health(self, request: Request) -> Response:
+        is_paused = self._queue is not None and self._queue.is_paused
+        return JSONResponse({"status": "paused" if is_paused else "ok"})
+
+    async def _server_info(self, request: Request) -> Response:
+        return JSONResponse({"version": tba_jax.__version__, **self._info()})
+
+    async def _pause(self, request: Request) -> Response:
+        assert self._queue is not None
+        self._check_write(request)
+        self._queue.pause(request.url.path == "/pause")
+        return JSONResponse({"is_paused": self._queue.is_paused})
+
+    async def _models(self, request: Request) -> Response:
+        self._scopes(request.path_params.get("episode", ""))
         card = {
             "id": self._served.model,
             "object": "model",
@@ -158,83 +160,157 @@ class Application:
             "owned_by": "tba_jax",
             "max_model_len": self._served.max_length,
         }
-        if rest == "/v1/models":
-            return {"object": "list", "data": [card]}
-        if rest == f"/v1/models/{self._served.model}":
-            return card
-        raise _no_route("GET", path)
+        name = request.path_params.get("model")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [card]})
+        if name != self._served.model:
+            raise ApiError(f"there is no model {name!r:.80}", status=404, code="model_not_found")
+        return JSONResponse(card)
 
-    async def _post(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
-        scope, rest = self._scopes(path)
-        kind = _ROUTES.get(rest)
-        if kind is None:
-            raise _no_route("POST", path)
-        call = scope.parse(kind, body)
-        updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
-        generations = [self._generation(call, i, updates) for i in range(len(call.prompts))]
-        gone = asyncio.ensure_future(_until_disconnected(receive))
-        try:
-            for generation in generations:
-                scope.submit(generation)
-            if call.is_streamed:
-                await _stream(call, updates, gone, send)
-            else:
-                found = await _collect(call, updates, gone)
-                await _send(send, 200, call.response(found))
-        finally:
-            gone.cancel()
-            for generation in generations:
-                scope.cancel(generation)
+    def _check_write(self, request: Request) -> None:
+        """Refuse content types that a web page may send to this machine (CORS).
 
-    def _generation(
-        self, call: Call, i: int, updates: "asyncio.Queue[tuple[int, Update | Exception]]"
-    ) -> Generation:
+        Raises:
+            ApiError: the request has no token, and another content type than JSON.
+        """
+        if not self._authorization and "json" not in request.headers.get("content-type", ""):
+            raise ApiError("the content type is not JSON. Send Content-Type: application/json")
+
+    def _sampler(self, kind: Kind) -> Callable[[Request], Any]:
+        """Return the handler of a route that samples."""
+
+        async def sample(request: Request) -> Response:
+            if self._num_requests >= self._max_requests:
+                raise ApiError(
+                    f"the server has {self._num_requests} requests, its maximum. Try again later",
+                    status=429,
+                    code="rate_limit_exceeded",
+                )
+            self._num_requests += 1
+            generations, is_streaming = _Generations(self, request), False
+            try:
+                scope = self._scopes(request.path_params.get("episode", ""))
+                self._check_write(request)
+                call = scope.parse(kind, await _body(request))
+                generations.submit(scope, call)
+                first = await generations.next()  # an earlier error has its own HTTP status
+                if call.is_streamed:
+                    is_streaming = True  # the stream closes them
+                    events = _events(call, generations, first)
+                    return StreamingResponse(events, media_type="text/event-stream")
+                return JSONResponse(call.response(await _collect(call, generations, first)))
+            finally:
+                if not is_streaming:
+                    generations.close()
+
+        return sample
+
+    def leave(self) -> None:
+        """Count a request that has ended."""
+        self._num_requests -= 1
+
+
+class _Generations:
+    """The generations of one request, and their updates."""
+
+    def __init__(self, application: Application, request: Request) -> None:
+        self._application, self._request = application, request
+        self._updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
+        self._generations: list[Generation] = []
+        self._gone: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    def submit(self, scope: Scope, call: Call) -> None:
+        """Queue the generations of a call."""
         loop = asyncio.get_running_loop()
+        self._scope = scope
+        for i, (prompt, settings) in enumerate(zip(call.prompts, call.settings, strict=True)):
 
-        def notify(update: Update | Exception) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, (i, update))
+            def notify(update: Update | Exception, i: int = i) -> None:
+                loop.call_soon_threadsafe(self._updates.put_nowait, (i, update))
 
-        settings, keys = call.settings[i], call.keys(i)
-        return Generation(call.prompts[i], keys, settings, call.is_streamed, notify)
+            generation = Generation(prompt, call.keys(i), settings, call.is_streamed, notify)
+            self._generations.append(generation)
+            scope.submit(generation)
+        self._gone = asyncio.ensure_future(self._until_disconnected())
+
+    async def next(self) -> tuple[int, Update]:
+        """Return the next update and the number of its prompt.
+
+        Raises:
+            ClientDisconnect: the client has disconnected.
+            ApiError: the generation was refused or failed.
+        """
+        assert self._gone is not None
+        waiting = asyncio.ensure_future(self._updates.get())
+        await asyncio.wait((waiting, self._gone), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            raise ClientDisconnect
+        i, update = waiting.result()
+        if isinstance(update, ApiError):
+            raise update
+        if isinstance(update, ValueError):
+            raise ApiError(str(update))
+        if isinstance(update, Exception):
+            raise ApiError(f"decoding failed: {type(update).__name__}", status=500)
+        return i, update
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._gone is not None:
+            self._gone.cancel()
+        for generation in self._generations:
+            self._scope.cancel(generation)
+        self._application.leave()
+
+    async def _until_disconnected(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
 
 
-def _no_route(method: str, path: str) -> ApiError:
-    routes = ", ".join(_ROUTES)
-    return ApiError(f"there is no route {method} {path:.200}. Known: {routes}", status=404)
+def _refusal(request: Any, error: Any) -> Response:
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
-async def _body(headers: Mapping[bytes, bytes], receive: Any) -> dict[str, Any]:
+def _no_route(request: Request, error: Any) -> Response:
+    what = f"{request.method} {request.url.path:.200}"
+    if error.status_code == 405:
+        text = f"{what} is not supported"
+    else:
+        text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
+    return _refusal(request, ApiError(text, status=error.status_code))
+
+
+async def _body(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request.
 
     Raises:
         ApiError: the body is too large, too slow, or not a JSON object.
-        Disconnected: the client disconnected before the end of the body.
+        ClientDisconnect: the client disconnected before the end of the body.
     """
     too_large = ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
-    length = headers.get(b"content-length", b"0")
+    length = request.headers.get("content-length", "0")
     if not length.isdigit() or int(length) > _MAX_DISCARDED_BYTES:
         raise too_large
     chunks, size = [], 0
-    while True:
-        try:
-            message = await asyncio.wait_for(receive(), _BODY_TIMEOUT_S)
-        except TimeoutError:
-            wait_s = _BODY_TIMEOUT_S
-            raise ApiError(f"the body did not arrive within {wait_s:.0f} s", status=408) from None
-        if message["type"] == "http.disconnect":
-            raise Disconnected
-        size += len(message.get("body", b""))
-        if size > _MAX_DISCARDED_BYTES:
-            raise too_large
-        if size <= MAX_BODY_BYTES:
-            chunks.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > _MAX_DISCARDED_BYTES:
+                    raise too_large
+                if size <= MAX_BODY_BYTES:
+                    chunks.append(chunk)
+    except TimeoutError:
+        text = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
+        raise ApiError(text, status=413) from None
     if size > MAX_BODY_BYTES:
         raise too_large
-    if b"json" not in headers.get(b"content-type", b""):
-        # A web page may send other content types to this machine without permission (CORS).
-        raise ApiError("the content type is not JSON. Send Content-Type: application/json")
     try:
         found = json.loads(b"".join(chunks))
     except (ValueError, RecursionError) as error:
@@ -244,99 +320,47 @@ async def _body(headers: Mapping[bytes, bytes], receive: Any) -> dict[str, Any]:
     return found
 
 
-async def _until_disconnected(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _next(
-    updates: "asyncio.Queue[tuple[int, Update | Exception]]", gone: "asyncio.Future[None]"
-) -> tuple[int, Update]:
-    """Return the next update and the number of its prompt.
-
-    Raises:
-        Disconnected: the client has disconnected.
-        ApiError: the generation was refused or failed.
-    """
-    waiting = asyncio.ensure_future(updates.get())
-    await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
-    if not waiting.done():
-        waiting.cancel()
-        raise Disconnected
-    i, update = waiting.result()
-    if isinstance(update, ApiError):
-        raise update
-    if isinstance(update, ValueError):
-        raise ApiError(str(update))
-    if isinstance(update, Exception):
-        raise ApiError(f"decoding failed: {type(update).__name__}", status=500)
-    return i, update
-
-
 async def _collect(
-    call: Call,
-    updates: "asyncio.Queue[tuple[int, Update | Exception]]",
-    gone: "asyncio.Future[None]",
+    call: Call, generations: _Generations, newest: tuple[int, Update]
 ) -> list[Update]:
     """Return all samples of a call, prompt by prompt."""
     found: dict[int, Update] = {}
-    while len(found) < len(call.prompts) * call.num_samples:
-        i, update = await _next(updates, gone)
+    while True:
+        i, update = newest
         if update.finish:
             found[i * call.num_samples + update.sample] = update
-    return [update for _, update in sorted(found.items())]
+        if len(found) == len(call.prompts) * call.num_samples:
+            return [update for _, update in sorted(found.items())]
+        newest = await generations.next()
 
 
-async def _stream(
-    call: Call,
-    updates: "asyncio.Queue[tuple[int, Update | Exception]]",
-    gone: "asyncio.Future[None]",
-    send: Any,
-) -> None:
-    """Send server-sent events as tokens are sampled."""
-    first = await _next(updates, gone)  # an earlier error is sent with its own HTTP status
-    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def event(data: Any, *, is_last: bool = False) -> None:
-        text = data if isinstance(data, str) else _dumps(data)
-        body = f"data: {text}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-
+async def _events(
+    call: Call, generations: _Generations, newest: tuple[int, Update]
+) -> AsyncIterator[str]:
+    """Yield server-sent events as tokens are sampled."""
     samples = [(i, j) for i in range(len(call.prompts)) for j in range(call.num_samples)]
     deltas = {at: Deltas(call, at[1], at[0]) for at in samples}
     ended: dict[tuple[int, int], Update] = {}
     try:
-        i, update = first
         while True:
+            i, update = newest
             choice = deltas[i, update.sample].next(update)
             if update.finish:
                 ended[i, update.sample] = update
             if choice is not None:
-                await event({**call.envelope(is_chunk=True), "choices": [choice]})
+                yield _event({**call.envelope(is_chunk=True), "choices": [choice]})
             if len(ended) == len(samples):
                 break
-            i, update = await _next(updates, gone)
+            newest = await generations.next()
         if call.has_usage:
             usage = call.usage(sum(len(x.tokens) for x in ended.values()))
-            await event({**call.envelope(is_chunk=True), "choices": [], "usage": usage})
-        await event("[DONE]", is_last=True)
+            yield _event({**call.envelope(is_chunk=True), "choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
     except ApiError as error:  # the status was sent before, so the error is an event
-        await event(error.body(), is_last=True)
+        yield _event(error.body())
+    finally:
+        generations.close()
 
 
-def _dumps(data: Any) -> str:
-    return json.dumps(data, allow_nan=False)
-
-
-async def _send(
-    send: Any, status: int, data: Any, more: list[tuple[bytes, bytes]] | None = None
-) -> None:
-    body = _dumps(data).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        *(more or []),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _event(data: Any) -> str:
+    return f"data: {json.dumps(data, allow_nan=False)}\n\n"

@@ -52,7 +52,7 @@ class ServedModel:
         self.queue = RequestQueue()
         self.scope = scope = PlainScope(self.served, self.queue)
         self.application = Application(
-            lambda path: (scope, path),
+            lambda episode: scope,
             self.served,
             queue=self.queue,
             token=token,
@@ -125,7 +125,7 @@ class ServedAdapters(ServedModel):
         session = self.open_session(lora.merge(self.params, adapters, config=config))
         queue = RequestQueue()
         scope = PlainScope(self.served._replace(model=name), queue)
-        self.loaded[name] = Application(lambda path: (scope, path), scope.served, queue=queue)
+        self.loaded[name] = Application(lambda episode: scope, scope.served, queue=queue)
         self.entries.append((queue, session))
 
     def unload(self, name):

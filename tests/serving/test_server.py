@@ -121,17 +121,41 @@ def test_models_health_and_pause(model):
         assert waiting.result()[0] == 200
 
 
+ASKS = {
+    "completions": {"prompt": "1"},
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+# Parameters of vLLM and OpenAI that would change a response.
+REFUSED = [
+    ("chat/completions", name, {name: value})
+    for name, value in {
+        "chat_template": "{{ messages }}",
+        "add_generation_prompt": False,
+        "reasoning_effort": "low",
+        "add_special_tokens": True,
+        "truncate_prompt_tokens": 3,
+        "guided_json": {},
+        "guided_regex": "a",
+        "structured_outputs": {"choice": ["a"]},
+        "response_format": {"type": "json_object"},
+        "invented": 1,
+    }.items()
+]
+REFUSED += [("completions", name, {name: 5}) for name in ("echo", "min_p", "best_of", "messages")]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
         ("/v1/nothing", {}, 404, "there is no route POST /v1/nothing"),
         ("/v1/completions", b"{", 400, "the body is not JSON"),
-        ("/v1/completions", {}, 400, "prompt: wanted a list of token IDs"),
+        ("/v1/completions", {}, 400, "prompt: wanted a text, a list of token IDs"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 10**6}, 400, "maximum context length"),
         ("/v1/completions", {"prompt": "1", "logit_bias": {"3": 1}}, 400, "logit_bias"),
+        *((f"/v1/{path}", {**ASKS[path], **body}, 400, name) for path, name, body in REFUSED),
         ("/v1/completions", {"prompt": "1", "n": 10**9}, 400, "1 to 128 samples"),
         ("/v1/completions", {"prompt": "1", "model": "gpt"}, 404, "does not exist"),
-        ("/v1/chat/completions", {"messages": "hi"}, 400, "messages: wanted a list"),
+        ("/v1/chat/completions", {"messages": "hi"}, 400, "wanted a list of objects"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]},
@@ -144,6 +168,26 @@ def test_a_bad_request_is_refused_in_one_line(model, path, body, status, message
     found, answer = model.post(path, body)
     assert found == status
     assert message in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+
+
+def test_variables_of_the_chat_template_are_honoured(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '=' if is_short else '+1=' }}"
+    model = ServedModel(folder_with_template(tmp_path, template))
+    body = {"messages": [{"role": "user", "content": "7"}], "max_tokens": 1}
+    found = []
+    with model.running():
+        for is_short in (True, False):
+            own = {**body, "chat_template_kwargs": {"is_short": is_short}, "return_token_ids": True}
+            found.append(model.post("/v1/chat/completions", own)[1]["prompt_token_ids"])
+    assert [model.tokenizer.decode(ids) for ids in found] == ["7=", "7+1="]
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/v1/completions"])
+def test_a_web_page_cannot_write(model, path):
+    """A page may send text without permission, but not JSON."""
+    status, answer = model.post(path, {"prompt": "1"}, {"content-type": "text/plain"})
+    assert status == 400 and "the content type is not JSON" in answer["error"]["message"]
+    assert model.get("/health")[1]["status"] == "ok"
 
 
 def test_a_large_body_is_refused_and_half_a_body_costs_nothing(model):
