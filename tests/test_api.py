@@ -63,7 +63,7 @@ def test_overrides_mean_what_they_mean_on_the_command_line(tmp_path):
         search={"top_p": 0.9},
         lora={"rank": 4, "modules": ["q", "v"]},
         replay={"priority_temperature": float("inf")},
-        log={"tensorboard": True},
+        log={"tracker": "tensorboard"},
         task={"data_path": str(tmp_path)},
         **{"objective.beta": 0.02},
     )
@@ -76,7 +76,7 @@ def test_overrides_mean_what_they_mean_on_the_command_line(tmp_path):
             "--config.lora.rank=4",
             "--config.lora.modules=('q', 'v')",
             "--config.replay.priority_temperature=inf",
-            "--config.log.tensorboard=True",
+            "--config.log.tracker=tensorboard",
             f"--config.task.data_path={tmp_path}",
             "--config.objective.beta=0.02",
         ],

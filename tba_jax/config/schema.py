@@ -24,7 +24,7 @@ from tba_jax.report.config import ReportSettings
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.search.config import SearchSettings
 from tba_jax.settings import ConfigError as ConfigError
-from tba_jax.settings import Schedule, Section, declared, field, parse_schedule
+from tba_jax.settings import Schedule, Section, declared, field, need, parse_schedule
 from tba_jax.tasks.config import TaskSettings
 from tba_jax.train.config import (
     BatchSettings,
@@ -51,16 +51,28 @@ class CheckpointSettings(Section):
 class LogSettings(Section):
     """Logs of a run, and detection of hangs."""
 
-    tensorboard: bool = field(
-        False, "also write TensorBoard files (extra `tensorboard`)", on_resume=True
+    tracker: str = field(
+        "",
+        "also log metrics and responses: trackio:PROJECT, wandb:PROJECT or tensorboard (extras "
+        "`trackio`, `wandb`, `tensorboard`)",
+        on_resume=True,
     )
-    wandb_project: str = field("", "also log to this W&B project (extra `wandb`)", on_resume=True)
     watchdog_s: float = field(
         1800.0,
         "driver=async: seconds without progress after which the run prints all stacks and ends",
         above=0,
         on_resume=True,
     )
+
+    def check(self) -> None:
+        kind, _, project = self.tracker.partition(":")
+        need(
+            self.tracker in ("", "tensorboard") or (kind in ("trackio", "wandb") and project != ""),
+            "log.tracker",
+            self.tracker,
+            "must be trackio:PROJECT, wandb:PROJECT or tensorboard",
+            "For example --config.log.tracker=trackio:my_project.",
+        )
 
 
 @dataclass(frozen=True)

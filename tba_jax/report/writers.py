@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers of metrics: the progress display, and TensorBoard and W&B on request.
+"""Writers of metrics: the progress display, and trackio, W&B or TensorBoard on request.
 
 All sinks implement `MetricWriter`.
 
@@ -9,11 +9,13 @@ Invariant: every writer is closed, even if closing another one failed.
 import collections
 import contextlib
 import importlib
+import io
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -54,7 +56,7 @@ class MultiWriter:
             samples: records of samples.jsonl.
         """
         for writer in self._writers:
-            if isinstance(writer, TensorBoardWriter | WandbWriter):
+            if isinstance(writer, TensorBoardWriter | TrackioWriter | WandbWriter):
                 writer.write_samples(step, of, samples)
 
     def close(self) -> None:
@@ -63,13 +65,37 @@ class MultiWriter:
                 stack.callback(writer.close)
 
 
-def _optional(module: str, package: str, extra: str, field: str) -> ModuleType:
+TRACKER_PACKAGES = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboardX"}
+"""Kind of a tracker, which is also the name of the extra -> its Python package."""
+
+
+def make_tracker(
+    tracker: str, workdir: Path, config: Mapping[str, Any], run_id: str
+) -> MetricWriter:
+    """Return the writer for a value of log.tracker that is not empty.
+
+    Args:
+        config: field name -> value.
+        run_id: ID of the run in config.json; a resumed run continues in the tracker.
+
+    Raises:
+        ValueError: the package of the tracker is not installed.
+    """
+    kind, _, project = tracker.partition(":")
+    if kind == "tensorboard":
+        return TensorBoardWriter(workdir / "tensorboard", config)
+    if kind == "trackio":
+        return TrackioWriter(project, name=f"{workdir.name}-{run_id[:8]}", config=config)
+    return WandbWriter(project, name=workdir.name, workdir=workdir, config=config, run_id=run_id)
+
+
+def _package(kind: str) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(TRACKER_PACKAGES[kind])
     except ImportError as error:
         raise ValueError(
-            f"{field} is set but the package {package} cannot be imported ({error}). "
-            f"Install it with: pip install 'tba_jax[{extra}]', or unset {field}"
+            f"log.tracker={kind}: the package {TRACKER_PACKAGES[kind]} cannot be imported "
+            f"({error}). Install it with: pip install 'tba_jax[{kind}]', or unset log.tracker"
         ) from error
 
 
@@ -92,9 +118,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
-        self._module = _optional(
-            "tensorboardX", "tensorboardX", "tensorboard", "config.log.tensorboard"
-        )
+        self._module = _package("tensorboard")
         self._folder, self._config = str(folder), config
         self._opened: Any = None
 
@@ -125,6 +149,55 @@ class TensorBoardWriter:
             self._opened.close()
 
 
+class TrackioWriter:
+    """Scalars and responses in a trackio project on this machine (extra `trackio`).
+
+    `trackio show --project PROJECT` is the live page. Invariant: a value of a step that an earlier
+    process of the run logged, before it was killed, is not logged again.
+
+    Args:
+        name: name of the run; a resumed work directory continues the run of this name.
+
+    Raises:
+        ValueError: trackio is not installed.
+    """
+
+    def __init__(self, project: str, *, name: str, config: Mapping[str, Any]) -> None:
+        self._module = _package("trackio")
+        storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        earlier = storage.get_logs(project, name)
+        self._logged = {(row["step"], key) for row in earlier for key in row}
+        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        with contextlib.redirect_stdout(io.StringIO()):  # the printed lines are those of the run
+            self._run = self._module.init(
+                project=project, name=name, config=dict(config), resume="allow", **options
+            )
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the finite numbers of `values` that the step has not logged yet."""
+        self._log(step, _finite_numbers(values))
+
+    def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log responses as a table."""
+        self._log(step, {f"samples/{of}": _table(self._module, step, samples)})
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        new = {key: value for key, value in values.items() if (step, key) not in self._logged}
+        if new:
+            self._run.log(new, step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._module.finish()  # unlike the run's own method, not repeated at exit
+
+
+def _table(module: ModuleType, step: int, samples: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a table of responses for W&B or trackio."""
+    columns = ["step", "prompt", "response", "reward"]
+    rows = [[step, s["prompt"], "".join(s["tokens"]), s["reward"]] for s in samples]
+    return module.Table(columns=columns, data=rows)
+
+
 class WandbWriter:
     """Scalars and responses in Weights & Biases (extra `wandb`).
 
@@ -145,7 +218,7 @@ class WandbWriter:
         config: Mapping[str, Any],
         run_id: str = "",
     ) -> None:
-        self._module = _optional("wandb", "wandb", "wandb", "config.log.wandb_project")
+        self._module = _package("wandb")
         self._run = self._module.init(
             project=project,
             name=name,
@@ -163,10 +236,7 @@ class WandbWriter:
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log responses as a table."""
-        columns = ["step", "prompt", "response", "reward"]
-        rows = [[step, s["prompt"], "".join(s["tokens"]), s["reward"]] for s in samples]
-        table = self._module.Table(columns=columns, data=rows)
-        self._run.log({f"samples/{of}": table, "step": step})
+        self._run.log({f"samples/{of}": _table(self._module, step, samples), "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -21,7 +21,7 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.files import wrong_metrics
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
-from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
+from tba_jax.report.writers import ProgressDisplay, make_tracker
 from tba_jax.run.build import build
 from tba_jax.run.callbacks import Callbacks
 from tba_jax.run.errors import OutOfMemory, out_of_memory
@@ -143,18 +143,8 @@ def resume_display(progress: ProgressDisplay, workdir: Path) -> None:
 
 def _writers(config: Config, workdir: Path) -> list[Any]:
     writers: list[Any] = [ReportProcess(workdir, config.report.period_s)]
-    if config.log.tensorboard:
-        writers.append(TensorBoardWriter(workdir / "tensorboard", flatten(config)))
-    if config.log.wandb_project:
-        writers.append(
-            WandbWriter(
-                config.log.wandb_project,
-                name=workdir.name,
-                workdir=workdir,
-                config=flatten(config),
-                run_id=run_id_of(workdir),
-            )
-        )
+    if tracker := config.log.tracker:
+        writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
     return writers
 
 

@@ -34,6 +34,7 @@ from tba_jax.models import model as models
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.report.writers import TRACKER_PACKAGES
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of, workers_by_cores
 from tba_jax.rewards.pool import RewardFailure, RewardPool
@@ -561,9 +562,9 @@ def _check_devices(config: Config) -> None:
 
 
 def _check_packages(config: Config) -> None:
+    kind = config.log.tracker.partition(":")[0]
     wanted = {
-        "log.tensorboard": ("tensorboardX", "tensorboard", config.log.tensorboard),
-        "log.wandb_project": ("wandb", "wandb", bool(config.log.wandb_project)),
+        f"log.tracker={config.log.tracker}": (TRACKER_PACKAGES.get(kind, ""), kind, bool(kind)),
         "placement=fleet": ("ray", "fleet", MODES[config.placement].has_remote_searchers),
     }
     missing = [

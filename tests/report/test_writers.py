@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
+import json
 import math
 import os
 import pty
@@ -58,6 +59,52 @@ def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
     assert logged[1] == ("*", {"step_metric": "step"})
     lines = [{"a": 0.5, "e": 3.0, "step": 7}, {"samples/eval": table, "step": 7}]
     assert logged[2:] == [*lines, "finished"]
+
+
+LOGGING = """
+import os, sys, time
+from pathlib import Path
+from tba_jax.report.writers import MultiWriter, make_tracker
+first, last, is_killed = map(int, sys.argv[1:])
+tracker = make_tracker("trackio:p", Path("runs/a"), {"seed": 1}, "0123456789")
+for step in range(first, last):
+    tracker.write(step, {"train/loss": step + 0.5, "text": "x"})
+    sample = {"reward": 1, "prompt": "<b>", "tokens": "4"}
+    MultiWriter([tracker]).write_samples(step, "eval", [sample])
+tracker.write(first, {"eval/pass_at_1": 0.25})
+if is_killed:
+    time.sleep(3)
+    os._exit(9)
+tracker.close()
+"""
+
+
+def test_a_killed_and_resumed_run_logs_each_step_once_to_trackio(tmp_path):
+    pytest.importorskip("trackio")
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    for arguments in (("0", "6", "1"), ("3", "9", "0")):
+        done = subprocess.run(
+            [sys.executable, "-c", LOGGING, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == (9 if arguments[-1] == "1" else 0), done.stderr
+        assert done.stdout == "", done.stdout
+    read = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as s;"
+        "print(json.dumps(s.get_logs('p', 'a-01234567')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True
+    )
+    rows = json.loads(done.stdout)
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(step, step + 0.5) for step in range(9)]
+    assert [row["step"] for row in rows if "samples/eval" in row] == list(range(9))
+    assert [row["step"] for row in rows if "eval/pass_at_1" in row] == [0, 3]
 
 
 class FakeClock:
