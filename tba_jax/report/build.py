@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: report.html and plots/*.png, built from its work directory.
+"""The report of a run: report.html, plots/*.png and trace.json, built from its work directory.
 
 Invariant: the page is a single file, replaced as a whole.
 """
@@ -10,11 +10,12 @@ from pathlib import Path
 from tba_jax.report.figures import FIGURES, to_png
 from tba_jax.report.files import Run, load_run
 from tba_jax.report.page import render
+from tba_jax.report.trace import render_trace
 from tba_jax.storage.whole_files import write_whole
 
 
 def build_report(workdir: str | os.PathLike[str]) -> Path:
-    """Write plots/*.png and report.html of a work directory; return the path of the page."""
+    """Write the report of a work directory; return the path of report.html."""
     return write_report(load_run(workdir))
 
 
@@ -29,6 +30,7 @@ def write_report(run: Run) -> Path:
             write_whole(folder / f"{name}.png", pictures[name])
         else:
             (folder / f"{name}.png").unlink(missing_ok=True)
+    write_whole(run.workdir / "trace.json", render_trace(run).encode())
     page = run.workdir / "report.html"
     write_whole(page, render(run, pictures).encode())
     return page

@@ -26,7 +26,7 @@ from tba_jax.storage.whole_files import is_address
 
 ADDRESS = "address"
 """Name of the local file that holds the address of a work directory in an object store."""
-_PATTERNS = ("config.json", "*.jsonl", "report.json", "report.html", "plots/*")
+_PATTERNS = ("config.json", "*.jsonl", "report.json", "report.html", "trace.json", "plots/*")
 _COPIED = 2**20  # bytes copied at a time
 
 

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""trace.json: parts of steps in order, without overlap; counters with the values of the log."""
+
+import json
+
+import pytest
+
+from tba_jax.report import trace
+from tba_jax.report.files import load_run
+
+
+def line(step, time_s, **values):
+    names = {"wait": "train/wait_batch_s", "draw": "train/draw_s", "train": "train/step_s"}
+    values = {names.get(name, name): value for name, value in values.items()}
+    return {"step": step, "time_s": time_s, **values}
+
+
+LINES = [
+    line(0, 4.0, **{"eval/pass_at_1": 0.25}),
+    line(1, 7.0, wait=1.5, draw=0.5, train=1.0, **{"train/loss": 1.0}),
+    line(2, 9.0, wait=0.0, draw=0.25, train=1.5, **{"train/loss": 1.0}),
+    line(2, 9.5, **{"eval/pass_at_1": 0.5, "search/tokens_per_s": 80.0}),
+]
+
+
+@pytest.mark.parametrize(("most", "first"), [(10, 1), (1, 2)])
+def test_parts_of_steps_and_counters(tmp_path, monkeypatch, most, first):
+    monkeypatch.setattr(trace, "_MAX_STEPS", most)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in LINES))
+    events = json.loads(trace.render_trace(load_run(tmp_path)))["traceEvents"]
+    spans = [
+        (e["args"]["step"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6)
+        for e in events
+        if e["ph"] == "X"
+    ]
+    expected = [
+        (1, "wait for a batch", 4.0, 1.5),
+        (1, "draw", 5.5, 0.5),
+        (1, "train", 6.0, 1.0),
+        (2, "draw", 7.25, 0.25),
+        (2, "train", 7.5, 1.5),
+    ]
+    assert spans == [span for span in expected if span[0] >= first]
+    counted = [(e["name"], e["ts"] / 1e6, e["args"]["value"]) for e in events if e["ph"] == "C"]
+    assert counted[-1] == ("eval/pass_at_1", 9.5, 0.5)
+    assert ("decoded tokens per second", 9.5, 80.0) in counted
