@@ -317,8 +317,8 @@ class _Fleet:
         self._num_trainers = 0
         bundle = parse_resources(config.fleet.trainer)
         self._group = placement_group([bundle] * config.fleet.trainer_hosts, strategy="SPREAD")
-        self._made_at = self._reminded_at = time.monotonic()
-        self._members: list[Any] = []  # before the placement group is ready: empty
+        self._reminded_at = time.monotonic()
+        self._members: list[Any] = []  # empty until the placement group is ready
         self._running: list[Any] = []
         self._deaths = Failures(self._newest_step)
         self._searchers: dict[Any, tuple[Any, Failures]] = {}  # call of `run` -> actor, failures
@@ -369,8 +369,7 @@ class _Fleet:
             self._reminded_at = time.monotonic()
             self._note(
                 f"the trainer waits for {self._config.fleet.trainer_hosts} x "
-                f"{self._config.fleet.trainer} (config.fleet.trainer), for "
-                f"{self._reminded_at - self._made_at:.0f} s now"
+                f"{self._config.fleet.trainer} (config.fleet.trainer)"
             )
 
     def _start_trainer(self) -> None:
