@@ -324,7 +324,7 @@ class SavedRun:
             CheckpointError: there is no readable checkpoint.
         """
 
-        from tba_jax.flow.records import from_snapshot
+        from tba_jax.replay.records import from_snapshot
         from tba_jax.run.checkpoint import load_host_state
 
         saved = load_host_state(str(self.workdir))[1].parts["buffer"]

@@ -16,11 +16,29 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 
 from tba_jax.devices.program_cache import open_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# beartype checks types and shapes of every call of these modules, which have functions and no
+# containers of arrays: a hook would also check the containers, in which JAX puts other objects.
+CHECKED = (
+    "tba_jax.train.losses",
+    "tba_jax.train.groups",
+    "tba_jax.train.ppo",
+    "tba_jax.train.vineppo",
+    "tba_jax.train.heads",
+    "tba_jax.train.schedules",
+    "tba_jax.train.rounding",
+    "tba_jax.flow.layout",
+    "tba_jax.flow.bin_packing",
+    "tba_jax.flow.padding",
+    "tba_jax.replay.buffer",
+)
+install_import_hook(CHECKED, "type_checks.checked")
 
 MAX_CACHED_BYTES = 2 * 2**30
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -7,11 +7,11 @@ import numpy as np
 
 from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.records import from_snapshot
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw, Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.records import from_snapshot
 
 
 def make_buffer(seed=0, **changes):

@@ -15,10 +15,9 @@ IDENTITY = "1/r"
 S = 2  # responses of a ticket
 
 
-def make_report(start_s=0.0, **changes):
+def make_report(start_s=0.0, **means):
     """Of half a second in which four tokens were drawn."""
-    times = (start_s, start_s + 0.5, 0.25, 0.125)
-    return Report(4, 0.25, 2.0, 1.0, 0.5, 0.0, 0.0, {}, *times)._replace(**changes)
+    return Report(4, {"reward_mean": 0.25, **means}, start_s, start_s + 0.5, 0.25, 0.125)
 
 
 def make_result(number, version=0, searcher=0, prompt_id=None, **changes):

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
-from tba_jax.flow.padding import Padding
+from tba_jax.flow.padding import Padding, left_pad
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
@@ -145,9 +145,10 @@ class ReferenceDistance:
         _, n, width = responses.tokens.shape
         prompts = [p.tokens for p in responses.prompts for _ in range(n)]
         lengths = responses.lengths.reshape(-1)
-        tokens, prompt_lengths, _, t = self._padding.rows(
-            prompts, responses.tokens.reshape(-1, 1, width), lengths[:, None]
-        )
+        prompt_lengths = np.array([len(x) for x in prompts], np.int32)
+        s, t = self._padding.lengths(int(prompt_lengths.max()), int(lengths.max()))
+        padded = left_pad(prompts, s, self._padding.pad_id)
+        tokens = np.concatenate([padded, responses.tokens.reshape(-1, width)[:, :t]], axis=1)
         reference = self._reference_params()
         num_rows = distance_rows(len(lengths), t, self._vocab_size)
         found = []

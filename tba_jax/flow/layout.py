@@ -19,15 +19,14 @@ import numpy as np
 
 from tba_jax.flow.bin_packing import Placements, place
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
-from tba_jax.flow.trajectory import Draw, Trajectory
+from tba_jax.flow.trajectory import Draw
 
 # A batch is laid out as numpy and becomes jax arrays on its way into the train step.
 HostOrDeviceArray: TypeAlias = Any
 
-# Numbers of rows to compile for: of rows by prompt, of packed rows, and of a single micro-batch.
-_BY_PROMPT_BUCKETS, _PACKED_BUCKETS, _PARTS_OF_ONE = 4, 6, 3
-# Numbers of rows to compile the reference's pass for.
-_MISSING_BUCKETS = 3
+# Numbers of rows to compile for: of rows with one response, of packed rows, of packed rows that fit
+# one micro-batch, and of rows that lack the reference.
+_SINGLE_BUCKETS, _PACKED_BUCKETS, _PARTS_OF_ONE, _MISSING_BUCKETS = 4, 6, 3, 3
 
 OF_GROUPS = (
     "source",
@@ -97,33 +96,19 @@ class Batch(NamedTuple):
     prompt_sizes: HostOrDeviceArray | None = None
 
 
-class Shape(NamedTuple):
-    """One possible layout of rows.
-
-    Attributes:
-        responses: c, number of responses in a row; 1 in packed rows.
-        at_once: number of rows in a micro-batch; 0: all rows of the batch.
-        buckets: compiled numbers of rows, ascending.
-    """
-
-    responses: int
-    at_once: int
-    buckets: tuple[int, ...]
-
-
 class _Sequence(NamedTuple):
     """A path of a response (`Trajectory.paths`), which follows its prompt in a row.
 
     Attributes:
-        prompt: index of the prompt.
-        slots: slots of the equal responses.
-        response: one of them.
-        path: tokens of the path within the response.
+        prompt: index of the prompt in the batch.
+        slots: indices of the equal responses of the prompt that have this path.
+        tokens: int32, tokens of the path.
+        path: range of the path in the tokens of the response.
     """
 
     prompt: int
     slots: list[int]
-    response: Trajectory
+    tokens: np.ndarray
     path: slice
 
 
@@ -165,36 +150,31 @@ class RowLayout:
     reference: str = "stored"
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Layouts of rows, of which the first suffices for every batch.
+    def responses(self) -> int:
+        """c, number of responses behind the prompt of a row; 1 in packed rows.
 
-        A row has space for K responses, for half of K, and so on. Narrow rows suffice for groups
-        with few distinct responses. A larger group takes several rows, each with its prompt.
+        If a micro-batch does not hold a group, the group has several rows, each with the prompt.
         """
         if not self.shares_prompts or self.row_length:
-            return (self._shape(1),)
-        widest = self.group_size
-        if self.micro_batch_rows:
-            widest = min(widest, self.micro_batch_rows // self.row_multiple)
-        widths = dict.fromkeys(math.ceil(widest / 2**i) for i in range(_BY_PROMPT_BUCKETS))
-        return tuple(self._shape(c) for c in widths if c == widest or self._holds_groups(c))
+            return 1
+        at_once = self.micro_batch_rows // self.row_multiple
+        return min(self.group_size, at_once or self.group_size)
 
-    def _holds_groups(self, c: int) -> bool:
-        at_once = rows_at_once(self.micro_batch_rows, c, self.row_multiple)
-        return not (self.is_whole and math.ceil(self.group_size / c) > at_once)
+    @property
+    def at_once(self) -> int:
+        """Number of rows in a micro-batch; 0: all rows of the batch."""
+        return rows_at_once(self.micro_batch_rows, self.responses, self.row_multiple)
 
-    def _shape(self, c: int) -> Shape:
-        at_once = rows_at_once(self.micro_batch_rows, c, self.row_multiple)
-        p, pieces = self.num_prompts, math.ceil(self.group_size / c)
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Compiled numbers of rows, ascending."""
+        p, pieces, at_once = self.num_prompts, -(-self.group_size // self.responses), self.at_once
         if at_once:
             most = most_rows(p, pieces, at_once=at_once, is_whole=self.is_whole)
             few = row_buckets(at_once, self.row_multiple, _PARTS_OF_ONE) if self.row_length else ()
-            return Shape(c, at_once, (*(n for n in few if n < most), most))
-        if self.shares_prompts and not self.row_length:
-            # One row for each prompt. Where these rows do not suffice, a wider layout does.
-            return Shape(c, 0, row_buckets(p, self.row_multiple, 1))
-        num = _PACKED_BUCKETS if self.row_length else _BY_PROMPT_BUCKETS
-        return Shape(c, 0, row_buckets(p * self.group_size, self.row_multiple, num))
+            return (*(n for n in few if n < most), most)
+        num = _PACKED_BUCKETS if self.row_length else _SINGLE_BUCKETS
+        return row_buckets(p * pieces, self.row_multiple, 1 if self.responses > 1 else num)
 
     def batch(self, draws: Sequence[Draw], step: int) -> Batch:
         """Return the batch of some draws.
@@ -208,64 +188,57 @@ class RowLayout:
                 response lacks advantages.
         """
         groups = [_sequences(i, d) for i, d in enumerate(draws)]
-        longest = max(len(d.prompt.tokens) for d in draws)
-        lengths = self.padding.lengths(
-            longest, max(len(y.response_tokens) for d in draws for y in d.trajectories)
+        sequences = [x for group in groups for x in group]
+        prompt, response = self.padding.lengths(
+            max(len(d.prompt.tokens) for d in draws),
+            max(len(y.response_tokens) for d in draws for y in d.trajectories),
         )
-        shapes = self.shapes
-        placed = [self._place(draws, groups, shape) for shape in shapes]
-        best = _cheapest(shapes, [x.num_rows for x in placed], *lengths)
-        shape, rows = shapes[best], placed[best]
-        num_rows = _compiled_rows(rows.num_rows, shape)
-        batch = self.empty(shape, num_rows, *lengths)
+        places = self._place(draws, groups, prompt, response)
+        num_rows = _compiled_rows(places.num_rows, self.buckets)
+        batch = self.empty(num_rows, prompt, response)
         lacking = self._fill_groups(batch, draws, step)
         # Row q of micro-batch b of `num` is row q * num + b.
-        at_once = min(shape.at_once or num_rows, num_rows)
+        at_once = min(self.at_once or num_rows, num_rows)
         num = num_rows // at_once
-        order = rows.rows % at_once * num + rows.rows // at_once
-        used = math.ceil(rows.num_rows / at_once)
-        sequences, missing = [x for group in groups for x in group], set()
-        if self.row_length:
-            self._fill_packed(batch, draws, sequences, rows, order)
-        else:
-            self._fill_by_prompt(batch, draws, groups, shape.responses, order)
-        for at, sequence in enumerate(sequences):
-            if any((sequence.prompt, j) in lacking for j in sequence.slots):
-                missing.add(int(order[at if self.row_length else rows.piece_of[at]]))
-        if self.has_prompts:
-            assert batch.prompts is not None and batch.prompt_sizes is not None
-            prompts = [d.prompt.tokens for d in draws]
-            prompts += [prompts[0][:0]] * (-len(prompts) % self.row_multiple)
-            batch.prompts[:] = left_pad(prompts, lengths[0], self.padding.pad_id)
+        rows = places.rows % at_once * num + places.rows // at_once
+        self._fill_rows(batch, draws, sequences, places._replace(rows=rows))
+        missing = {
+            int(row)
+            for row, sequence in zip(rows, sequences, strict=True)
+            if any((sequence.prompt, j) in lacking for j in sequence.slots)
+        }
+        if batch.prompts is not None and batch.prompt_sizes is not None:
+            batch.prompts[: len(draws)] = left_pad(
+                [d.prompt.tokens for d in draws], prompt, self.padding.pad_id
+            )
             batch.prompt_sizes[:] = [len(d.prompt.tokens) for d in draws]
         return batch._replace(
-            num_computed=np.int32(used * at_once),
+            num_computed=np.int32(-(-places.num_rows // at_once) * at_once),
             missing=self._padded(sorted(missing), num_rows, at_once),
         )
 
-    def empty(self, shape: Shape, num_rows: int, prompt: int, response: int) -> Batch:
-        """Return a batch of padding; planned runs use its shapes.
+    def empty(self, num_rows: int, prompt: int, response: int) -> Batch:
+        """Return a batch of padding.
 
         Args:
-            shape: layout of the rows.
             num_rows: n.
             prompt, response: padded lengths; packed rows always have the longest response.
         """
-        p, k, c = self.num_prompts, self.group_size, shape.responses
-        t = self.padding.response_buckets[-1] if self.row_length else response
-        width = self.row_length or prompt + c * t
+        p, k, c = self.num_prompts, self.group_size, self.responses
+        packed, t = self.row_length > 0, response
+        if packed:
+            t = self.padding.response_buckets[-1]
+        width, scored = self.row_length or prompt + c * t, self.row_length or c * t
         rows, tokens, groups = (num_rows, width), (p, k, t), (p, k)
-        scored = num_rows * (width if self.row_length else c * t)
-        packed = self.row_length > 0
-        shared = packed and self.shares_prompts
         queries = -(-p // self.row_multiple) * self.row_multiple
 
         def array(is_there: bool, shape: tuple[int, ...], dtype: Any = np.int32) -> Any:
             return np.zeros(shape, dtype) if is_there else None
 
+        pad_id = np.int32(self.padding.pad_id)
         return Batch(
-            tokens=np.full(rows, self.padding.pad_id, np.int32),
-            source=np.full(tokens, scored, np.int32),
+            tokens=np.full(rows, pad_id),
+            source=np.full(tokens, num_rows * scored, np.int32),
             mask=np.zeros(tokens, bool),
             behavior=np.zeros(tokens, np.float32),
             reference=np.zeros(tokens, np.float32),
@@ -277,18 +250,18 @@ class RowLayout:
             response_lengths=array(not packed, (num_rows, c)),
             segments=array(packed, rows),
             positions=array(packed, rows),
-            contexts=array(shared, rows),
-            is_prompt=array(shared, rows, bool),
+            contexts=array(packed and self.shares_prompts, rows),
+            is_prompt=array(packed and self.shares_prompts, rows, bool),
             advantages=array(self.has_advantages, tokens, np.float32),
-            prompts=array(self.has_prompts, (queries, prompt)),
+            prompts=np.full((queries, prompt), pad_id) if self.has_prompts else None,
             prompt_sizes=array(self.has_prompts, (p,)),
         )
 
     def largest(self) -> Batch:
         """Return a batch of padding in the largest shape of a run."""
-        shape, longest = self.shapes[0], self.padding.largest
+        padding = self.padding
         return self.empty(
-            shape, shape.buckets[-1], longest.prompt_buckets[0], longest.response_buckets[0]
+            self.buckets[-1], padding.prompt_buckets[-1], padding.response_buckets[-1]
         )
 
     def _fill_groups(self, batch: Batch, draws: Sequence[Draw], step: int) -> set[tuple[int, int]]:
@@ -321,28 +294,33 @@ class RowLayout:
         return lacking
 
     def _place(
-        self, draws: Sequence[Draw], groups: Sequence[list[_Sequence]], shape: Shape
+        self,
+        draws: Sequence[Draw],
+        groups: Sequence[list[_Sequence]],
+        prompt: int,
+        response: int,
     ) -> Placements:
-        """Return the row of each piece, before micro-batches spread the rows.
+        """Return row and start of each sequence, before micro-batches spread the rows.
 
-        A piece is a sequence in packed rows, and up to c sequences of a prompt in other rows.
+        The start of a row by prompt is that of the response; a packed row has the prompt there, if
+        the sequence leads.
 
         Raises:
             ValueError: a sequence is longer than a row.
         """
-        at_once = shape.at_once if self.is_whole else 0
+        at_once = self.at_once if self.is_whole else 0
         if not self.row_length:
-            c = shape.responses
-            found = place([[1] * math.ceil(len(g) / c) for g in groups], 1, at_once)
-            first, pieces = 0, []
-            for group in groups:
-                pieces += [first + i // c for i in range(len(group))]
-                first += math.ceil(len(group) / c)
-            return found._replace(piece_of=pieces)
+            c = self.responses
+            found = place([[1] * -(-len(group) // c) for group in groups], 1, at_once)
+            # Up to c sequences of a group are in the row of one piece.
+            number = np.concatenate([np.arange(len(group)) for group in groups])
+            first = np.cumsum([0, *(-(-len(group) // c) for group in groups)])
+            piece = np.repeat(first[:-1], [len(group) for group in groups]) + number // c
+            starts = prompt + number % c * response
+            return Placements(found.rows[piece], starts, found.leads[piece], found.num_rows)
         sizes = [len(d.prompt.tokens) for d in draws]
         lengths = [
-            [size + x.path.stop - x.path.start for x in group]
-            for size, group in zip(sizes, groups, strict=True)
+            [size + len(x.tokens) for x in group] for size, group in zip(sizes, groups, strict=True)
         ]
         longest = max(n for group in lengths for n in group)
         if longest > self.row_length:
@@ -352,52 +330,36 @@ class RowLayout:
             )
         return place(lengths, self.row_length, at_once, sizes if self.shares_prompts else None)
 
-    def _fill_by_prompt(
-        self,
-        batch: Batch,
-        draws: Sequence[Draw],
-        groups: Sequence[list[_Sequence]],
-        c: int,
-        order: np.ndarray,
-    ) -> None:
-        t = batch.source.shape[2]
-        first = batch.tokens.shape[1] - c * t
-        assert batch.prompt_lengths is not None and batch.response_lengths is not None
-        piece = 0
-        for draw, group in zip(draws, groups, strict=True):
-            x = draw.prompt.tokens
-            for number, sequence in enumerate(group):
-                row, column = order[piece + number // c], number % c
-                n, start = sequence.path.stop - sequence.path.start, first + column * t
-                batch.tokens[row, first - len(x) : first] = x
-                batch.tokens[row, start : start + n] = _tokens(sequence)
-                batch.prompt_lengths[row] = len(x)
-                batch.response_lengths[row, column] = n
-                _connect(batch, sequence, row * c * t + column * t)
-            piece += math.ceil(len(group) / c)
-
-    def _fill_packed(
+    def _fill_rows(
         self,
         batch: Batch,
         draws: Sequence[Draw],
         sequences: Sequence[_Sequence],
-        rows: Placements,
-        order: np.ndarray,
+        places: Placements,
     ) -> None:
-        assert batch.segments is not None and batch.positions is not None
+        """Write the sequences with their prompts into their rows, and their sources."""
+        width, t = batch.tokens.shape[1], batch.source.shape[2]
+        scored = self.row_length or self.responses * t
         for at, sequence in enumerate(sequences):
-            x = draws[sequence.prompt].prompt.tokens
-            row, start = order[at], int(rows.starts[at])
-            own = x if rows.leads[at] else x[:0]
-            first = start + len(own)
-            stop = first + sequence.path.stop - sequence.path.start
-            batch.tokens[row, start:stop] = np.concatenate([own, _tokens(sequence)])
-            batch.segments[row, start:stop] = at + 1
-            batch.positions[row, start:first] = np.arange(len(own))
-            batch.positions[row, first:stop] = len(x) + np.arange(stop - first)
-            if batch.is_prompt is not None:
-                batch.is_prompt[row, start:first] = True
-            _connect(batch, sequence, row * self.row_length + first)
+            x, n = draws[sequence.prompt].prompt.tokens, len(sequence.tokens)
+            row, start = places.rows[at], int(places.starts[at])
+            if batch.prompt_lengths is not None and batch.response_lengths is not None:
+                prompt_end = width - scored
+                batch.tokens[row, prompt_end - len(x) : prompt_end] = x
+                batch.prompt_lengths[row] = len(x)
+                batch.response_lengths[row, (start - prompt_end) // t] = n
+            elif batch.segments is not None and batch.positions is not None:
+                own = x if places.leads[at] else x[:0]
+                first, start = start, start + len(own)
+                batch.tokens[row, first:start] = own
+                batch.segments[row, first : start + n] = at + 1
+                batch.positions[row, first:start] = np.arange(len(own))
+                batch.positions[row, start : start + n] = len(x) + np.arange(n)
+                if batch.is_prompt is not None:
+                    batch.is_prompt[row, first:start] = True
+            batch.tokens[row, start : start + n] = sequence.tokens
+            source = row * scored + start - (width - scored) + np.arange(n)
+            batch.source[sequence.prompt, sequence.slots, sequence.path] = source
         if batch.contexts is not None:
             is_there = batch.segments > 0
             begun = np.cumsum(is_there & (batch.positions == 0), axis=1)
@@ -407,10 +369,8 @@ class RowLayout:
         """Return `Batch.missing` with one of a few sizes, which micro-batches divide."""
         if not missing:
             return None
-        sizes = row_buckets(
-            num_rows, at_once if at_once < num_rows else self.row_multiple, _MISSING_BUCKETS
-        )
-        size = bucket_length(len(missing), sizes)
+        multiple = at_once if at_once < num_rows else self.row_multiple
+        size = bucket_length(len(missing), row_buckets(num_rows, multiple, _MISSING_BUCKETS))
         return np.array(missing + [num_rows] * (size - len(missing)), np.int32)
 
 
@@ -420,21 +380,11 @@ def _sequences(prompt: int, draw: Draw) -> list[_Sequence]:
     for j, y in enumerate(draw.trajectories):
         slots.setdefault((y.response_tokens.tobytes(), y.path_lengths), []).append(j)
     return [
-        _Sequence(prompt, own, y, path)
+        _Sequence(prompt, own, y.response_tokens[path], path)
         for own in slots.values()
         for y in (draw.trajectories[own[0]],)
         for path in y.paths
     ]
-
-
-def _tokens(sequence: _Sequence) -> np.ndarray:
-    return sequence.response.response_tokens[sequence.path]
-
-
-def _connect(batch: Batch, sequence: _Sequence, first: int) -> None:
-    """Write the source of a sequence's tokens, which begin at scored position `first`."""
-    path = sequence.path
-    batch.source[sequence.prompt, sequence.slots, path] = first + np.arange(path.stop - path.start)
 
 
 # --- numbers of rows -------------------------------------------------------------------------
@@ -475,28 +425,11 @@ def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
     return tuple(sorted({math.ceil(most / 2**i / multiple) * multiple for i in range(num)}))
 
 
-def _compiled_rows(needed: int, shape: Shape) -> int:
+def _compiled_rows(needed: int, buckets: Sequence[int]) -> int:
     """Return the compiled number of rows for a batch that needs `needed` rows.
 
     Only episodes that fork need more rows than the largest compiled number. Their batches have a
     multiple of that number, which is then compiled, too.
     """
-    most = shape.buckets[-1]
-    return (
-        math.ceil(needed / most) * most if needed > most else bucket_length(needed, shape.buckets)
-    )
-
-
-def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, response: int) -> int:
-    """Return the index of the layout with the fewest computed tokens; the first of equal ones."""
-
-    def tokens(i: int) -> float:
-        shape, rows = shapes[i], needed[i]
-        if rows > shape.buckets[-1] and len(shapes) > 1:
-            return math.inf
-        worked = _compiled_rows(rows, shape)
-        if 0 < shape.at_once < worked:  # micro-batches of padding are skipped
-            worked = math.ceil(rows / shape.at_once) * shape.at_once
-        return worked * (prompt + shape.responses * response)
-
-    return min(range(len(shapes)), key=tokens)
+    most = buckets[-1]
+    return -(-needed // most) * most if needed > most else bucket_length(needed, buckets)

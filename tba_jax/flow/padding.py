@@ -6,9 +6,11 @@ Invariant: a sequence is never truncated.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
+
+SHORT = 32
+"""Number of tokens up to which a sequence is short: padding costs less than another program."""
 
 
 def bucket_length(length: int, buckets: Sequence[int]) -> int:
@@ -24,10 +26,6 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
         f"a sequence of {length} tokens does not fit the largest length bucket {buckets[-1]}; "
         "raise the token limit that gives the buckets, such as task.max_prompt_tokens"
     )
-
-
-SHORT = 32
-"""Number of tokens up to which a sequence is short: padding costs less than another program."""
 
 
 def padded_lengths(max_length: int) -> tuple[int, ...]:
@@ -57,22 +55,6 @@ def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray
     return out
 
 
-class PaddedRows(NamedTuple):
-    """Prompts with c responses each, in the layout of `Batch.tokens`.
-
-    Attributes:
-        tokens: int32 [b s], prompt left-padded to s - c t, responses right-padded to t.
-        prompt_lengths: int32 [b].
-        response_lengths: int32 [b c].
-        t: padded length of the responses.
-    """
-
-    tokens: np.ndarray
-    prompt_lengths: np.ndarray
-    response_lengths: np.ndarray
-    t: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Padding:
     """The padded lengths of a run.
@@ -91,11 +73,6 @@ class Padding:
         """Number of pairs of padded lengths."""
         return len(self.prompt_buckets) * len(self.response_buckets)
 
-    @property
-    def largest(self) -> "Padding":
-        """Return a padding with a single shape, that of the longest sequences."""
-        return Padding(self.prompt_buckets[-1:], self.response_buckets[-1:], self.pad_id)
-
     def lengths(self, prompt: int, response: int) -> tuple[int, int]:
         """Return the buckets for a prompt and a response of these lengths.
 
@@ -104,22 +81,3 @@ class Padding:
         """
         prompt_length = bucket_length(prompt, self.prompt_buckets)
         return prompt_length, bucket_length(response, self.response_buckets)
-
-    def rows(
-        self, prompts: Sequence[np.ndarray], responses: np.ndarray, response_lengths: np.ndarray
-    ) -> PaddedRows:
-        """Return prompts and responses in the smallest buckets that hold them.
-
-        Args:
-            prompts: b prompts.
-            responses: int32 [b c n], right-padded; n is at least the longest response's bucket.
-            response_lengths: int32 [b c], of which at least one is positive.
-
-        Raises:
-            ValueError: no bucket is large enough.
-        """
-        lengths = np.array([len(x) for x in prompts], np.int32)
-        s, t = self.lengths(int(lengths.max()), int(response_lengths.max()))
-        flat = responses[:, :, :t].reshape(len(prompts), -1)
-        tokens = np.concatenate([left_pad(prompts, s, self.pad_id), flat], axis=1)
-        return PaddedRows(tokens, lengths, response_lengths, t)

@@ -2,18 +2,16 @@
 """Tickets of searchers and their results.
 
 A ticket is one prompt, of which a searcher samples the responses; its result is their group. An
-evaluation ticket is a shard of the held-out prompts. Invariants: a result that `check_result`
-accepts counts every response once, and packed results are unpacked exactly
-(tests/flow/test_tickets.py).
+evaluation ticket is a shard of the held-out prompts. Invariant: a result that `check_result`
+accepts counts every response once (tests/flow/test_tickets.py).
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.records import Snapshot, pack_groups, unpack_groups
 from tba_jax.flow.trajectory import Group, Prompt
 
 
@@ -97,27 +95,15 @@ class Report(NamedTuple):
 
     Attributes:
         tokens: number of sampled tokens; 0 for given responses.
-        reward_mean: mean over the responses that have a reward; nan if none has one.
-        response_length_mean: mean number of tokens of a response, end-of-sequence included.
-        unique_fraction: share of different responses.
-        kind_share: share of the task's first response kind.
-        cut_share: share of the responses that the length limit cut.
-        equal_rewards_share: 1 if all responses have the same reward, else 0.
-        further: metric name -> mean: of each of several rewards, and of the seconds that an
-            episode waited for its environment.
+        means: metric name -> mean over the responses, nan if it is not known; logged as
+            "search/NAME".
         start_s, end_s: start of the decoding, and end of the grading.
         decode_s: the ticket's share of the searcher's decoding time.
         reward_s: the ticket's share of the time for rewards.
     """
 
     tokens: int
-    reward_mean: float
-    response_length_mean: float
-    unique_fraction: float
-    kind_share: float
-    cut_share: float
-    equal_rewards_share: float
-    further: Mapping[str, float]
+    means: Mapping[str, float]
     start_s: float = 0.0
     end_s: float = 0.0
     decode_s: float = 0.0
@@ -128,18 +114,16 @@ def summarise(reports: Sequence[Report]) -> dict[str, float]:
     """Return search metrics of the tickets that one sync merged; {} without tickets."""
     if not reports:
         return {}
-    sums = {name: sum(getattr(r, name) for r in reports) for name in ("decode_s", "reward_s")}
-    out = {
+    decode_s = sum(r.decode_s for r in reports)
+    names = dict.fromkeys(name for r in reports for name in r.means)
+    return {
         "search/tickets": float(len(reports)),
-        **{f"search/{name}": value for name, value in sums.items()},
+        "search/decode_s": decode_s,
+        "search/reward_s": sum(r.reward_s for r in reports),
         "search/ticket_s": sum(r.end_s - r.start_s for r in reports),
-        "search/tokens_per_s": sum(r.tokens for r in reports) / max(sums["decode_s"], 1e-9),
+        "search/tokens_per_s": sum(r.tokens for r in reports) / max(decode_s, 1e-9),
+        **{f"search/{n}": mean_known([r.means.get(n, math.nan) for r in reports]) for n in names},
     }
-    means = Report._fields[1 : Report._fields.index("further")]
-    out |= {f"search/{name}": mean_known([getattr(r, name) for r in reports]) for name in means}
-    for name in dict.fromkeys(name for r in reports for name in r.further):
-        out[f"search/{name}"] = mean_known([r.further.get(name, math.nan) for r in reports])
-    return out
 
 
 def mean_known(values: Sequence[float]) -> float:
@@ -207,19 +191,3 @@ def check_result(result: Result) -> None:
                 )
         if y.is_sampled is not None and not y.is_sampled.any():
             raise ValueError(f"{where}: no token of the response was sampled; leave it out")
-
-
-def pack_results(results: Sequence[Result]) -> Snapshot:
-    """Return results as flat arrays and JSON-compatible metadata, without loss."""
-    arrays, meta = pack_groups([result.group for result in results])
-    return arrays, {**meta, "results": [[r.number, r.version, list(r.report)] for r in results]}
-
-
-def unpack_results(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Result]:
-    """Inverse of `pack_results`."""
-    return [
-        Result(number, version, group, Report(*report))
-        for group, (number, version, report) in zip(
-            unpack_groups(arrays, meta), meta["results"], strict=True
-        )
-    ]

@@ -58,8 +58,6 @@ class Trajectory:
         token_advantages: float32 [t], estimated by sampling continuations from states of the
             response; None: not estimated.
         path_lengths: number of tokens of each path of an episode that forks; (): one path.
-        version_spans: (policy version, number of tokens) of consecutive tokens of one version;
-            (): version_max drew every token.
         reference_token_logprobs: float32 [t], log pi_ref of each token, once the trainer has scored
             the response; None before.
     """
@@ -78,18 +76,7 @@ class Trajectory:
     is_sampled: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
     path_lengths: tuple[int, ...] = ()
-    version_spans: tuple[tuple[int, int], ...] = ()
     reference_token_logprobs: np.ndarray | None = None
-
-    @property
-    def token_versions(self) -> np.ndarray:
-        """Return the policy version of each token, int32 [t].
-
-        An observation has the version of the token before it.
-        """
-        spans = self.version_spans or ((self.version_max, len(self.response_tokens)),)
-        versions, sizes = zip(*spans, strict=True)
-        return np.repeat(np.array(versions, np.int32), sizes)
 
     @property
     def paths(self) -> list[slice]:
@@ -102,17 +89,6 @@ class Trajectory:
         own = (self.is_sampled, self.token_advantages, self.reference_token_logprobs)
         more = sum(x.nbytes for x in own if x is not None)
         return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + more
-
-
-def spans_of(token_versions: np.ndarray, version_max: int) -> tuple[tuple[int, int], ...]:
-    """Return the spans of versions of `Trajectory`, from the version of each token."""
-    if (token_versions == version_max).all():
-        return ()
-    starts = np.flatnonzero(np.diff(token_versions, prepend=token_versions[0] - 1)).tolist()
-    ends = [*starts[1:], len(token_versions)]
-    return tuple(
-        (int(token_versions[start]), end - start) for start, end in zip(starts, ends, strict=True)
-    )
 
 
 def paths_of(num_tokens: int, path_lengths: Sequence[int]) -> list[slice]:

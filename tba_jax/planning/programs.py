@@ -207,9 +207,9 @@ def _trainer_programs(
     frozen = _frozen(config, model_config, placement)
     held = state_bytes_by_kind(state) | _frozen_bytes(frozen)
     layout = model_parts.make_layout(config, Ids(), mesh)
-    shapes, num_lengths = layout.shapes, 1 if layout.row_length else layout.padding.num_shapes
-    num_programs = num_lengths * sum(len(shape.buckets) for shape in shapes)
-    work = _train_work(config, model_config, batch, shapes[0].at_once, mesh, held)
+    num_lengths = 1 if layout.row_length else layout.padding.num_shapes
+    num_programs = num_lengths * len(layout.buckets)
+    work = _train_work(config, model_config, batch, layout.at_once, mesh, held)
     return [
         Planned(
             name="train_step",

@@ -12,7 +12,6 @@ import numpy as np
 
 from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
 from tba_jax.flow.layout import Batch
-from tba_jax.flow.records import pack_groups, unpack_groups
 from tba_jax.flow.tickets import (
     DecodeCounts,
     EvaluationResult,
@@ -20,10 +19,9 @@ from tba_jax.flow.tickets import (
     EvaluationTicket,
     Result,
     Ticket,
-    pack_results,
-    unpack_results,
 )
 from tba_jax.flow.trajectory import Draw, Group
+from tba_jax.replay.records import pack_groups, pack_results, unpack_groups, unpack_results
 
 
 class Heartbeat(NamedTuple):

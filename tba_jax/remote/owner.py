@@ -30,8 +30,6 @@ from tba_jax.flow.tickets import (
     Result,
     Ticket,
     check_result,
-    pack_results,
-    unpack_results,
 )
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.remote.channel import Handler, NotReady, Rewind, RunEnded
@@ -39,6 +37,7 @@ from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.messages import Decision, Heartbeat, Joined, pack_work, unpack_request
 from tba_jax.remote.steps import Steps
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.records import pack_results, unpack_results
 
 # Size of the results that are not merged yet, above which no ticket begins.
 _MOST_BYTES = 64 * 2**20

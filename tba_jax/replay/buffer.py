@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from tba_jax.flow.records import Packer, from_snapshot, to_snapshot
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw, Group, Trajectory
 from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES, ReplaySettings
 from tba_jax.replay.ledger import Ledger
+from tba_jax.replay.records import Packer, from_snapshot, to_snapshot
 from tba_jax.replay.store import COLUMNS, MergedGroup, Store
 
 TRIES = 8

@@ -160,8 +160,6 @@ class Samples:
             record["reference_sum"] = float(policy.sum() - shown.reference[k, :n].sum())
             if y.is_sampled is not None:
                 record["is_sampled"] = y.is_sampled[kept].astype(int).tolist()
-            if y.version_spans:
-                record["version_spans"] = list(y.version_spans)
             if y.path_lengths:
                 record["path_lengths"] = list(y.path_lengths)
             records.append((draw.prompt, record))

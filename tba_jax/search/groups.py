@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tba_jax.flow.tickets import Report, mean_known
-from tba_jax.flow.trajectory import Group, Trajectory, spans_of
+from tba_jax.flow.trajectory import Group, Trajectory
 from tba_jax.rewards.grader import Grader, Grades
 from tba_jax.rewards.source import part_means
 from tba_jax.search.sampler import SampledGroup
@@ -51,7 +51,6 @@ def assemble(
             name = grades.reasons[j] or "reward_none"
             rejected[name] = rejected.get(name, 0) + 1
             continue
-        spans = () if y.token_versions is None else spans_of(y.token_versions, y.version_max)
         trajectories.append(
             Trajectory(
                 prompt_id=group.prompt.prompt_id,
@@ -67,7 +66,6 @@ def assemble(
                 finish_reason=y.finish,
                 is_sampled=y.is_sampled,
                 path_lengths=y.path_lengths,
-                version_spans=spans,
                 token_advantages=None if advantages is None else advantages[j],
             )
         )
@@ -75,20 +73,23 @@ def assemble(
 
 
 def measure(group: SampledGroup, grades: Grades) -> Report:
-    """Return the metrics of the responses to one prompt, without times."""
+    """Return the metrics of the responses to one prompt, without times.
+
+    Shares are of the responses: different ones, those of the task's first kind, and those that the
+    length limit cut; `equal_rewards_share` is 1 if all have the same reward, else 0.
+    """
     episodes = group.episodes
-    further = part_means(grades.parts)
+    means = {
+        "reward_mean": mean_known([r for r in grades.rewards if r is not None]),
+        "response_length_mean": float(np.mean([len(y.tokens) for y in episodes])),
+        "unique_fraction": len({y.tokens.tobytes() for y in episodes}) / len(episodes),
+        "kind_share": grades.kind_share,
+        "cut_share": float(np.mean([not y.has_eos for y in episodes])),
+        "equal_rewards_share": float(len(set(grades.rewards)) == 1),
+        **part_means(grades.parts),
+    }
     if waited_s := [y.environment_s for y in episodes if y.environment_s is not None]:
-        further["environment_s"] = float(np.mean(waited_s))
-        further["episode_paths"] = float(np.mean([len(y.paths) for y in episodes]))
-        further["failed_tool_calls"] = float(np.mean([y.num_failed_calls for y in episodes]))
-    return Report(
-        tokens=sum(y.num_sampled for y in episodes),
-        reward_mean=mean_known([r for r in grades.rewards if r is not None]),
-        response_length_mean=float(np.mean([len(y.tokens) for y in episodes])),
-        unique_fraction=len({y.tokens.tobytes() for y in episodes}) / len(episodes),
-        kind_share=grades.kind_share,
-        cut_share=float(np.mean([not y.has_eos for y in episodes])),
-        equal_rewards_share=float(len(set(grades.rewards)) == 1),
-        further=further,
-    )
+        means["environment_s"] = float(np.mean(waited_s))
+        means["episode_paths"] = float(np.mean([len(y.paths) for y in episodes]))
+        means["failed_tool_calls"] = float(np.mean([y.num_failed_calls for y in episodes]))
+    return Report(sum(y.num_sampled for y in episodes), means)

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.environments.episode import Episode
-from tba_jax.flow.padding import Padding
+from tba_jax.flow.padding import Padding, left_pad
 from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import row_token_logprobs
@@ -128,7 +128,7 @@ class GivenScorer:
         self._logprobs = logprobs
         self._num_samples = samples_per_prompt
         self._temperature = temperature
-        self._padding = padding.largest
+        self._padding = padding
 
     def __call__(self, params: Params, ticket: Ticket, version: int) -> SampledGroup:
         """Return the group of a ticket with given responses.
@@ -136,14 +136,19 @@ class GivenScorer:
         Args:
             params: the policy's weights in the decoder's layout.
         """
-        shape = (1, self._num_samples, self._padding.response_buckets[0])
-        tokens = np.full(shape, self._padding.pad_id, np.int32)
-        lengths = np.zeros(shape[:2], np.int32)
+        t, pad_id = self._padding.response_buckets[-1], self._padding.pad_id
+        responses = np.full((self._num_samples, t), pad_id, np.int32)
+        lengths = np.zeros((1, self._num_samples), np.int32)
         for j, response in enumerate(ticket.responses):
             lengths[0, j] = len(response)
-            tokens[0, j, : len(response)] = response
-        rows = self._padding.rows([ticket.prompt.tokens], tokens, lengths)
-        logprobs = np.asarray(self._logprobs(params, *rows[:3]))[0]
+            responses[j, : len(response)] = response
+        prompt = ticket.prompt.tokens
+        rows = (
+            left_pad([prompt], self._padding.prompt_buckets[-1], pad_id),
+            responses.reshape(1, -1),
+        )
+        tokens, sizes = np.concatenate(rows, axis=1), np.array([len(prompt)], np.int32)
+        logprobs = np.asarray(self._logprobs(params, tokens, sizes, lengths))[0]
         end = (None, "eos", version, version, self._temperature)
         episodes = [
             Episode(0, j, y, logprobs[j, : len(y)].copy(), *end)

@@ -28,8 +28,6 @@ def test_success_counts_distinct_attacks_above_one_half():
     assert out["success_rate"] == 3 / 6
     assert out["distinct_success_share"] == 2 / 6
     assert out["toxicity_mean"] == pytest.approx((0.9 + 0.6 + 0.51 + 0.5) / 6)
-    # Pairs of aaaa, aaaa, bbbb: one equal, two wholly different.
-    assert out["success_edit_diversity"] == pytest.approx(2 / 3)
     assert out["distinct_2"] == pytest.approx(5 / 18)
     assert "cosine_diversity" not in out
 

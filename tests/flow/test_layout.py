@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba_jax.flow.bin_packing import place
-from tba_jax.flow.layout import RowLayout, Shape, most_rows, row_buckets
+from tba_jax.flow.layout import RowLayout, most_rows, row_buckets
 from tba_jax.flow.padding import Padding, bucket_length, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 
@@ -183,10 +183,11 @@ def test_a_row_of_a_prompt_and_its_responses():
         [0, 0, 1, 2, 4, 0, 0, 0, 5, 6, 7, 0],
     ]
     assert batch.response_lengths.tolist() == [[2, 1], [1, 3]]
-    # Widths 4, 2 and 1 for two prompts; of four responses one and two are distinct.
+    # Two rows for two prompts, of four responses each, of which one and two are distinct.
     layout = layout_of(repeated_draws(), shares_prompts=True)
-    assert layout.shapes == (Shape(4, 0, (2,)), Shape(2, 0, (2,)), Shape(1, 0, (2,)))
-    assert layout.batch(repeated_draws(), 0).response_lengths.tolist() == [[2, 0], [1, 3]]
+    assert (layout.responses, layout.at_once, layout.buckets) == (4, 0, (2,))
+    lengths = layout.batch(repeated_draws(), 0).response_lengths.tolist()
+    assert lengths == [[2, 0, 0, 0], [1, 3, 0, 0]]
 
 
 def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
@@ -195,19 +196,14 @@ def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
     # Over two devices: two responses each, so that a group of three has two rows.
     options = {"shares_prompts": True, "micro_batch_rows": 4, "row_multiple": 2, "is_whole": True}
     layout = layout_of(draws, **options)
-    assert layout.shapes == (Shape(2, 2, (4,)), Shape(1, 4, (8,)))
+    assert (layout.responses, layout.at_once, layout.buckets) == (2, 2, (4,))
     batch = layout.batch(draws, 0)
     # Row q of micro-batch b is row 2 q + b.
     assert batch.response_lengths.tolist() == [[1, 2], [1, 2], [3, 0], [3, 0]]
     assert_connected(batch, draws)
     # No row of three on each device: none is whole where less than a group is worked on at a time.
     parts = dataclasses.replace(layout, micro_batch_rows=2, is_whole=False)
-    assert parts.shapes == (Shape(1, 2, (6,)),)
-    # Six rows of two responses do not hold the eight rows of a group; rows of one and three do.
-    shared = dataclasses.replace(
-        layout, num_prompts=32, group_size=16, row_multiple=6, micro_batch_rows=18
-    )
-    assert [x.responses for x in shared.shapes] == [3, 1]
+    assert (parts.responses, parts.at_once, parts.buckets) == (1, 2, (6,))
 
 
 def test_rows_that_lack_the_reference_are_listed_in_a_few_sizes():
@@ -258,10 +254,10 @@ def test_numbers_of_rows():
     assert row_buckets(256, 8, 4) == (32, 64, 128, 256)
     assert row_buckets(28, 8, 4) == (8, 16, 32)
     layout = RowLayout(7, 20, Padding((4,), (4,), 0), row_length=8)
-    assert layout.shapes == (Shape(1, 0, (5, 9, 18, 35, 70, 140)),)
+    assert layout.buckets == (5, 9, 18, 35, 70, 140)
     # In micro-batches one number, where each of them leaves four rows that hold no group of 20.
     cut = RowLayout(7, 20, Padding((4,), (4,), 0), micro_batch_rows=24, is_whole=True)
-    assert cut.shapes == (Shape(1, 24, (7 * 24,)),)
+    assert (cut.at_once, cut.buckets) == (24, (7 * 24,))
     # Packed rows that all fit one micro-batch are no more than they need to be.
     draws, options = repeated_draws() * 2, {"row_length": 8, "is_whole": True}
     sizes = [len(lay_out(draws, micro_batch_rows=n, **options).tokens) for n in (16, 12, 4)]
@@ -300,7 +296,7 @@ def test_a_group_that_does_not_fit_is_whole_in_the_next_micro_batch():
 def test_nothing_is_cut_or_overlaps_and_the_bound_holds(shares):
     rng = np.random.default_rng(1)
     for _ in range(200):
-        p, k, length = rng.integers(1, 9), int(rng.integers(1, 7)), int(rng.integers(6, 30))
+        p, k, length = int(rng.integers(1, 9)), int(rng.integers(1, 7)), int(rng.integers(6, 30))
         m, whole = int(rng.integers(k, 4 * k + 1)), bool(rng.integers(2))
         prompts = rng.integers(1, length - 2, p).tolist()
         own = [rng.integers(1, length - x + 1, rng.integers(0, k + 1)).tolist() for x in prompts]

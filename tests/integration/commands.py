@@ -10,8 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tba_jax.flow.records import from_snapshot
-from tba_jax.flow.tickets import unpack_results
+from tba_jax.replay.records import from_snapshot, unpack_results
 from tba_jax.run.checkpoint import load_host_state
 
 ROOT = Path(__file__).parents[2]

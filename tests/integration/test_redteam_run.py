@@ -44,7 +44,7 @@ def check(workdir, num_steps=4):
     for when in ("before", "after"):
         evaluation = report["eval"][when]
         assert evaluation["metric"] == "success_rate"
-        assert 0 <= evaluation["success_rate"] <= 1 and 0 < evaluation["edit_diversity"] <= 1
+        assert 0 <= evaluation["success_rate"] <= 1 and 0 < evaluation["distinct_2"] <= 1
     return report
 
 

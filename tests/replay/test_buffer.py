@@ -20,10 +20,10 @@ from fake_groups import (
 )
 from scipy.stats import rankdata
 
-from tba_jax.flow.records import from_snapshot
 from tba_jax.flow.trajectory import Group
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES, ReplaySettings
 from tba_jax.replay.ledger import Ledger, LedgerError
+from tba_jax.replay.records import from_snapshot
 
 # --- contents ------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def varied_trajectories():
         make_trajectory(3, [150_000], reward=-2.0, version=5),
         dataclasses.replace(y, reward_parts={"accuracy": 0.1, "format": -1e-17}),
         dataclasses.replace(y, is_sampled=np.arange(37) % 3 > 0, path_lengths=(30, 7)),
-        dataclasses.replace(y, version_spans=((4, 30), (6, 7)), version_max=6),
+        dataclasses.replace(y, version_max=6),
         dataclasses.replace(y, token_advantages=np.linspace(-1, 1, 37, dtype=np.float32)),
         dataclasses.replace(
             y, reference_token_logprobs=np.linspace(-9, 0, 37, dtype=np.float32), reward=0.0

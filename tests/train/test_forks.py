@@ -8,9 +8,8 @@ import pytest
 from fake_batches import CONFIG, SCORING, gradient_of, lay_out, make_draws
 from fake_models import random_params
 
-from tba_jax.flow.records import Packer
-from tba_jax.flow.trajectory import spans_of
 from tba_jax.models.logprobs import token_logprobs
+from tba_jax.replay.records import Packer
 
 # Of each episode: its paths, and the tokens that the policy sampled. The second path of (2, 5)
 # begins with three tokens that repeat the first path.
@@ -41,8 +40,6 @@ def forked_draws():
             reference_token_logprobs=np.full(len(marks), -2, np.float32),
             is_sampled=is_sampled,
             path_lengths=lengths,
-            version_max=4,
-            version_spans=((1, 3), (4, len(marks) - 3)),
         )
         draws[i] = draws[i]._replace(trajectories=tuple(rows))
     return draws
@@ -80,7 +77,6 @@ def test_a_forked_episode_comes_back_from_its_bytes():
     again = [Packer(packer.table).unpack(x) for x in packed]
     for y, z in zip(trajectories, again, strict=True):
         assert (y.path_lengths, y.paths) == (z.path_lengths, z.paths)
-        assert y.version_spans == z.version_spans == spans_of(z.token_versions, z.version_max)
         np.testing.assert_array_equal(y.response_tokens, z.response_tokens)
         if y.is_sampled is not None:
             np.testing.assert_array_equal(y.is_sampled, z.is_sampled)

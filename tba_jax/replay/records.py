@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tba_jax.flow.tickets import Report, Result
 from tba_jax.flow.trajectory import FinishReason, Group, Prompt, Trajectory
 
 Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
 # Numbers of a trajectory: prompt ID and reward; oldest and newest version, ticket, row of the
-# shared values, tokens, paths, spans of versions, and a bit for each array.
-_HEAD = struct.Struct("<qd8i")
+# shared values, tokens, paths, and a bit for each array.
+_HEAD = struct.Struct("<qd7i")
 # Arrays of a trajectory, [t] each, with their bits; those that are None are left out.
 _ARRAYS = (
     (1, "response_tokens", np.dtype("<i4")),
@@ -56,23 +57,21 @@ class Packer:
     def pack(self, y: Trajectory) -> bytes:
         """Return the trajectory as bytes.
 
-        In this order: head, reward parts (float64), path lengths and version spans (int32), arrays.
+        In this order: head, reward parts (float64), path lengths (int32), arrays.
         """
-        names, spans = tuple(y.reward_parts), y.version_spans
+        names = tuple(y.reward_parts)
         shared = Shared(y.searcher, y.sampling_temperature, y.finish_reason, names)
         row = self._index.setdefault(shared, len(self.table))
         if row == len(self.table):
             self.table.append(shared)
         arrays = [(bit, getattr(y, name), dtype) for bit, name, dtype in _ARRAYS]
         has = sum(bit for bit, x, _ in arrays if x is not None)
-        numbers = (y.prompt_id, y.reward, y.version_min, y.version_max)
-        counts = (len(y.response_tokens), len(y.path_lengths), len(spans))
+        numbers = (y.prompt_id, y.reward, y.version_min, y.version_max, y.ticket, row)
         return b"".join(
             [
-                _HEAD.pack(*numbers, y.ticket, row, *counts, has),
+                _HEAD.pack(*numbers, len(y.response_tokens), len(y.path_lengths), has),
                 struct.pack(f"<{len(names)}d", *y.reward_parts.values()),
                 struct.pack(f"<{len(y.path_lengths)}i", *y.path_lengths),
-                struct.pack(f"<{2 * len(spans)}i", *itertools.chain.from_iterable(spans)),
                 *(np.asarray(x, dtype).tobytes() for _, x, dtype in arrays if x is not None),
             ]
         )
@@ -80,41 +79,28 @@ class Packer:
     def unpack(self, packed: bytes) -> Trajectory:
         """Return the trajectory that `pack` converted; its arrays are read-only views."""
         prompt_id, reward, *integers = _HEAD.unpack_from(packed)
-        version_min, version_max, ticket, row, count, num_paths, num_spans, has = integers
-        searcher, temperature, finish_reason, part_names = self.table[row]
-        start = _HEAD.size
-        parts, paths, spans = {}, (), ()
-        if part_names:
-            values = struct.unpack_from(f"<{len(part_names)}d", packed, start)
-            parts = dict(zip(part_names, values, strict=True))
-            start += 8 * len(parts)
-        if num_paths or num_spans:
-            values = struct.unpack_from(f"<{num_paths + 2 * num_spans}i", packed, start)
-            paths, ends = values[:num_paths], values[num_paths:]
-            spans = tuple(zip(ends[::2], ends[1::2], strict=True))
-            start += 4 * len(values)
-        arrays: list[Any] = []
-        for bit, _, dtype in _ARRAYS:
-            arrays.append(np.frombuffer(packed, dtype, count, start) if has & bit else None)
+        version_min, version_max, ticket, row, count, num_paths, has = integers
+        shared, start = self.table[row], _HEAD.size
+        parts = struct.unpack_from(f"<{len(shared.part_names)}d", packed, start)
+        start += 8 * len(parts)
+        path_lengths = struct.unpack_from(f"<{num_paths}i", packed, start)
+        start += 4 * num_paths
+        arrays: dict[str, Any] = {}
+        for bit, name, dtype in _ARRAYS:
+            arrays[name] = np.frombuffer(packed, dtype, count, start) if has & bit else None
             start += count * dtype.itemsize if has & bit else 0
-        tokens, behavior, advantages, references, is_sampled = arrays
         return Trajectory(
-            prompt_id,
-            tokens,
-            reward,
-            parts,
-            behavior,
-            version_min,
-            version_max,
-            searcher,
-            ticket,
-            temperature,
-            finish_reason,
-            is_sampled,
-            advantages,
-            paths,
-            spans,
-            references,
+            prompt_id=prompt_id,
+            reward=reward,
+            reward_parts=dict(zip(shared.part_names, parts, strict=True)),
+            version_min=version_min,
+            version_max=version_max,
+            searcher=shared.searcher,
+            ticket=ticket,
+            sampling_temperature=shared.sampling_temperature,
+            finish_reason=shared.finish_reason,
+            path_lengths=path_lengths,
+            **arrays,
         )
 
 
@@ -166,6 +152,22 @@ def unpack_groups(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> 
     return [
         Group(prompt, tuple(packer.unpack(x) for x in own), rejected)
         for prompt, own, rejected in zip(prompts, packed, meta["rejected"], strict=True)
+    ]
+
+
+def pack_results(results: Sequence[Result]) -> Snapshot:
+    """Return results as flat arrays and JSON-compatible metadata, without loss."""
+    arrays, meta = pack_groups([result.group for result in results])
+    return arrays, {**meta, "results": [[r.number, r.version, list(r.report)] for r in results]}
+
+
+def unpack_results(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Result]:
+    """Inverse of `pack_results`."""
+    return [
+        Result(number, version, group, Report(*report))
+        for group, (number, version, report) in zip(
+            unpack_groups(arrays, meta), meta["results"], strict=True
+        )
     ]
 
 

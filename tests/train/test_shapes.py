@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests check annotations with beartype: a wrong shape names the function and the argument."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CHECKED
+from jaxtyping import TypeCheckError
+
+from tba_jax.flow import bin_packing, layout, padding
+from tba_jax.replay import buffer
+from tba_jax.train import groups, heads, losses, ppo, rounding, schedules, vineppo
+
+MODULES = (
+    losses, groups, ppo, vineppo, heads, schedules, rounding, layout, bin_packing, padding, buffer,
+)  # fmt: skip
+GROUPS = groups.of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
+
+WRONG = {
+    "losses.group_mean": lambda: losses.group_mean(jnp.zeros((2, 3, 1))),
+    "losses.summed": lambda: losses.summed(GROUPS, jnp.zeros((2, 3))),
+    "losses.clipped": lambda: losses.clipped(jnp.zeros((2, 3)), jnp.zeros((4, 3)), 0.2, 0.2),
+    "losses.tb": lambda: losses.tb(GROUPS, jnp.ones(2)),
+    "groups.of_sums": lambda: groups.of_sums(
+        jnp.zeros((2, 3)), jnp.zeros((2, 2)), jnp.ones((2, 3))
+    ),
+    "ppo.generalised_advantages": lambda: ppo.generalised_advantages(
+        GROUPS, jnp.zeros((2, 3, 1)), jnp.zeros((3, 3)), 1.0
+    ),
+    "vineppo.vineppo": lambda: vineppo.vineppo(GROUPS._replace(advantages=GROUPS.logp), "0"),
+    "rounding.rounding_key": lambda: rounding.rounding_key(0, 1.5),
+    "bin_packing.place": lambda: bin_packing.place([1, 2], 8),
+    "padding.left_pad": lambda: padding.left_pad([np.zeros(2)], 4.0, 0),
+    "layout.rows_at_once": lambda: layout.rows_at_once(2.5, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_shape_or_type_is_refused_in_tests(name):
+    with pytest.raises(TypeCheckError, match=name.rpartition(".")[2]):
+        WRONG[name]()
+
+
+def test_the_checked_modules_are_those_of_the_hook():
+    assert {module.__name__ for module in MODULES} == set(CHECKED)
+    assert all(
+        type(sys.modules[name].__loader__).__name__ == "_JaxtypingLoader" for name in CHECKED
+    )
