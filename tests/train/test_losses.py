@@ -76,10 +76,10 @@ def loss_of(objective, policy, made):
 
 def groups(policy, made):
     """Each prompt's K responses as rows: lists of their tokens' log-probs, rewards, ages."""
-    for i in range(3):
+    for i in range(len(made.mask)):
 
         def tokens(x, i=i):
-            return [x[i, j][made.mask[i, j]] for j in range(DRAWS.shape[1])]
+            return [x[i, j][made.mask[i, j]] for j in range(made.mask.shape[1])]
 
         yield SimpleNamespace(
             now=tokens(policy),
@@ -305,17 +305,23 @@ def computed():
         return jax.device_get(jax.jit(compute)(jnp.asarray(made.policy)))
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_value_and_gradient_are_those_of_the_formula(name):
-    (loss, gradient), formula, made = computed()[name], FORMULAS[name][1], problem()
-    np.testing.assert_allclose(loss, formula(list(groups(made.policy, made))), rtol=1e-12)
-    step, expected = 1e-5, np.zeros_like(made.policy)
+def differences(formula, made):
+    """Central differences [p k t] of the formula by the policy's log-prob of each token."""
+    step, found = 1e-5, np.zeros_like(made.policy)
     for at in zip(*np.nonzero(made.mask), strict=True):
         moved = [made.policy.copy(), made.policy.copy()]
         moved[0][at] += step
         moved[1][at] -= step
         values = [formula(list(groups(x, made))) for x in moved]
-        expected[at] = (values[0] - values[1]) / (2 * step)
+        found[at] = (values[0] - values[1]) / (2 * step)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_value_and_gradient_are_those_of_the_formula(name):
+    (loss, gradient), formula, made = computed()[name], FORMULAS[name][1], problem()
+    np.testing.assert_allclose(loss, formula(list(groups(made.policy, made))), rtol=1e-12)
+    expected = differences(formula, made)
     largest = np.abs(expected).max()
     assert largest > 1e-3
     # A central difference in float64: its error is of the order of step^2.
