@@ -155,10 +155,10 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
                 "Define it in a file and import it from there. Or give in_process=True to run it "
                 "in this process, without a deadline for a call that hangs"
             )
-        if in_process and (mode := MODES[config.placement]).has_remote_searchers:
+        if in_process and MODES[config.placement].has_remote_searchers:
             raise ConfigError(
-                f"in_process=True: placement={mode.name} grades in other processes. Define the "
-                "reward in a file, import it from there, and leave in_process out"
+                f"in_process=True: placement={config.placement} grades in other processes. Define "
+                "the reward in a file, import it from there, and leave in_process out"
             )
         given = given_names(rewards) if in_process else names
         arguments.append(f"task.reward={','.join(given)}")

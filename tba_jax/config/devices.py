@@ -4,7 +4,7 @@
 import dataclasses
 
 from tba_jax.config.schema import Config
-from tba_jax.devices.placement import MODES, Asked, MeshShape
+from tba_jax.devices.placement import MODES, Asked, MeshShape, check
 
 
 def asked(config: Config) -> Asked:
@@ -42,4 +42,4 @@ def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> No
         num_devices: devices of this process.
         num_hosts: processes of the run.
     """
-    MODES[config.placement].check(asked(config), num_devices, num_hosts)
+    check(config.placement, asked(config), num_devices, num_hosts)

@@ -98,7 +98,7 @@ class Config:
     placement: PlacementName = field(
         "auto",
         "where trainer and searchers run: "
-        + "; ".join(f"{mode.name}: {mode.meaning}" for mode in MODES.values()),
+        + "; ".join(f"{name}: {mode.meaning}" for name, mode in MODES.items()),
         on_resume=True,
     )
     mesh: MeshSettings = MeshSettings()

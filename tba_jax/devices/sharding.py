@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.devices.placement import Asked, MeshShape, arrange
+from tba_jax.devices.placement import Asked, MeshShape, divide
 
 MESH_AXES = ("data", "fsdp", "model")
 """Axes of the trainer's mesh. data: copies of the parameters, rows divided; fsdp: rows and
@@ -125,8 +125,8 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
 def place(
     placement: str, devices: Sequence[Any], asked: Asked, process_index: int = 0
 ) -> Placement:
-    """Return the meshes of trainer and searchers; arguments and errors: `placement.arrange`."""
-    found = arrange(placement, devices, asked, process_index)
+    """Return the meshes of trainer and searchers; arguments and errors: `placement.divide`."""
+    found = divide(placement, devices, asked, process_index)
     return Placement(
         trainer_mesh(np.array(found.trainer), found.mesh),
         tuple(Mesh(np.array(group), ("model",)) for group in found.groups),

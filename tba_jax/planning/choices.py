@@ -16,7 +16,7 @@ from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.resolved import dtypes_on
 from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.config import parse_resources
-from tba_jax.devices.placement import MODES, arrange
+from tba_jax.devices.placement import MODES, divide
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import layouts
@@ -138,7 +138,7 @@ def on_devices(
     config = for_platform(config, platform)
     if not config.num_searchers:
         config = _placed(config, model_config, devices, memory_bytes)
-    found = arrange(config.placement, devices, asked(config))
+    found = divide(config.placement, devices, asked(config))
     sizes = layouts.open_sizes(
         config,
         model_config,
@@ -146,7 +146,7 @@ def on_devices(
         devices,
         memory_bytes,
         lambda group: 0.0,
-        found.layout.shares_devices,
+        found.shares_devices,
     )
     left = open_settings(config)
     about = f"estimated for devices of {memory_bytes / 2**30:.1f} GiB"

@@ -32,7 +32,6 @@ from tba_jax.config.schema import (
     plain,
     replace,
 )
-from tba_jax.devices.placement import WHOLE_HOSTS
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.hf import config_json
@@ -93,7 +92,7 @@ def describe(
     """Return placement, resident memory and programs of a run."""
     judges = functools.partial(_judge_bytes, config, request["judges"])
     given = config = choices.for_platform(config, platform_of(devices[0]))
-    if request["chooses"] and config.placement != WHOLE_HOSTS.name:
+    if request["chooses"] and config.placement != "whole_hosts":
         if _ROWS not in request["fixed"]:
             config = replace(config, {_ROWS: 0})
         config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes, judges)

@@ -19,11 +19,12 @@ from tba_jax.devices.placement import (
     POD_LAYOUTS,
     MeshShape,
     PlacementError,
-    arrange,
-    hosts_of,
+    divide,
+    on_hosts,
 )
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
+from tba_jax.devices.slices import hosts_of
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates, fitting
 from tba_jax.run.shared import place_run
@@ -51,8 +52,9 @@ def trainer_options(devices: Sequence[Any]) -> list[int]:
     """Return the possible numbers of trainer devices, equal on every host, that leave searchers."""
     if len(hosts_of(devices)) == 1:
         return list(range(1, len(devices)))
-    layouts = [x for x in POD_LAYOUTS if not x.shares_devices]
-    return [n for n in range(1, len(devices)) if any(x.accepts(devices, n) for x in layouts)]
+    # With fewer devices than all of them the trainer shares none.
+    sizes = range(1, len(devices))
+    return [n for n in sizes if any(on_hosts(x, devices, n) for x in POD_LAYOUTS)]
 
 
 def place(config: Config, devices: Sequence[Any]) -> Choice:
@@ -77,9 +79,9 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
         )
     # libtpu 0.0.52 refuses groups that hold the first chip of a slice, so plan for the last group.
     chosen = searching[-1]
-    layout = arrange(config.placement, devices, asked(config)).layout
+    found = divide(config.placement, devices, asked(config))
     groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
-    return Choice(layout.name, chosen, len(groups), layout.shares_devices, {})
+    return Choice(found.layout, chosen, len(groups), found.shares_devices, {})
 
 
 def choose(

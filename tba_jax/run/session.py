@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError, peer_errors
-from tba_jax.devices.placement import MODES, arrange
+from tba_jax.devices.placement import MODES, divide
 from tba_jax.devices.slices import hosts_of
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import RunEnded, Unreachable
@@ -131,7 +131,7 @@ def roles_of(config: Config, devices: Sequence[Any]) -> Roles:
         PlacementError: the devices cannot be divided as the placement says.
     """
     hosts = hosts_of(devices)
-    found = {h: arrange(config.placement, devices, asked(config), h) for h in hosts}
+    found = {h: divide(config.placement, devices, asked(config), h) for h in hosts}
     train = tuple(hosts_of(found[hosts[0]].trainer))
     search = {
         h: tuple(range(a.first_searcher, a.first_searcher + len(a.groups)))

@@ -11,12 +11,11 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from tba_jax.devices.placement import (
-    MODES,
     Asked,
     MeshShape,
     PlacementError,
-    arrange,
-    pod_layout,
+    check,
+    divide,
 )
 from tba_jax.devices.sharding import hand_over
 from tba_jax.settings import ConfigError
@@ -52,7 +51,7 @@ def ids(devices):
     ],
 )
 def test_placements_of_one_process(placement, each, groups):
-    got = arrange(placement, chips("cpu", 1, 8), Asked(MeshShape(2), 3, each))
+    got = divide(placement, chips("cpu", 1, 8), Asked(MeshShape(2), 3, each))
     assert ids(got.trainer) == [0, 1]
     assert [ids(group) for group in got.groups] == groups
 
@@ -67,7 +66,7 @@ def test_placements_of_one_process(placement, each, groups):
 )
 def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, each, message):
     with pytest.raises(PlacementError, match=message):
-        arrange(placement, chips("cpu", 1, devices), Asked(MeshShape(trainer), 3, each))
+        divide(placement, chips("cpu", 1, devices), Asked(MeshShape(trainer), 3, each))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,8 @@ def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, ea
 def test_layouts_of_a_pod(kind, hosts, trainer, layout, trains, searches):
     devices = chips(kind, hosts, 4)
     asked = Asked(MeshShape(trainer), num_searchers=2 * hosts)
-    got = arrange("pod", devices[::-1], asked, process_index=1)
-    assert got.layout.name == layout
+    got = divide("pod", devices[::-1], asked, process_index=1)
+    assert got.layout == layout
     assert ids(got.trainer) == trains
     assert [ids(group) for group in got.groups] == searches
 
@@ -119,7 +118,7 @@ def grid(kind, columns, rows):
 def test_on_whole_hosts_some_train_and_the_others_search(devices, trainer, trains, searches):
     asked = Asked(MeshShape(trainer), num_searchers=len(searches))
     hosts = range(len({d.process_index for d in devices}))
-    found = {h: arrange("whole_hosts", devices, asked, process_index=h) for h in hosts}
+    found = {h: divide("whole_hosts", devices, asked, process_index=h) for h in hosts}
     assert sorted({d.process_index for d in found[0].trainer}) == trains
     assert [h for h, a in found.items() if a.groups] == searches
     assert [found[h].first_searcher for h in searches] == list(range(len(searches)))
@@ -131,18 +130,18 @@ def test_on_whole_hosts_some_train_and_the_others_search(devices, trainer, train
 def test_whole_hosts_refuses_a_placement_without_searchers():
     devices = chips("TPU v6 lite", 4, 4)
     with pytest.raises(PlacementError, match=r"whole_hosts|one of \[4, 8, 12\]"):
-        arrange("whole_hosts", devices, Asked(MeshShape(16), 4))
+        divide("whole_hosts", devices, Asked(MeshShape(16), 4))
     with pytest.raises(
         PlacementError,
         match="num_searchers to a multiple of 2",
     ):
-        arrange("whole_hosts", devices, Asked(MeshShape(8), 3))
+        divide("whole_hosts", devices, Asked(MeshShape(8), 3))
     with pytest.raises(ConfigError, match="all 4 devices of some of the 4 hosts"):
-        MODES["whole_hosts"].check(Asked(MeshShape(6), 4), 4, 4)
+        check("whole_hosts", Asked(MeshShape(6), 4), 4, 4)
     with pytest.raises(ConfigError, match="this run has one process"):
-        MODES["whole_hosts"].check(Asked(MeshShape(2), 4), 4, 1)
+        check("whole_hosts", Asked(MeshShape(2), 4), 4, 1)
     with pytest.raises(PlacementError, match="or set --config.placement=whole_hosts"):
-        pod_layout(devices, 8)
+        divide("pod", devices, Asked(MeshShape(8), 4))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_whole_hosts_refuses_a_placement_without_searchers():
 )
 def test_what_libtpu_refuses_is_refused_with_sizes_that_work(kind, hosts, trainer, sizes):
     with pytest.raises(PlacementError, match=f"model={trainer}: no layout .* one of {sizes}"):
-        pod_layout(chips(kind, hosts, 4), trainer)
+        divide("pod", chips(kind, hosts, 4), Asked(MeshShape(trainer), hosts))
 
 
 def mesh(*names, shape, first=0):

@@ -10,7 +10,7 @@ import pytest
 from tba_jax.config.command_line import override
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.rules import validate
-from tba_jax.devices.placement import arrange
+from tba_jax.devices.placement import divide
 
 ROOT = Path(__file__).parents[2]
 HOSTS = 4
@@ -44,7 +44,7 @@ def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
         SimpleNamespace(platform=kind[:3].lower(), device_kind=kind, process_index=i // chips, id=i)
         for i in range(HOSTS * chips)
     ]
-    arrangement = arrange("pod", devices, asked(config), process_index=HOSTS - 1)
-    assert arrangement.layout.name == layout
+    arrangement = divide("pod", devices, asked(config), process_index=HOSTS - 1)
+    assert arrangement.layout == layout
     assert {d.process_index for d in arrangement.trainer} == set(range(HOSTS))
     assert len(arrangement.groups) == config.num_searchers // HOSTS > 0

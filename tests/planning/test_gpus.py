@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.schema import freeze
-from tba_jax.devices.placement import PER_HOST
 from tba_jax.devices.site import any_device
 from tba_jax.models import attention, transformer
 from tba_jax.models.hf import config_json
@@ -94,7 +93,7 @@ def test_packed_rows_have_flash_attention_with_its_gradient(shares):
     [
         ("h100:1", "gsm8k", "realtreetune/rho-1b-sft-GSM8K", "shared", 1),
         ("h100:8", "gsm8k", "realtreetune/rho-1b-sft-GSM8K", "split", 4),
-        ("h100:2x8", "math", "Qwen/Qwen2.5-7B", PER_HOST.name, 8),
+        ("h100:2x8", "math", "Qwen/Qwen2.5-7B", "per_host", 8),
         ("h200:8", "math", "Qwen/Qwen2.5-7B", "split", 4),
     ],
 )
