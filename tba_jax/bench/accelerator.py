@@ -262,7 +262,8 @@ def parity(is_dry: bool) -> Figures:
         ValueError: results differ by more than rounding; the message names them.
     """
     here, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
-    job = {"model_shape": "tiny" if is_dry else "39m", "dtype": "float32", "remat": "layers"}
+    shape = "tiny" if is_dry else "39m"
+    job: dict[str, Any] = {"model_shape": shape, "dtype": "float32", "remat": "layers"}
     job |= {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 32}
     job |= {"micro_batch_rows": 4, "seed": 0, "side": "tba_jax"}
     wanted = train_step.first_update(job, cpu)
@@ -270,7 +271,7 @@ def parity(is_dry: bool) -> Figures:
     for dtype in ("bfloat16",) if is_dry else _TOLERANCE:
         for name, value in train_step.first_update({**job, "dtype": dtype}, here).items():
             found[f"{name}.{dtype}"] = abs(value - wanted[name]) / abs(wanted[name])
-    found["decoding.float32"] = _decoding_error(SHAPES[job["model_shape"]], here, cpu)
+    found["decoding.float32"] = _decoding_error(SHAPES[shape], here, cpu)
     far = [n for n, x in found.items() if not x <= _TOLERANCE[n.rsplit(".", 1)[1]]]
     if far:
         raise ValueError(f"{', '.join(far)} differ from CPU: {json.dumps(found)}")

@@ -46,14 +46,16 @@ class Tokenizer:
         self.bos_id: int | None = files.bos_id if bos is None else bos
         first = self._library.encode("a").ids[:1]
         self.adds_bos: bool = self.bos_id is not None and first == [self.bos_id]
-        declared = dict.fromkeys([*([] if eos is None else [eos]), *files.end_ids])
-        self.eos_ids: tuple[int, ...] = tuple(filter(self._has_row, declared))
+        own: list[int] = [] if eos is None else [eos]
+        declared = list(dict.fromkeys([*own, *files.end_ids]))
+        self.eos_ids: tuple[int, ...] = tuple(i for i in declared if self._has_row(i))
         if self.adds_bos and not self._has_row(self.bos_id):
             raise self._no_row("beginning-of-sequence token", self.bos_id)
         if declared and not self.eos_ids:
             raise self._no_row("end-of-sequence token", max(declared))
         # A pad token without a row would index beyond the embedding.
-        self.pad_id: int = pad if self._has_row(pad) else (self.eos_ids or (0,))[0]
+        has_pad = pad is not None and self._has_row(pad)
+        self.pad_id: int = pad if has_pad else (self.eos_ids or (0,))[0]
 
     @classmethod
     def load(cls, path_or_hub_id: str | os.PathLike[str]) -> "Tokenizer":

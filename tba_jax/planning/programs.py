@@ -27,6 +27,7 @@ from tba_jax.flow.layout import Batch
 from tba_jax.flow.padding import padded_lengths
 from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
+from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.planning import roofline
 from tba_jax.planning.estimates import (
@@ -45,11 +46,11 @@ FROZEN = "frozen parameters"
 _KEPT = "caches of waiting conversations"
 
 
-class Ids(NamedTuple):
+class Ids(Tokenizer):
     """Fields of a tokenizer that a plan needs; the values of the IDs change no shape."""
 
-    eos_ids: tuple[int, ...] = (0,)
-    pad_id: int = 0
+    def __init__(self) -> None:
+        self.eos_ids, self.pad_id = (0,), 0
 
     def decode(self, ids: Any, skip_special: bool = True) -> str:
         """Return an empty string, because a plan has no tokens to decode."""

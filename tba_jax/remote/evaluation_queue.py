@@ -98,7 +98,9 @@ class EvaluationQueue:
         """Let another searcher work on the shard of this one."""
         with self._lock:
             ticket = self._taken.pop(searcher, None)
-            for each in self._requested if ticket is not None else ():
+            if ticket is None:
+                return
+            for each in self._requested:
                 if each.version == ticket.version and ticket.first in each.missing:
                     each.left.appendleft(ticket)
                     return

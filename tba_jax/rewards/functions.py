@@ -262,7 +262,7 @@ async def score_chunk(
 
     try:
         loaded, accepted = _load(function), _load(function).accepted
-        offered = {"prompts": prompts, "completions": completions, **keywords}
+        offered: dict[str, Any] = {"prompts": prompts, "completions": completions, **keywords}
         offered = {k: v for k, v in offered.items() if accepted is None or k in accepted}
         if accepted is not None and "log_metric" in accepted:
             offered["log_metric"] = log_metric

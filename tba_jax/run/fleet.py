@@ -316,6 +316,7 @@ class _Fleet:
         self._is_interrupted = False
         self._num_trainers = 0
         bundle = parse_resources(config.fleet.trainer)
+        assert bundle is not None, "the rules of fleet.trainer refuse an empty text"
         self._group = placement_group([bundle] * config.fleet.trainer_hosts, strategy="SPREAD")
         self._reminded_at = time.monotonic()
         self._members: list[Any] = []  # empty until the placement group is ready

@@ -148,7 +148,7 @@ def figure(study: Study, rows: Sequence[Row]) -> bytes:
             x = (
                 (max(ends.target_kl.max(), 1e-6), 0)
                 if study.is_of_target
-                else interval(ends.success)
+                else interval(np.asarray(ends.success))
             )
             dots.append((*x, lines.index(line) + 0.16 * (i - 1)))
         x, half, y = zip(*dots, strict=True)

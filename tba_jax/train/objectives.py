@@ -196,20 +196,17 @@ def _of_user(name: str, what: str, call: Callable[[], Any]) -> Any:
 def _checked(name: str, found: Any) -> Callable[..., Any]:
     """Return a user's loss function; refuse what cannot be called as one."""
     own, wanted = name.rpartition(":")[2], "def NAME(groups, beta, *, SETTING=DEFAULT)"
-    why = ""
-    if not inspect.isfunction(found):
-        why = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
-    else:
+    why = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
+    if inspect.isfunction(found):
         try:
             inspect.signature(found).bind(None, None)
+            return found
         except TypeError as error:
             why = f"{own} is called with (groups, beta), and {error}"
-    if why:
-        raise ConfigError(
-            f"objective.name={name}: {why}; wanted a function, {wanted}. docs/objectives.md has "
-            "an example"
-        )
-    return found
+    raise ConfigError(
+        f"objective.name={name}: {why}; wanted a function, {wanted}. docs/objectives.md has an "
+        "example"
+    )
 
 
 def own_settings(name: str) -> tuple[Setting, ...]:
