@@ -2,6 +2,6 @@
 """`python -m tba_jax.main`: see `tba_jax.commands.train`."""
 
 if __name__ == "__main__":
-    from tba_jax.commands.train import cli, leave
+    from tba_jax.commands.entry_point import run
 
-    leave(cli())
+    run("main")

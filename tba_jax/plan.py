@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tba_jax.plan`: see `tba_jax.planning.command`."""
 
-import sys
-
 if __name__ == "__main__":
-    from tba_jax.commands.entry_point import run_command
-    from tba_jax.planning.command import main
+    from tba_jax.commands.entry_point import run
 
-    sys.exit(run_command(main))
+    run("plan")

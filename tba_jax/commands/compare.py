@@ -2,14 +2,12 @@
 """Command: one page that compares runs, finished or in progress."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tba_jax.report.comparison import render_comparison, summary
 from tba_jax.report.files import load_run
 from tba_jax.report.groups import common_folder, group_runs
-from tba_jax.run.errors import UserError
 from tba_jax.run.object_store import run_folder
 from tba_jax.storage.whole_files import write_whole
 
@@ -32,16 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     fields = [field for field in arguments.group.split(",") if field]
-    try:
-        folders = [run_folder(folder, "WORKDIR") for folder in dict.fromkeys(arguments.workdir)]
-        runs = [load_run(folder) for folder in folders]
-        grouped = group_runs(runs, fields)
-        page = arguments.out or common_folder(runs) / "compare.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(page, render_comparison(grouped).encode())
-    except (ValueError, UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    folders = [run_folder(folder, "WORKDIR") for folder in dict.fromkeys(arguments.workdir)]
+    runs = [load_run(folder) for folder in folders]
+    grouped = group_runs(runs, fields)
+    page = arguments.out or common_folder(runs) / "compare.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(page, render_comparison(grouped).encode())
     for group in grouped:
         print(summary(group))
     print(page)

@@ -2,18 +2,21 @@
 """Entry point of every command: failures become one line on standard error and an exit code."""
 
 import ctypes
+import importlib
 import logging
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from absl import logging as absl_logging
 
 from tba_jax.devices.platform import prepare_process
 from tba_jax.run.errors import tell
 
+_ELSEWHERE = {"plan": "tba_jax.planning.command"}  # modules outside tba_jax.commands
 _PR_SET_PDEATHSIG = 1  # value in <linux/prctl.h>
 
 
@@ -21,6 +24,20 @@ def end_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command of the package by its name, and exit with its code.
+
+    Args:
+        argv: arguments of the command; None: those of this process.
+    """
+    if name == "main":
+        from tba_jax.commands.train import cli, leave
+
+        leave(cli(argv if argv is None else [sys.argv[0], *argv]))
+    module = _ELSEWHERE.get(name, f"tba_jax.commands.{name}")
+    sys.exit(run_command(lambda: importlib.import_module(module).main(argv)))
 
 
 def run_command(main: Callable[[], int]) -> int:

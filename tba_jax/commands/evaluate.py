@@ -145,35 +145,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.commands.saved import load_policy, load_run_config
     from tba_jax.devices.program_cache import open_cache
-    from tba_jax.run.errors import CheckpointError, UserError
     from tba_jax.run.object_store import run_folder
-    from tba_jax.weights.publication import PublicationError
 
-    try:
-        if args.published and not args.workdir:
-            raise ValueError("--published needs a run. Add --workdir=DIR")
-        if args.workdir and (args.config or args.model):
-            raise ValueError(
-                "--workdir already has a config and a model. Leave out --config and --model, or "
-                "--workdir"
-            )
-        if args.workdir:
-            workdir = str(run_folder(args.workdir, "--workdir"))
-            config = override(load_run_config(workdir), overrides)
-            validate(config)
-            open_cache()
-            step, model_config, params, _, folder = load_policy(workdir, args.published, _note)
-            what = f"{args.workdir} at step {step}"
-        elif args.config:
-            config, what, model_config, params, folder = _open_model(
-                args.config, args.model, overrides
-            )
-        else:
-            raise ValueError("no model given. Add --workdir=DIR, or --config=PRESET with --model")
-        result = evaluate(config, model_config, params, folder)
-    except (ValueError, OSError, CheckpointError, PublicationError, UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.published and not args.workdir:
+        raise ValueError("--published needs a run. Add --workdir=DIR")
+    if args.workdir and (args.config or args.model):
+        raise ValueError(
+            "--workdir already has a config and a model. Leave out --config and --model, or "
+            "--workdir"
+        )
+    if args.workdir:
+        workdir = str(run_folder(args.workdir, "--workdir"))
+        config = override(load_run_config(workdir), overrides)
+        validate(config)
+        open_cache()
+        step, model_config, params, _, folder = load_policy(workdir, args.published, _note)
+        what = f"{args.workdir} at step {step}"
+    elif args.config:
+        config, what, model_config, params, folder = _open_model(args.config, args.model, overrides)
+    else:
+        raise ValueError("no model given. Add --workdir=DIR, or --config=PRESET with --model")
+    result = evaluate(config, model_config, params, folder)
     if args.json:
         print(json.dumps({"model": what, **result}))
     else:
@@ -185,7 +177,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             + f", {result['response_length_mean']:.1f} tokens per response"
         )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -37,25 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.commands.saved import load_policy
     from tba_jax.models.hf import hf_weights
     from tba_jax.report.files import load_run
-    from tba_jax.run.errors import CheckpointError, UserError
     from tba_jax.run.object_store import run_folder
-    from tba_jax.weights.publication import PublicationError
 
-    try:
-        out = local_folder(args.out, "--out")
-        if out.exists() and any(out.iterdir()):
-            raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
-        workdir = str(run_folder(args.workdir, "--workdir"))
-        step, model_config, params, hf_config, source = load_policy(workdir, args.published, _note)
-        hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)
-        card = model_card(load_run(workdir), step, str(out))
-        (out / "README.md").write_text(card, encoding="utf-8")
-    except (ValueError, OSError, CheckpointError, PublicationError, UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    out = local_folder(args.out, "--out")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
+    workdir = str(run_folder(args.workdir, "--workdir"))
+    step, model_config, params, hf_config, source = load_policy(workdir, args.published, _note)
+    hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)
+    card = model_card(load_run(workdir), step, str(out))
+    (out / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote the policy at step {step} of {args.workdir} to {out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

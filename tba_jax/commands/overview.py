@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tba_jax`: the list of commands."""
+"""`python -m tba_jax`: the list of commands, or one of them."""
+
+import difflib
+from collections.abc import Sequence
+
+from tba_jax.commands.entry_point import run, run_command
+from tba_jax.run.errors import UserError
 
 COMMANDS = {
     "main": "train: --config=PRESET, or continue the run in --workdir",
@@ -16,10 +22,24 @@ COMMANDS = {
 }
 
 
-def main() -> int:
-    """Print the commands; return the exit code."""
-    print("usage: python -m tba_jax.COMMAND --help\n")
-    for name, meaning in COMMANDS.items():
-        print(f"  {name:17} {meaning}")
-    print("\nFor example: python -m tba_jax.main --config=math")
+def main(argv: Sequence[str]) -> int:
+    """Run the command that the first argument names; without one, print the commands."""
+    name, *others = argv or ["--help"]
+    if name in COMMANDS:
+        run(name, others)
+    return run_command(lambda: _print_commands(name))
+
+
+def _print_commands(name: str) -> int:
+    if name not in ("--help", "-h"):
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        raise UserError(
+            f"there is no command {name!r}"
+            + (f"; did you mean {near[0]}?" if near else "")
+            + " `python -m tba_jax` lists the commands"
+        )
+    print("usage: python -m tba_jax COMMAND --help\n")
+    for command, meaning in COMMANDS.items():
+        print(f"  {command:17} {meaning}")
+    print("\nFor example: python -m tba_jax main --config=math")
     return 0

@@ -3,7 +3,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from tba_jax.commands.entry_point import end_with_parent
@@ -44,15 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.with_parent:
         end_with_parent()
         os.nice(19)  # the lowest priority, so that a run on this machine is not slowed
-    try:
-        folder = run_folder(arguments.workdir, "WORKDIR")
-        check_for_report(folder)
-        run = load_run(folder)
-        _check_metrics(run)
-        page = write_report(run)
-    except (ValueError, UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    folder = run_folder(arguments.workdir, "WORKDIR")
+    check_for_report(folder)
+    run = load_run(folder)
+    _check_metrics(run)
+    page = write_report(run)
     print(headline(run))
     print(page)
     return 0

@@ -12,7 +12,6 @@ import argparse
 import ipaddress
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,14 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="maximum number of concurrent requests; further requests are refused",
     )
     args = parser.parse_args(argv)
-    try:
-        return _serve(args)
-    except (ValueError, OSError) as error:
-        print(f"serve: {error}", file=sys.stderr)
-        return 1
-
-
-def _serve(args: argparse.Namespace) -> int:
     _check(args)
     # Imported here, so that --help and wrong flags answer at once.
     from tba_jax.remote.http_server import bind
@@ -181,7 +172,3 @@ def _load(args: argparse.Namespace, dtype: Any) -> tuple[str, Any, Any, str, int
     found = models.describe(args.model)
     params = found.load_params(param_dtype=dtype)
     return args.model, found.config, params, str(found.folder), 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,6 @@ Invariant: the same seed and file give the same model.
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -292,38 +291,30 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        positive = ("num_steps", "batch_size", "learning_rate", "eval_period")
-        wrong = [name for name in positive if getattr(args, name) <= 0]
-        if wrong:
-            raise ValueError(f"--{wrong[0]}={getattr(args, wrong[0])}; wanted a positive number")
-        out = local_folder(args.out, "--out")
-        if out.exists() and any(out.iterdir()):
-            raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
-        source = models.describe(args.model)
-        examples, held_out = _examples(args, source.load_tokenizer())
-        longest = max(len(x.prompt) + len(x.response) for x in [*examples, *held_out])
-        most = args.packed_length or source.config.max_positions
-        if longest > most:
-            what = "--packed_length has" if args.packed_length else f"{args.model} was made for"
-            raise ValueError(
-                f"{args.data}: prompt and response take up to {longest} tokens, and {what} {most}. "
-                "Shorten them"
-            )
-        tuned = fine_tune(source, examples, held_out, args)
-        hf_weights.save(
-            Path(out),
-            source.config,
-            tuned.params,
-            source.hf_config,
-            tokenizer_files_from=source.folder,
+    positive = ("num_steps", "batch_size", "learning_rate", "eval_period")
+    wrong = [name for name in positive if getattr(args, name) <= 0]
+    if wrong:
+        raise ValueError(f"--{wrong[0]}={getattr(args, wrong[0])}; wanted a positive number")
+    out = local_folder(args.out, "--out")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
+    source = models.describe(args.model)
+    examples, held_out = _examples(args, source.load_tokenizer())
+    longest = max(len(x.prompt) + len(x.response) for x in [*examples, *held_out])
+    most = args.packed_length or source.config.max_positions
+    if longest > most:
+        what = "--packed_length has" if args.packed_length else f"{args.model} was made for"
+        raise ValueError(
+            f"{args.data}: prompt and response take up to {longest} tokens, and {what} {most}. "
+            "Shorten them"
         )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    tuned = fine_tune(source, examples, held_out, args)
+    hf_weights.save(
+        Path(out),
+        source.config,
+        tuned.params,
+        source.hf_config,
+        tokenizer_files_from=source.folder,
+    )
     print(f"{out}: written")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

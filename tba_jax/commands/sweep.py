@@ -161,18 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--out", default="", help="folder; default runs/sweep-CONFIG")
     options, others = parser.parse_known_args(argv)
-    try:
-        if min(options.seeds - 1, options.first_seed) < 0:
-            raise ConfigError("--seeds must be at least 1, and --first_seed at least 0")
-        name = re.sub(r"\W+", "-", Path(options.config).name)
-        out = local_folder(options.out or f"runs/sweep-{name}", "--out").resolve()
-        seeds = range(options.first_seed, options.first_seed + options.seeds)
-        common = [f"--config={options.config}", *others]
-        found = points(common, parse_grid(options.grid), seeds)
-        out.mkdir(parents=True, exist_ok=True)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if min(options.seeds - 1, options.first_seed) < 0:
+        raise ConfigError("--seeds must be at least 1, and --first_seed at least 0")
+    name = re.sub(r"\W+", "-", Path(options.config).name)
+    out = local_folder(options.out or f"runs/sweep-{name}", "--out").resolve()
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    common = [f"--config={options.config}", *others]
+    found = points(common, parse_grid(options.grid), seeds)
+    out.mkdir(parents=True, exist_ok=True)
     failed = 0
     runs: dict[Point, tuple[int, Path]] = {}
     for point, config in found.items():

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tba_jax.report`: see `tba_jax.commands.report`."""
 
-import sys
-
-from tba_jax.commands.entry_point import run_command
-from tba_jax.commands.report import main
-
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    from tba_jax.commands.entry_point import run
+
+    run("report")

@@ -11,6 +11,7 @@ in a process of its own.
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import random
@@ -25,6 +26,7 @@ import numpy as np
 from etils import epath
 
 from tba_jax.commands import export, report
+from tba_jax.commands.entry_point import run_command
 from tba_jax.config.schema import make_config
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.run.checkpoint import Checkpoints
@@ -140,10 +142,12 @@ def one(folder: Path, draws: random.Random, real: bool = False) -> Counter[str]:
     for name in ("train", "resume", "export", "report", "fleet"):
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             if name == "export":
-                exported = export.main([f"--workdir={workdir}", f"--out={out}"])
+                argv = [f"--workdir={workdir}", f"--out={out}"]
+                exported = run_command(functools.partial(export.main, argv))
                 became = "refused" if exported else "wrote"
             elif name == "report":
-                became = "refused" if report.main([str(workdir)]) else "wrote"
+                code = run_command(functools.partial(report.main, [str(workdir)]))
+                became = "refused" if code else "wrote"
             else:
                 became = train(workdir, FLEET if name == "fleet" else CONFIG, real)
         seen[f"{name} {became}"] += 1

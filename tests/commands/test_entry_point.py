@@ -84,17 +84,19 @@ def test_a_damaged_config_is_one_line_from_every_command(content, tmp_path, caps
         UserError, match=r"config.json is not readable as the config of a run of tba_jax \("
     ):
         saved_config(tmp_path)
-    assert export.main([f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]) == 1
+    argv = [f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]
+    assert run_command(lambda: export.main(argv)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{tmp_path}/config.json is not readable" in line
-    assert report.main([str(tmp_path)]) == 1
+    assert run_command(lambda: report.main([str(tmp_path)])) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{tmp_path}/config.json is not readable" in line
 
 
 def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
     write_json(tmp_path / "config.json", {"config": {"seed": 1, "search.speed": 2}, "run_id": "a"})
-    assert export.main([f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]) == 1
+    argv = [f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]
+    assert run_command(lambda: export.main(argv)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert (
         "was written by another version of tba_jax: this version does not know search.speed" in line

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.commands import generate
+from tba_jax.commands.entry_point import run_command
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / ".." / "shared" / "models" / "stories260k"
@@ -30,11 +31,12 @@ def test_greedy_text_equals_that_of_transformers():
     assert "PyTorch" not in out.stderr
 
 
-def test_a_bad_model_path_is_one_line_and_exit_code_1(capsys, tmp_path):
-    assert generate.main([f"--model={tmp_path / 'nowhere'}", "--prompt=x"]) == 1
+def test_a_bad_model_path_is_one_line_and_exit_code_2(capsys, tmp_path):
+    argv = [f"--model={tmp_path / 'nowhere'}", "--prompt=x"]
+    assert run_command(lambda: generate.main(argv)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("generate: model path ")
+    assert captured.err.startswith("error: model path ")
     assert captured.err.count("\n") == 1
 
 
@@ -48,5 +50,5 @@ def test_stop_strings_and_ids_end_a_response(capsys):
     cut = ["".join(text.partition("9")[:2]) for text in free]
     assert texts("--stop_string=9") == cut != free
     assert texts("--stop_string=x", "--stop_string=9") == cut
-    assert generate.main(["--prompt=7", "--stop_string="]) == 1
-    assert "--stop_string is empty" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--stop_string is empty"):
+        generate.main(["--prompt=7", "--stop_string="])

@@ -11,7 +11,8 @@ import urllib.request
 
 import pytest
 
-from tba_jax.commands.serve import main
+from tba_jax.commands import serve
+from tba_jax.commands.entry_point import run_command
 from tests.integration import commands
 
 MODEL = "embedded:start_model"
@@ -29,9 +30,9 @@ MODEL = "embedded:start_model"
 )
 def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(flags) == 1
+    assert run_command(lambda: serve.main(flags)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("serve: ") and message in line
+    assert line.startswith("error: ") and message in line
 
 
 @pytest.mark.slow

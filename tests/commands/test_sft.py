@@ -10,6 +10,7 @@ import pytest
 from fake_models import load_folder
 
 from tba_jax.commands import sft
+from tba_jax.commands.entry_point import run_command
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import model as models
@@ -52,7 +53,8 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
     )
     texts = tokenizer.batch_decode(decoded.tokens[:, 0])
     assert texts == ["1+1", "-2+7"] and decoded.has_eos.all()
-    assert sft.main(arguments) == 1 and "is not empty" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the folder is not empty. Give a new one"):
+        sft.main(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +146,8 @@ def test_adapters_alone_are_trained_and_merged(examples_file):
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message):
     data = tmp_path / "rows.jsonl"
     data.write_text(text)
-    assert sft.main([f"--model={START_MODEL}", f"--data={data}", f"--out={tmp_path / 'm'}"]) == 1
+    argv = [f"--model={START_MODEL}", f"--data={data}", f"--out={tmp_path / 'm'}"]
+    assert run_command(lambda: sft.main(argv)) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "m").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.commands import evaluate, export, sweep
+from tba_jax.commands.entry_point import run_command
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
@@ -71,7 +72,7 @@ def test_evaluate_takes_overrides(capsys):
     ],
 )
 def test_evaluate_refuses_in_one_line(arguments, message, capsys):
-    assert evaluate.main(arguments) == 1
+    assert run_command(lambda: evaluate.main(arguments)) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and message in err
     assert len(err.splitlines()) == 1
@@ -100,16 +101,16 @@ def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "name", "code"),
+    ("command", "arguments", "name"),
     [
-        (export, ["--workdir=run", f"--out={ADDRESS}"], "--out", 1),
-        (sweep, ["--config=math", f"--out={ADDRESS}"], "--out", 2),
+        (export, ["--workdir=run", f"--out={ADDRESS}"], "--out"),
+        (sweep, ["--config=math", f"--out={ADDRESS}"], "--out"),
     ],
 )
 def test_commands_refuse_an_address_of_what_they_write(
-    command, arguments, name, code, tmp_path, monkeypatch, capsys
+    command, arguments, name, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert command.main(arguments) == code
+    assert run_command(lambda: command.main(arguments)) == 2
     assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -102,8 +102,8 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"| pass@1 | 37.5% | {after['pass_at_1']:.1%} |" in card and "after 8 steps" in card
     capsys.readouterr()
-    assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 1
-    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is not empty"):
+        export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"])
 
 
 def test_the_buffer_of_a_checkpoint_has_the_stored_responses(reference):

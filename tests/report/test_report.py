@@ -6,6 +6,7 @@ import re
 import pytest
 from fake_workdir import fake_workdir
 
+from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.report import main
 from tba_jax.report import build as report
 from tba_jax.report.page import ledger_sentence, render
@@ -161,7 +162,7 @@ def test_a_page_is_not_replaced_by_one_with_fewer_steps(tmp_path, capsys):
     page, metrics = (run / "report.html").read_bytes(), run / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
     capsys.readouterr()
-    assert main([str(run)]) == 1
+    assert run_command(lambda: main([str(run)])) == 2
     line = capsys.readouterr().err
     assert (
         "before step 4 of report.json: lines are missing" in line and "report.html is kept" in line
@@ -173,10 +174,10 @@ def test_command_reports_and_refuses(tmp_path, capsys):
     fake_workdir(tmp_path / "run", num_steps=4)
     assert main([str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "run" / "report.html")
-    assert main([str(tmp_path / "nothing")]) == 1
+    assert run_command(lambda: main([str(tmp_path / "nothing")])) == 2
     assert "wanted the work directory of a run" in capsys.readouterr().err
     (tmp_path / "run" / "report.json").write_text("{")
-    assert main([str(tmp_path / "run")]) == 1
+    assert run_command(lambda: main([str(tmp_path / "run")])) == 2
     assert "report.json is damaged (Expecting" in capsys.readouterr().err
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tba_jax.commands import report
+from tba_jax.commands.entry_point import run_command
 from tba_jax.config.schema import make_config
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
@@ -110,6 +111,6 @@ def test_a_report_is_not_written_over_files_of_another_program(tmp_path, capsys)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "report.html").write_text("theirs")
     before = tree(tmp_path)
-    assert report.main([str(tmp_path)]) == 1
+    assert run_command(lambda: report.main([str(tmp_path)])) == 2
     assert "has neither config.json nor report.json" in capsys.readouterr().err
     assert tree(tmp_path) == before
