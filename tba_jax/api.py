@@ -6,14 +6,10 @@ raised, and a process may call them several times. Importing this module does no
 a config does, because the objective checks its own settings. No absl flag stays defined.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import importlib
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +33,6 @@ if TYPE_CHECKING:
 
 # Time for a searcher that is in the middle of a round at the last step.
 _LAST_ROUND_S = 60.0
-_CURVES_S = 15.0  # least pause between two drawings in a notebook
-_REST = 50.0  # pause after a drawing, in multiples of its duration
 
 
 def load_config(name: str, /, **overrides: Any) -> Config:
@@ -107,7 +101,7 @@ def run_training(
             f"callbacks: config.placement={config.placement} trains in another process. Read "
             "metrics.jsonl instead, or set another placement"
         )
-    config, curves = _with_given(config, reward, objective, in_process), Curves(workdir)
+    config = _with_given(config, reward, objective, in_process)
     validate(config)
     from tba_jax.planning.choices import choose, lines
     from tba_jax.run.workdir import begun_config
@@ -123,7 +117,7 @@ def run_training(
     if threading.current_thread() is threading.main_thread():
         interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
     try:
-        with surviving_closed_outputs(), curves:
+        with surviving_closed_outputs():
             stopped = interruption or (lambda: False)
             outcome = train(config, workdir, interrupted=stopped, callbacks=callbacks)
     finally:
@@ -166,42 +160,6 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
         (name,) = given_names([objective])
         arguments.append(f"objective.name={name}")
     return override(config, [f"--config.{x}" for x in arguments]) if arguments else config
-
-
-class Curves:
-    """Reward and headline metric of a run, shown in a notebook and redrawn during training.
-
-    Outside a notebook this class does nothing.
-    """
-
-    def __init__(self, workdir: str | os.PathLike[str]) -> None:
-        self._workdir, self._over = Path(workdir), threading.Event()
-        self._shell: Any = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-
-    def __enter__(self) -> None:
-        if getattr(self._shell, "kernel", None) is None:
-            return
-        display = importlib.import_module("IPython.display").display
-        self._handle = display("The curves appear after a few steps.", display_id=True)
-        self._thread = threading.Thread(target=self._follow, name="curves", daemon=True)
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if getattr(self._shell, "kernel", None) is not None:
-            self._thread.join()
-
-    def _follow(self) -> None:
-        pause_s = _CURVES_S
-        while True:
-            is_over = self._over.wait(pause_s)
-            began_s = time.monotonic()
-            with contextlib.suppress(ValueError, OSError):  # the files cannot be read yet
-                run = SavedRun(files.load_run(self._workdir))
-                self._handle.update(run.plot("reward", dpi=70))
-            if is_over:
-                return
-            pause_s = max(_CURVES_S, _REST * (time.monotonic() - began_s))
 
 
 def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":

@@ -7,7 +7,10 @@ Local paths are shortened to their last part, because the card is read on other 
 import json
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from tba_jax.config.presets import load, names
 from tba_jax.config.schema import defaults, flatten
@@ -16,7 +19,6 @@ from tba_jax.report.words import format_duration, format_metric, metric_label
 
 _OBJECTIVES = {"tb": "Trajectory Balance", "rloo": "RLOO", "online_dpo": "online DPO"}
 _ALWAYS = ("objective.name", "objective.beta", "objective.group_size", "optimizer.learning_rate")
-_PAPER = "https://arxiv.org/abs/2503.18929"
 
 
 def hub_id(model_path: str) -> str:
@@ -52,94 +54,51 @@ def model_card(run: Run, step: int, name: str) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    config = run.config
+    config, report = run.config, run.report
     source = str(config["model.path"]) or "embedded:start_model"
     base = hub_id(source)
     objective = _OBJECTIVES.get(config["objective.name"], str(config["objective.name"]))
-    front = ModelCardData(
+    header = ModelCardData(
         base_model=base or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["tba_jax", "reinforcement-learning", objective.lower().replace(" ", "-")],
     )
     default = defaults(config["objective.name"])
-    settings = "\n".join(
-        f"| `{field}` | {_text(value)} |"
-        for field, value in sorted(config.items())
-        if field in _ALWAYS or (field.startswith("objective.") and value != default.get(field))
+    evaluation = report.get("eval", {})
+    ends = [x for x in (evaluation.get("before"), evaluation.get("after")) if x]
+    if len(ends) < 2:
+        ends = []
+    shown = dict.fromkeys(
+        (ends[0]["metric"], "reward_mean", "response_length_mean") if ends else ()
     )
-    group, prompts = config["objective.group_size"], config["batch.num_prompts"]
-    data = str(config["task.data_path"])
-    licence = (
-        f"The licence of [{base}](https://huggingface.co/{base}) also holds for these weights"
-        if base
-        else "These weights have the licence of the start model"
+    template = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    return jinja2.Template(template, trim_blocks=True, keep_trailing_newline=True).render(
+        header=header.to_yaml().strip(),
+        title=name.rstrip("/").split("/")[-1],
+        name=name,
+        base=base,
+        source=_text(source),
+        step=step,
+        objective=objective,
+        config=config,
+        data=_text(config["task.data_path"]),
+        after=ends[1] if ends else None,
+        evaluations=[
+            (metric_label(x), [format_metric(x, end[x]) for end in ends])
+            for x in dict.fromkeys(named)
+            if all(end.get(x) is not None for end in ends)
+        ],
+        hardware=report.get("hardware"),
+        wall_time=format_duration(report.get("wall_s", 0.0)),
+        versions=", ".join(f"{k} {v}" for k, v in sorted(run.versions.items())),
+        command=command(config),
+        settings=[
+            (field, _text(value))
+            for field, value in sorted(config.items())
+            if field in _ALWAYS or (field.startswith("objective.") and value != default.get(field))
+        ],
     )
-    return f"""---
-{front.to_yaml().strip()}
----
-
-# {name.rstrip("/").split("/")[-1]}
-
-{f"[{base}](https://huggingface.co/{base})" if base else f"`{_text(source)}`"} after {step} steps of
-off-policy reinforcement learning with the objective **{objective}** on the task
-`{config["task.name"]}`, made with `tba_jax` ([the method]({_PAPER})).
-
-## Evaluation
-
-{_evaluation(run)}
-
-## Training
-
-- Data: task `{config["task.name"]}`{f", `{_text(data)}`" if data else ""}.
-- {step} steps of {prompts} prompts with {group} responses each (driver `{config["driver"]}`, number
-  of searchers: {config["num_searchers"]}).
-{_hardware(run)}- Versions: {", ".join(f"{k} {v}" for k, v in sorted(run.versions.items()))}.
-
-```sh
-{command(config)}
-```
-
-| setting | value |
-|---|---|
-{settings}
-
-## Load
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
-
-## Licence
-
-{licence}. Training added no other terms.
-"""
-
-
-def _evaluation(run: Run) -> str:
-    """Return a table of the first and the last evaluation, or a sentence if there is none."""
-    evaluations = run.report.get("eval", {})
-    before, after = evaluations.get("before"), evaluations.get("after")
-    if before is None or after is None:
-        return "Not evaluated: the run was exported before its end."
-    lines = [f"| | before | step {after['step']} |", "|---|---|---|"]
-    shown = [before["metric"], "reward_mean", "response_length_mean"]
-    for metric in dict.fromkeys(shown):
-        if None not in (before.get(metric), after.get(metric)):
-            values = [format_metric(metric, e[metric]) for e in (before, after)]
-            lines.append(f"| {metric_label(metric)} | {' | '.join(values)} |")
-    temperature = run.config["eval.temperature"]
-    how = f"sampled at temperature {temperature}" if temperature else "greedy"
-    return "\n".join(lines) + f"\n\nOn {after['n']} held-out prompts, {how}."
-
-
-def _hardware(run: Run) -> str:
-    if "hardware" not in run.report:
-        return ""
-    return f"- {format_duration(run.report['wall_s'])} of wall time on {run.report['hardware']}.\n"
 
 
 def _text(value: Any) -> str:
