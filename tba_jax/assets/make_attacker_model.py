@@ -41,11 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--model={START_MODEL}",
                 f"--data={data}",
                 f"--out={args.out}",
-                f"--num_steps={args.num_steps}",
-                f"--seed={args.seed}",
-                "--batch_size=256",
-                "--learning_rate=2e-3",
-                "--warmup_steps=20",
+                f"--config.num_steps={args.num_steps}",
+                f"--config.seed={args.seed}",
+                "--config.batch.num_prompts=256",
+                "--config.optimizer.learning_rate=cosine(2e-3, 0, warmup=20)",
             ]
         )
 

@@ -69,9 +69,7 @@ def model_card(run: Run, step: int, name: str) -> str:
     ends = [x for x in (evaluation.get("before"), evaluation.get("after")) if x]
     if len(ends) < 2:
         ends = []
-    shown = dict.fromkeys(
-        (ends[0]["metric"], "reward_mean", "response_length_mean") if ends else ()
-    )
+    named = [ends[0]["metric"], "reward_mean", "response_length_mean"] if ends else []
     template = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
     return jinja2.Template(template, trim_blocks=True, keep_trailing_newline=True).render(
         header=header.to_yaml().strip(),

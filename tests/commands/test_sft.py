@@ -18,6 +18,7 @@ from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
+from tba_jax.settings import ConfigError
 
 
 def write_rows(path, rows):
@@ -29,8 +30,10 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
     rows = [{"response": "1+1"}, {"prompt": "2", "response": "-2+7"}]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     out = tmp_path / "model"
-    arguments = [f"--model={START_MODEL}", f"--data={data}", f"--out={out}", "--num_steps=60"]
-    assert sft.main([*arguments, "--batch_size=4", "--learning_rate=3e-3"]) == 0
+    arguments = [f"--model={START_MODEL}", f"--data={data}", f"--out={out}"]
+    rate = "--config.optimizer.learning_rate=cosine(3e-3, 0)"
+    sizes = ["--config.num_steps=60", "--config.batch.num_prompts=4"]
+    assert sft.main([*arguments, *sizes, rate]) == 0
     printed = capsys.readouterr().out
     assert "step 60 of 60" in printed
     config, params, _ = load_folder(out)
@@ -67,28 +70,31 @@ def examples_file(tmp_path_factory):
 def tuned(examples_file, *flags):
     """What the command computes in four steps with these flags."""
     arguments = [f"--model={START_MODEL}", f"--data={examples_file}", "--out=unused"]
-    args = sft._parser().parse_args(
-        [*arguments, "--num_steps=4", "--batch_size=8", "--learning_rate=1e-3", *flags]
-    )
+    sizes = ["--config.num_steps=4", "--config.batch.num_prompts=8"]
+    rate = "--config.optimizer.learning_rate=cosine(1e-3, 0)"
+    args, config = sft._arguments([*arguments, *sizes, rate, *flags])
     source = models.describe(str(START_MODEL))
-    return sft.fine_tune(source, *sft._examples(args, source.load_tokenizer()), args)
+    found = sft._examples(args.data, args.eval_share, config.seed, source.load_tokenizer())
+    return sft.fine_tune(source, *found, config)
 
 
 @pytest.fixture(scope="module")
 def plain(examples_file):
-    return tuned(examples_file, "--eval_share=0.3", "--eval_period=2")
+    return tuned(examples_file, "--eval_share=0.3", "--config.eval.period=2")
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--packed_length=40", "--micro_batch_rows=2"],
-        ["--mesh=data=2,fsdp=2", "--micro_batch_rows=4"],
-        pytest.param(["--mesh=model=2", "--packed_length=24"], marks=pytest.mark.slow),
+        ["--config.batch.packed_length=40", "--config.batch.micro_batch_rows=2"],
+        ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.batch.micro_batch_rows=4"],
+        pytest.param(
+            ["--config.mesh.model=2", "--config.batch.packed_length=24"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_layouts_and_meshes_give_the_same_losses(plain, examples_file, flags):
-    found = tuned(examples_file, "--eval_share=0.3", "--eval_period=2", *flags)
+    found = tuned(examples_file, "--eval_share=0.3", "--config.eval.period=2", *flags)
     assert [step for step, _ in plain.eval_losses] == [0, 2, 4]
     # float32 sums in another order; AdamW divides by the root of small second moments.
     np.testing.assert_allclose(found.losses, plain.losses, rtol=1e-4)
@@ -96,11 +102,8 @@ def test_layouts_and_meshes_give_the_same_losses(plain, examples_file, flags):
 
 
 def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, examples_file):
-    args = sft._parser().parse_args(
-        [f"--model={START_MODEL}", f"--data={examples_file}", "--out=x", "--eval_share=0.3"]
-    )
     source = models.describe(str(START_MODEL))
-    _, held_out = sft._examples(args, source.load_tokenizer())
+    _, held_out = sft._examples(str(examples_file), 0.3, 0, source.load_tokenizer())
     assert len(held_out) == 4
     params, total = source.load_params(), 0.0
     for x in held_out:
@@ -122,7 +125,12 @@ def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, e
 
 
 def test_adapters_alone_are_trained_and_merged(examples_file):
-    found = tuned(examples_file, "--lora_rank=4", "--lora_modules=q,v", "--dtype=bfloat16")
+    found = tuned(
+        examples_file,
+        "--config.lora.rank=4",
+        "--config.lora.modules=('q', 'v')",
+        "--config.model.compute_dtype=bfloat16",
+    )
     before = models.describe(str(START_MODEL)).load_params(param_dtype=jnp.bfloat16)
     assert found.losses[-1] < found.losses[0]
     changed = {
@@ -140,7 +148,7 @@ def test_adapters_alone_are_trained_and_merged(examples_file):
         ("", "has no rows"),
         ('{"response": "1"}\n{"response": 1}', "line 2: got the columns response; wanted texts"),
         ('{"response": ', "line 1"),
-        ('{"response": "' + "1" * 600 + '"}', "was made for 512. Shorten them"),
+        ('{"response": "' + "1" * 600 + '"}', " (512). Shorten them"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message):
@@ -151,3 +159,8 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message)
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "m").exists()
+
+
+def test_a_setting_without_effect_is_refused():
+    with pytest.raises(ConfigError, match=r"--config\.sync_period: has no effect on fine-tuning"):
+        sft._arguments(["--model=m", "--data=d", "--out=o", "--config.sync_period=3"])
