@@ -14,12 +14,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 _BLOCK = 2**16
-_LINES = 2**22  # number of bytes read at once
 
 
 class LogError(RuntimeError):
@@ -39,39 +38,23 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield (number of the first line, from 1; lines), a few megabytes at a time.
+def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, line) of every complete line.
 
     Omits an incomplete last line, which a killed process left. Yields nothing without a file.
-
-    Args:
-        start: byte at which a line begins; that line has number 1.
 
     Raises:
         ValueError: the file cannot be read.
     """
-    path = Path(path)
-    if not path.exists():
-        return
     try:
         with open(path, "rb") as file:
-            file.seek(start)
-            number = 1
-            while lines := file.readlines(_LINES):
-                if not lines[-1].endswith(b"\n"):
-                    lines.pop()
-                yield number, lines
-                number += len(lines)
+            yield from ((i, line) for i, line in enumerate(file, 1) if line.endswith(b"\n"))
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error}). Restore the file from a copy"
         ) from error
-
-
-def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) of every complete line, as `read_blocks` does."""
-    for first, lines in read_blocks(path, start):
-        yield from enumerate(lines, first)
 
 
 Wrong = Callable[[Mapping[str, Any]], str]
@@ -164,21 +147,11 @@ class JsonlWriter:
                     "checkpoint"
                 ) from error
 
-    def num_bytes(self) -> int:
-        """Return the length of the log in bytes; 0 if the file is gone."""
-        with self._lock, contextlib.suppress(FileNotFoundError):
-            return self._path.stat().st_size
-        return 0
-
-    def keep(self, wanted: Callable[[dict[str, Any]], bool], start: int = 0) -> None:
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop the records for which `wanted(record)` is false.
 
         Copies the remaining lines to a new file and renames it, so that a kill leaves either the
         old or the new log.
-
-        Args:
-            wanted: called for each record from `start` on.
-            start: byte at which a line begins; all lines before it stay, and are not read.
 
         Raises:
             LogError: a line lacks a field that `wanted` reads, the field has a value of another
@@ -187,40 +160,23 @@ class JsonlWriter:
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".new")
             try:
-                kept = self._copy(unfinished, wanted, start)
-                with contextlib.ExitStack() as on_failure:
-                    on_failure.callback(kept.close)
-                    os.replace(unfinished, self._path)
-                    on_failure.pop_all()
+                with open(unfinished, "wb") as out:
+                    out.writelines(self._wanted_lines(wanted))
+                os.replace(unfinished, self._path)
+                self._file.close()  # every line was flushed when it was written
+                self._file = open(self._path, "a", encoding="utf-8")
             except OSError as error:
                 raise LogError(
                     f"truncating {self._path} failed ({error.strerror}). Free disk space or "
                     "repair the storage, then run the same command again"
                 ) from error
-            with contextlib.suppress(OSError):  # Every line was flushed when it was written.
-                self._file.close()
-            self._file = kept
+            finally:
+                with contextlib.suppress(OSError):
+                    unfinished.unlink(missing_ok=True)
 
-    def _copy(self, target: Path, wanted: Callable[[dict[str, Any]], bool], start: int) -> IO[str]:
-        """Write the remaining lines to a new file; return it open for appending."""
-        try:
-            with open(target, "wb") as out, open(self._path, "rb") as file:
-                while start > file.tell() and (
-                    block := file.read(min(start - file.tell(), _LINES))
-                ):
-                    out.write(block)
-                out.writelines(self._wanted_lines(wanted, start))
-            return open(target, "a", encoding="utf-8")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                target.unlink(missing_ok=True)
-            raise
-
-    def _wanted_lines(
-        self, wanted: Callable[[dict[str, Any]], bool], start: int
-    ) -> Iterator[bytes]:
-        for number, line in read_lines(self._path, start):
-            where = f"{self._path}, line {number}" + (f" after byte {start}" if start else "")
+    def _wanted_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> Iterator[bytes]:
+        for number, line in read_lines(self._path):
+            where = f"{self._path}, line {number}"
             record = parse_line(where, line)
             try:
                 is_kept = wanted(record)

@@ -44,25 +44,17 @@ def test_read_jsonl_names_file_and_line_of_damage(tmp_path):
         jsonl.read_jsonl(path)
 
 
-def log_of(path, num_lines):
-    writer = jsonl.JsonlWriter(path)
-    for step in range(num_lines):
-        writer.write(step, {"text": "x" * 90})
-    return writer
-
-
-def test_keep_does_not_read_what_lies_before_its_start(tmp_path):
+def test_keep_drops_records_and_a_line_without_the_field_leaves_the_log(tmp_path):
     path = tmp_path / "m.jsonl"
-    writer = log_of(path, 6)
-    start = writer.num_bytes()
-    for step in range(6, 9):
+    writer = jsonl.JsonlWriter(path)
+    for step in range(4):
         writer.write(step, {})
-    with open(path, "r+b") as file:
-        file.write(b"damaged")  # a reader of the whole would stumble
-    writer.keep(lambda record: record["step"] == 7, start)
-    writer.write(10, {})
+    writer.keep(lambda record: record["step"] < 2)
+    writer.append({"text": "no step"})
+    before = path.read_bytes()
+    with pytest.raises(jsonl.LogError, match=r"m\.jsonl, line 3: has no 'step'"):
+        writer.keep(lambda record: record["step"] < 1)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.jsonl"]
+    writer.write(9, {})
     writer.close()
-    with open(path, "rb") as file:
-        file.seek(start)
-        assert [json.loads(line)["step"] for line in file] == [7, 10]
-    assert os.listdir(tmp_path) == ["m.jsonl"]
+    assert lines_of(path) == [{"step": 0}, {"step": 1}, {"text": "no step"}, {"step": 9}]
