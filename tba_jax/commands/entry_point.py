@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -16,7 +17,10 @@ from absl import logging as absl_logging
 from tba_jax.devices.platform import prepare_process
 from tba_jax.run.errors import tell
 
-_ELSEWHERE = {"plan": "tba_jax.planning.command"}  # modules outside tba_jax.commands
+_MODULES = {  # of commands whose module has another name
+    "main": "tba_jax.commands.train",
+    "plan": "tba_jax.planning.command",
+}
 _PR_SET_PDEATHSIG = 1  # value in <linux/prctl.h>
 
 
@@ -32,12 +36,14 @@ def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
     Args:
         argv: arguments of the command; None: those of this process.
     """
-    if name == "main":
-        from tba_jax.commands.train import cli, leave
-
-        leave(cli(argv if argv is None else [sys.argv[0], *argv]))
-    module = _ELSEWHERE.get(name, f"tba_jax.commands.{name}")
-    sys.exit(run_command(lambda: importlib.import_module(module).main(argv)))
+    module = _MODULES.get(name, f"tba_jax.commands.{name}")
+    code = run_command(lambda: importlib.import_module(module).main(argv))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    native = ("searcher-", "compiler")
+    if any(t.daemon and t.name.startswith(native) for t in threading.enumerate()):
+        os._exit(code)  # a thread in native code may crash during the interpreter's shutdown
+    sys.exit(code)
 
 
 def run_command(main: Callable[[], int]) -> int:

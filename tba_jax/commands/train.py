@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import OPEN, local_folder, parse_flags
@@ -40,7 +38,7 @@ from tba_jax.storage.whole_files import is_address
 # This runs before JAX is imported, so that times count from the start of the command.
 _PROCESS_START = time.perf_counter()
 
-# Argument of the config flag, filled in by `cli`.
+# Argument of the config flag, filled in by `main`.
 _GIVEN: list[str] = []
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -68,10 +66,14 @@ _DRY_RUN = flags.DEFINE_bool(
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command as absl calls it; return the exit code."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; options begin with --")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    argv = sys.argv if argv is None else [sys.argv[0], *argv]
+    if "--help" in argv or "-h" in argv:
+        return _help()
+    others = _parsed(argv)[1:]
+    if others:
+        raise UserError(f"unexpected argument {others[0]!r}; options begin with --")
     if _CONFIG.value is None:
         raise UserError("no --config given; try --config=math")
     config = freeze(_CONFIG.value)
@@ -212,14 +214,6 @@ def _run_pod(config: Config, workdir: Path) -> int:
         os._exit(code)
 
 
-def cli(argv: Sequence[str] | None = None) -> int:
-    """Run the command; print a user error as one line on standard error."""
-    argv = sys.argv if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        return run_command(_help)
-    return run_command(lambda: main(_parsed(argv)))
-
-
 def _help() -> int:
     _, _, own = flags.FLAGS.module_help(__name__).partition(":\n")
     print(f"{__doc__}\n{own}")
@@ -248,14 +242,3 @@ def _check(config: Config) -> None:
         from tba_jax.run.shared import problems
 
         raise UserError(listed(problems(config))) from error
-
-
-def leave(code: int) -> None:
-    """Exit, even while another thread is inside native code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if any(
-        t.daemon and t.name.startswith(("searcher-", "compiler")) for t in threading.enumerate()
-    ):
-        os._exit(code)  # a thread in native code may crash during the interpreter's shutdown
-    sys.exit(code)
