@@ -268,7 +268,7 @@ def _naive_step(job: Figures, optimizer: optax.GradientTransformation) -> Callab
     guarded = only_finite(optimizer)
 
     def loss_fn(params: Any, batch: Batch) -> Any:
-        tokens = batch.tokens[jnp.argsort(batch.source[..., 0].reshape(-1))]
+        tokens = batch.tokens[batch.source[..., 0].reshape(-1) // t]  # row of each response
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         mask = jnp.ones(tokens.shape, bool)
         hidden = transformer.apply(params, tokens, positions, mask, **options)
