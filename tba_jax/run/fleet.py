@@ -8,7 +8,7 @@ restarts the trainer from its newest checkpoint while searchers wait. Searchers 
 the addresses in WORKDIR/owner.json. Output reaches the driver through Ray's log forwarding.
 
 Invariant: processes that fail repeatedly without a new checkpoint in between end the run with the
-last cause (tests/run/test_fleet.py).
+last cause (tests/run/test_fleet_actors.py).
 """
 
 import contextlib

@@ -5,7 +5,7 @@ A folder is complete or invisible, and has the digests of its files and the ID o
 Invariants: only folders of this run are deleted. The directories of a save exist before `save`
 returns: with directories that Orbax 0.12 creates in the background, a save waits for a signal that
 has the number of the newest save of the process, and two saves that begin at the same time fail
-after five minutes (tests/storage/test_steps.py).
+after five minutes (tests/storage/test_saved_steps.py).
 """
 
 import os

@@ -172,7 +172,7 @@ def test_full_disk_at_a_checkpoint(full_disk):
     assert code == 1 and seconds < 30
     # TensorStore's threads may print tracebacks of their own, before the message and after it.
     (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert message.startswith(f"error: writing checkpoint {workdir}/checkpoints/")
+    assert message.startswith(f"error: writing {workdir}/checkpoints/")
     assert "File too large" in message and "Free space" in message
     kept = json.loads(message.split("Complete checkpoints: ")[1].split(". ")[0])
     assert kept and load_host_state(str(workdir))[0] == kept[-1]

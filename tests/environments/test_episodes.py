@@ -198,7 +198,7 @@ class Chat:
     def decode(self, ids, skip_special=True):
         return "".join(map(chr, ids))
 
-    def format_chat(self, messages):
+    def format_chat(self, messages, *, variables):
         return "".join(m["role"][0] + m["content"].replace("b", "") for m in messages) + "a"
 
 

@@ -17,8 +17,8 @@ def estimate(head, params, batch):
     return log_z(
         head,
         params,
-        batch.prompts,
-        batch.prompt_sizes,
+        jnp.asarray(batch.prompts),
+        jnp.asarray(batch.prompt_sizes),
         config=CONFIG,
         compute_dtype=jnp.float32,
         remat="none",

@@ -102,8 +102,8 @@ def expected(name, **own):
         )
         groups = Groups(
             logp=jnp.where(mask, logp, 0),
-            behavior=found["behavior"],
-            reference=found["reference"],
+            behavior=jnp.asarray(found["behavior"]),
+            reference=jnp.asarray(found["reference"]),
             mask=jnp.asarray(mask),
             reward=jnp.asarray(reward),
             staleness=jnp.zeros(reward.shape, jnp.int32),
@@ -112,8 +112,8 @@ def expected(name, **own):
             groups = groups._replace(values=jnp.where(mask, values(params, head), 0))
         if objective.needs.head == "log_z":
             z = log_z(
-                head, params, tokens[:, 0, :4], prompt[:, 0], config=CONFIG,
-                compute_dtype=jnp.float32, remat="none",
+                head, params, jnp.asarray(tokens[:, 0, :4]), jnp.asarray(prompt[:, 0]),
+                config=CONFIG, compute_dtype=jnp.float32, remat="none",
             )  # fmt: skip
             groups = groups._replace(log_z=z)
         terms = objective(groups, BETA).loss
