@@ -100,7 +100,8 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], grace_s: float) -> int
     """Wait until every process has ended; kill the others some time after the first failure."""
     first, deadline = 0, float("inf")
     while any(process.poll() is None for process in processes) or not first:
-        failed = [(i, process.poll()) for i, process in enumerate(processes) if process.poll()]
+        codes = [process.poll() for process in processes]
+        failed = [(i, code) for i, code in enumerate(codes) if code]
         if failed and not first:
             i, code = failed[0]
             first, deadline = code if code > 0 else 128 - code, time.monotonic() + grace_s

@@ -57,7 +57,7 @@ def place(
     loads: list[list[int]] = []  # used tokens of each row, by micro-batch
     rows, starts, leads = np.zeros_like(flat), np.zeros_like(flat), np.ones(len(flat), bool)
     for part in parts:
-        prompt = 0 if prompts is None else prompts[group_of[part[0]]]
+        prompt = 0 if prompts is None else prompts[int(group_of[part[0]])]
         for index, known in enumerate([*loads, []]):
             found = _fit(known, flat[part].tolist(), row_length, most, prompt)
             if found is not None:

@@ -361,6 +361,7 @@ class RowLayout:
             source = row * scored + start - (width - scored) + np.arange(n)
             batch.source[sequence.prompt, sequence.slots, sequence.path] = source
         if batch.contexts is not None:
+            assert batch.segments is not None and batch.positions is not None
             is_there = batch.segments > 0
             begun = np.cumsum(is_there & (batch.positions == 0), axis=1)
             batch.contexts[:] = np.where(is_there, begun, 0)

@@ -38,10 +38,8 @@ class Tokenizer:
         self._files, self._library = files, files.library
         self.vocab_size: int = self._library.get_vocab_size()
         self.end: int = max(self._library.get_vocab().values()) + 1
-        bos, eos, pad, unknown = (
-            self._library.token_to_id(files.special[name]) if name in files.special else None
-            for name in ("bos", "eos", "pad", "unk")
-        )
+        ids = {name: self._library.token_to_id(text) for name, text in files.special.items()}
+        bos, eos, pad, unknown = (ids.get(name) for name in ("bos", "eos", "pad", "unk"))
         self._unknown_id: int | None = unknown
         self.bos_id: int | None = files.bos_id if bos is None else bos
         first = self._library.encode("a").ids[:1]
@@ -54,8 +52,8 @@ class Tokenizer:
         if declared and not self.eos_ids:
             raise self._no_row("end-of-sequence token", max(declared))
         # A pad token without a row would index beyond the embedding.
-        has_pad = pad is not None and self._has_row(pad)
-        self.pad_id: int = pad if has_pad else (self.eos_ids or (0,))[0]
+        fallback = (self.eos_ids or (0,))[0]
+        self.pad_id: int = fallback if pad is None or not self._has_row(pad) else pad
 
     @classmethod
     def load(cls, path_or_hub_id: str | os.PathLike[str]) -> "Tokenizer":

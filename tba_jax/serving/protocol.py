@@ -66,15 +66,15 @@ class _Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    n: int = Field(1, ge=1, le=MAX_SAMPLES)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_tokens: int | None = None
-    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
