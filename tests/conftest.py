@@ -25,6 +25,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # beartype checks types and shapes of every call of these modules, which have functions and no
 # containers of arrays: a hook would also check the containers, in which JAX puts other objects.
+# Loops of the host, such as those of the buffer and of packing, would take twice as long.
 CHECKED = (
     "tba_jax.train.losses",
     "tba_jax.train.groups",
@@ -34,9 +35,6 @@ CHECKED = (
     "tba_jax.train.schedules",
     "tba_jax.train.rounding",
     "tba_jax.flow.layout",
-    "tba_jax.flow.bin_packing",
-    "tba_jax.flow.padding",
-    "tba_jax.replay.buffer",
 )
 install_import_hook(CHECKED, "type_checks.checked")
 

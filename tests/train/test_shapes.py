@@ -4,18 +4,14 @@
 import sys
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from conftest import CHECKED
 from jaxtyping import TypeCheckError
 
-from tba_jax.flow import bin_packing, layout, padding
-from tba_jax.replay import buffer
+from tba_jax.flow import layout
 from tba_jax.train import groups, heads, losses, ppo, rounding, schedules, vineppo
 
-MODULES = (
-    losses, groups, ppo, vineppo, heads, schedules, rounding, layout, bin_packing, padding, buffer,
-)  # fmt: skip
+MODULES = losses, groups, ppo, vineppo, heads, schedules, rounding, layout
 GROUPS = groups.of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
 
 WRONG = {
@@ -31,8 +27,6 @@ WRONG = {
     ),
     "vineppo.vineppo": lambda: vineppo.vineppo(GROUPS._replace(advantages=GROUPS.logp), "0"),
     "rounding.rounding_key": lambda: rounding.rounding_key(0, 1.5),
-    "bin_packing.place": lambda: bin_packing.place([1, 2], 8),
-    "padding.left_pad": lambda: padding.left_pad([np.zeros(2)], 4.0, 0),
     "layout.rows_at_once": lambda: layout.rows_at_once(2.5, 1, 1),
 }
 
