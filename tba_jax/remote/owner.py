@@ -13,6 +13,7 @@ Invariants: each ticket is merged once. A restored owner issues the tickets agai
 for any number of searchers (tests/remote/test_owner.py).
 """
 
+import concurrent.futures
 import dataclasses
 import heapq
 import json
@@ -586,8 +587,31 @@ def owner_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
             raise NotReady("the trainer is starting, or has failed; its output has the cause")
         return found
 
-    return {
-        "join": lambda data: json.dumps(ready().join(*json.loads(data))).encode(),
-        "search": lambda data: ready().answer(data),
-        "step": lambda data: ready().steps.request(*json.loads(data)),
-    }
+    def join(data: bytes) -> bytes:
+        values = _arguments(data, list, str, str)
+        return json.dumps(ready().join(*values)).encode()
+
+    def step(data: bytes) -> concurrent.futures.Future[bytes]:
+        values = _arguments(data, int, int, bool, bool)
+        return ready().steps.request(*values)
+
+    return {"join": join, "search": lambda data: ready().answer(data), "step": step}
+
+
+def _arguments(data: bytes, *kinds: type) -> list[Any]:
+    """Return the values of a message, a JSON list.
+
+    Raises:
+        ValueError: the message has other values; it is refused and does not end the run.
+    """
+    try:
+        values = json.loads(data)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or [type(x) for x in values] != list(kinds):
+        wanted = ", ".join(kind.__name__ for kind in kinds)
+        raise ValueError(
+            f"a message has {data[:80]!r}; wanted a list of {wanted}. Install the same version of "
+            "tba_jax on every machine"
+        )
+    return values

@@ -275,3 +275,21 @@ def test_a_process_of_another_run_or_of_none_is_told_so():
     for searchers in ((), (0,)):
         with pytest.raises(RunEnded, match="the run has ended"):
             house.owner.join(searchers, "a", IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("join", b"{}"),
+        ("join", b'[[0], "a"]'),
+        ("step", b"not JSON"),
+        ("step", b"[0, 1, true, null]"),
+    ],
+)
+def test_a_malformed_message_is_refused_and_changes_nothing(name, message):
+    """The channel answers a ValueError with HTTP 400; any other error would end the run."""
+    house = House()
+    handler = owners.owner_handlers(lambda: house.owner)[name]
+    with pytest.raises(ValueError, match="wanted a list of .* the same version of tba_jax"):
+        handler(message)
+    house.check()
