@@ -77,3 +77,4 @@ def tools():
 
 if __name__ == "__main__":
     {"plain": plain, "tools": tools}[WHAT]()
+    print(f"{WHAT}: all checks passed")

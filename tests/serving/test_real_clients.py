@@ -41,7 +41,7 @@ def run_client(command, timeout=170):
 def test_a_client_gets_text_tokens_streams_stops_and_errors(python, tmp_path):
     model = ServedModel(folder_with_template(tmp_path), token="secret")
     with model.running():
-        client(python, model, "plain")
+        assert client(python, model, "plain") == "plain: all checks passed\n"
 
 
 @pytest.mark.parametrize("name", ["trl", "openenv"])
@@ -155,7 +155,7 @@ def test_a_client_calls_tools(python, tmp_path):
     model.application._scopes = lambda episode: model.scope._replace(served=served)
     model.session = ToolCalls(tokenizer, [call] * 3)
     with model.running():
-        client(python, model, "tools")
+        assert client(python, model, "tools") == "tools: all checks passed\n"
     first, second, _ = model.session.contexts
     # The sampled call is in the second prompt as it was sampled.
     sampled = tokenizer.encode(call, add_bos=False)
