@@ -290,6 +290,6 @@ def test_a_malformed_message_is_refused_and_changes_nothing(name, message):
     """The channel answers a ValueError with HTTP 400; any other error would end the run."""
     house = House()
     handler = owners.owner_handlers(lambda: house.owner)[name]
-    with pytest.raises(ValueError, match="wanted a list of .* the same version of tba_jax"):
+    with pytest.raises(ValueError, match="wanted the JSON list .* the same version of tba_jax"):
         handler(message)
     house.check()
