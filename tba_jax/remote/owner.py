@@ -611,7 +611,7 @@ def _arguments(data: bytes, *kinds: type) -> list[Any]:
     if not isinstance(values, list) or [type(x) for x in values] != list(kinds):
         wanted = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
-            f"a message has {data[:80]!r}; wanted the JSON list [{wanted}]. Install the same version "
-            "of tba_jax on every machine"
+            f"a message has {data[:80]!r}; wanted the JSON list [{wanted}]. Install the same "
+            "version of tba_jax on every machine"
         )
     return values
