@@ -13,13 +13,11 @@ Invariants: each ticket is merged once. A restored owner issues the tickets agai
 for any number of searchers (tests/remote/test_owner.py).
 """
 
-import concurrent.futures
 import dataclasses
 import heapq
-import json
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.flow.state import PartState
@@ -33,7 +31,7 @@ from tba_jax.flow.tickets import (
     check_result,
 )
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.remote.channel import Handler, NotReady, Rewind, RunEnded
+from tba_jax.remote.channel import Rewind, RunEnded
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.messages import Decision, Heartbeat, Joined, pack_work, unpack_request
 from tba_jax.remote.steps import Steps
@@ -572,46 +570,3 @@ class Owner:
             self.decoded_tokens = position["decoded_tokens"]
             for record, idle_s in zip(self._searchers, position["idle_s"], strict=False):
                 record.idle_s = record.idle_before_s = idle_s
-
-
-def owner_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
-    """Return the channel handlers of an owner.
-
-    Args:
-        owner: returns the owner; None before there is one.
-    """
-
-    def ready() -> Owner:
-        found = owner()
-        if found is None:
-            raise NotReady("the trainer is starting, or has failed; its output has the cause")
-        return found
-
-    def join(data: bytes) -> bytes:
-        values = _arguments(data, list, str, str)
-        return json.dumps(ready().join(*values)).encode()
-
-    def step(data: bytes) -> concurrent.futures.Future[bytes]:
-        values = _arguments(data, int, int, bool, bool)
-        return ready().steps.request(*values)
-
-    return {"join": join, "search": lambda data: ready().answer(data), "step": step}
-
-
-def _arguments(data: bytes, *kinds: type) -> list[Any]:
-    """Return the values of a message, a JSON list.
-
-    Raises:
-        ValueError: the message has other values; it is refused and does not end the run.
-    """
-    try:
-        values = json.loads(data)
-    except ValueError:
-        values = None
-    if not isinstance(values, list) or [type(x) for x in values] != list(kinds):
-        wanted = ", ".join(kind.__name__ for kind in kinds)
-        raise ValueError(
-            f"a message has {data[:80]!r}; wanted the JSON list [{wanted}]. Install the same "
-            "version of tba_jax on every machine"
-        )
-    return values

@@ -19,7 +19,8 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint
 from tba_jax.remote.client import Client
-from tba_jax.remote.owner import Owner, owner_handlers
+from tba_jax.remote.handlers import owner_handlers
+from tba_jax.remote.owner import Owner
 from tba_jax.run.errors import UserError
 
 

@@ -9,6 +9,7 @@ from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
 from tba_jax.flow.tickets import EvaluationResult, Ticket
 from tba_jax.remote import owner as owners
 from tba_jax.remote.channel import RunEnded
+from tba_jax.remote.handlers import owner_handlers
 from tba_jax.remote.messages import Heartbeat
 
 
@@ -289,7 +290,7 @@ def test_a_process_of_another_run_or_of_none_is_told_so():
 def test_a_malformed_message_is_refused_and_changes_nothing(name, message):
     """The channel answers a ValueError with HTTP 400; any other error would end the run."""
     house = House()
-    handler = owners.owner_handlers(lambda: house.owner)[name]
+    handler = owner_handlers(lambda: house.owner)[name]
     with pytest.raises(ValueError, match="wanted the JSON list .* the same version of tba_jax"):
         handler(message)
     house.check()
