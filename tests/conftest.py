@@ -31,8 +31,7 @@ CHECKED = (
     "tba_jax.train.groups",
     "tba_jax.train.ppo",
     "tba_jax.train.vineppo",
-    "tba_jax.train.heads",
-    "tba_jax.train.schedules",
+    "tba_jax.train.optimizers",
     "tba_jax.train.rounding",
     "tba_jax.flow.layout",
 )

@@ -36,8 +36,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "tba_prime": {**_PRIME, "kl_center": "behavior"},
     # The same with the current policy's mean, as in later code: VarGrad except for the clamp.
     "tba_prime_live": {**_PRIME, "kl_center": "live"},
-    # arXiv:2503.14286: responses worse than the mean get weight in proportion to their probability.
-    "topr": {"name": "topr"},
     # One actor, synchronous and on-policy (the baseline of TBA's red-teaming).
     "gflownet_sync": {
         "importance": "none",

@@ -55,15 +55,14 @@ def place(
         parts = [np.flatnonzero(group_of == i) for i in by_size if len(lengths[i])]
     most = at_once or len(flat)
     loads: list[list[int]] = []  # used tokens of each row, by micro-batch
-    rows, starts, leads = np.zeros_like(flat), np.zeros_like(flat), np.ones(len(flat), bool)
+    places = np.zeros((3, len(flat)), np.int64)  # row, start, whether it leads
     for part in parts:
         prompt = 0 if prompts is None else prompts[int(group_of[part[0]])]
         for index, known in enumerate([*loads, []]):
-            found = _fit(known, flat[part].tolist(), row_length, most, prompt)
-            if found is not None:
-                loads[index : index + 1] = [found.loads]
-                rows[part] = index * most + np.array(found.rows)
-                starts[part], leads[part] = found.starts, found.leads
+            if (found := _fit(known, flat[part].tolist(), row_length, most, prompt)) is not None:
+                own, loads[index : index + 1] = found[0], [found[1]]
+                own[0] += index * most
+                places[:, part] = own
                 break
         else:
             raise ValueError(
@@ -71,29 +70,23 @@ def place(
                 "which must hold whole groups. Set a larger --config.batch.micro_batch_rows"
             )
     num_rows = len(loads[0]) if len(loads) == 1 else len(loads) * most
-    return Placements(rows, starts, leads, num_rows)
-
-
-class _Fit(NamedTuple):
-    """Rows, starts and leads of sequences, as in `Placements`, and the new loads of all rows."""
-
-    rows: list[int]
-    starts: list[int]
-    leads: list[bool]
-    loads: list[int]
+    return Placements(places[0], places[1], places[2].astype(bool), num_rows)
 
 
 def _fit(
     loads: Sequence[int], sizes: Sequence[int], capacity: int, most: int, prompt: int
-) -> _Fit | None:
+) -> tuple[np.ndarray, list[int]] | None:
     """Place sequences by first fit in rows with `loads` used tokens; None if they do not fit.
 
     Rows are added, up to `most` rows. Rows that have the prompt already are tried first, because a
     sequence takes `prompt` tokens less in such a row.
+
+    Returns:
+        ([3 n] row, start and whether it leads, of each sequence; the new loads of all rows).
     """
-    found = _Fit([0] * len(sizes), [0] * len(sizes), [True] * len(sizes), list(loads))
-    loads, smallest, begin = found.loads, min(sizes), 0
-    holding: dict[int, None] = {}
+    found, loads = np.zeros((3, len(sizes)), np.int64), list(loads)
+    smallest, begin = min(sizes), 0
+    holding: dict[int, None] = {}  # rows with the prompt, in the order of their use
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         # Skip rows that are too full for all further sequences.
         while begin < len(loads) and loads[begin] + smallest > capacity:
@@ -107,8 +100,9 @@ def _fit(
             return None
         if row == len(loads):
             loads.append(0)
-        found.rows[i], found.starts[i], found.leads[i] = row, loads[row], row not in holding
-        loads[row] += sizes[i] if found.leads[i] else own
+        leads = row not in holding
+        found[:, i] = row, loads[row], leads
+        loads[row] += sizes[i] if leads else own
         if prompt:
             holding[row] = None
-    return found
+    return found, loads

@@ -13,37 +13,26 @@ micro-batch are evenly spaced, so that sharded rows stay on their devices.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax.flow.bin_packing import Placements, place
-from tba_jax.flow.padding import Padding, bucket_length, left_pad
+from tba_jax.flow.padding import Padding, bucket_length
 from tba_jax.flow.trajectory import Draw
-
-# A batch is laid out as numpy and becomes jax arrays on its way into the train step.
-HostOrDeviceArray: TypeAlias = Any
 
 # Numbers of rows to compile for: of rows with one response, of packed rows, of packed rows that fit
 # one micro-batch, and of rows that lack the reference.
 _SINGLE_BUCKETS, _PACKED_BUCKETS, _PARTS_OF_ONE, _MISSING_BUCKETS = 4, 6, 3, 3
 
-OF_GROUPS = (
-    "source",
-    "mask",
-    "behavior",
-    "reference",
-    "rewards",
-    "staleness",
-    "is_drawn",
-    "prompt_sizes",
-    "advantages",
-)
+OF_GROUPS = "source mask behavior reference rewards staleness is_drawn advantages".split()
 """Fields of a batch whose first axis is p."""
 
 
 class Batch(NamedTuple):
     """K responses to each of p prompts, and n rows of tokens in which the model computes them.
+
+    Arrays are numpy, and become jax arrays on their way into the train step.
 
     A row by prompt is [prompt, left-padded | c responses, each right-padded to t], and x = c t of
     its positions are scored. A packed row has whole sequences, then padding, and x = s.
@@ -70,30 +59,25 @@ class Batch(NamedTuple):
             response of the packed rows has its own prompt.
         is_prompt: bool [n s], positions of prompts; None without contexts.
         advantages: float32 [p k t], advantages of tokens; None unless the objective reads them.
-        prompts: int32 [q s], left-padded prompts, then empty rows so that devices divide q; None
-            unless a learned log Z reads them.
-        prompt_sizes: int32 [p], tokens of each of `prompts`.
     """
 
-    tokens: HostOrDeviceArray
-    source: HostOrDeviceArray
-    mask: HostOrDeviceArray
-    behavior: HostOrDeviceArray
-    reference: HostOrDeviceArray
-    rewards: HostOrDeviceArray
-    staleness: HostOrDeviceArray
-    is_drawn: HostOrDeviceArray
-    num_computed: HostOrDeviceArray
-    missing: HostOrDeviceArray | None = None
-    prompt_lengths: HostOrDeviceArray | None = None
-    response_lengths: HostOrDeviceArray | None = None
-    segments: HostOrDeviceArray | None = None
-    positions: HostOrDeviceArray | None = None
-    contexts: HostOrDeviceArray | None = None
-    is_prompt: HostOrDeviceArray | None = None
-    advantages: HostOrDeviceArray | None = None
-    prompts: HostOrDeviceArray | None = None
-    prompt_sizes: HostOrDeviceArray | None = None
+    tokens: Any
+    source: Any
+    mask: Any
+    behavior: Any
+    reference: Any
+    rewards: Any
+    staleness: Any
+    is_drawn: Any
+    num_computed: Any
+    missing: Any = None
+    prompt_lengths: Any = None
+    response_lengths: Any = None
+    segments: Any = None
+    positions: Any = None
+    contexts: Any = None
+    is_prompt: Any = None
+    advantages: Any = None
 
 
 class _Sequence(NamedTuple):
@@ -129,7 +113,7 @@ class RowLayout:
         row_multiple: divisor of the number of rows: the number of devices that divide the rows.
         micro_batch_rows: maximum number of responses in a micro-batch; 0: all.
         is_whole: whether all rows of a draw are in one micro-batch.
-        has_prompts, has_advantages: whether a batch has `prompts` and `advantages`.
+        has_advantages: whether a batch has `advantages`.
         uncounted: tokens that do not count in log pi(y|x), such as EOS with `objective.mask_eos`.
         reference: stored: log-probs of the reference come with the responses, and are computed
             where a response lacks them; scored: they are computed in every step; none: they are 0.
@@ -144,7 +128,6 @@ class RowLayout:
     row_multiple: int = 1
     micro_batch_rows: int = 0
     is_whole: bool = False
-    has_prompts: bool = False
     has_advantages: bool = False
     uncounted: tuple[int, ...] = ()
     reference: str = "stored"
@@ -189,12 +172,16 @@ class RowLayout:
         """
         groups = [_sequences(i, d) for i, d in enumerate(draws)]
         sequences = [x for group in groups for x in group]
-        prompt, response = self.padding.lengths(
-            max(len(d.prompt.tokens) for d in draws),
-            max(len(y.response_tokens) for d in draws for y in d.trajectories),
-        )
+        prompt = max(len(d.prompt.tokens) for d in draws)
+        prompt = bucket_length(prompt, self.padding.prompt_buckets)
+        response = max(len(y.response_tokens) for d in draws for y in d.trajectories)
+        response = bucket_length(response, self.padding.response_buckets)
         places = self._place(draws, groups, prompt, response)
-        num_rows = _compiled_rows(places.num_rows, self.buckets)
+        # Only episodes that fork need more than the largest number, and then a multiple of it.
+        most = self.buckets[-1]
+        num_rows = -(-places.num_rows // most) * most
+        if places.num_rows <= most:
+            num_rows = bucket_length(places.num_rows, self.buckets)
         batch = self.empty(num_rows, prompt, response)
         lacking = self._fill_groups(batch, draws, step)
         # Row q of micro-batch b of `num` is row q * num + b.
@@ -202,19 +189,19 @@ class RowLayout:
         num = num_rows // at_once
         rows = places.rows % at_once * num + places.rows // at_once
         self._fill_rows(batch, draws, sequences, places._replace(rows=rows))
-        missing = {
-            int(row)
-            for row, sequence in zip(rows, sequences, strict=True)
-            if any((sequence.prompt, j) in lacking for j in sequence.slots)
-        }
-        if batch.prompts is not None and batch.prompt_sizes is not None:
-            batch.prompts[: len(draws)] = left_pad(
-                [d.prompt.tokens for d in draws], prompt, self.padding.pad_id
-            )
-            batch.prompt_sizes[:] = [len(d.prompt.tokens) for d in draws]
+        missing = sorted(
+            {
+                int(row)
+                for row, sequence in zip(rows, sequences, strict=True)
+                if any((sequence.prompt, j) in lacking for j in sequence.slots)
+            }
+        )
+        multiple = at_once if at_once < num_rows else self.row_multiple
+        size = bucket_length(len(missing), row_buckets(num_rows, multiple, _MISSING_BUCKETS))
+        padded = missing + [num_rows] * (size - len(missing))
         return batch._replace(
             num_computed=np.int32(-(-places.num_rows // at_once) * at_once),
-            missing=self._padded(sorted(missing), num_rows, at_once),
+            missing=None if not missing else np.array(padded, np.int32),
         )
 
     def empty(self, num_rows: int, prompt: int, response: int) -> Batch:
@@ -230,14 +217,12 @@ class RowLayout:
             t = self.padding.response_buckets[-1]
         width, scored = self.row_length or prompt + c * t, self.row_length or c * t
         rows, tokens, groups = (num_rows, width), (p, k, t), (p, k)
-        queries = -(-p // self.row_multiple) * self.row_multiple
 
         def array(is_there: bool, shape: tuple[int, ...], dtype: Any = np.int32) -> Any:
             return np.zeros(shape, dtype) if is_there else None
 
-        pad_id = np.int32(self.padding.pad_id)
         return Batch(
-            tokens=np.full(rows, pad_id),
+            tokens=np.full(rows, self.padding.pad_id, np.int32),
             source=np.full(tokens, num_rows * scored, np.int32),
             mask=np.zeros(tokens, bool),
             behavior=np.zeros(tokens, np.float32),
@@ -253,8 +238,6 @@ class RowLayout:
             contexts=array(packed and self.shares_prompts, rows),
             is_prompt=array(packed and self.shares_prompts, rows, bool),
             advantages=array(self.has_advantages, tokens, np.float32),
-            prompts=np.full((queries, prompt), pad_id) if self.has_prompts else None,
-            prompt_sizes=array(self.has_prompts, (p,)),
         )
 
     def largest(self) -> Batch:
@@ -366,14 +349,6 @@ class RowLayout:
             begun = np.cumsum(is_there & (batch.positions == 0), axis=1)
             batch.contexts[:] = np.where(is_there, begun, 0)
 
-    def _padded(self, missing: list[int], num_rows: int, at_once: int) -> np.ndarray | None:
-        """Return `Batch.missing` with one of a few sizes, which micro-batches divide."""
-        if not missing:
-            return None
-        multiple = at_once if at_once < num_rows else self.row_multiple
-        size = bucket_length(len(missing), row_buckets(num_rows, multiple, _MISSING_BUCKETS))
-        return np.array(missing + [num_rows] * (size - len(missing)), np.int32)
-
 
 def _sequences(prompt: int, draw: Draw) -> list[_Sequence]:
     """Return the distinct sequences of a draw: equal responses are computed once."""
@@ -424,13 +399,3 @@ def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
     Example: row_buckets(256, 8, 4) == (32, 64, 128, 256).
     """
     return tuple(sorted({math.ceil(most / 2**i / multiple) * multiple for i in range(num)}))
-
-
-def _compiled_rows(needed: int, buckets: Sequence[int]) -> int:
-    """Return the compiled number of rows for a batch that needs `needed` rows.
-
-    Only episodes that fork need more rows than the largest compiled number. Their batches have a
-    multiple of that number, which is then compiled, too.
-    """
-    most = buckets[-1]
-    return -(-needed // most) * most if needed > most else bucket_length(needed, buckets)

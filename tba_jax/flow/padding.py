@@ -72,12 +72,3 @@ class Padding:
     def num_shapes(self) -> int:
         """Number of pairs of padded lengths."""
         return len(self.prompt_buckets) * len(self.response_buckets)
-
-    def lengths(self, prompt: int, response: int) -> tuple[int, int]:
-        """Return the buckets for a prompt and a response of these lengths.
-
-        Raises:
-            ValueError: no bucket is large enough.
-        """
-        prompt_length = bucket_length(prompt, self.prompt_buckets)
-        return prompt_length, bucket_length(response, self.response_buckets)

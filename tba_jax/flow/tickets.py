@@ -153,8 +153,8 @@ class Result(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes in the arrays of the trajectories."""
-        return sum(y.num_bytes for y in self.group.trajectories)
+        """Number of bytes of the responses: a token, its log-prob and its mark take 9."""
+        return 9 * sum(len(y.response_tokens) for y in self.group.trajectories)
 
 
 def check_result(result: Result) -> None:
@@ -163,31 +163,30 @@ def check_result(result: Result) -> None:
     Raises:
         ValueError: a reward is not finite, log-probs are missing, or a response is empty.
     """
+    wanted = result.group.prompt.prompt_id
     for y in result.group.trajectories:
-        where = f"ticket {result.number}, prompt {y.prompt_id}"
-        count, wanted = len(y.response_tokens), result.group.prompt.prompt_id
-        sizes = {
-            "behavior_token_logprobs": y.behavior_token_logprobs,
-            "token_advantages": y.token_advantages,
-            "is_sampled": y.is_sampled,
-        }
-        if y.prompt_id != wanted:
-            raise ValueError(f"{where}: the response is in the group of prompt {wanted}")
-        if not math.isfinite(y.reward):
-            raise ValueError(f"{where}: reward is {y.reward}; count the response as rejected")
-        if not count:
-            raise ValueError(f"{where}: an empty response; wanted at least its last token")
-        if not np.isfinite(y.behavior_token_logprobs).all():
-            raise ValueError(
-                f"{where}: the log-probs of the policy are not finite, so it has diverged. Lower "
-                "--config.optimizer.learning_rate or raise --config.objective.beta, and start "
-                "again with another --workdir, because the newest checkpoint may have diverged, too"
-            )
-        for name, values in sizes.items():
-            if values is not None and (len(values) != count or not np.isfinite(values).all()):
-                raise ValueError(
-                    f"{where}: {name} has {len(values)} values for {count} response tokens; "
-                    "wanted a finite number for each"
-                )
-        if y.is_sampled is not None and not y.is_sampled.any():
-            raise ValueError(f"{where}: no token of the response was sampled; leave it out")
+        count, logprobs = len(y.response_tokens), y.behavior_token_logprobs
+        advantages = y.token_advantages
+        sizes = [len(x) for x in (logprobs, advantages, y.is_sampled) if x is not None]
+        rules = [
+            (y.prompt_id == wanted, f"the response is in the group of prompt {wanted}"),
+            (math.isfinite(y.reward), f"reward is {y.reward}; count the response as rejected"),
+            (count, "an empty response; wanted at least its last token"),
+            (
+                set(sizes) == {count},
+                f"its arrays have {sizes} values for {count} tokens",
+            ),
+            (np.isfinite(logprobs).all(), _DIVERGED),
+            (advantages is None or np.isfinite(advantages).all(), "token_advantages is not finite"),
+            (y.is_sampled is None or y.is_sampled.any(), "no token was sampled; leave it out"),
+        ]
+        for is_met, why in rules:
+            if not is_met:
+                raise ValueError(f"ticket {result.number}, prompt {y.prompt_id}: {why}")
+
+
+_DIVERGED = (
+    "the log-probs of the policy are not finite, so it has diverged. Lower "
+    "--config.optimizer.learning_rate or raise --config.objective.beta, and start again with "
+    "another --workdir, because the newest checkpoint may have diverged, too"
+)

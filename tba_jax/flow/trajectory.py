@@ -83,13 +83,6 @@ class Trajectory:
         """Return the range of the tokens of each path."""
         return paths_of(len(self.response_tokens), self.path_lengths)
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes in the arrays of the trajectory."""
-        own = (self.is_sampled, self.token_advantages, self.reference_token_logprobs)
-        more = sum(x.nbytes for x in own if x is not None)
-        return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + more
-
 
 def paths_of(num_tokens: int, path_lengths: Sequence[int]) -> list[slice]:
     """Return the range of the tokens of each path; arguments are fields of `Trajectory`."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
 from tba_jax.flow.layout import Batch
+from tba_jax.flow.state import pack_arrays, unpack_arrays
 from tba_jax.flow.tickets import (
     DecodeCounts,
     EvaluationResult,

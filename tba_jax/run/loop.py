@@ -39,7 +39,6 @@ from tba_jax.run.errors import FleetError, StarvedError, Watchdog
 from tba_jax.run.peers import OwnerServer
 from tba_jax.run.run import Run
 from tba_jax.run.search_process import POLL_S, STOP_S, SearchProcess, search_in_job, search_workers
-from tba_jax.train.metrics import low_ess_warnings
 from tba_jax.train.trainer import Finished
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
@@ -588,9 +587,7 @@ class AsyncLoop(OwnerLoop):
         trainer = self.run.trainer
         if trainer.step_index >= self._warn_at:
             self._warn_at = math.inf
-            has_ratios = self.run.config.objective.built.needs.sampler != "any"
-            spent = low_ess_warnings(trainer.values) if has_ratios else []
-            for line in [*self.run.buffer.warnings(), *spent]:
+            for line in self.run.buffer.warnings():
                 self.run.logs.progress.note(line)
 
     def _record(self) -> None:

@@ -315,7 +315,6 @@ def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) 
         row_multiple=_row_multiple(config, mesh),
         micro_batch_rows=micro_batch_rows(config),
         is_whole=groups_stay_whole(config),
-        has_prompts=needs.head == "log_z",
         has_advantages=needs.advantages,
         uncounted=() if is_counted else end_ids(config, tokenizer.eos_ids),
         reference="scored" if config.reference.reset_period else "stored",

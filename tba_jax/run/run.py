@@ -22,7 +22,7 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.precompilation import Precompiler
 from tba_jax.evaluation.evaluator import Evaluation, Evaluator
-from tba_jax.flow.state import PartState, Saveable
+from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
 from tba_jax.remote.client import Client
@@ -289,7 +289,7 @@ class Run:
         """Seconds of running time."""
         return self.shared.clock
 
-    def parts(self) -> dict[str, Saveable]:
+    def parts(self) -> dict[str, Any]:
         """Return all parts with host state, by name, in the order of restoring."""
         return {
             "buffer": self.buffer,

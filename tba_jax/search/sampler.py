@@ -55,18 +55,6 @@ class _Open:
     continuations: dict[bytes, list[Continuation]] = dataclasses.field(default_factory=dict)
 
 
-class _Request(NamedTuple):
-    """Purpose of a request to the decode session.
-
-    Attributes:
-        group: the group that needs the response.
-        state: tokens that a continuation begins with; None: the response is an episode.
-    """
-
-    group: _Open
-    state: np.ndarray | None = None
-
-
 class StateValues(NamedTuple):
     """Settings of the estimation of state values by sampled continuations.
 
@@ -131,7 +119,8 @@ class GroupSession:
         self.session = session
         self._sampler = sampler
         self._sampling = sampling_settings(sampler.settings)
-        self._requests: dict[int, _Request] = {}
+        # Of each request its group, and the tokens that a continuation begins with.
+        self._requests: dict[int, tuple[_Open, np.ndarray | None]] = {}
 
     def submit(self, number: int, prompt: Prompt) -> None:
         """Queue S episodes of a prompt.
@@ -146,7 +135,7 @@ class GroupSession:
         size = len(temperatures)
         request = self.session.submit(prompt, row_keys(key, size), self._sampling, temperatures)
         group = _Open(number, prompt, [None] * size, size, [request])
-        self._requests[request] = _Request(group)
+        self._requests[request] = group, None
 
     def step(self) -> dict[int, SampledGroup]:
         """Run one chunk; return the groups that ended in it, by ticket number."""
@@ -197,7 +186,7 @@ class GroupSession:
             keys = row_keys(fold_in(key, i), num_continuations)
             temperatures = np.full(len(keys), sampling.temperature)
             request = self.session.submit(prompt, keys, limits, temperatures)
-            self._requests[request] = _Request(group, state)
+            self._requests[request] = group, state
             group.requests.append(request)
             group.left += len(keys)
         return bool(states)

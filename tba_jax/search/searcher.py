@@ -140,10 +140,7 @@ class Searcher:
         return True
 
     def _free(self, groups: GroupSession) -> int:
-        """Return the number of tickets for which slots are free.
-
-        None while many tickets wait for grading, because grading may be slow.
-        """
+        """Return for how many tickets slots are free; 0 while many wait for slow grading."""
         if self._ended.qsize() >= 2 * self._num_at_once:
             return 0
         size = self.parts.sampler.settings.samples_per_prompt
@@ -160,9 +157,8 @@ class Searcher:
 
     def grade(self) -> bool:
         """Grade and return the finished tickets; return False if there are none."""
-        ended: list[_Ended] = []
-        while len(ended) < self._num_at_once and not self._ended.empty():
-            ended.append(self._ended.get())
+        num = min(self._num_at_once, self._ended.qsize())
+        ended = [self._ended.get() for _ in range(num)]
         if ended:
             self.source.put(self.index, self._results(ended))
         return bool(ended)

@@ -23,7 +23,6 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "tb, learned log Z": {"preset": "tba", "log_z": "learned"},
     "tba_prime": {"preset": "tba_prime"},
     "tba_prime_live": {"preset": "tba_prime_live"},
-    "topr": {"preset": "topr"},
     "rloo": {"name": "rloo"},
     "rloo, beta 0": {"name": "rloo", "beta": 0.0},
     "proximal_rloo": {"name": "proximal_rloo"},

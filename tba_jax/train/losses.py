@@ -220,23 +220,6 @@ def rloo(groups: Groups, beta: Beta) -> Terms:
     return Terms(-(reward - mean_of_others(reward)) * summed(groups, groups.logp))
 
 
-@objective(Needs(beta="unused"))
-def topr(groups: Groups, beta: Beta) -> Terms:
-    """-w_j (r_j - mean r) log pi(y_j|x), w = 1 above the group's mean, else min(pi / mu, 1).
-
-    Responses worse than the mean have a weight in proportion to their probability.
-
-    References:
-        TOPR, arXiv:2503.14286, whose rewards have a sign.
-    """
-    ratio = jax.lax.stop_gradient(jnp.sum(log_ratio(groups), axis=-1))
-    mean = group_mean(groups.reward)
-    weight = jnp.where(groups.reward > mean, 1.0, jnp.exp(jnp.minimum(ratio, 0)))
-    low, high = jnp.zeros(ratio.shape, bool), ratio > 0
-    loss = -weight * (groups.reward - mean) * summed(groups, groups.logp)
-    return Terms(loss, sides(low, high, weight))
-
-
 @objective(Needs())
 def grpo(
     groups: Groups,

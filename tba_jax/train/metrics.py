@@ -6,7 +6,7 @@ twice, or over their sampled tokens.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -37,8 +37,6 @@ class Outputs(NamedTuple):
 
 # Smallest staleness of each stratum, in steps; -1 is the stratum of responses without a version.
 STRATA = (0, 1, 2, 4, 8, 16, 32)
-# Thresholds of the warning: smallest share of a batch and largest ESS fraction of a stratum.
-MIN_WARNED_SHARE, LOW_ESS = 0.05, 0.1
 
 
 def step_metrics(batch: Batch, outputs: Outputs) -> dict[str, float]:
@@ -67,8 +65,7 @@ def step_metrics(batch: Batch, outputs: Outputs) -> dict[str, float]:
         "response_length_mean": num_tokens / num,
         "response_tokens": num_tokens,
         "sampler_gap": float(np.nanmax(gaps)) if np.isfinite(gaps).any() else np.nan,
-        "padding_share": _padding_share(batch),
-        **_row_counts(batch),
+        **_computed(batch),
         **_ratios(batch, sums, is_drawn),
     }
     strata = _strata(batch, outputs)
@@ -166,39 +163,16 @@ def _strata(batch: Batch, outputs: Outputs) -> dict[str, float]:
     return found
 
 
-def low_ess_warnings(values: Mapping[str, float]) -> list[str]:
-    """Return a warning for each stratum in which importance ratios have a low ESS.
-
-    A falling effective sample size precedes the collapse of a policy gradient (arXiv:2602.17616).
-
-    Args:
-        values: as `step_metrics` returns them.
-    """
-    lines = []
-    for low in STRATA:
-        share = values.get(f"stale_{low}/share", 0.0)
-        ess = values.get(f"stale_{low}/ess_fraction", 1.0)
-        if share > MIN_WARNED_SHARE and ess < LOW_ESS:
-            lines.append(
-                f"responses that are at least {low} steps stale ({share:.0%} of a batch) have an "
-                f"effective sample size of {ess:.1%}: objectives with importance ratios learn from "
-                "few of them. Lower replay.max_staleness or the learning rate"
-            )
-    return lines
-
-
-def _row_counts(batch: Batch) -> dict[str, Any]:
-    """Return the number of computed responses, and its share of the responses of the batch."""
-    first = batch.source[..., 0][batch.is_drawn]
-    num = len(np.unique(first))
-    return {"rows": num, "rows_share": num / batch.is_drawn.size}
-
-
-def _padding_share(batch: Batch) -> float:
-    """Return the share of padding among the computed tokens."""
+def _computed(batch: Batch) -> dict[str, float]:
+    """Return the number of responses whose tokens are computed, and shares of rows and padding."""
     if batch.segments is not None:
         used = int((batch.segments > 0).sum())
     else:
         assert batch.prompt_lengths is not None and batch.response_lengths is not None
         used = int(batch.prompt_lengths.sum() + batch.response_lengths.sum())
-    return 1 - used / (int(batch.num_computed) * batch.tokens.shape[1])
+    num = len(np.unique(batch.source[..., 0][batch.is_drawn]))
+    return {
+        "rows": num,
+        "rows_share": num / batch.is_drawn.size,
+        "padding_share": 1 - used / (int(batch.num_computed) * batch.tokens.shape[1]),
+    }

@@ -30,9 +30,10 @@ from tba_jax.settings import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LOSSES = "cispo dapo dr_grpo grpo gspo ipo online_dpo proximal_rloo reinforce rloo tb topr".split()
 # Name -> file of this folder, whose function has that name.
-_FILES = {**dict.fromkeys(_LOSSES, "losses"), "ppo": "ppo", "vineppo": "vineppo"}
+_FILES = dict.fromkeys(
+    "cispo dapo dr_grpo grpo gspo ipo online_dpo proximal_rloo reinforce rloo tb".split(), "losses"
+) | {"ppo": "ppo", "vineppo": "vineppo"}
 
 
 class About(typing.NamedTuple):
@@ -163,19 +164,17 @@ def loss_function(name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"tba_jax.train.{_FILES[name]}"), name)
     path = name.rpartition(":")[0]
     try:
-        changed = os.stat(os.path.expanduser(path)).st_mtime_ns
+        return _function_of_file(name, os.stat(os.path.expanduser(path)).st_mtime_ns)
     except OSError as error:
         raise ConfigError(
             f"objective.name={name}: {path} cannot be read ({error.strerror}). Give the path "
             f"from {os.getcwd()}, or an absolute one"
         ) from error
-    return _function_of_file(name, changed)
 
 
 @functools.lru_cache(maxsize=32)
 def _function_of_file(name: str, changed: int) -> Callable[..., Any]:
     """Return the function in a file; the file is loaded again when its time stamp changes."""
-    del changed
     path, _, own = name.rpartition(":")
     module = _of_user(name, f"loading {path}", lambda: import_file(path))
     return _checked(name, getattr(module, own, None))
@@ -195,36 +194,29 @@ def _of_user(name: str, what: str, call: Callable[[], Any]) -> Any:
 
 def _checked(name: str, found: Any) -> Callable[..., Any]:
     """Return a user's loss function; refuse what cannot be called as one."""
-    own, wanted = name.rpartition(":")[2], "def NAME(groups, beta, *, SETTING=DEFAULT)"
-    why = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
-    if inspect.isfunction(found):
-        try:
-            inspect.signature(found).bind(None, None)
-            return found
-        except TypeError as error:
-            why = f"{own} is called with (groups, beta), and {error}"
-    raise ConfigError(
-        f"objective.name={name}: {why}; wanted a function, {wanted}. docs/objectives.md has an "
-        "example"
-    )
+    own = name.rpartition(":")[2]
+    try:
+        inspect.signature(found).bind(None, None)
+        return found
+    except TypeError as error:
+        why = f"there is no {own}" if found is None else f"{own} is {found!r:.60}: {error}"
+        raise ConfigError(
+            f"objective.name={name}: {why}; wanted a function, "
+            "def NAME(groups, beta, *, SETTING=DEFAULT). docs/objectives.md has an example"
+        ) from error
 
 
 def own_settings(name: str) -> tuple[Setting, ...]:
     """Import JAX, and return the settings of an objective, named "objective.NAME"."""
-    return _settings_of(loss_function(name))
-
-
-@functools.lru_cache(maxsize=64)
-def _settings_of(loss: Callable[..., Any]) -> tuple[Setting, ...]:
+    loss, found = loss_function(name), []
     hints = typing.get_type_hints(loss, include_extras=True)
-    found = []
-    for name, parameter in inspect.signature(loss).parameters.items():
+    for own, parameter in inspect.signature(loss).parameters.items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            hint, default = hints.get(name, type(parameter.default)), parameter.default
+            hint, default = hints.get(own, type(parameter.default)), parameter.default
             about = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, About)]
             type_ = typing.get_args(hint)[0] if about else hint
             declared = (about or [About("")])[0]._asdict() | {"on_resume": False, "among": ()}
-            found.append(Setting(f"objective.{name}", type_, default, **declared))
+            found.append(Setting(f"objective.{own}", type_, default, **declared))
     return tuple(found)
 
 

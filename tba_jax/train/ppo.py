@@ -21,8 +21,7 @@ from tba_jax.train.losses import (
 )
 from tba_jax.train.objectives import About, Needs, objective
 
-VALUE_WEIGHT = 0.1
-"""Weight of the value loss."""
+VALUE_WEIGHT = 0.1  # of the value loss
 
 
 @objective(Needs(total="tokens", head="value"))

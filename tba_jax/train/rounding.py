@@ -28,7 +28,7 @@ def rounding_key(seed: int, step: Array) -> Array:
 
 def widened(tree: Any) -> Any:
     """Return the tree with bfloat16 arrays converted to float32, which is exact."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_narrow(x) else x, tree)
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
 
 def rounded_like(tree: Any, stored: Any, key: Array) -> Any:
@@ -42,7 +42,7 @@ def rounded_like(tree: Any, stored: Any, key: Array) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     rounded = [
         stochastically_rounded(x, jax.random.bits(jax.random.fold_in(key, i), x.shape, jnp.uint16))
-        if _is_narrow(old)
+        if old.dtype == jnp.bfloat16
         else x
         for i, (x, old) in enumerate(zip(leaves, jax.tree.leaves(stored), strict=True))
     ]
@@ -59,7 +59,3 @@ def stochastically_rounded(
     upper = (carried >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
-
-
-def _is_narrow(x: Array) -> bool:
-    return x.dtype == jnp.bfloat16

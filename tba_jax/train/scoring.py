@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of the tokens of a batch's rows, and gradients, computed in micro-batches.
+"""Scores of the tokens of a batch's rows, and gradients, computed in micro-batches.
 
 Row q of micro-batch b of `num` is row q * num + b: sharded rows stay on their device if the number
 of devices also divides the rows of a micro-batch. Invariant: the division into micro-batches
-changes log-probs and gradients by rounding only.
+changes scores and gradients by rounding only.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,16 +16,12 @@ from jaxtyping import Array, Float
 from tba_jax.flow.layout import Batch, rows_at_once
 from tba_jax.models import lora
 from tba_jax.models.logprobs import packed_token_logprobs, row_token_logprobs
-from tba_jax.models.scoring import Scoring
-from tba_jax.models.shardings import ComputeSharding
-from tba_jax.models.transformer import Remat, TransformerConfig
-from tba_jax.train.heads import Head, read_out
 
 Rows = dict[str, Array]
 """Arrays of some rows that the model reads, by the names of `Batch`; the first axis is rows."""
 
 Score = Callable[[Any, Rows], Array]
-"""(trained parameters, some rows) -> scores of these rows."""
+"""(trained parameters, some rows) -> scores of these rows, [n x ...]."""
 
 
 def rows_of(batch: Batch) -> Rows:
@@ -37,55 +31,36 @@ def rows_of(batch: Batch) -> Rows:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def all_params(base: Any, params: Any) -> Any:
-    """Return all parameters: the trained parameters, or the frozen ones with their adapters."""
-    return params if base is None else lora.combine(base, params)
+def make_score(base: Any, response_length: int, *, has_head: bool, **options: Any) -> Score:
+    """Return the model as a function of rows: the log-prob of each scored position, [n x].
 
+    With a head, scores are [n x 2]: the log-prob, and the head on the state before the token.
+    The trained parameters are then a pair (policy, head); gradients flow into both.
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Scorer:
-    """The model as a function of rows.
-
-    Attributes:
-        config, scoring, remat, sharding: as in `logprobs.token_logprobs`.
+    Args:
+        base: frozen parameters that the trained adapters extend; None: all parameters are trained.
         response_length: t, padded length of the responses of rows by prompt.
-        base: frozen parameters that the adapters extend; None: all parameters are trained.
+        options: config, scoring, remat and sharding, as in `logprobs.token_logprobs`.
     """
 
-    config: TransformerConfig
-    scoring: Scoring
-    remat: Remat
-    sharding: ComputeSharding | None
-    response_length: int
-    base: Any = None
-
-    def __call__(
-        self, params: Any, rows: Rows, head: Head | None = None
-    ) -> Float[Array, "n x *both"]:
-        """Return the log-prob of each scored position; with a head, [n x 2] with values of states.
-
-        Args:
-            params: trained parameters; gradients flow into them.
-            rows: some rows.
-            head: head of the values of states.
-        """
-        options: Any = {
-            "config": self.config,
-            "scoring": self.scoring,
-            "remat": self.remat,
-            "sharding": self.sharding,
-            "readout": None if head is None else functools.partial(read_out, head),
-        }
-        params, tokens = all_params(self.base, params), rows["tokens"]
+    def score(trained: Any, rows: Rows) -> Float[Array, "n x *both"]:
+        policy, head = trained if has_head else (trained, None)
+        params = policy if base is None else lora.combine(base, policy)
+        own = options | {"readout": None}
+        if head is not None:
+            own["readout"] = lambda x: x.astype(jnp.float32) @ head.weight + head.bias
+        tokens = rows["tokens"]
         if "segments" in rows:
             shared = (rows["contexts"], rows["is_prompt"]) if "contexts" in rows else ()
             packed = rows["segments"], rows["positions"], *shared
-            return packed_token_logprobs(params, tokens, *packed, **options)
-        lengths, t = rows["response_lengths"], self.response_length
+            return packed_token_logprobs(params, tokens, *packed, **own)
+        lengths, t = rows["response_lengths"], response_length
         found = row_token_logprobs(
-            params, tokens, rows["prompt_lengths"], lengths, response_bucket=t, **options
+            params, tokens, rows["prompt_lengths"], lengths, response_bucket=t, **own
         )
         return found.reshape(len(tokens), lengths.shape[1] * t, *found.shape[3:])
+
+    return score
 
 
 class MicroBatches(NamedTuple):

@@ -22,7 +22,21 @@ from tba_jax.flow.layout import OF_GROUPS, Batch
 from tba_jax.models import lora
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.train.heads import Head, init_head
+
+
+class Head(NamedTuple):
+    """Linear head on the policy's last hidden states, float32: a learned log Z, or state values.
+
+    Log Z(x) is read at the last token of the prompt, so it depends on the prompt alone. Learned, it
+    is an alternative to VarGrad for small groups and for groups from several samplers.
+
+    Attributes:
+        weight: [d].
+        bias: scalar.
+    """
+
+    weight: Array
+    bias: Array
 
 
 class TrainState(NamedTuple):
@@ -169,7 +183,8 @@ def init_state(
         head_size: hidden size of the model if there is a head, else 0.
     """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    head = init_head(head_size) if head_size else None
+    # It begins at 0 for every state: log Z while the policy is the reference.
+    head = Head(jnp.zeros(head_size, jnp.float32), jnp.float32(0)) if head_size else None
     opt_state = only_finite(optimizer).init(trainable(params, head))
     # Three arrays, because one array cannot be donated three times.
     counts = [jnp.int32(0) for _ in range(3)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train step: one jitted update of the policy, and the pass that scores the reference.
 
-Policy log-probs of the rows, loss of the groups, gradient by each log-prob, pulled back through the
-model, update by optax. The state argument is donated: callers must not use the old state again. The
-step returns sums for each response, of which `metrics` takes means on the host.
+Scores of the rows, loss of the groups, gradient by each score, pulled back through the model,
+update by optax. The state argument is donated: callers must not use the old state again. The step
+returns sums for each response, of which `metrics` takes means on the host.
 
 Invariant: the division into micro-batches and the layout of rows change neither gradient nor
 metrics beyond rounding.
@@ -12,7 +12,7 @@ metrics beyond rounding.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -25,18 +25,16 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import Remat, TransformerConfig
 from tba_jax.settings import Schedule
 from tba_jax.train.groups import Groups, Terms
-from tba_jax.train.heads import log_z
 from tba_jax.train.losses import summed
 from tba_jax.train.objectives import Objective
+from tba_jax.train.optimizers import value_at
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
-from tba_jax.train.schedules import value_at
 from tba_jax.train.scoring import (
     MicroBatches,
-    Rows,
-    Scorer,
-    all_params,
+    Score,
     divide,
     gradients,
+    make_score,
     rows_of,
     score_all,
 )
@@ -103,42 +101,71 @@ def make_train_step(
         changed nor donated. The batch has no `missing`, and its reference is known. Outputs are
         those of `metrics.Outputs`.
     """
-    guarded, epochs = only_finite(optimizer), settings.objective.value("epochs", 1)
+    objective, guarded = settings.objective, only_finite(optimizer)
+    epochs, needs = objective.value("epochs", 1), objective.needs
 
     def train_step(
         state: TrainState, batch: Batch, base: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
-        batch = batch if shardings is None else shardings.placed(batch)
+        batch, score, cut = _opened(batch, base, config, settings, shardings, bool(needs.head))
         chex.assert_equal_shape([batch.source, batch.mask, batch.behavior, batch.reference])
         chex.assert_equal_shape([batch.rewards, batch.staleness, batch.is_drawn])
-        groups, temperatures = _groups(batch, state.step, settings)
+        rows = rows_of(batch)
+        targets, temperatures = _targets(batch, state.step, settings)
         beta = value_at(settings.beta, state.step)
         lr = jnp.asarray(rate(state.step - state.skipped_steps), jnp.float32)
-        stored = trainable(state.params, state.head)
-        log_z_of = None
-        if settings.objective.needs.head == "log_z":
-            log_z_of = _log_z(stored, batch, config, settings, shardings, base)
-        scorer = _scorer(config, settings, shardings, batch, base)
-        work = _Work(settings, guarded, state, batch, groups, beta, lr, scorer, log_z_of)
-        done = work.update(0, stored, state.opt_state) if epochs == 1 else work.updates(stored)
-        made = epochs - (done.opt_state.total_notfinite - state.opt_state.total_notfinite)
-        new_state = _next(state, done, made, settings)
-        numbers = {
-            **done.numbers,
-            "lr": lr,
-            "beta": beta,
-            **temperatures,
-            **({"updates": made} if epochs > 1 else {}),
-            "skipped_steps": new_state.skipped_steps,
-            "skipped_in_a_row": new_state.skipped_in_a_row,
+        total = _total(needs.total, batch)
+
+        def loss_of(scored: Array, start_values: Array | None) -> tuple[Array, Any]:
+            groups = _with_policy(targets, scored, batch, needs.head)
+            groups = groups._replace(start_values=start_values)
+            terms = objective(groups, beta)
+            return jnp.sum(jnp.where(batch.is_drawn, terms.loss, 0)) / total, (terms, groups)
+
+        def update(
+            carry: tuple[Any, Any], number: Array | int, start_values: Array | None = None
+        ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+            scored, grads = gradients(
+                score,
+                lambda scored: loss_of(scored, start_values)[0],
+                carry[0],
+                rows,
+                cut,
+                is_whole=settings.is_whole,
+            )
+            loss, (terms, groups) = loss_of(scored, start_values)
+            norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+            # optax looks at the gradient alone, which may be finite where the loss is not.
+            grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
+            key = rounding_key(settings.rounding_seed, state.step * epochs + number)
+            carry = _applied(carry, grads, guarded, objective, lr, key)
+            numbers = {"loss": loss, "grad_norm": norm}
+            return carry, (groups, (numbers, _own_sums(terms, groups, batch)))
+
+        carry = trainable(state.params, state.head), state.opt_state
+        if epochs == 1:
+            carry, (first, found) = update(carry, 0)
+        else:
+            scored = score_all(score, carry[0], rows, cut)
+            first = _with_policy(targets, scored, batch, needs.head)
+            carry, (_, found) = jax.lax.scan(
+                functools.partial(update, start_values=first.values), carry, jnp.arange(epochs)
+            )
+            found = jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
+        numbers, own = found
+        made = epochs - (carry[1].total_notfinite - state.opt_state.total_notfinite)
+        new_state = _next(state, *carry, made, settings)
+        numbers |= {"lr": lr, "beta": beta, **temperatures}
+        numbers |= {"updates": made} if epochs > 1 else {}
+        numbers |= {
+            name: getattr(new_state, name) for name in ("skipped_steps", "skipped_in_a_row")
         }
-        logp = jnp.where(batch.mask, work.gathered(done.scored)[0], 0)
         return new_state, {
             "numbers": numbers,
-            "sums": _measured(logp, batch),
-            "own": done.own,
-            "log_z": None if log_z_of is None else log_z_of[0],
-            "shown": {"policy": logp[0], "reference": batch.reference[0]},
+            "sums": _measured(first.logp, batch),
+            "own": own,
+            "log_z": first.log_z,
+            "shown": {"policy": first.logp[0], "reference": batch.reference[0]},
         }
 
     if shardings is None:
@@ -154,138 +181,6 @@ def make_train_step(
     )
 
 
-class _Done(NamedTuple):
-    """Result of the updates of a step.
-
-    Attributes:
-        trained, opt_state: parameters and optimizer state after the last update.
-        scored: scores of all rows under the policy at the start of the step.
-        numbers: loss and norm of the gradient: means over the updates.
-        own: metrics of the objective, as `_sums`: means over the updates.
-    """
-
-    trained: Any
-    opt_state: Any
-    scored: Array
-    numbers: dict[str, Array]
-    own: dict[str, dict[str, Array]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Work:
-    """What stays the same during a step, and the updates that are made with it.
-
-    Attributes:
-        settings, optimizer: as in `make_train_step`; the optimiser skips non-finite gradients.
-        state: the state at the start of the step.
-        batch, groups, beta, lr: the batch, its groups without the policy, beta, learning rate.
-        scorer: the model.
-        log_z: learned log Z of every prompt and its vector-Jacobian product, or None.
-    """
-
-    settings: StepSettings
-    optimizer: optax.GradientTransformation
-    state: TrainState
-    batch: Batch
-    groups: Groups
-    beta: Array
-    lr: Array
-    scorer: Scorer
-    log_z: tuple[Array, Callable[[Array], Any]] | None
-
-    @functools.cached_property
-    def cut(self) -> MicroBatches:
-        """Division of the rows into micro-batches."""
-        return _cut(self.batch, self.settings)
-
-    def score(self, trained: Any, rows: Rows) -> Array:
-        """Return log-probs of some rows; with a head of values also the values, [n x 2]."""
-        head = self.settings.objective.needs.head
-        if head == "value":
-            return self.scorer(trained[0], rows, trained[1])
-        return self.scorer(trained[0] if head else trained, rows)
-
-    def gathered(self, scored: Array) -> tuple[Array, Array | None]:
-        """Return log-probs and values of each response's tokens, [p k t], from scores of rows."""
-        found = _gathered(scored, self.batch.source)
-        has_values = self.settings.objective.needs.head == "value"
-        return (found[..., 0], found[..., 1]) if has_values else (found, None)
-
-    def loss(
-        self, scored: Array, log_z: Array | None, start_values: Array | None
-    ) -> tuple[Array, tuple[Terms, Groups]]:
-        """Return (loss, (terms, groups)) from the scores of all rows."""
-        logp, values = self.gathered(scored)
-        groups = self.groups._replace(
-            logp=jnp.where(self.batch.mask, logp, 0),
-            log_z=log_z,
-            values=None if values is None else jnp.where(self.batch.mask, values, 0),
-            start_values=start_values,
-        )
-        objective = self.settings.objective
-        terms = objective(groups, self.beta)
-        total = _total(objective.needs.total, self.batch)
-        return jnp.sum(jnp.where(self.batch.is_drawn, terms.loss, 0)) / total, (terms, groups)
-
-    def update(
-        self, number: Array | int, trained: Any, opt_state: Any, start_values: Array | None = None
-    ) -> _Done:
-        """Make update `number` of the step."""
-        log_z, pull = (None, None) if self.log_z is None else self.log_z
-        scored, grads = gradients(
-            self.score,
-            lambda scored: self.loss(scored, log_z, start_values)[0],
-            trained,
-            rows_of(self.batch),
-            self.cut,
-            is_whole=self.settings.is_whole,
-        )
-        loss, (terms, groups) = self.loss(scored, log_z, start_values)
-        if pull is not None:
-            by_log_z = jax.grad(lambda z: self.loss(scored, z, start_values)[0])(log_z)
-            grads = jax.tree.map(jnp.add, grads, pull(by_log_z))
-        norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
-        # optax looks at the gradient alone, which may be finite where the loss is not.
-        grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
-        trained, opt_state = self.applied(number, trained, opt_state, grads)
-        numbers = {"loss": loss, "grad_norm": norm}
-        return _Done(trained, opt_state, scored, numbers, _sums(terms, groups, self.batch))
-
-    def applied(
-        self, number: Array | int, trained: Any, opt_state: Any, grads: Any
-    ) -> tuple[Any, Any]:
-        """Return (parameters, optimizer state) after an update with these gradients.
-
-        It is computed in float32 where arrays are stored in bfloat16, and rounded at random.
-        """
-        old, old_state, grads = widened((trained, opt_state, grads))
-        updates: Any
-        updates, new_state = self.optimizer.update(grads, old_state, old)
-        updates = jax.tree.map(lambda u: -self.lr * u, updates)
-        objective = self.settings.objective
-        if objective.needs.head:
-            factor = objective.value("log_z_rate", 1.0)
-            updates = updates[0], jax.tree.map(lambda u: factor * u, updates[1])
-        new = optax.apply_updates(old, updates), new_state
-        total = self.state.step * objective.value("epochs", 1) + number
-        key = rounding_key(self.settings.rounding_seed, total)
-        return rounded_like(new, (trained, opt_state), key)
-
-    def updates(self, stored: Any) -> _Done:
-        """Make several updates with the batch; values of states are also known at the start."""
-        scored = score_all(self.score, stored, rows_of(self.batch), self.cut)
-        values = self.gathered(scored)[1]
-        values = None if values is None else jnp.where(self.batch.mask, values, 0)
-
-        def one(carry: tuple[Any, Any], number: Array) -> tuple[tuple[Any, Any], Any]:
-            done = self.update(number, *carry, values)
-            return (done.trained, done.opt_state), (done.numbers, done.own)
-
-        numbers = jnp.arange(self.settings.objective.value("epochs", 1))
-        last, found = jax.lax.scan(one, (stored, self.state.opt_state), numbers)
-        return _Done(*last, scored, *jax.tree.map(lambda x: jnp.mean(x, axis=0), found))
-
-
 def make_reference_pass(
     config: TransformerConfig, settings: StepSettings, shardings: StepShardings | None = None
 ) -> Callable[..., Float[Array, "p k t"]]:
@@ -298,15 +193,14 @@ def make_reference_pass(
     """
 
     def score_reference(params: Any, batch: Batch, base: Any = None) -> Array:
-        batch = batch if shardings is None else shardings.placed(batch)
-        scorer = _scorer(config, settings, shardings, batch, base)
+        batch, score, _ = _opened(batch, base, config, settings, shardings)
         missing = batch.missing
         assert missing is not None, "the layout names the rows that lack log-probs"
         rows = jax.tree.map(lambda x: jnp.take(x, missing, axis=0, mode="clip"), rows_of(batch))
         if shardings is not None:
             rows = jax.lax.with_sharding_constraint(rows, shardings.batch)
         cut = divide(rows, len(missing), settings.micro_batch_rows, settings.row_multiple)
-        found = score_all(scorer, params, rows, cut)
+        found = score_all(score, params, rows, cut)
         scored = jnp.zeros((batch.tokens.shape[0], found.shape[1]), found.dtype)
         scored = scored.at[missing].set(found, mode="drop")
         computed = jnp.where(batch.mask, _gathered(scored, batch.source), 0)
@@ -326,36 +220,41 @@ def make_log_likelihood(
     """
 
     def log_likelihood(params: Any, batch: Batch, base: Any = None) -> tuple[Array, Array]:
-        batch = batch if shardings is None else shardings.placed(batch)
-        scorer = _scorer(config, settings, shardings, batch, base)
-        scored = score_all(scorer, params, rows_of(batch), _cut(batch, settings))
+        batch, score, cut = _opened(batch, base, config, settings, shardings)
+        scored = score_all(score, params, rows_of(batch), cut)
         logp = jnp.where(batch.mask, _gathered(scored, batch.source), 0)
         return jnp.sum(logp), jnp.sum(batch.mask)
 
     return jax.jit(log_likelihood)
 
 
-def _cut(batch: Batch, settings: StepSettings) -> MicroBatches:
-    size, multiple = settings.micro_batch_rows, settings.row_multiple
-    return divide(rows_of(batch), batch.num_computed, size, multiple)
-
-
-def _scorer(
+def _opened(
+    batch: Batch,
+    base: Any,
     config: TransformerConfig,
     settings: StepSettings,
     shardings: StepShardings | None,
-    batch: Batch,
-    base: Any,
-) -> Scorer:
-    compute = None if shardings is None else shardings.compute
-    t = batch.source.shape[2]
-    return Scorer(config, settings.scoring, settings.remat, compute, t, base)
+    has_head: bool = False,
+) -> tuple[Batch, Score, MicroBatches]:
+    """Return the batch on its devices, the model as a function of rows, and the micro-batches."""
+    batch = batch if shardings is None else shardings.placed(batch)
+    score = make_score(
+        base,
+        batch.source.shape[2],
+        has_head=has_head,
+        config=config,
+        scoring=settings.scoring,
+        remat=settings.remat,
+        sharding=None if shardings is None else shardings.compute,
+    )
+    size, multiple = settings.micro_batch_rows, settings.row_multiple
+    return batch, score, divide(rows_of(batch), batch.num_computed, size, multiple)
 
 
-def _groups(
+def _targets(
     batch: Batch, step: Int[Array, ""], settings: StepSettings
 ) -> tuple[Groups, dict[str, Array]]:
-    """Return (groups without log-probs of the policy, temperatures of the target that are not 1).
+    """Return (groups without the policy, temperatures of the target that are not 1).
 
     Rewards and log-probs of the reference are divided by the temperatures.
     """
@@ -378,6 +277,16 @@ def _groups(
     return groups, temperatures
 
 
+def _with_policy(targets: Groups, scored: Array, batch: Batch, head: str) -> Groups:
+    """Return the groups with the policy's log-probs and the head's output, from scores of rows."""
+    found = _gathered(scored, batch.source)
+    logp = jnp.where(batch.mask, found[..., 0] if head else found, 0)
+    if head == "value":
+        return targets._replace(logp=logp, values=jnp.where(batch.mask, found[..., 1], 0))
+    # The state before the first token has seen the prompt and nothing else.
+    return targets._replace(logp=logp, log_z=found[:, 0, 0, 1] if head else None)
+
+
 def _gathered(scored: Float[Array, "n x *both"], source: Int[Array, "p k t"]) -> Array:
     """Return the scores of each response's tokens, [p k t] or [p k t 2]; 0 at padding."""
     flat = scored.reshape(-1, *scored.shape[2:])
@@ -392,7 +301,29 @@ def _total(kind: str, batch: Batch) -> Float[Array, ""]:
     return jnp.maximum(jnp.sum(counted.astype(jnp.float32)), 1)
 
 
-def _sums(terms: Terms, groups: Groups, batch: Batch) -> dict[str, dict[str, Array]]:
+def _applied(
+    old: tuple[Any, Any],
+    grads: Any,
+    optimizer: optax.GradientTransformation,
+    objective: Objective,
+    lr: Array,
+    key: Array,
+) -> tuple[Any, Any]:
+    """Return (trained parameters, optimizer state) after an update with these gradients.
+
+    It is computed in float32 where arrays are stored in bfloat16, and rounded at random.
+    """
+    trained, opt_state, grads = widened((*old, grads))
+    updates: Any
+    updates, opt_state = optimizer.update(grads, opt_state, trained)
+    updates = jax.tree.map(lambda u: -lr * u, updates)
+    if objective.needs.head:
+        factor = objective.value("log_z_rate", 1.0)
+        updates = updates[0], jax.tree.map(lambda u: factor * u, updates[1])
+    return rounded_like((optax.apply_updates(trained, updates), opt_state), old, key)
+
+
+def _own_sums(terms: Terms, groups: Groups, batch: Batch) -> dict[str, dict[str, Array]]:
     """Return the metrics of a loss by unit, summed over the tokens of each response, [p k]."""
     found: dict[str, dict[str, Array]] = {"tokens": {}, "responses": {}}
     for name, x in jax.lax.stop_gradient(dict(terms.metrics)).items():
@@ -415,9 +346,11 @@ def _measured(logp: Float[Array, "p k t"], batch: Batch) -> dict[str, Array]:
     }
 
 
-def _next(state: TrainState, done: _Done, made: Array, settings: StepSettings) -> TrainState:
+def _next(
+    state: TrainState, trained: Any, opt_state: Any, made: Array, settings: StepSettings
+) -> TrainState:
     """Return the state after a step that made `made` updates; without any it is skipped."""
-    params, head = (done.trained, None) if state.head is None else done.trained
+    params, head = (trained, None) if state.head is None else trained
     step, reference = state.step + 1, state.reference_params
     if reference is not None and settings.reference_reset_period:
         is_reset = step % settings.reference_reset_period == 0
@@ -426,39 +359,9 @@ def _next(state: TrainState, done: _Done, made: Array, settings: StepSettings) -
     return TrainState(
         step=step,
         params=params,
-        opt_state=done.opt_state,
+        opt_state=opt_state,
         reference_params=reference,
         skipped_steps=state.skipped_steps + skipped,
         skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
         head=head,
     )
-
-
-def _log_z(
-    stored: Any,
-    batch: Batch,
-    config: TransformerConfig,
-    settings: StepSettings,
-    shardings: StepShardings | None,
-    base: Any,
-) -> tuple[Float[Array, " p"], Callable[[Array], tuple[Any, Any]]]:
-    """Return (learned log Z of every prompt, its vector-Jacobian product)."""
-    prompts, sizes = batch.prompts, batch.prompt_sizes
-    assert prompts is not None and sizes is not None, "a learned log Z needs the batch's prompts"
-    # Empty rows get one token, so that no mean divides by 0.
-    lengths = jnp.pad(sizes, (0, prompts.shape[0] - sizes.size), constant_values=1)
-
-    def of_all(trained: Any) -> Array:
-        return log_z(
-            trained[1],
-            all_params(base, trained[0]),
-            prompts,
-            lengths,
-            config=config,
-            compute_dtype=jnp.dtype(settings.scoring.compute_dtype),
-            remat=settings.remat,
-            sharding=None if shardings is None else shardings.compute,
-        )[: sizes.size]
-
-    found, pull = jax.vjp(of_all, stored)
-    return found, lambda by_log_z: pull(by_log_z)[0]

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: optimiser steps and publications.
 
-The trainer publishes weights at every sync, draws batches from the replay buffer, and minimises the
-objective. It never samples: responses arrive through the buffer, and weights leave as
-publications. With several trainer processes, the first
-process draws every batch for all processes.
-
 A step is launched and its results are fetched later, so the next batch is drawn and laid out while
 the devices work. The trainer owns the step counter. Invariant: published weights share no memory
 with its state.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -88,13 +84,9 @@ class Counters:
     sync_total_s: float = 0.0
     sync_max_s: float = 0.0
     trained_tokens: int = 0
-    staleness_counts: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def add_sync(self, pause_s: float) -> None:
-        """Count a publication that stopped the trainer for `pause_s`."""
-        self.num_syncs += 1
-        self.sync_total_s += pause_s
-        self.sync_max_s = max(self.sync_max_s, pause_s)
+    staleness_counts: collections.Counter[int] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     def state(self) -> PartState:
         """Return the counts, whose size does not grow with the steps."""
@@ -103,8 +95,8 @@ class Counters:
 
     def restore(self, state: PartState) -> None:
         """Continue counting from a saved state."""
-        vars(self).update(state.meta)
-        self.staleness_counts = {int(k): int(v) for k, v in state.meta["staleness_counts"]}
+        known = collections.Counter(dict(state.meta["staleness_counts"]))
+        vars(self).update(state.meta, staleness_counts=known)
 
 
 MAX_NONFINITE_STEPS = 3
@@ -131,7 +123,6 @@ class Trainer:
     Attributes:
         step_index: number of launched steps.
         version: newest published version.
-        values: metrics of the last step whose results have arrived.
     """
 
     def __init__(
@@ -147,7 +138,6 @@ class Trainer:
         self.step_index = int(state.step)
         self.counters = Counters()
         self.version = self.step_index
-        self.values: dict[str, Any] = {}
         self._train_step = train_step
         self._weights = weights
         self._keep_references = keep_references
@@ -162,7 +152,10 @@ class Trainer:
         self._weights.publish(self.step_index, self.state.params)
         self.version = self.step_index
         pause_s = self._clock() - start
-        self.counters.add_sync(pause_s)
+        counts = self.counters
+        counts.num_syncs += 1
+        counts.sync_total_s += pause_s
+        counts.sync_max_s = max(counts.sync_max_s, pause_s)
         return pause_s
 
     def step(self, decide: Callable[[], tuple[Batch | None, Sequence[Draw]]]) -> bool:
@@ -237,25 +230,23 @@ class Trainer:
             "train/step_s": step_s,
             "train/tokens_per_s": tokens / max(step_s, 1e-9),
         }
-        self.values, shown = values, None
-        if launched.draws:
-            values |= self._draw_metrics(launched.draws, launched.step)
-            shown = Shown(launched.draws[0], **outputs.shown)
+        shown = Shown(launched.draws[0], **outputs.shown) if launched.draws else None
+        values |= self._draw_metrics(launched.draws, launched.step) if launched.draws else {}
         return Finished(launched.step + 1, values, shown)
 
     def _draw_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
         """Return metrics of draws; those of staleness are of responses that a version sampled."""
         responses = [y for d in draws for y in d.trajectories]
-        staleness = np.array([step - y.version_min for y in responses if y.version_min >= 0])
-        values, counts = (x.tolist() for x in np.unique(staleness, return_counts=True))
-        known = self.counters.staleness_counts
-        for value, count in zip(values, counts, strict=True):
-            known[value] = known.get(value, 0) + count
+        staleness = collections.Counter(
+            step - y.version_min for y in responses if y.version_min >= 0
+        )
+        self.counters.staleness_counts.update(staleness)
         distinct = sum(len(set(d.ids)) for d in draws)
+        mean = sum(x * n for x, n in staleness.items()) / max(1, staleness.total())
         return {
-            "buffer/staleness_mean": float(staleness.mean()) if values else 0.0,
-            "buffer/staleness_max": max(values, default=0),
-            "buffer/staleness_histogram": [list(x) for x in zip(values, counts, strict=True)],
+            "buffer/staleness_mean": mean,
+            "buffer/staleness_max": max(staleness, default=0),
+            "buffer/staleness_histogram": sorted(map(list, staleness.items())),
             "buffer/fresh_fraction": float(np.mean([d.is_fresh for d in draws])),
             "buffer/repeat_fraction": 1 - distinct / len(responses),
         }

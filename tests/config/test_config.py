@@ -25,7 +25,7 @@ from tba_jax.config.schema import (
 )
 from tba_jax.run.model_parts import make_rate, make_step_settings
 from tba_jax.settings import Schedule
-from tba_jax.train.schedules import value_at
+from tba_jax.train.optimizers import value_at
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted(

@@ -34,7 +34,6 @@ def test_presets_are_the_published_points():
         return override(Config(), [f"--config.objective.preset={name}"]).objective.built
 
     assert of("tba") == make_objective("tb", {"importance": "none"})
-    assert of("topr") == make_objective("topr")
     own = {"kl_center": "behavior", "importance": "token_clip", "importance_cap": 8.0}
     prime = make_objective("tb", {**own, "kl_clamp": 10.0})
     assert of("tba_prime") == prime and prime.needs.sampler == "ratio"
@@ -46,8 +45,8 @@ def test_what_is_given_beside_a_preset_wins_and_what_was_there_before_does_not()
     o = config.objective.built
     found = [o.value(name) for name in ("kl_clamp", "kl_center", "log_z")]
     assert found == [0.0, "behavior", "vargrad"]
-    config = tba_jax.load_config("math", objective={"preset": "topr"})
-    assert config.objective.name == "topr" and config.objective.own == ()
+    config = tba_jax.load_config("math", objective={"preset": "dapo"})
+    assert config.objective.name == "dapo" and config.objective.own == ()
 
 
 def test_a_name_drops_what_only_other_objectives_have():
@@ -61,8 +60,8 @@ def test_a_name_drops_what_only_other_objectives_have():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["top"], "objective.preset has no 'top'; there are tba, .*; did you mean topr?"),
-        (["grpo", "topr"], "objective.preset is given 2 times: grpo, topr"),
+        (["dap"], "objective.preset has no 'dap'; there are tba, .*; did you mean dapo?"),
+        (["grpo", "dapo"], "objective.preset is given 2 times: grpo, dapo"),
     ],
 )
 def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
@@ -76,7 +75,7 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
         ({"beta": 0.0}, "beta = 0.0: objective.name=tb divides by beta"),
         ({"name": "rloo", "beta": 0.0}, None),
         ({"name": "rloo", "log_z": "learned"}, "log_z = 'learned': objective.name=rloo has no"),
-        ({"name": "topr", "beta": 0.0}, None),
+        ({"name": "dapo", "beta": 0.0}, None),
         (
             {"kl_center": "behavior", "log_z": "learned"},
             "kl_center = 'behavior': a learned log Z has no log-ratio to centre",

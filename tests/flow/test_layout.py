@@ -98,7 +98,7 @@ def test_every_token_has_its_source(draws, options):
 
 
 def test_rows_of_one_response_and_values_of_responses():
-    batch = lay_out(two_draws(), prompts=(4, 8), has_prompts=True, row_multiple=3)
+    batch = lay_out(two_draws(), prompts=(4, 8), row_multiple=3)
     assert batch.tokens.tolist() == [
         [0, 1, 2, 3, 7, 8, 0, 0],
         [0, 1, 2, 3, 9, 0, 0, 0],
@@ -112,8 +112,6 @@ def test_rows_of_one_response_and_values_of_responses():
     assert batch.staleness.tolist() == [[3, 3], [0, 3]]
     assert batch.reference[1, 1].tolist() == [-2.5, -2.5, -2.5, 0]
     assert batch.missing is None and batch.num_computed == 6
-    assert batch.prompts.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0] * 4]
-    assert batch.prompt_sizes.tolist() == [3, 2]
 
 
 def test_equal_responses_share_their_row_and_keep_their_own_values():

@@ -29,7 +29,7 @@ def test_packed_results_come_back_exactly():
             b.report,
             b.generated,
         )
-        assert a.group.rejected == b.group.rejected and a.num_bytes == b.num_bytes
+        assert a.group.rejected == b.group.rejected
         assert a.group.prompt.columns == b.group.prompt.columns
         for y, z in zip(a.group.trajectories, b.group.trajectories, strict=True):
             assert_same_trajectory(y, z)
@@ -44,10 +44,10 @@ def test_packed_results_come_back_exactly():
         ({"response_tokens": np.zeros(0, np.int32)}, "an empty response"),
         (
             {"behavior_token_logprobs": np.zeros(1, np.float32)},
-            "behavior_token_logprobs has 1 values for 2 response tokens",
+            r"its arrays have \[1\] values for 2 tokens",
         ),
-        ({"token_advantages": np.full(2, np.nan, np.float32)}, "token_advantages has 2 values"),
-        ({"is_sampled": np.zeros(2, bool)}, "no token of the response was sampled"),
+        ({"token_advantages": np.full(2, np.nan, np.float32)}, "token_advantages is not finite"),
+        ({"is_sampled": np.zeros(2, bool)}, "no token was sampled"),
     ],
 )
 def test_a_response_that_would_break_a_step_is_refused(changes, message):

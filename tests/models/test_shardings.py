@@ -210,7 +210,7 @@ LEARNED = replace(REMAT, objective=make_objective("tb", {"scale": "paper", "log_
         slow((2, 2, 2), REMAT, {}),
         slow((1, 8, 1), REMAT, {"shares_prompts": True}),
         slow((1, 4, 1), REMAT, {"row_length": 18, "micro_batch_rows": 4, "is_whole": True}),
-        slow((1, 4, 1), LEARNED, {"has_prompts": True}),
+        slow((1, 4, 1), LEARNED, {}),
     ],
 )
 def test_prompts_need_not_divide_over_the_devices(shape, settings, options):

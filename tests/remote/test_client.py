@@ -8,7 +8,7 @@ from fake_tickets import IDENTITY, House, make_result, shard_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba_jax.flow.array_bytes import pack_arrays
+from tba_jax.flow.state import pack_arrays
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, EvaluationTicket, Ticket
 from tba_jax.remote.channel import NotReady, Refused, Rewind, RunEnded, Unreachable
 from tba_jax.remote.client import Client

@@ -41,7 +41,6 @@ def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_
         assert config.objective.name == settings.name and config.objective.own == settings.own
     assert sweeps.settings_of("rloo, beta 0", 0.1).beta == Schedule(0.0)
     assert sweeps.settings_of("rloo", 0.1).beta == Schedule(0.1)
-    assert sweeps.settings_of("topr", 0.1).name == "topr"
     assert sweeps.settings_of("grpo", 0.1).beta == Schedule(0.04)
     for study in STUDIES.values():
         assert set(study.names) <= set(sweeps.OBJECTIVES)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_groups import of_sums
 
-from tba_jax.train.groups import Groups, of_sums
+from tba_jax.train.groups import Groups
 from tba_jax.train.objectives import make_objective, objective_names
 
 BETA = 0.3
@@ -228,11 +229,6 @@ def weighted_tokens(weigh):
     return over_responses(of)
 
 
-def topr(g):
-    ratio = np.exp(total(g.then) - total(g.mu))
-    return np.where(g.r > g.r.mean(), 1.0, np.minimum(ratio, 1.0))
-
-
 def clamped(g, policy, bound=0.5):
     """The clamp is of the value: the gradient is that of the policy's log-prob."""
     fixed = [np.clip(a - b, -bound, bound).sum() for a, b in zip(g.then, g.ref, strict=True)]
@@ -276,7 +272,6 @@ FORMULAS = {
         {"importance": "token_clip", "importance_cap": 1.3},
         weighted_tokens(lambda w: np.where(w > 1.3, 0, w))),
     "tb, default": ({}, weighted_tokens(lambda w: np.where(w > 8, 0, w))),
-    "topr": ({}, over_responses(lambda g: -topr(g) * (g.r - g.r.mean()) * total(g.now))),
 }  # fmt: skip
 
 

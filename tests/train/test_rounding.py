@@ -181,7 +181,7 @@ def test_a_learned_log_z_stays_float32_and_exact():
         settings = replace(STOCHASTIC, objective=objective)
         step = make_train_step(CONFIG, optimizer, optax.constant_schedule(0.1), settings)
         state = init_state(params, optimizer, keep_reference=False, head_size=CONFIG.hidden_size)
-        state, _ = step(state, make_batch(has_prompts=True))
+        state, _ = step(state, make_batch())
         heads.append(jax.device_get(state.head))
     for got, want in zip(*map(jax.tree.leaves, heads), strict=True):
         assert got.dtype == np.float32 and np.abs(want).max() > 0

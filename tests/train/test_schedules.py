@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax.settings import ConfigError, Schedule, parse_schedule
-from tba_jax.train.schedules import value_at
+from tba_jax.train.optimizers import value_at
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from fake_batches import SETTINGS, gradient_of, lay_out, make_draws
 
 from tba_jax.settings import Schedule
-from tba_jax.train.metrics import Outputs, low_ess_warnings, step_metrics
+from tba_jax.train.metrics import Outputs, step_metrics
 from tba_jax.train.objectives import make_objective
 
 STEP, BETA = 9, 0.2
@@ -122,13 +122,3 @@ def test_strata_are_the_statistics_of_the_responses_of_each_age(found):
     }
     for name, value in expected.items():
         np.testing.assert_allclose(values[f"stale_2/{name}"], value, rtol=1e-5, err_msg=name)
-
-
-def test_a_low_effective_sample_size_is_reported_once_in_the_batch():
-    strata = {"stale_0/share": 0.6, "stale_0/ess_fraction": 0.9, "stale_8/share": 0.4}
-    assert low_ess_warnings({**strata, "stale_8/ess_fraction": 0.11}) == []
-    (line,) = low_ess_warnings({**strata, "stale_8/ess_fraction": 0.02})
-    assert line.startswith(
-        "responses that are at least 8 steps stale (40% of a batch) have an effec"
-    )
-    assert low_ess_warnings({**strata, "stale_8/share": 0.01, "stale_8/ess_fraction": 0.02}) == []

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
+from tba_jax.flow.state import pack_arrays, unpack_arrays
 
 ARRAYS = {
     "odd": np.arange(3, dtype=np.uint8),
