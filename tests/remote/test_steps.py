@@ -151,10 +151,10 @@ def test_a_batch_is_exact_after_its_transfer():
         for i, name in enumerate(Batch._fields)
     }
     arrays["num_computed"] = np.int32(7)
-    arrays["mask"], arrays["prompts"] = rng.random((3, 2)) < 0.5, None
+    arrays["mask"], arrays["segments"] = rng.random((3, 2)) < 0.5, None
     sent = Decision(StepPlan(sync=True), Batch(**arrays))
     back = unpack_decision(pack_decision(sent))
-    assert back.plan == sent.plan and back.batch is not None and back.batch.prompts is None
+    assert back.plan == sent.plan and back.batch is not None and back.batch.segments is None
     for name, array in arrays.items():
         if array is not None:
             np.testing.assert_array_equal(getattr(back.batch, name), array)
