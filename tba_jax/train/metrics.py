@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from tba_jax.flow.layout import Batch
 
@@ -48,6 +48,7 @@ def step_metrics(batch: Batch, outputs: Outputs) -> dict[str, float]:
     """
     is_drawn, sums = batch.is_drawn, outputs.sums
     tokens = batch.mask.sum(-1)
+    behavior = np.where(batch.mask, batch.behavior, 0).sum(-1, dtype=np.float64)
     num, num_tokens = max(int(is_drawn.sum()), 1), max(int(tokens.sum()), 1)
     rewards = batch.rewards[is_drawn.any(1)].astype(np.float64)
     kl = sums["policy"] - sums["reference"]
@@ -66,9 +67,9 @@ def step_metrics(batch: Batch, outputs: Outputs) -> dict[str, float]:
         "response_tokens": num_tokens,
         "sampler_gap": float(np.nanmax(gaps)) if np.isfinite(gaps).any() else np.nan,
         **_computed(batch),
-        **_ratios(batch, sums, is_drawn),
+        **_ratios((sums["policy"] - behavior)[is_drawn]),
     }
-    strata = _strata(batch, outputs)
+    strata = _strata(batch, outputs, behavior)
     return {f"train/{name}": x for name, x in values.items()} | strata
 
 
@@ -102,21 +103,13 @@ def _residuals(batch: Batch, outputs: Outputs) -> Float[np.ndarray, "p k"] | Non
     return (outputs.sums["policy"] - target).astype(np.float64)
 
 
-def _behavior(batch: Batch) -> Float[np.ndarray, "p k"]:
-    return np.where(batch.mask, batch.behavior, 0).sum(-1, dtype=np.float64)
-
-
-def _ratios(
-    batch: Batch, sums: Mapping[str, np.ndarray], of: Bool[np.ndarray, "p k"]
-) -> dict[str, float]:
-    """Return statistics of the ratio pi / mu of the responses `of`; TB itself needs no ratio.
+def _ratios(log_ratio: Float[np.ndarray, " n"]) -> dict[str, float]:
+    """Return statistics of the ratios pi / mu of some responses; TB itself needs no ratio.
 
     ess_fraction = (sum v)^2 / (n sum v^2), v = exp(log ratio), computed in log space; the other
     numbers are percentiles of the log-ratio, in nats per response.
     """
-    log_ratio = (sums["policy"] - _behavior(batch))[of].astype(np.float64)
-    largest = log_ratio.max()
-    v = np.exp(log_ratio - largest)
+    v = np.exp(log_ratio - log_ratio.max())
     p05, p50, p95 = np.quantile(log_ratio, [0.05, 0.5, 0.95])
     return {
         "ess_fraction": float(v.sum() ** 2 / (v.size * np.square(v).sum())),
@@ -126,7 +119,7 @@ def _ratios(
     }
 
 
-def _strata(batch: Batch, outputs: Outputs) -> dict[str, float]:
+def _strata(batch: Batch, outputs: Outputs, behavior: Float[np.ndarray, "p k"]) -> dict[str, float]:
     """Return statistics of the responses of similar staleness, without empty strata.
 
     share: share of the batch's responses. residual_rms: root mean square of the residuals minus the
@@ -138,7 +131,7 @@ def _strata(batch: Batch, outputs: Outputs) -> dict[str, float]:
     residual = _residuals(batch, outputs)
     if residual is not None:
         residual = residual - residual.mean(1, keepdims=True)
-    behavior, tokens = _behavior(batch), batch.mask.sum(-1)
+    tokens = batch.mask.sum(-1)
     ends = (*STRATA[1:], np.iinfo(np.int32).max)
     names = ["other_sampler", *(f"stale_{low}" for low in STRATA)]
     for name, low, high in zip(names, (-1, *STRATA), (0, *ends), strict=True):
@@ -149,7 +142,7 @@ def _strata(batch: Batch, outputs: Outputs) -> dict[str, float]:
         distinct = {(i, int(batch.source[i, j, 0])) for i, j in zip(*np.nonzero(of), strict=True)}
         values = {
             "share": of.sum() / batch.is_drawn.sum(),
-            **_ratios(batch, sums, of),
+            **_ratios((sums["policy"] - behavior)[of]),
             "kl_reference": (sums["policy"] - sums["reference"])[of].mean(),
             "kl_behavior": (behavior - sums["policy"])[of].mean(),
             "low_ratios": sums["low_ratios"][of].sum() / num_tokens,

@@ -101,72 +101,12 @@ def make_train_step(
         changed nor donated. The batch has no `missing`, and its reference is known. Outputs are
         those of `metrics.Outputs`.
     """
-    objective, guarded = settings.objective, only_finite(optimizer)
-    epochs, needs = objective.value("epochs", 1), objective.needs
 
     def train_step(
         state: TrainState, batch: Batch, base: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
-        batch, score, cut = _opened(batch, base, config, settings, shardings, bool(needs.head))
-        chex.assert_equal_shape([batch.source, batch.mask, batch.behavior, batch.reference])
-        chex.assert_equal_shape([batch.rewards, batch.staleness, batch.is_drawn])
-        rows = rows_of(batch)
-        targets, temperatures = _targets(batch, state.step, settings)
-        beta = value_at(settings.beta, state.step)
-        lr = jnp.asarray(rate(state.step - state.skipped_steps), jnp.float32)
-        total = _total(needs.total, batch)
-
-        def loss_of(scored: Array, start_values: Array | None) -> tuple[Array, Any]:
-            groups = _with_policy(targets, scored, batch, needs.head)
-            groups = groups._replace(start_values=start_values)
-            terms = objective(groups, beta)
-            return jnp.sum(jnp.where(batch.is_drawn, terms.loss, 0)) / total, (terms, groups)
-
-        def update(
-            carry: tuple[Any, Any], number: Array | int, start_values: Array | None = None
-        ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-            scored, grads = gradients(
-                score,
-                lambda scored: loss_of(scored, start_values)[0],
-                carry[0],
-                rows,
-                cut,
-                is_whole=settings.is_whole,
-            )
-            loss, (terms, groups) = loss_of(scored, start_values)
-            norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
-            # optax looks at the gradient alone, which may be finite where the loss is not.
-            grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
-            key = rounding_key(settings.rounding_seed, state.step * epochs + number)
-            carry = _applied(carry, grads, guarded, objective, lr, key)
-            numbers = {"loss": loss, "grad_norm": norm}
-            return carry, (groups, (numbers, _own_sums(terms, groups, batch)))
-
-        carry = trainable(state.params, state.head), state.opt_state
-        if epochs == 1:
-            carry, (first, found) = update(carry, 0)
-        else:
-            scored = score_all(score, carry[0], rows, cut)
-            first = _with_policy(targets, scored, batch, needs.head)
-            carry, (_, found) = jax.lax.scan(
-                functools.partial(update, start_values=first.values), carry, jnp.arange(epochs)
-            )
-            found = jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
-        numbers, own = found
-        made = epochs - (carry[1].total_notfinite - state.opt_state.total_notfinite)
-        new_state = _next(state, *carry, made, settings)
-        numbers |= {"lr": lr, "beta": beta, **temperatures}
-        numbers |= {"updates": made} if epochs > 1 else {}
-        numbers |= {
-            name: getattr(new_state, name) for name in ("skipped_steps", "skipped_in_a_row")
-        }
-        return new_state, {
-            "numbers": numbers,
-            "sums": _measured(first.logp, batch),
-            "own": own,
-            "log_z": first.log_z,
-            "shown": {"policy": first.logp[0], "reference": batch.reference[0]},
-        }
+        guarded = only_finite(optimizer)
+        return _train_step(state, batch, base, config, guarded, rate, settings, shardings)
 
     if shardings is None:
         return jax.jit(train_step, donate_argnums=0)
@@ -179,6 +119,73 @@ def make_train_step(
         out_shardings=(shardings.state, shardings.replicated),
         compiler_options=dict(shardings.compiler_options) or None,
     )
+
+
+def _train_step(
+    state: TrainState,
+    batch: Batch,
+    base: Any,
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    rate: optax.Schedule,
+    settings: StepSettings,
+    shardings: StepShardings | None,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Return the state after a step, and its outputs; arguments as in `make_train_step`."""
+    objective, head = settings.objective, settings.objective.needs.head
+    batch, score, cut = _opened(batch, base, config, settings, shardings, bool(head))
+    chex.assert_equal_shape([batch.source, batch.mask, batch.behavior, batch.reference])
+    chex.assert_equal_shape([batch.rewards, batch.staleness, batch.is_drawn])
+    rows, epochs = rows_of(batch), objective.value("epochs", 1)
+    targets, temperatures = _targets(batch, state.step, settings)
+    beta = value_at(settings.beta, state.step)
+    lr = jnp.asarray(rate(state.step - state.skipped_steps), jnp.float32)
+    total = _total(objective.needs.total, batch)
+
+    def loss_of(scored: Array, start_values: Array | None) -> tuple[Array, Any]:
+        groups = _with_policy(targets, scored, batch, head)._replace(start_values=start_values)
+        terms = objective(groups, beta)
+        return jnp.sum(jnp.where(batch.is_drawn, terms.loss, 0)) / total, (terms, groups)
+
+    def update(
+        carry: tuple[Any, Any], number: Array | int, start_values: Array | None = None
+    ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        scored, grads = gradients(
+            score,
+            lambda scored: loss_of(scored, start_values)[0],
+            carry[0],
+            rows,
+            cut,
+            is_whole=settings.is_whole,
+        )
+        loss, (terms, groups) = loss_of(scored, start_values)
+        norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+        # optax looks at the gradient alone, which may be finite where the loss is not.
+        grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
+        key = rounding_key(settings.rounding_seed, state.step * epochs + number)
+        carry = _applied(carry, grads, optimizer, objective, lr, key)
+        numbers = {"loss": loss, "grad_norm": norm}
+        return carry, (groups, (numbers, _own_sums(terms, groups, batch)))
+
+    carry = trainable(state.params, state.head), state.opt_state
+    if epochs == 1:
+        carry, (first, found) = update(carry, 0)
+    else:
+        first = _with_policy(targets, score_all(score, carry[0], rows, cut), batch, head)
+        again = functools.partial(update, start_values=first.values)
+        carry, (_, found) = jax.lax.scan(again, carry, jnp.arange(epochs))
+        found = jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
+    numbers, own = found
+    made = epochs - (carry[1].total_notfinite - state.opt_state.total_notfinite)
+    new_state = _next(state, *carry, made, settings)
+    numbers |= {"lr": lr, "beta": beta, **temperatures}
+    numbers |= {"updates": made} if epochs > 1 else {}
+    for name in ("skipped_steps", "skipped_in_a_row"):
+        numbers[name] = getattr(new_state, name)
+    shown = {"policy": first.logp[0], "reference": batch.reference[0]}
+    sums = _measured(first.logp, batch)
+    outputs = {"numbers": numbers, "sums": sums, "own": own, "log_z": first.log_z, "shown": shown}
+    return new_state, outputs
 
 
 def make_reference_pass(
