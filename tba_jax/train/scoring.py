@@ -46,7 +46,7 @@ def make_score(base: Any, response_length: int, *, has_head: bool, **options: An
     def score(trained: Any, rows: Rows) -> Float[Array, "n x *both"]:
         policy, head = trained if has_head else (trained, None)
         params = policy if base is None else lora.combine(base, policy)
-        own = options | {"readout": None}
+        own: dict[str, Any] = options | {"readout": None}
         if head is not None:
             own["readout"] = lambda x: x.astype(jnp.float32) @ head.weight + head.bias
         tokens = rows["tokens"]
