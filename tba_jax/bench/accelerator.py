@@ -324,7 +324,7 @@ def memory(is_dry: bool) -> Figures:
     config = dataclasses.replace(config, num_searchers=1)
     model_config = config_json.transformer_config(config_of(model_path(config)))
     placement = layouts.place(config, devices).placement
-    planned = {p.name: p for p in plan_programs(config, model_config, placement)}
+    planned = {p.program.name: p for p in plan_programs(config, model_config, placement)}
     names = ("decode_chunk", "train_step")
     return {
         "preset": preset,

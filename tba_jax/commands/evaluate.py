@@ -105,7 +105,7 @@ def _open_model(
     from tba_jax.devices.site import reading_mesh
     from tba_jax.models import model as models
     from tba_jax.models.shardings import param_shardings
-    from tba_jax.planning.lengths import with_lengths
+    from tba_jax.planning.choices import with_lengths
     from tba_jax.run.model_parts import model_path
 
     own = [f"--config.model.path={path}"] if path else []

@@ -19,20 +19,22 @@ from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import MODES, divide
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig, num_params
-from tba_jax.planning import layouts
-from tba_jax.planning.lengths import with_lengths
+from tba_jax.planning import estimates, layouts, sizes
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
+from tba_jax.search.prompts import text_of
 from tba_jax.settings import ConfigError, Schedule
+from tba_jax.tasks.mixture import Mixture, data_sets
+from tba_jax.tasks.registry import get_task
+from tba_jax.tasks.rows import has_split
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
 
-LENGTHS = (
-    "task.max_prompt_tokens",
-    "search.max_new_tokens",
-    "task.num_eval_prompts",
-)
+LENGTHS = ("task.max_prompt_tokens", "search.max_new_tokens", "task.num_eval_prompts")
+_LOOKED_AT = 2000  # number of prompts whose length is measured, evenly spaced
+_MULTIPLE = 32  # programs are compiled for few lengths
+_HELD_OUT_SHARE = 5  # at most one in five rows is held out
 _PLACEMENT = (
     "num_searchers",
     "placement",
@@ -45,7 +47,6 @@ _PLACEMENT = (
 _DTYPE = "model.compute_dtype"
 _RATE = "optimizer.learning_rate"
 _ROWS = "batch.micro_batch_rows"
-_SIZES = ("search.num_slots", _ROWS, "model.remat")
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "task.max_prompt_tokens": (0, LENGTHS),
     "num_searchers": (0, _PLACEMENT),
@@ -139,23 +140,68 @@ def on_devices(
     if not config.num_searchers:
         config = _placed(config, model_config, devices, memory_bytes)
     found = divide(config.placement, devices, asked(config))
-    sizes = layouts.open_sizes(
+    fields = sizes.choose(
         config,
         model_config,
         found.mesh,
         devices,
         memory_bytes,
-        lambda group: 0.0,
-        found.shares_devices,
+        lambda config: estimates.searcher_bytes(config, model_config, devices[0]),
+        shares_devices=found.shares_devices,
     )
     left = open_settings(config)
     about = f"estimated for devices of {memory_bytes / 2**30:.1f} GiB"
-    return _chosen(config, {n: x for n, x in sizes.items() if n in left}, about)
+    return _chosen(config, {n: x for n, x in fields.items() if n in left}, about)
 
 
 def for_platform(config: Config, platform: str) -> Config:
     """Return a config with the dtype that is faster on a platform."""
     return _chosen(config, dtypes_on(config, platform), f"the faster dtype on {platform}")
+
+
+def with_lengths(config: Config) -> tuple[Config, str]:
+    """Return a config with all lengths, and a text with the facts from which they were chosen.
+
+    If `task.max_prompt_tokens` is 0, the function sets three limits: prompts are at most as long as
+    the longest prompt of the data, responses fit the rest of the model's context, and at most a
+    fifth of the rows is held out. The choice depends only on data, model and config, so a resumed
+    run makes the same choice.
+
+    Raises:
+        ValueError: the data or the model cannot be used.
+    """
+    if config.task.max_prompt_tokens:
+        return config, ""
+    task_settings = config.task
+    task = get_task(
+        task_settings.name,
+        task_settings.data_path,
+        num_held_out=1,
+        chat=task_settings.chat,
+        columns=task_settings.columns,
+    )
+    size = task.train_size()
+    model = describe_model(config, with_weights=False)
+    tokenizer = model.load_tokenizer()
+    step = max(1, size // _LOOKED_AT)
+    texts = (text_of(task, tokenizer, "train", i) for i in range(0, size, step))
+    longest = max(len(tokenizer.encode(text, add_bos)) for text, add_bos, _ in texts)
+    context = model.config.max_positions
+    response = min(config.search.max_new_tokens, context // 2)
+    prompt = min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response)
+    fields = {
+        "task.max_prompt_tokens": prompt,
+        "search.max_new_tokens": response,
+    }
+    sets = [path for path, _ in data_sets(task_settings.data_path) if path]
+    if not sets or not all(has_split(path, "test") for path in sets):
+        most = max(1, (size + 1) // _HELD_OUT_SHARE)
+        if isinstance(task, Mixture):
+            most = task.most_held_out(1 / _HELD_OUT_SHARE)
+        fields["task.num_eval_prompts"] = min(task_settings.num_eval_prompts, most)
+    return replace(config, fields), (
+        f"prompts of up to {longest} tokens, and a context of {context}"
+    )
 
 
 def lines(config: Config) -> list[str]:
@@ -203,8 +249,8 @@ def _placed(
         if MODES[config.placement].spans_hosts:
             searchers = 1
         return _chosen(config, {"num_searchers": searchers}, about)
-    _, choice = layouts.choose(config, model_config, devices, memory_bytes)
-    fields = {name: value for name, value in choice.fields.items() if name in _PLACEMENT}
+    placed, _ = layouts.choose(config, model_config, devices, memory_bytes)
+    fields = {name: get_field(placed, name) for name in _PLACEMENT}
     return _chosen(config, fields, about)
 
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a run on its devices, estimated from shapes without compiling.
-
-The estimates serve to choose a placement before any program is compiled.
-
-Invariant: an estimate counts every byte of resident arrays, and the largest program.
-"""
+"""Memory of a run on its devices, estimated from shapes to choose a placement without compiling."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,54 +17,7 @@ from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig, num_params, scores_of
-from tba_jax.planning import roofline
 from tba_jax.run import model_parts
-from tba_jax.train.state import TrainState
-
-REPEATED_SHARE = 0.75
-"""Share of a pass over the layers that `model.remat=layers` repeats in the backward pass.
-
-No gradient needs the last product of a layer. It is 0.6 to 0.76 in the programs of GPT-NeoX, Llama
-and Qwen shapes.
-"""
-# FLOPs of bfloat16 products per byte that memory delivers: 156 (A100) to 560 (v6e).
-_FLOPS_PER_BYTE = 240.0
-
-
-def trainer_share(config: Config, model_config: TransformerConfig) -> float:
-    """Return the share of the devices that should train so that neither side waits for the other.
-
-    The function compares rooflines of the work that no program can avoid. It assumes responses of
-    half of their limit, and padded rows unless rows are packed.
-    """
-    x, t = config.task.max_prompt_tokens, max(1, config.search.max_new_tokens // 2)
-    padded = t if config.batch.packed_length else config.search.max_new_tokens
-    k, samples = config.objective.group_size, config.search.samples_per_prompt
-    trained = config.batch.num_prompts * k
-    sampled = config.replay.recency_prob * config.batch.num_prompts * samples
-    training = roofline.train_flops(
-        model_config,
-        num_rows=trained,
-        prompt_tokens=x,
-        response_tokens=padded,
-        responses_per_prompt=k if shares_prompts(config) or config.batch.packed_length else 1,
-    )
-    forward = training / 3
-    if remat_of(config) == "layers":
-        training += REPEATED_SHARE * forward
-    searching = 2.0 * roofline.matrix_entries(model_config) * x * sampled / samples
-    training += forward * sampled / trained  # the reference scores each response once
-    narrow = config.search.quantization != "none"
-    slots = num_slots(config)
-    decoding = roofline.decode_work(
-        model_config,
-        itemsize=1 if narrow else jnp.dtype(config.model.compute_dtype).itemsize,
-        num_steps=t,
-        prompt_tokens=x,
-        response_lengths=[t] * slots,
-    )
-    searching += max(decoding.num_flops, decoding.num_bytes * _FLOPS_PER_BYTE) * sampled / slots
-    return training / (training + searching)
 
 
 def held_bytes(config: Config, model_config: TransformerConfig) -> float:
@@ -158,48 +106,37 @@ def _kept_values(config: Config, model_config: TransformerConfig) -> float:
 def searcher_bytes(
     config: Config,
     model_config: TransformerConfig,
-    devices: Sequence[Any],
-    judge_bytes: Callable[[int], float],
-) -> Callable[[int], float]:
-    """Return a function from group size to the memory of each searcher device.
+    device: Any,
+    judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
+) -> float:
+    """Return the memory of each device of a searcher.
 
-    The memory has two versions of the weights, the reference, the KV cache, and reward models.
+    The memory has two versions of the weights, the base of adapters, the KV cache, and reward
+    models.
+
+    Args:
+        device: a device of the searcher.
+        judge_bytes: group size -> memory of reward models on the first device of a searcher.
     """
-    weights = _weight_bytes(config, model_config, devices[0])
-    columns = config.task.max_prompt_tokens + config.search.max_new_tokens + 8
-    dtype = config.model.compute_dtype
-    cache = shard_bytes(kv_cache.abstract_layers(model_config, num_slots(config), columns, dtype))
-    if config.task.environment:
-        cache *= 2  # caches of waiting conversations
-
-    def bytes_of(g: int) -> float:
-        return (
-            weights / g
-            + cache / math.gcd(g, model_config.num_kv_heads, model_config.delta_key_heads)
-            + judge_bytes(g)
-        )
-
-    return bytes_of
-
-
-def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:
-    """Return the bytes of a searcher's weights: current and next version, base of adapters."""
+    dtype, g = jnp.dtype(config.model.compute_dtype), config.search.num_devices
 
     def weights(quantization: Quantization) -> Params:
-        where, dtype = SingleDeviceSharding(device), jnp.dtype(config.model.compute_dtype)
+        where = SingleDeviceSharding(device)
         return lowering.abstract_weights(model_config, dtype, where, quantization)
 
     held = weights(config.search.quantization)
     policy = model_parts.policy_config(config, model_config)
     if policy.adapters is None:
-        return 2 * shard_bytes(held)
-    base = lora.adapted(weights("none"), policy), lora.unadapted(held, policy)
-    return shard_bytes(base) + 2 * shard_bytes(lora.adapted(held, policy))
-
-
-def num_slots(config: Config) -> int:
-    """Return the number of decode slots of a searcher."""
-    return config.search.slots
+        num_bytes = 2 * shard_bytes(held)
+    else:
+        base = lora.adapted(weights("none"), policy), lora.unadapted(held, policy)
+        num_bytes = shard_bytes(base) + 2 * shard_bytes(lora.adapted(held, policy))
+    columns = config.task.max_prompt_tokens + config.search.max_new_tokens + 8
+    layers = kv_cache.abstract_layers(model_config, config.search.slots, columns, dtype)
+    # Half of the caches belong to conversations that wait for their environment.
+    cache = shard_bytes(layers) * (2 if config.task.environment else 1)
+    parts = math.gcd(g, model_config.num_kv_heads, model_config.delta_key_heads)
+    return num_bytes / g + cache / parts + judge_bytes(g)
 
 
 def shard_bytes(tree: Any) -> float:
@@ -209,14 +146,3 @@ def shard_bytes(tree: Any) -> float:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         total += math.prod(shape) * jnp.dtype(x.dtype).itemsize
     return total
-
-
-def state_bytes_by_kind(state: TrainState) -> dict[str, float]:
-    """Return the bytes of an abstract train state in the memory of each device, by kind."""
-    kinds = {
-        "parameters": shard_bytes(state.params),
-        "optimiser state": shard_bytes(state.opt_state),
-    }
-    if state.reference_params is not None:
-        kinds["reference parameters"] = shard_bytes(state.reference_params)
-    return kinds

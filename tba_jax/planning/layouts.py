@@ -8,6 +8,7 @@ with these fields has the same placement. It compares estimated bytes, without c
 Invariant: `main` accepts the chosen placement on such devices.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.placement import (
     MODES,
     POD_LAYOUTS,
-    MeshShape,
     PlacementError,
     divide,
     on_hosts,
@@ -26,7 +26,7 @@ from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.slices import hosts_of
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.planning import estimates, fitting
+from tba_jax.planning import estimates, sizes
 from tba_jax.run.shared import place_run
 
 
@@ -38,23 +38,12 @@ class Choice(NamedTuple):
         placement: meshes of the run; the searchers' meshes are those on the last host.
         num_groups: number of searchers on the whole slice.
         shares_devices: whether trainer and searchers share devices.
-        fields: config fields that the choice changed, with their values.
     """
 
     name: str
     placement: Placement
     num_groups: int
     shares_devices: bool
-    fields: dict[str, Any]
-
-
-def trainer_options(devices: Sequence[Any]) -> list[int]:
-    """Return the possible numbers of trainer devices, equal on every host, that leave searchers."""
-    if len(hosts_of(devices)) == 1:
-        return list(range(1, len(devices)))
-    # With fewer devices than all of them the trainer shares none.
-    sizes = range(1, len(devices))
-    return [n for n in sizes if any(on_hosts(x, devices, n) for x in POD_LAYOUTS)]
 
 
 def place(config: Config, devices: Sequence[Any]) -> Choice:
@@ -81,7 +70,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     chosen = searching[-1]
     found = divide(config.placement, devices, asked(config))
     groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
-    return Choice(found.layout, chosen, len(groups), found.shares_devices, {})
+    return Choice(found.layout, chosen, len(groups), found.shares_devices)
 
 
 def choose(
@@ -108,75 +97,64 @@ def choose(
         PlacementError: no mesh divides batch and model.
         ConfigError: a run on these devices would refuse the config.
     """
-    hosts = len(hosts_of(devices))
+    hosts, platform = len(hosts_of(devices)), platform_of(devices[0])
     per_host = len(devices) // hosts
-    share, platform = 0.5, platform_of(devices[0])  # CPU devices share their cores
-    if platform != "cpu":
-        share = estimates.trainer_share(config, model_config)
-    wanted = share * len(devices)
-    sizes = sorted(trainer_options(devices), key=lambda n: abs(n - wanted))
-    fields: dict[str, Any] = {
-        "placement": "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
-    }
-    given, config = config, replace(config, fields)
-    searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
+    # With fewer devices than all of them the trainer shares none.
+    options = [
+        n
+        for n in range(1, len(devices))
+        if hosts == 1 or any(on_hosts(x, devices, n) for x in POD_LAYOUTS)
+    ]
+    options.sort(key=lambda n: abs(n - len(devices) / 2))
+    mode = "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
+    config = replace(config, {"placement": mode})
     # If the slots for a round do not fit, fewer slots are chosen, but not far fewer.
-    few = -(-estimates.num_slots(config) // 4)
-    least = replace(config, {"search.num_slots": config.search.num_slots or few})
-    least_searching = estimates.searcher_bytes(least, model_config, devices, judge_bytes)
+    few = config.search.num_slots or -(-config.search.slots // 4)
+    room = 1 - sizes.SHARE_FOR_PROGRAMS
+
+    def of_searcher(config: Config) -> float:
+        return estimates.searcher_bytes(config, model_config, devices[0], judge_bytes)
+
+    @functools.cache
+    def searching(group: int, slots: int) -> float:
+        fields = {"search.num_devices": group, "search.num_slots": slots}
+        return of_searcher(replace(config, fields))
 
     def holds(n: int) -> bool:
-        pool = per_host - n // hosts
-        room = hbm_bytes * (1 - fitting.SHARE_FOR_PROGRAMS)
-        groups = fitting.group_sizes(model_config, pool, per_host, devices)
-        return any(least_searching(g) <= room for g in groups) and fitting.holds_trainer(
+        groups = sizes.group_sizes(model_config, per_host - n // hosts, per_host, devices)
+        has_searcher = any(searching(g, few) <= hbm_bytes * room for g in groups)
+        return has_searcher and sizes.holds_trainer(
             n, config, model_config, hbm_bytes, hosts, platform
         )
 
-    size = next(filter(holds, sizes), len(devices))
+    size = next(filter(holds, options), len(devices))
     shares_devices = size == len(devices)
-    mesh = fitting.mesh_shape(size, config, model_config, hosts)
+    mesh = sizes.mesh_shape(size, config, model_config, hosts)
     pool = per_host if shares_devices else per_host - size // hosts
-    held = estimates.held_bytes(config, model_config) / size
-    free = hbm_bytes - held if shares_devices else hbm_bytes
-    group = fitting.group_size(model_config, pool, per_host, free, devices, searching)
-    fields |= {
-        "placement": "pod" if hosts > 1 else "shared" if shares_devices else "split",
-        **fitting.mesh_fields(mesh),
+    free = hbm_bytes
+    if shares_devices:
+        free -= estimates.held_bytes(config, model_config) / size
+    groups = sizes.group_sizes(model_config, pool, per_host, devices)
+    if not groups:
+        raise PlacementError(
+            f"no group of up to {pool} devices divides a model of {model_config.num_heads} heads; "
+            "set another --config.search.num_devices, or choose another slice"
+        )
+    # If no group fits, the verdict of the plan reports the missing memory.
+    slots = config.search.num_slots
+    group = next((g for g in groups if searching(g, slots) <= free * room), groups[-1])
+    fields = {f"mesh.{axis}": n for axis, n in mesh._asdict().items()} | {
+        "placement": "shared" if shares_devices and hosts == 1 else mode,
         "num_searchers": pool // group * hosts,
         "search.num_devices": group,
     }
-    config = replace(config, fields)
-    sizes = open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, shares_devices)
-    config = replace(config, sizes)
-    validate(config)
-    return config, place(config, devices)._replace(fields=changes(given, config))
-
-
-def open_sizes(
-    config: Config,
-    model_config: TransformerConfig,
-    mesh: MeshShape,
-    devices: Sequence[Any],
-    hbm_bytes: float,
-    judge_bytes: Callable[[int], float],
-    shares_devices: bool,
-) -> dict[str, Any]:
-    """Return the sizes that a config leaves open, for its final placement (`fitting.sizes`)."""
-
-    def of_searcher(config: Config) -> float:
-        found = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
-        return found(config.search.num_devices)
-
-    return fitting.sizes(
-        config,
-        model_config,
-        mesh,
-        devices,
-        hbm_bytes,
-        of_searcher,
-        shares_devices=shares_devices,
+    placed = replace(config, fields)
+    found = sizes.choose(
+        placed, model_config, mesh, devices, hbm_bytes, of_searcher, shares_devices=shares_devices
     )
+    config = replace(placed, found)
+    validate(config)
+    return config, place(config, devices)
 
 
 def changes(given: Config, config: Config) -> dict[str, Any]:

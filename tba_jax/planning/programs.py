@@ -3,18 +3,18 @@
 
 The functions are those that trainer and searchers of a run call, with shapes in place of arrays.
 The shapes are the largest of a run: the longest prompt and response buckets, full slots, and a full
-round.
-
-Invariant: a program lowered here is a program of the run, at sizes that the run can reach.
+round. The work of a program is the bytes and FLOPs of one execution on each device, by arithmetic
+(`roofline`).
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.resolved import remat_of, writes_versions
 from tba_jax.config.schema import Config
@@ -30,20 +30,19 @@ from tba_jax.models.quantized import Quantization
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.planning import roofline
-from tba_jax.planning.estimates import (
-    REPEATED_SHARE,
-    num_slots,
-    shard_bytes,
-    state_bytes_by_kind,
-)
-from tba_jax.planning.roofline import Work
+from tba_jax.planning.estimates import shard_bytes
+from tba_jax.planning.verdict import Group, Program
 from tba_jax.run import model_parts
 from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.state import TrainState
 from tba_jax.train.step import make_reference_pass, make_train_step
 
 FROZEN = "frozen parameters"
 """Kind of bytes: the base of adapters."""
-_KEPT = "caches of waiting conversations"
+# Share of a pass over the layers that `model.remat=layers` repeats in the backward pass: no
+# gradient needs the last product of a layer (0.6 to 0.76 in GPT-NeoX, Llama and Qwen shapes).
+_REPEATED_SHARE = 0.75
+_WAITING = "caches of waiting conversations"
 
 
 class Ids(Tokenizer):
@@ -62,72 +61,16 @@ class Planned:
     """One program of one device group.
 
     Attributes:
-        name: name in the printed table.
-        group: trainer or searcher.
+        program: name and figures, without those of the compiler.
         lower: function that lowers the program.
-        work: bytes and FLOPs of one execution on each device, by arithmetic (`roofline`).
         resident: kind -> bytes per device of the arguments that stay in memory.
         result: memory kind of the results that stay in memory; "outputs" if none stay.
-        variants: number of programs of this kind that a run may load, one per shape.
-        with_cache: whether the KV cache is in memory while the program runs.
     """
 
-    name: str
-    group: str
+    program: Program
     lower: Callable[[], jax.stages.Lowered]
-    work: Work
     resident: dict[str, float]
     result: str = "outputs"
-    variants: int = 1
-    with_cache: bool = False
-
-
-class Sizes(NamedTuple):
-    """The largest shapes of a run.
-
-    Attributes:
-        prompts, group: P and K of a batch.
-        prompt, response: lengths of the longest buckets in tokens.
-        samples: S, responses per prompt.
-        num_slots: number of decode slots of a searcher.
-    """
-
-    prompts: int
-    group: int
-    prompt: int
-    response: int
-    samples: int
-    num_slots: int
-
-    @property
-    def slot_prompts(self) -> int:
-        """Number of prompts whose responses fill the slots."""
-        return -(-self.num_slots // self.samples)
-
-
-def sizes_of(config: Config) -> Sizes:
-    """Return the largest shapes that the programs of a run have."""
-    prompt = config.task.max_prompt_tokens
-    response = config.search.max_new_tokens
-    return Sizes(
-        prompts=config.batch.num_prompts,
-        group=config.objective.group_size,
-        prompt=prompt,
-        response=response,
-        samples=config.search.samples_per_prompt,
-        num_slots=num_slots(config),
-    )
-
-
-def largest_prefill(config: Config, decoder: Decoder) -> tuple[int, int]:
-    """Return number and padded length in tokens of the prompts of the largest prefill call.
-
-    With an environment, the prompt of a turn contains all earlier turns.
-    """
-    sizes, length = sizes_of(config), decoder.prompt_buckets[-1]
-    # As in the engine, one call prefills prompts for all slots, up to a limit of tokens.
-    wanted = sizes.slot_prompts
-    return max(1, min(wanted, PREFILL_TOKENS // length)), length
 
 
 def plan_programs(
@@ -138,320 +81,272 @@ def plan_programs(
     Raises:
         ValueError: the mesh does not divide the model, or the model's context is too short.
     """
-    return [
-        *_trainer_programs(config, model_config, placement),
-        *_searcher_programs(config, model_config, placement),
-    ]
+    run = _Run(config, model_config, placement)
+    return [*_trainer_programs(run), *_searcher_programs(run)]
 
 
-def residents(
+def groups_of(
     config: Config, model_config: TransformerConfig, placement: Placement
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Return group -> resident and transient bytes per device, by kind."""
-    state = model_parts.abstract_state(config, model_config, placement.trainer_mesh)
-    trainer = state_bytes_by_kind(state)
+) -> tuple[Group, Group]:
+    """Return the trainer and a searcher, with the bytes per device of what they hold."""
+    run = _Run(config, model_config, placement)
+    trainer, mesh = run.held, placement.trainer_mesh
     if config.mesh.data > 1:
         # Each replica writes a part of the checkpoint; Orbax slices it on the device.
-        trainer["parts of the state while it is saved"] = sum(trainer.values()) / config.mesh.data
-    trainer |= _frozen_bytes(_frozen(config, model_config, placement))
-    mesh = placement.searcher_meshes[0]
-    weights = abstract_weights(config, model_config, placement, config.search.quantization)
-    policy, searcher = model_parts.policy_config(config, model_config), {}
-    if policy.adapters is not None:
+        saved = sum(state_bytes(run.state).values()) / config.mesh.data
+        trainer |= {"parts of the state while it is saved": saved}
+    searcher, weights = dict[str, float](), run.weights(config.search.quantization)
+    if run.policy.adapters is not None:
         # Only adapted weights have a merged copy; the other weights are those of the base.
-        searcher[FROZEN] = shard_bytes(_base(config, model_config, placement, policy))
-        weights = lora.adapted(weights, policy)
+        searcher[FROZEN] = shard_bytes(run.base)
+        weights = lora.adapted(weights, run.policy)
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
-    if writes_versions(config) and policy.adapters is None:
+    exact = shard_bytes(run.weights())
+    if writes_versions(config) and run.policy.adapters is None:
         # The first searcher of a host reads the weights in the trainer's layout, then converts
         # them.
-        read = abstract_weights(config, model_config, placement)
-        searcher["weights being read"] = shard_bytes(read)
+        searcher["weights being read"] = exact
     if config.eval.reference_metrics:
-        searcher["start model, for evaluation"] = shard_bytes(
-            abstract_weights(config, model_config, placement)
-        )
-    decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
-    sizes = sizes_of(config)
-    cache = decoder.cache_bytes(sizes.num_slots)
-    waiting = decoder.cache_bytes(*largest_prefill(config, decoder))
-    kept = {}
-    if config.task.environment:
-        kept[_KEPT] = cache
-    return {
-        "trainer": {"residents": trainer, "transients": {}},
-        "searcher": {
-            "residents": searcher,
-            "transients": {"KV cache": cache, "prefilled prompts": waiting, **kept},
-        },
+        searcher["start model, for evaluation"] = exact
+    size = placement.searcher_meshes[0].size
+    return (
+        Group(
+            devices=mesh.size,
+            residents=trainer,
+            mesh=" x ".join(f"{axis} {n}" for axis, n in mesh.shape.items()),
+        ),
+        Group(devices=size, residents=searcher, transients=run.caches, mesh=f"model {size}"),
+    )
+
+
+def state_bytes(state: TrainState) -> dict[str, float]:
+    """Return the bytes of an abstract train state in the memory of each device, by kind."""
+    kinds = {
+        "parameters": shard_bytes(state.params),
+        "optimiser state": shard_bytes(state.opt_state),
     }
+    if state.reference_params is not None:
+        kinds["reference parameters"] = shard_bytes(state.reference_params)
+    return kinds
 
 
-def _trainer_programs(
-    config: Config, model_config: TransformerConfig, placement: Placement
-) -> list[Planned]:
-    mesh = placement.trainer_mesh
-    state = model_parts.abstract_state(config, model_config, mesh)
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run as shapes: what its trainer and the first searcher of its last host hold."""
+
+    config: Config
+    model_config: TransformerConfig
+    placement: Placement
+
+    @functools.cached_property
+    def policy(self) -> TransformerConfig:
+        return model_parts.policy_config(self.config, self.model_config)
+
+    @functools.cached_property
+    def state(self) -> TrainState:
+        mesh = self.placement.trainer_mesh
+        return model_parts.abstract_state(self.config, self.model_config, mesh)
+
+    @functools.cached_property
+    def frozen(self) -> tuple:
+        """The base of the adapters, which is the last argument of the train step; or nothing."""
+        mesh = self.placement.trainer_mesh
+        base = model_parts.make_step_shardings(self.config, self.model_config, mesh).base
+        dtype = self.config.model.param_dtype
+        return (_abstract(abstract_params(self.model_config, dtype), base),) if base else ()
+
+    @property
+    def held(self) -> dict[str, float]:
+        """Bytes per device of the train state and of the base of adapters, by kind."""
+        frozen = {FROZEN: shard_bytes(self.frozen)} if self.frozen else {}
+        return state_bytes(self.state) | frozen
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        site = Site(self.placement.searcher_meshes[0])
+        return model_parts.make_decoder(self.config, self.model_config, Ids(), site)
+
+    @property
+    def prefill(self) -> tuple[int, int]:
+        """Number and padded length in tokens of the prompts of the largest prefill call.
+
+        One call prefills prompts for all slots, up to a limit of tokens, as in a session. With an
+        environment, the prompt of a turn contains all earlier turns.
+        """
+        length, search = self.decoder.prompt_buckets[-1], self.config.search
+        prompts = -(-search.slots // search.samples_per_prompt)
+        return max(1, min(prompts, PREFILL_TOKENS // length)), length
+
+    @property
+    def caches(self) -> dict[str, float]:
+        """Bytes per device of a searcher's caches."""
+        cache = float(self.decoder.cache_bytes(self.config.search.slots))
+        waiting = {_WAITING: cache} if self.config.task.environment else {}
+        prefilled = float(self.decoder.cache_bytes(*self.prefill))
+        return {"KV cache": cache, "prefilled prompts": prefilled, **waiting}
+
+    def weights(self, quantization: Quantization = "none") -> Any:
+        """Shapes of the weights on the searcher's devices, in the decoder's layout."""
+        mesh = self.placement.searcher_meshes[0]
+        where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
+        dtype = jnp.dtype(self.config.model.compute_dtype)
+        return lowering.abstract_weights(self.model_config, dtype, where, quantization)
+
+    @property
+    def base(self) -> lora.Base:
+        """Shapes of the base weights that a searcher keeps for adapters."""
+        held = self.weights(self.config.search.quantization)
+        exact = lora.adapted(self.weights(), self.policy)
+        return lora.Base(exact, lora.unadapted(held, self.policy))
+
+
+def _trainer_programs(run: _Run) -> list[Planned]:
+    config, model_config, mesh = run.config, run.model_config, run.placement.trainer_mesh
     shardings = model_parts.make_step_shardings(config, model_config, mesh)
-    policy = model_parts.policy_config(config, model_config)
     settings = model_parts.make_step_settings(config, Ids().eos_ids, mesh)
     optimizer, rate = make_optimizer(config.optimizer), model_parts.make_rate(config)
-    train_step = make_train_step(policy, optimizer, rate, settings, shardings)
-    score = make_reference_pass(policy, settings, shardings)
-    batch = abstract_batch(config, placement)
+    train_step = make_train_step(run.policy, optimizer, rate, settings, shardings)
+    score = make_reference_pass(run.policy, settings, shardings)
+    layout = model_parts.make_layout(config, Ids(), mesh)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layout.largest())
     whole = batch._replace(missing=jax.ShapeDtypeStruct(batch.tokens.shape[:1], jnp.int32))
     batch, whole = (placed_shapes(x, shardings.of_batch(x)) for x in (batch, whole))
     # Versions on disk keep the trainer's mesh.
-    target = mesh if writes_versions(config) else placement.publication_mesh
+    target = mesh if writes_versions(config) else run.placement.publication_mesh
     publish = model_parts.make_publication_program(config, model_config, target)
-    params = state.params
-    frozen = _frozen(config, model_config, placement)
-    held = state_bytes_by_kind(state) | _frozen_bytes(frozen)
-    layout = model_parts.make_layout(config, Ids(), mesh)
-    num_lengths = 1 if layout.row_length else layout.padding.num_shapes
-    num_programs = num_lengths * len(layout.buckets)
-    work = _train_work(config, model_config, batch, layout.at_once, mesh, held)
+    state, frozen, held = run.state, run.frozen, run.held
+    variants = len(layout.buckets) * (1 if layout.row_length else layout.padding.num_shapes)
+    flops, read = _step_work(run, batch, layout.at_once)
+    weights = shard_bytes(state.params)
     return [
         Planned(
-            name="train_step",
-            group="trainer",
-            lower=lambda: train_step.lower(state, batch, *frozen),
-            work=work,
-            resident=held,
-            variants=num_programs,
+            Program("train_step", "trainer", flops, 2 * sum(held.values()) + read, variants),
+            lambda: train_step.lower(state, batch, *frozen),
+            held,
         ),
         Planned(
-            name="score_reference",
-            group="trainer",
-            lower=lambda: score.lower(state.reference_params, whole, *frozen),
-            work=Work(held["reference parameters"], work.num_flops / 3),
-            resident=held,
-            variants=num_programs,
+            Program(
+                "score_reference", "trainer", flops / 3, held["reference parameters"], variants
+            ),
+            lambda: score.lower(state.reference_params, whole, *frozen),
+            held,
         ),
         Planned(
-            name="publish",
-            group="trainer",
-            lower=lambda: publish.lower(params),
-            work=Work(2 * shard_bytes(params), 0.0),
-            resident={"parameters": shard_bytes(params)},
+            Program("publish", "trainer", 0.0, 2 * weights),
+            lambda: publish.lower(state.params),
+            {"parameters": weights},
         ),
     ]
 
 
-def _train_work(
-    config: Config,
-    model_config: TransformerConfig,
-    batch: Batch,
-    at_once: int,
-    mesh: Mesh,
-    held: Mapping[str, float],
-) -> Work:
-    """Return the work of a train step on each device.
-
-    A step reads and writes its state once, and reads the weights for each pass over a micro-batch.
+def _step_work(run: _Run, batch: Batch, at_once: int) -> tuple[float, float]:
+    """Return FLOPs of a train step on each device, and bytes of the weights that its passes read.
 
     Args:
         at_once: rows of a micro-batch; 0: all rows.
-        held: kind -> bytes of the state on each device.
     """
-    sizes = sizes_of(config)
-    rows, length = batch.tokens.shape
+    config, mesh = run.config, run.placement.trainer_mesh
+    (rows, length), prompt = batch.tokens.shape, config.task.max_prompt_tokens
     c = 1 if batch.response_lengths is None else batch.response_lengths.shape[1]
-    forward = roofline.train_flops(
-        model_config,
+    flops = roofline.train_flops(
+        run.model_config,
         num_rows=rows * c,
-        prompt_tokens=sizes.prompt,
-        response_tokens=(length - sizes.prompt) // c,
+        prompt_tokens=prompt,
+        response_tokens=(length - prompt) // c,
         responses_per_prompt=c,
     )
-    forward /= 3
-    passes = 3 + REPEATED_SHARE * (remat_of(config) == "layers")
-    weights = num_params(model_config) * jnp.dtype(config.model.compute_dtype).itemsize
-    reads = passes * (rows / at_once if at_once else 1) * weights / mesh.shape["model"]
-    return Work(2 * sum(held.values()) + reads, passes * forward / mesh.size)
+    passes = 3 + _REPEATED_SHARE * (remat_of(config) == "layers")
+    weights = num_params(run.model_config) * jnp.dtype(config.model.compute_dtype).itemsize
+    read = passes * (rows / at_once if at_once else 1) * weights / mesh.shape["model"]
+    return passes * flops / 3 / mesh.size, read
 
 
-def _searcher_programs(
-    config: Config, model_config: TransformerConfig, placement: Placement
-) -> list[Planned]:
-    sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
-    decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
-    weights = abstract_weights(config, model_config, placement, config.search.quantization)
-    columns = decoder.cache_length
-    prompts, length = largest_prefill(config, decoder)
+def _searcher_programs(run: _Run) -> list[Planned]:
+    """Return the programs of a searcher; a decode step reads all weights and the whole cache."""
+    config, decoder, model = run.config, run.decoder, run.model_config
+    size, slots = run.placement.searcher_meshes[0].size, config.search.slots
+    weights, (prompts, length) = run.weights(config.search.quantization), run.prefill
     lowered = dict(
         lowering.lower_all(
-            decoder,
-            weights,
-            num_slots=sizes.num_slots,
-            prompt_length=length,
-            prefill_prompts=prompts,
+            decoder, weights, num_slots=slots, prompt_length=length, prefill_prompts=prompts
         )
     )
     held = {"parameters": shard_bytes(weights)}
-    cache = {"KV cache": float(decoder.cache_bytes(sizes.num_slots, columns))}
-    waiting = {"prefilled prompts": float(decoder.cache_bytes(prompts, length))}
-    prefill = (prompts, length)
-    work = _decoder_work(model_config, decoder, sizes.num_slots, prefill, held | cache, mesh)
-    buckets = len(padded_lengths(config.task.max_prompt_tokens))
-    found = [
-        Planned(
-            name="prefill",
-            group="searcher",
-            lower=lowered["prefill"],
-            work=work["prefill"],
-            resident=held,
-            result="prefilled prompts",
-            variants=buckets,
-            with_cache=True,
-        ),
-        Planned(
-            name="admit",
-            group="searcher",
-            lower=lowered["admit"],
-            work=work["admit"],
-            resident=cache | waiting,
-            variants=buckets,
-            with_cache=True,
-        ),
-        Planned(
-            name="decode_chunk",
-            group="searcher",
-            lower=lowered[_chunk(config)],
-            work=work["decode_chunk"],
-            resident=held | cache,
-            with_cache=True,
-        ),
-    ]
-    if config.task.environment:
-        found.append(
-            Planned(
-                name="extend",
-                group="searcher",
-                lower=lowered["extend"],
-                work=work["extend"],
-                # The caches are lowered as those of the slots.
-                resident=held | {_KEPT: cache["KV cache"]},
-                variants=len(ADDED_TOKENS) + 1,
-                with_cache=True,
-            )
-        )
-    policy = model_parts.policy_config(config, model_config)
-    if policy.adapters is not None:
-        found.append(_merge(config, policy, _base(config, model_config, placement, policy), mesh))
-    return found
-
-
-def _decoder_work(
-    model_config: TransformerConfig,
-    decoder: Decoder,
-    num_slots: int,
-    prefill: tuple[int, int],
-    held: Mapping[str, float],
-    mesh: Mesh,
-) -> dict[str, Work]:
-    """Return the work of each program of a decoder on each device.
-
-    A decode step reads all weights and the whole cache of all slots.
-
-    Args:
-        prefill: number and padded length of the prompts of a prefill.
-        held: bytes of weights and cache on each device.
-    """
-    written, both = float(decoder.cache_bytes(*prefill)), sum(held.values())
-    prompts, length = prefill
+    cache = {"KV cache": run.caches["KV cache"]}
+    written = {"prefilled prompts": run.caches["prefilled prompts"]}
+    both, prefilled = sum(held.values()) + cache["KV cache"], written["prefilled prompts"]
     forward = roofline.train_flops(
-        model_config, num_rows=prompts, prompt_tokens=length, response_tokens=0
-    )
+        model, num_rows=prompts, prompt_tokens=length, response_tokens=0
+    )  # of forward and backward pass
     step = roofline.decode_work(
-        model_config,
+        model,
         itemsize=1,
         num_steps=1,
         prompt_tokens=decoder.cache_length,
-        response_lengths=[1] * num_slots,
+        response_lengths=[1] * slots,
     )
-    of_token, steps = 2.0 * roofline.matrix_entries(model_config), decoder.chunk_steps
-    return {
-        "prefill": Work(held["parameters"] + written, forward / 3 / mesh.size),
-        "extend": Work(both, of_token * EXTEND_TOKENS / mesh.size),
-        "admit": Work(written + decoder.cache_bytes(num_slots, length), 0.0),
-        "decode_chunk": Work(steps * both, steps * step.num_flops / mesh.size),
-    }
-
-
-def _base(
-    config: Config,
-    model_config: TransformerConfig,
-    placement: Placement,
-    policy: TransformerConfig,
-) -> lora.Base:
-    """Return the base weights that a searcher keeps for adapters."""
-    exact = abstract_weights(config, model_config, placement)
-    held = abstract_weights(config, model_config, placement, config.search.quantization)
-    return lora.Base(lora.adapted(exact, policy), lora.unadapted(held, policy))
-
-
-def _merge(config: Config, policy: TransformerConfig, base: lora.Base, mesh: Mesh) -> Planned:
-    """Return the program that merges adapters into a searcher's weights."""
-    assert policy.adapters is not None
-    adapters = _abstract(
-        lora.abstract_adapters(policy),
-        model_parts.adapter_shardings(policy, mesh),
-        config.model.compute_dtype,
-    )
-    return Planned(
-        name="merge",
-        group="searcher",
-        lower=lambda: lora.lower_merge(
-            base.kernels, adapters, config=policy, quantization=config.search.quantization
-        ),
-        resident={
-            FROZEN: shard_bytes(base.kernels),
-            "adapters": shard_bytes(adapters),
-        },
-        result="next weights",
-        work=Work(2 * shard_bytes(base.kernels) + shard_bytes(adapters), 0.0),
-    )
-
-
-def _chunk(config: Config) -> str:
+    buckets = len(padded_lengths(config.task.max_prompt_tokens))
     is_plain = config.search.top_p == 1 and not config.search.min_new_tokens
-    return "chunk_sampled" if is_plain else "chunk_truncated"
+
+    def program(
+        name: str, flops: float, num_bytes: float, variants: int = 1, with_cache: bool = True
+    ) -> Program:
+        return Program(name, "searcher", flops / size, num_bytes, variants, with_cache)
+
+    found = [
+        Planned(
+            program("prefill", forward / 3, held["parameters"] + prefilled, buckets),
+            lowered["prefill"],
+            held,
+            result="prefilled prompts",
+        ),
+        Planned(
+            program("admit", 0.0, prefilled + decoder.cache_bytes(slots, length), buckets),
+            lowered["admit"],
+            cache | written,
+        ),
+        Planned(
+            program(
+                "decode_chunk", decoder.chunk_steps * step.num_flops, decoder.chunk_steps * both
+            ),
+            lowered["chunk_sampled" if is_plain else "chunk_truncated"],
+            held | cache,
+        ),
+    ]
+    if config.task.environment:
+        flops = 2.0 * roofline.matrix_entries(model) * EXTEND_TOKENS
+        found.append(
+            Planned(
+                program("extend", flops, both, len(ADDED_TOKENS) + 1),
+                lowered["extend"],
+                held | {_WAITING: cache["KV cache"]},  # lowered as the cache of the slots
+            )
+        )
+    if run.policy.adapters is not None:
+        found.append(_merge(run))
+    return found
 
 
-def abstract_batch(config: Config, placement: Placement) -> Batch:
-    """Return the largest batch of a run as ShapeDtypeStructs."""
-    layout = model_parts.make_layout(config, Ids(), placement.trainer_mesh)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layout.largest())
-
-
-def abstract_weights(
-    config: Config,
-    model_config: TransformerConfig,
-    placement: Placement,
-    quantization: Quantization = "none",
-) -> Any:
-    """Return the shapes of the weights on the first searcher's devices, in the decoder's layout.
-
-    Args:
-        quantization: quantization of the weights. Only the policy's weights are quantized.
-    """
-    mesh = placement.searcher_meshes[0]
-    where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
-    dtype = jnp.dtype(config.model.compute_dtype)
-    return lowering.abstract_weights(model_config, dtype, where, quantization)
-
-
-def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
-    """Return the base of the adapters, which is the last argument of the train step."""
-    base = model_parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
-    if base is None:
-        return ()
-    return (_abstract(abstract_params(model_config, config.model.param_dtype), base),)
-
-
-def _frozen_bytes(frozen: tuple) -> dict[str, float]:
-    return {FROZEN: shard_bytes(frozen)} if frozen else {}
+def _merge(run: _Run) -> Planned:
+    """Return the program that merges adapters into a searcher's weights."""
+    mesh, base = run.placement.searcher_meshes[0], run.base
+    adapters = _abstract(
+        lora.abstract_adapters(run.policy),
+        model_parts.adapter_shardings(run.policy, mesh),
+        run.config.model.compute_dtype,
+    )
+    resident = {FROZEN: shard_bytes(base.kernels), "adapters": shard_bytes(adapters)}
+    return Planned(
+        Program("merge", "searcher", 0.0, 2 * resident[FROZEN] + resident["adapters"]),
+        lambda: lora.lower_merge(
+            base.kernels,
+            adapters,
+            config=run.policy,
+            quantization=run.config.search.quantization,
+        ),
+        resident,
+        result="next weights",
+    )
 
 
 def _abstract(shapes: Any, shardings: Any, dtype: str = "") -> Any:

@@ -1,38 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conclusions from compiled programs: memory in use, fit, advice.
+"""A described and compiled run: memory in use, verdict, advice, table and JSON object.
 
-The peak memory of a device is its resident memory (`residents`) plus arguments, results and
-temporaries of the largest program. If trainer and searchers share devices, the residents of both
-count, and during a trainer program also the caches that an asynchronous searcher holds between two
-of its programs. This module imports no JAX.
+The peak memory of a device is its resident memory plus arguments, results and temporaries of the
+largest program. If trainer and searchers share devices, the residents of both count, and during a
+trainer program also the caches that an asynchronous searcher holds between two of its programs.
 
 Memory is the compiler's figure. Times are arithmetic: FLOPs and bytes that no program can avoid,
-over the peak rates of the chip. They are lower bounds.
+over the peak rates of the chip. They are lower bounds. This module imports no JAX.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from tba_jax.config.schema import Config
+from tba_jax.planning.chips import Chip
 
 GIB = 2**30
 _CODE = "program code, all length buckets"
+# column -> kinds of memory that it adds up
+_COLUMNS = {
+    "params": ("parameters", "frozen parameters", "adapters", "reference parameters"),
+    "optimiser": ("optimiser state",),
+    "KV cache": ("KV cache", "prefilled prompts"),
+    "in/out": ("inputs", "outputs", "next weights"),
+    "temps": ("temporaries",),
+    "code": ("code",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program of one device group, with figures per device.
+    """A program of one device group, with figures per device; the compiler adds its own.
 
     Attributes:
         name: train_step, publish, prefill, admit, decode_chunk, ...
         group: trainer or searcher.
+        flops, num_bytes: unavoidable work of one execution.
+        variants: number of programs of this kind that a run may load, one per shape.
+        with_cache: whether the KV cache is in memory while the program runs.
         hbm: kind of memory -> bytes. Arguments that stay in memory between programs, such as
             parameters, have their own kinds; other arguments are "inputs".
         compile_s: time of the compiler alone.
-        flops, num_bytes: unavoidable work of one execution.
-        roofline_s: lower bound of the time of one execution.
-        bound: resource that limits `roofline_s`: compute or memory.
-        variants: number of programs of this kind that a run may load, one per shape.
-        with_cache: whether the KV cache is in memory while the program runs.
         failure: reason why the program did not compile; "" on success.
         is_too_large: whether the compiler reported too little device memory.
         needed_bytes: memory that the compiler asked for if the device has less.
@@ -40,14 +49,12 @@ class Program:
 
     name: str
     group: str
-    hbm: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    compile_s: float = 0.0
     flops: float = 0.0
     num_bytes: float = 0.0
-    roofline_s: float = 0.0
-    bound: str = ""
     variants: int = 1
     with_cache: bool = False
+    hbm: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    compile_s: float = 0.0
     failure: str = ""
     is_too_large: bool = False
     needed_bytes: float = 0.0
@@ -56,6 +63,60 @@ class Program:
     def own_bytes(self) -> float:
         """Return the memory beyond resident arrays: inputs, new results, temporaries."""
         return sum(self.hbm.get(kind, 0.0) for kind in ("inputs", "outputs", "temporaries"))
+
+    def roofline(self, chip: Chip) -> tuple[float, str]:
+        """Return the least time of one execution in seconds, and the resource that limits it."""
+        times = {
+            "compute": self.flops / chip.flops_per_s,
+            "memory": self.num_bytes / chip.bytes_per_s,
+        }
+        bound = max(times, key=lambda name: times[name])
+        return times[bound], bound
+
+
+class Group(NamedTuple):
+    """Devices of the trainer, or of each searcher.
+
+    Attributes:
+        devices: number of devices of one trainer or searcher.
+        residents: kind -> bytes per device that stay in memory for the whole run.
+        transients: kind -> bytes per device of caches.
+        count: number of trainers or searchers.
+        mesh: text of the mesh.
+    """
+
+    devices: int
+    residents: Mapping[str, float]
+    transients: Mapping[str, float] = {}
+    count: int = 1
+    mesh: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Description of a run on a slice, before its programs are compiled.
+
+    Attributes:
+        config: config with all choices.
+        changed_fields: settings that the plan chose, with their values.
+        layout: name of the layout of devices.
+        shares_devices: whether trainer and searchers share devices.
+        lower: group -> settings of the next smaller size that a run would choose; {}: none.
+        programs: programs of the run, not compiled.
+    """
+
+    config: Config
+    changed_fields: Mapping[str, Any]
+    chip: Chip
+    num_devices: int
+    num_hosts: int
+    layout: str
+    shares_devices: bool
+    num_params: int
+    trainer: Group
+    searcher: Group
+    lower: Mapping[str, Mapping[str, Any]]
+    programs: Sequence[Program]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,77 +146,203 @@ class Occupancy:
         return max(0.0, self.peak_bytes - self.capacity_bytes)
 
 
-def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[Occupancy]:
-    """Return the memory of each device group.
+class Plan(NamedTuple):
+    """A run whose programs are compiled."""
 
-    Args:
-        facts: description of the run, as of `compile_one.describe`.
-        programs: compiled programs; programs that failed are ignored.
-    """
-    groups = facts["groups"]
-    names = {name: (name,) for name in groups}
-    if facts["shares_devices"]:
-        names = {"both": ("trainer", "searcher")}
-    out = []
-    for label, members in names.items():
-        parts = [part for m in members for part in groups[m]["residents"].items()]
-        own = [p for p in programs if p.group in members and not p.failure]
-        parts.append((_CODE, sum(p.hbm.get("code", 0.0) * p.variants for p in own)))
-        cache = groups["searcher"]["transients"] if "searcher" in members else {}
-        stays = bool(cache) and facts["config"]["driver"] == "async"  # between two of its programs
-        besides = {
-            p.name: cache if p.with_cache or (stays and p.group == "trainer") else {} for p in own
-        }
-        largest = max(own, key=lambda p: p.own_bytes + sum(besides[p.name].values()), default=None)
-        if largest is not None:
-            parts += besides[largest.name].items()
-            parts.append((f"inputs, results, temporaries of {largest.name}", largest.own_bytes))
-        parts += facts["chip"]["overheads"].items()
-        of = largest.group if largest is not None else ""
-        out.append(Occupancy(label, tuple(parts), of, facts["chip"]["hbm_bytes"]))
-    return out
+    facts: Facts
+    programs: Sequence[Program]
 
+    @property
+    def fits(self) -> bool:
+        """Return whether every program compiles and the memory of each group suffices."""
+        is_over = any(o.over_bytes for o in self.occupancies())
+        return not is_over and not any(p.failure for p in self.programs)
 
-def advice(
-    facts: Mapping[str, Any], programs: Sequence[Program], found: Sequence[Occupancy]
-) -> list[str]:
-    """Return lines of advice, the most urgent first; [] for a plan that fits."""
-    lines = [
-        f"{p.name} does not compile: {p.failure}"
-        for p in programs
-        if p.failure and not p.is_too_large
-    ]
-    lines += [
-        f"{p.name} needs more memory than a device has ({p.needed_bytes / GIB:.1f} GiB with its "
-        f"arguments): {_remedies(facts, p.group)}"
-        for p in programs
-        if p.is_too_large
-    ]
-    for o in found:
-        if o.over_bytes:
-            group = "trainer" if o.group == "trainer" or o.largest == "trainer" else "searcher"
-            lines.append(
-                f"{o.over_bytes / GIB:.2g} GiB are missing on each {o.group} device: "
-                f"{_remedies(facts, group)}"
+    def occupancies(self) -> list[Occupancy]:
+        """Return the memory of each device group; programs that failed do not count."""
+        facts, out = self.facts, []
+        groups = {"trainer": facts.trainer, "searcher": facts.searcher}
+        labels = {"both": [*groups]} if facts.shares_devices else {n: [n] for n in groups}
+        for label, members in labels.items():
+            parts = [part for m in members for part in groups[m].residents.items()]
+            own = [p for p in self.programs if p.group in members and not p.failure]
+            parts.append((_CODE, sum(p.hbm.get("code", 0.0) * p.variants for p in own)))
+            cache = facts.searcher.transients if "searcher" in members else {}
+            stays = facts.config.driver == "async"  # between two programs of a searcher
+            besides = {
+                p.name: cache if p.with_cache or (stays and p.group == "trainer") else {}
+                for p in own
+            }
+            largest = max(
+                own, key=lambda p: p.own_bytes + sum(besides[p.name].values()), default=None
             )
-    return lines
+            if largest is not None:
+                parts += besides[largest.name].items()
+                parts.append((f"inputs, results, temporaries of {largest.name}", largest.own_bytes))
+            parts += facts.chip.overheads.items()
+            of = largest.group if largest is not None else ""
+            out.append(Occupancy(label, tuple(parts), of, facts.chip.hbm_bytes))
+        return out
+
+    def smaller(self) -> Mapping[str, Any]:
+        """Return the settings to lower, so that a group without enough memory needs less of it."""
+        short = [p.group for p in self.programs if p.is_too_large]
+        for o in self.occupancies():
+            if o.over_bytes:
+                others = {"trainer": "searcher", "searcher": "trainer"}
+                short += [o.largest, others[o.largest]] if o.group == "both" else [o.group]
+        return next((fields for group in short if (fields := self.facts.lower.get(group))), {})
+
+    def advice(self) -> list[str]:
+        """Return lines of advice, the most urgent first; [] for a plan that fits."""
+        lines = [
+            f"{p.name} does not compile: {p.failure}"
+            for p in self.programs
+            if p.failure and not p.is_too_large
+        ]
+        lines += [
+            f"{p.name} needs more memory than a device has ({p.needed_bytes / GIB:.1f} GiB with "
+            f"its arguments): {_remedies(self.facts, p.group)}"
+            for p in self.programs
+            if p.is_too_large
+        ]
+        for o in self.occupancies():
+            if o.over_bytes:
+                group = "trainer" if "trainer" in (o.group, o.largest) else "searcher"
+                lines.append(
+                    f"{o.over_bytes / GIB:.2g} GiB are missing on each {o.group} device: "
+                    f"{_remedies(self.facts, group)}"
+                )
+        return lines
+
+    def as_text(self, model: str, where: str) -> str:
+        """Return the printed plan.
+
+        Args:
+            model: name of the model.
+            where: name of the slice.
+        """
+        verdict = "fits" if self.fits else "does NOT fit"
+        parts = [_heading(self.facts, model, where), self._program_table(), self._memory_table()]
+        return "\n\n".join([*parts, "\n".join([verdict, *(f"- {x}" for x in self.advice())])])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON object that --json prints, with the figures of the text."""
+        facts, programs = self.facts, dict[str, Any]()
+        for p in self.programs:
+            roofline_s, bound = p.roofline(facts.chip)
+            programs[p.name] = {
+                "group": p.group,
+                "hbm_gib": {kind: size / GIB for kind, size in p.hbm.items()},
+                "compile_s": p.compile_s,
+                "roofline_s": 0.0 if p.failure else roofline_s,
+                "bound": "" if p.failure else bound,
+                "failure": p.failure,
+            }
+        return {
+            "fits": self.fits,
+            "chip": facts.chip.name,
+            "num_devices": facts.num_devices,
+            "num_hosts": facts.num_hosts,
+            "placement": {
+                "layout": facts.layout,
+                "trainer_devices": facts.trainer.devices,
+                "trainer_mesh": facts.trainer.mesh,
+                "searcher_groups": facts.searcher.count,
+                "searcher_devices": facts.searcher.devices,
+                "fields": dict(facts.changed_fields),
+            },
+            "programs": programs,
+            "memory": {
+                o.group: {
+                    "gib": {what: size / GIB for what, size in o.parts},
+                    "peak_gib": o.peak_bytes / GIB,
+                    "capacity_gib": o.capacity_bytes / GIB,
+                    "over_gib": o.over_bytes / GIB,
+                }
+                for o in self.occupancies()
+            },
+            "advice": self.advice(),
+        }
+
+    def _program_table(self) -> str:
+        """Return one line per program: memory in GiB by the compiler, time by arithmetic."""
+        header = ["program", "group", *_COLUMNS, "GiB", "TFLOP", "GB", "roofline", "bound",
+                  "compile s"]  # fmt: skip
+        rows, failures = [header], []
+        for p in self.programs:
+            if p.failure:
+                rows.append([p.name, p.group, *["-"] * (len(header) - 2)])
+                failures.append(f"{p.name}: {p.failure}")
+                continue
+            sizes = [sum(p.hbm.get(k, 0.0) for k in kinds) for kinds in _COLUMNS.values()]
+            least_s, bound = p.roofline(self.facts.chip)
+            work = [f"{p.flops / 1e12:.3g}", f"{p.num_bytes / 1e9:.3g}", _seconds(least_s), bound]
+            memory = [*map(_gib, sizes), _gib(sum(sizes))]
+            rows.append([p.name, p.group, *memory, *work, f"{p.compile_s:.0f}"])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        note = "GiB: memory of a device, by the compiler. Roofline: least time, by arithmetic."
+        return "\n".join([*lines, note, *failures])
+
+    def _memory_table(self) -> str:
+        """Return the peak memory of each device group, by kind."""
+        lines = []
+        for o in self.occupancies():
+            verdict = f"over by {_gib(o.over_bytes)} GiB" if o.over_bytes else "fits"
+            lines.append(
+                f"each {o.group} device{'' if o.group != 'both' else ' (both parts)'}: "
+                f"{_gib(o.peak_bytes)} of {_gib(o.capacity_bytes)} GiB, {verdict}"
+            )
+            lines += [f"  {_gib(size):>8}  {what}" for what, size in o.parts]
+        return "\n".join(lines)
 
 
-def _remedies(facts: Mapping[str, Any], group: str) -> str:
+def _heading(facts: Facts, model: str, where: str) -> str:
+    """Return the lines about model, slice, chip and placement."""
+    chip, hosts = facts.chip, facts.num_hosts
+    source = "measured on this machine" if chip.is_measured else "published peaks"
+    shared = ", on the devices of the trainer" if facts.shares_devices else ""
+    lines = [
+        f"model      {model}: {facts.num_params / 1e6:,.4g} M parameters",
+        f"slice      {where}: {facts.num_devices} x {chip.name}, {hosts} "
+        f"host{'s' if hosts > 1 else ''} of {facts.num_devices // hosts}",
+        f"chip       {chip.hbm_bytes / GIB:.2f} GiB, {chip.flops_per_s / 1e12:,.3g} TFLOP/s, "
+        f"{chip.bytes_per_s / 1e9:,.0f} GB/s ({source})",
+        f"placement  {facts.layout}: trainer on {facts.trainer.devices} ({facts.trainer.mesh}), "
+        f"{facts.searcher.count} searcher groups of {facts.searcher.devices}{shared}",
+    ]
+    if facts.changed_fields:
+        lines.append(f"chosen     {flags(facts.changed_fields)}")
+    return "\n".join(lines)
+
+
+def flags(fields: Mapping[str, Any]) -> str:
+    """Return settings as flags of the command line."""
+    return " ".join(f"--config.{name}={value}" for name, value in fields.items())
+
+
+def _remedies(facts: Facts, name: str) -> str:
     """Return the settings that free memory of a group, with what each frees on a device."""
-    config, held = facts["config"], facts["groups"][group]["residents"]
+    config, held = facts.config, (facts.trainer if name == "trainer" else facts.searcher).residents
     frees: dict[str, float] = {}
-    if group == "trainer":
+    if name == "trainer":
         moments = held.get("optimiser state", 0.0)
-        if config["optimizer"]["name"] == "adamw":
+        if config.optimizer.name == "adamw":
             frees["--config.optimizer.name=adafactor"] = moments
-        if config["model"]["param_dtype"] == "float32":
+        if config.model.param_dtype == "float32":
             kinds = ("parameters", "reference parameters", "frozen parameters")
             stored = sum(held.get(kind, 0.0) for kind in kinds) + moments
             frees["--config.model.param_dtype=bfloat16"] = stored / 2
-        if not config["lora"]["rank"]:
+        if not config.lora.rank:
             frees["--config.lora.rank=16"] = moments
-    elif config["search"]["quantization"] == "none":
+    elif config.search.quantization == "none":
         weights = held.get("weights in use", 0.0) + held.get("next weights", 0.0)
         frees["--config.search.quantization=int8"] = 0.45 * weights
     named = [
@@ -164,6 +351,15 @@ def _remedies(facts: Mapping[str, Any], group: str) -> str:
         if size
     ]
     more = "a larger slice, or chips with more memory"
-    if group == "searcher":
+    if name == "searcher":
         more = f"a larger --config.search.num_devices, {more}"
     return f"set a smaller --config.search.max_new_tokens, {', '.join([*named, more])}"
+
+
+def _gib(size: float) -> str:
+    value = size / GIB
+    return f"{value:.2f}" if value >= 1 or not value else f"{value:.2g}"
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that a run chooses itself."""
 
+import json
 import runpy
 import types
 from pathlib import Path
@@ -8,10 +9,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from tba_jax.config.command_line import override
+from tba_jax.config.rules import validate
 from tba_jax.config.schema import flatten, freeze, get_field, make_config, replace
 from tba_jax.devices.placement import MeshShape
 from tba_jax.models.hf import config_json
-from tba_jax.planning import choices, estimates, fitting
+from tba_jax.planning import choices, estimates
+from tba_jax.planning import sizes as planned
 from tba_jax.planning.shapes import config_of
 from tba_jax.run.model_parts import describe_model
 
@@ -34,7 +38,7 @@ def on_cpu(memory_bytes, **fields):
 def on_gpu(memory_bytes, **fields):
     """Sizes for GPUs, and the estimate of a searcher's memory: a megabyte a slot."""
     given = make_config(LENGTHS | {name.replace("__", "."): x for name, x in fields.items()})
-    return fitting.sizes(
+    return planned.choose(
         given,
         SHAPE,
         MeshShape(1, 1, 1),
@@ -72,7 +76,7 @@ def preset(name):
 
 
 def sizes(config, shape, memory_bytes, mesh=ONE, devices=(GPU,)):
-    return fitting.sizes(
+    return planned.choose(
         config, shape, mesh, devices, memory_bytes, lambda _: 0, shares_devices=False
     )
 
@@ -106,7 +110,7 @@ def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
     assert chosen([GPU] * 8) == chosen([GPU] * 4 + [other] * 4, "whole_hosts") == kept
     assert chosen([GPU] * 2 + [other] * 2, "pod") == {"batch.micro_batch_rows": 256}
     tpus = [types.SimpleNamespace(platform="tpu", process_index=i) for i in range(2)]
-    assert not fitting.crosses_network(tpus)
+    assert chosen(tpus)["model.remat"] == "dots"
 
 
 def test_searchers_take_the_devices_that_the_trainer_leaves():
@@ -166,3 +170,30 @@ def test_a_learning_rate_of_0_is_chosen_for_the_size_of_the_model(fields, rate):
     assert found.warmup == min(10, config.num_steps // 2)
     assert any("optimizer.learning_rate" in line for line in choices.lines(config))
     assert choices.choose(replace(config, {"seed": 1}), {}).optimizer == config.optimizer
+
+
+def custom(tmp_path, num_rows, words, *overrides):
+    path = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"{i} " + "12 + 3 " * words} for i in range(num_rows)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    given = (f"task.data_path={path}", "task.reward=math:floor", *overrides)
+    config = override(None, ["--config=custom", *(f"--config.{text}" for text in given)])
+    validate(config)
+    return config
+
+
+@pytest.mark.parametrize("words", [2, 2000])
+def test_lengths_fit_the_data_and_the_context(tmp_path, words):
+    config, reason = choices.with_lengths(custom(tmp_path, 40, words))
+    prompt, response = config.task.max_prompt_tokens, config.search.max_new_tokens
+    assert prompt > 0 and prompt % 32 == 0 and response > 0
+    if words == 2:
+        assert prompt == 32  # the longest of the data, rounded up
+    assert config.task.num_eval_prompts == 8  # a fifth of 40 rows
+    assert reason.startswith("prompts of up to ") and "a context of " in reason
+    validate(config)
+
+
+def test_a_given_length_stays(tmp_path):
+    config = custom(tmp_path, 40, 2, "task.max_prompt_tokens=64")
+    assert choices.with_lengths(config) == (config, "")

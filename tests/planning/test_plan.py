@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan command: figures of the real run's programs, a verdict, a remedy, an exit code."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,13 +15,12 @@ import pytest
 from tba_jax.config import presets
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import freeze, plain, replace
+from tba_jax.config.schema import freeze, replace
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
-from tba_jax.planning import command as plan
-from tba_jax.planning import compile_one, shapes, table
-from tba_jax.planning.children import Answer
-from tba_jax.planning.verdict import GIB, Program
+from tba_jax.planning import child, command, shapes
+from tba_jax.planning.chips import Chip
+from tba_jax.planning.verdict import GIB, Group
 from tba_jax.run.model_parts import model_path
 
 ROOT = Path(__file__).parents[2]
@@ -28,52 +28,41 @@ START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
 PRESETS = runpy.run_path(str(ROOT / "configs" / "math.py"))
 
 
-def in_process(request, *, timeout_s):
-    del timeout_s
-    return Answer(json.loads(json.dumps(compile_one.answer(request))))
-
-
-def planner():
-    model = shapes.config_of(str(START_MODEL))
-    request = {"topology": "", "model": model, "judges": {}, "cache": "", "fixed": []}
-    return plan.Planner(request, 60.0, in_process)
-
-
-def start_config(**fields):
+def request(**fields):
     config = freeze(PRESETS["get_config"]("arithmetic"))
     # The devices of this process are there already.
     config = replace(config, {"placement": "split", **fields})
     validate(config)
-    return plain(config)
+    return child.Request("", shapes.config_of(str(START_MODEL)), {}, "", (), config)
 
 
 @pytest.fixture(scope="module")
 def facts():
-    return planner().describe(start_config(), chooses=False)
+    return child.answer(request())
 
 
 def test_residents_are_those_of_the_run(facts):
-    size = 4 * facts["num_params"]
-    trainer = facts["groups"]["trainer"]["residents"]
+    size = 4 * facts.num_params
+    trainer = facts.trainer.residents
     assert trainer["parameters"] == size
     assert trainer["optimiser state"] == pytest.approx(2 * size, abs=64)  # and two counters
-    assert facts["groups"]["searcher"]["residents"]["weights in use"] == size
+    assert facts.searcher.residents["weights in use"] == size
 
 
 def test_programs_of_a_run_are_compiled_with_their_memory_and_least_times(facts):
     names = ["train_step", "publish", "decode_chunk"]
-    done = plan.plan(planner(), facts, names, lambda _: None)
+    done = command.plan(request(), facts, names, child.answer)
     assert done.fits
     step, publish, chunk = done.programs
-    held = facts["groups"]["trainer"]["residents"]
+    held = facts.trainer.residents
     assert step.hbm["parameters"] == publish.hbm["parameters"] == held["parameters"]
     assert publish.hbm["outputs"] == pytest.approx(held["parameters"], rel=0.01)
     assert chunk.hbm["KV cache"] > 0 and step.hbm["temporaries"] > 0
     # Forward, again for the backward pass, and twice that: 2 FLOPs a weight and token at least.
-    assert step.flops > 6 * 0.8 * facts["num_params"] * 256 * 28 / 16
+    assert step.flops > 6 * 0.8 * facts.num_params * 256 * 28 / 16
     # Each of the steps reads the weights.
-    assert chunk.num_bytes > 8 * 4 * facts["num_params"]
-    out = json.loads(json.dumps(table.as_json(facts, done.programs, done.found, [], done.fits)))
+    assert chunk.num_bytes > 8 * 4 * facts.num_params
+    out = json.loads(json.dumps(done.as_json()))
     assert {"fits", "chip", "placement", "programs", "advice"} <= out.keys()
     for name in names:
         figures = out["programs"][name]
@@ -82,12 +71,12 @@ def test_programs_of_a_run_are_compiled_with_their_memory_and_least_times(facts)
 
 
 def test_a_plan_with_an_environment_has_the_prompts_of_later_turns_and_kept_conversations():
-    changes = {"task.environment": "game.py:Game", "search.max_new_tokens": 40}
-    found = planner().describe(start_config(**changes), chooses=False)
-    (extend,) = plan.plan(planner(), found, ["extend"], lambda _: None).programs
+    given = request(**{"task.environment": "game.py:Game", "search.max_new_tokens": 40})
+    found = child.answer(given)
+    (extend,) = command.plan(given, found, ["extend"], child.answer).programs
     kept = "caches of waiting conversations"
-    assert found["groups"]["searcher"]["transients"][kept] > 0 < extend.hbm[kept]
-    assert extend.with_cache and extend.hbm["parameters"] == 4 * found["num_params"]
+    assert found.searcher.transients[kept] > 0 < extend.hbm[kept]
+    assert extend.with_cache and extend.hbm["parameters"] == 4 * found.num_params
 
 
 def test_judges_count_with_their_parameters():
@@ -113,56 +102,47 @@ def test_the_models_of_every_preset_have_shapes_without_network(preset, monkeypa
             assert shapes.config_of(path)["model_type"]
 
 
-class Compiler(plan.Planner):
+def test_sizes_are_lowered_until_the_compiled_programs_fit(facts, capsys):
     """A row of a train step takes 1 GiB with kept products, a fifth of it without; a slot 1 GiB."""
+    compiled = []
 
-    def __init__(self, fixed=()):
-        self.fixed, self.compiled = fixed, []
+    def ask(request):
+        config, program = request.config, request.program
+        rows, remat = config.batch.micro_batch_rows, config.model.remat
+        slots = config.search.num_slots
+        if program is None:
+            options = [n for n in (8, 16, 32, 40, 80) if n >= 40 or remat == "layers"]
+            smaller = [n for n in options if n < rows]
+            trainer = {"batch.micro_batch_rows": 160, "model.remat": "layers"}
+            if smaller:
+                trainer = {"batch.micro_batch_rows": smaller[-1], "model.remat": remat}
+            return dataclasses.replace(
+                facts,
+                config=config,
+                chip=Chip("chip", 40 * GIB, 1.0, 1.0),
+                trainer=Group(4, {}),
+                searcher=Group(1, {}, {"KV cache": slots * GIB}),
+                changed_fields={"mesh.fsdp": 8},
+                lower={"trainer": trainer, "searcher": {"search.num_slots": slots // 2}},
+            )
+        compiled.append(program.name)
+        if program.name != "train_step":
+            return dataclasses.replace(program, with_cache=True)
+        if rows > 100 and remat == "dots":
+            return dataclasses.replace(program, failure="too large", is_too_large=True)
+        size = rows * GIB / (1 if remat == "dots" else 5)
+        return dataclasses.replace(program, hbm={"temporaries": size})
 
-    def describe(self, config, *, chooses):
-        rows, remat = config["batch"]["micro_batch_rows"], config["model"]["remat"]
-        options = [8, 16, 32, 40, 80, 160]
-        smaller = [n for n in options if n < rows and (n >= 40 or remat == "layers")]
-        lower = {"batch.micro_batch_rows": smaller[-1], "model.remat": remat} if smaller else {}
-        if not smaller and remat == "dots":
-            lower = {"batch.micro_batch_rows": 160, "model.remat": "layers"}
-        slots = config["search"]["num_slots"]
-        cache = {"residents": {}, "transients": {"KV cache": slots * GIB}}
-        fewer = {"search.num_slots": slots // 2} if slots > 1 else {}
-        return {
-            "config": config,
-            "layout": "split",
-            "changed_fields": {"mesh.fsdp": 8},
-            "shares_devices": False,
-            "chip": {"hbm_bytes": 40 * GIB, "overheads": {}},
-            "groups": {"trainer": {"residents": {}, "transients": {}}, "searcher": cache},
-            "lower": {"trainer": lower, "searcher": fewer},
-        }
-
-    def compile(self, facts, name):
-        self.compiled.append(name)
-        if name != "train_step":
-            return Program(name, "searcher", with_cache=True)
-        config = facts["config"]
-        rows = config["batch"]["micro_batch_rows"]
-        size = rows * GIB / (1 if config["model"]["remat"] == "dots" else 5)
-        if rows > 100 and config["model"]["remat"] == "dots":
-            return Program(name, "trainer", failure="too large", is_too_large=True)
-        return Program(name, "trainer", {"temporaries": size})
-
-
-def test_sizes_are_lowered_until_the_compiled_programs_fit():
-    compiler, said = Compiler(), []
-    sizes = {"batch": {"micro_batch_rows": 160}, "model": {"remat": "dots"}}
-    config = {**sizes, "search": {"num_slots": 100}, "driver": "async"}
-    names = ["train_step", "decode_chunk", "merge"]
-    done = plan.plan(compiler, compiler.describe(config, chooses=True), names, said.append)
+    sizes = {"batch.micro_batch_rows": 160, "model.remat": "dots", "search.num_slots": 100}
+    given = request(**sizes)
+    names = ["train_step", "decode_chunk", "publish"]
+    done = command.plan(given, ask(given), names, ask)
     assert done.fits
     # 160 rows, 80 and then 40, which fit with kept products; 100 slots, 50 and then 25.
     chosen = {"batch.micro_batch_rows": 40, "model.remat": "dots", "search.num_slots": 25}
-    assert done.facts["changed_fields"] == {"mesh.fsdp": 8, **chosen}
-    assert [compiler.compiled.count(x) for x in names] == [3, 3, 1]
-    assert sum("does not fit; trying" in line for line in said) == 4
+    assert done.facts.changed_fields == {"mesh.fsdp": 8, **chosen}
+    assert [compiled.count(x) for x in names] == [3, 3, 1]
+    assert capsys.readouterr().err.count("does not fit; trying") == 4
 
 
 def run(*arguments):
@@ -197,17 +177,9 @@ def test_the_command_plans_the_attached_devices():
         ("--topology=v5e:3", "expected CHIP:AxB"),
     ],
 )
-def test_an_invalid_command_is_refused(monkeypatch, capsys, argument, message):
-    def ask(request, *, timeout_s):
-        try:
-            return in_process(request, timeout_s=timeout_s)
-        except ValueError as error:
-            return Answer(None, str(error), is_user_error=True)
-
-    monkeypatch.setattr(plan, "ask", ask)
-    config = f"--config={ROOT / 'configs' / 'math.py'}"
-    assert plan.main([config, argument]) == 2
-    assert message in capsys.readouterr().err
+def test_an_invalid_command_is_refused(argument, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        command.main([f"--config={ROOT / 'configs' / 'math.py'}", argument])
 
 
 @pytest.mark.slow

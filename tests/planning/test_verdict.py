@@ -1,69 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums, fit and advice from figures made by hand."""
 
-from tba_jax.planning.verdict import GIB, Program, advice, occupancies
+import dataclasses
 
-CONFIG = {
-    "driver": "async",
-    "optimizer": {"name": "adamw"},
-    "model": {"param_dtype": "float32"},
-    "search": {"quantization": "none"},
-    "lora": {"rank": 0},
-}
+from tba_jax.config.schema import make_config, replace
+from tba_jax.planning.chips import Chip
+from tba_jax.planning.verdict import GIB, Facts, Group, Plan, Program
 
-
-def facts(**changes):
-    trainer = {"parameters": 2 * GIB, "optimiser state": 4 * GIB}
-    return {
-        "chip": {"hbm_bytes": 16 * GIB, "overheads": {}},
-        "num_devices": 8,
-        "shares_devices": False,
-        "config": CONFIG,
-        "groups": {
-            "trainer": {"devices": 4, "count": 1, "residents": trainer, "transients": {}},
-            "searcher": {
-                "devices": 1,
-                "count": 4,
-                "residents": {"weights in use": 3 * GIB},
-                "transients": {"KV cache": 5 * GIB},
-            },
-        },
-    } | changes
+FACTS = Facts(
+    config=make_config(),
+    changed_fields={},
+    chip=Chip("chip", 16 * GIB, 1.0, 1.0),
+    num_devices=8,
+    num_hosts=1,
+    layout="split",
+    shares_devices=False,
+    num_params=1,
+    trainer=Group(4, {"parameters": 2 * GIB, "optimiser state": 4 * GIB}),
+    searcher=Group(1, {"weights in use": 3 * GIB}, {"KV cache": 5 * GIB}, count=4),
+    lower={},
+    programs=(),
+)
 
 
-def programs(temporaries=1.0, slots_temporaries=1.0):
+def programs(temporaries=1.0):
+    chunk = {"temporaries": GIB, "code": 0.25 * GIB}
     return [
-        Program("train_step", "trainer", {"temporaries": temporaries * GIB}, roofline_s=2.0),
-        Program("publish", "trainer", {"outputs": 3 * GIB}),
-        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True),
-        Program(
-            "decode_chunk",
-            "searcher",
-            {"temporaries": slots_temporaries * GIB, "code": 0.25 * GIB},
-            roofline_s=0.1,
-            with_cache=True,
-            variants=4,
-        ),
+        Program("train_step", "trainer", hbm={"temporaries": temporaries * GIB}),
+        Program("publish", "trainer", hbm={"outputs": 3 * GIB}),
+        Program("prefill", "searcher", with_cache=True),
+        Program("decode_chunk", "searcher", hbm=chunk, with_cache=True, variants=4),
     ]
 
 
 def test_memory_is_residents_and_the_hungriest_program():
-    trainer, searcher = occupancies(facts(), programs())
+    plan = Plan(FACTS, programs())
+    trainer, searcher = plan.occupancies()
     assert trainer.peak_bytes == (2 + 4 + 3) * GIB  # publication wants more than the step
     assert searcher.peak_bytes == (3 + 5 + 1 + 4 * 0.25) * GIB
     assert trainer.over_bytes == searcher.over_bytes == 0
+    assert plan.fits and plan.advice() == []
 
 
 def test_advice_names_what_is_missing_and_what_each_setting_frees():
-    compiled = programs(temporaries=30.0)
-    (line,) = advice(facts(), compiled, occupancies(facts(), compiled))
+    (line,) = Plan(FACTS, programs(temporaries=30.0)).advice()
     assert line.startswith("20 GiB are missing on each trainer device: set a smaller ")
     for flag in ("name=adafactor (4.0", "lora.rank=16 (4.0", "param_dtype=bfloat16 (3.0"):
         assert f"{flag} GiB)" in line
-    crowded = facts()
-    crowded["groups"]["searcher"]["residents"] = {"weights in use": 20 * GIB}
-    (line,) = advice(crowded, programs(), occupancies(crowded, programs()))
+    searcher = FACTS.searcher._replace(residents={"weights in use": 20 * GIB})
+    crowded = dataclasses.replace(FACTS, searcher=searcher)
+    (line,) = Plan(crowded, programs()).advice()
     assert "search.quantization=int8 (9.0 GiB)" in line and "search.num_devices" in line
-    less = crowded | {"config": CONFIG | {"search": {"quantization": "int8"}}}
-    assert "int8" not in advice(less, programs(), occupancies(less, programs()))[0]
-    assert advice(facts(), programs(), occupancies(facts(), programs())) == []
+    narrow = replace(crowded.config, {"search.quantization": "int8"})
+    less = dataclasses.replace(crowded, config=narrow)
+    assert "int8" not in Plan(less, programs()).advice()[0]
