@@ -82,10 +82,10 @@ def choose(
 ) -> tuple[Config, Choice]:
     """Return the config with a placement for these devices, and that placement.
 
-    One host gets `shared` if it has one device, and else `split`, balanced by
-    `estimates.trainer_share`. On several hosts the trainer gets that share of each host if the
-    chips allow it (v4 and v5p). If no division has memory for trainer and searchers, both share all
-    devices.
+    One host gets `shared` if it has one device, and else `split`: half of the devices train. On
+    several hosts half of the chips of each host train, if the chips allow it (v4 and v5p). Other
+    divisions are tried if trainer or searchers do not fit. If no division has memory for both, all
+    devices are shared.
 
     The fsdp axis of the trainer's mesh has as many devices as the rows of a batch permit; the other
     axis is tensor-parallel. Searcher groups are as small as weights and cache allow.
