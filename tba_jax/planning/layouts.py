@@ -99,13 +99,7 @@ def choose(
     """
     hosts, platform = len(hosts_of(devices)), platform_of(devices[0])
     per_host = len(devices) // hosts
-    # With fewer devices than all of them the trainer shares none.
-    options = [
-        n
-        for n in range(1, len(devices))
-        if hosts == 1 or any(on_hosts(x, devices, n) for x in POD_LAYOUTS)
-    ]
-    options.sort(key=lambda n: abs(n - len(devices) / 2))
+    options = sorted(_trainer_sizes(devices), key=lambda n: abs(n - len(devices) / 2))
     mode = "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
     config = replace(config, {"placement": mode})
     # If the slots for a round do not fit, fewer slots are chosen, but not far fewer.
@@ -155,6 +149,14 @@ def choose(
     config = replace(placed, found)
     validate(config)
     return config, place(config, devices)
+
+
+def _trainer_sizes(devices: Sequence[Any]) -> list[int]:
+    """Return the possible numbers of trainer devices, equal on every host, that leave searchers."""
+    sizes = range(1, len(devices))
+    if len(hosts_of(devices)) == 1:
+        return list(sizes)
+    return [n for n in sizes if any(on_hosts(x, devices, n) for x in POD_LAYOUTS)]
 
 
 def changes(given: Config, config: Config) -> dict[str, Any]:
