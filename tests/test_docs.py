@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages say exists: files and names they mention, links, and records, listed once."""
+"""What the pages say exists: files and names they mention, and links."""
 
 import ast
 import re
@@ -24,7 +24,6 @@ for field in SETTINGS:
 FIELDS_OF["objective"] |= {"preset", *own_names()}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAB = ROOT / "docs" / "lab"
-RECORDS = LAB / "decisions"
 SOURCES = [
     *(ROOT / "tba_jax").rglob("*.py"),
     *(ROOT / "configs").rglob("*.py"),
@@ -67,15 +66,6 @@ def broken_links(path):
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_links_between_pages_resolve(path):
     assert broken_links(path) == []
-
-
-def test_every_decision_has_a_number_of_its_own():
-    found = {}
-    for path in sorted(RECORDS.glob("*.md")):
-        for number, title in re.findall(r"^## (\d+)\. (.+)$", path.read_text(), flags=re.M):
-            assert number not in found, f"record {number} is there twice: {found[number]}, {title}"
-            found[number] = title
-    assert found
 
 
 def defined(path):
