@@ -89,7 +89,7 @@ def run_training(
     import signal
 
     from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
-    from tba_jax.run.session import train
+    from tba_jax.run.run import train
 
     if MODES[config.placement].spans_hosts:
         raise ConfigError(
@@ -285,7 +285,7 @@ class SavedRun:
         from tba_jax.replay.records import from_snapshot
         from tba_jax.run.checkpoint import load_host_state
 
-        saved = load_host_state(str(self.workdir))[1].parts["buffer"]
+        saved = load_host_state(str(self.workdir))[1]["buffer"]
         prompts, packed, packer = from_snapshot(*saved)
         return {
             prompt.text: [packer.unpack(y) for y in own]

@@ -39,7 +39,7 @@ from tba_jax.decoding.session import Session
 from tba_jax.models import transformer
 from tba_jax.planning.choices import choose
 from tba_jax.run import build
-from tba_jax.run.session import train
+from tba_jax.run.run import train
 
 _SIZES = {"prompts": 8, "group": 16, "prompt_tokens": 256, "response_tokens": 81}
 _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")

@@ -37,13 +37,15 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.devices.site import Site, reading_mesh
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
-    from tba_jax.run.search_parts import make_evaluator, make_judging, make_shard_evaluator
-    from tba_jax.run.shared import (
+    from tba_jax.run.task_parts import (
         make_environments,
         make_episodes,
+        make_evaluator,
         make_gold,
         make_grader,
+        make_judging,
         make_rewards,
+        make_shard_evaluator,
         make_task,
     )
 

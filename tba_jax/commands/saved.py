@@ -17,7 +17,7 @@ from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.errors import CheckpointError, UserError
+from tba_jax.run.errors import UserError
 from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
 from tba_jax.run.object_store import storage_of
 from tba_jax.run.workdir import saved_config
@@ -76,16 +76,10 @@ def load_policy(
         dtype = jnp.dtype(config.model.compute_dtype)
         params = folder.load(step, _cast(state.params, dtype, policy))
     else:
-        newest = checkpoints.newest()
-        if newest is not None and (found := checkpoints.damage(newest)):
-            raise checkpoints.damaged(newest, found)
-        step, state, _ = checkpoints.restore(state, newest)
-        if int(state.step) != step:
-            raise CheckpointError(
-                f"{workdir}/checkpoints/{step} holds step {int(state.step)}: the folder was "
-                f"renamed. Name it {workdir}/checkpoints/{int(state.step)} again"
-            )
-        params = state.params
+        step = checkpoints.newest_required()
+        if found := checkpoints.damage(step):
+            raise checkpoints.damaged(step, found)
+        params = checkpoints.restore(step, state).params
     if policy.adapters is not None:
         base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),

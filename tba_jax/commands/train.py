@@ -30,9 +30,8 @@ from tba_jax.devices.placement import MODES
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
-from tba_jax.run.session import run_job, train
+from tba_jax.run.run import run_job, train
 from tba_jax.run.workdir import Outcome, begun_config, default_workdir
-from tba_jax.settings import ConfigError, listed
 from tba_jax.storage.whole_files import is_address
 
 # This runs before JAX is imported, so that times count from the start of the command.
@@ -77,16 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _CONFIG.value is None:
         raise UserError("no --config given; try --config=math")
     config = freeze(_CONFIG.value)
-    _check(config)
+    validate(config)
     given = _WORKDIR.value or default_workdir(config)
     address = given if is_address(given) else ""
     workdir = Path(given) if address else local_folder(given)
     from tba_jax.planning.choices import choose, lines
-    from tba_jax.run.shared import all_problems
 
     try:
-        with all_problems(config):
-            config = choose(config, {} if address else begun_config(workdir))
+        config = choose(config, {} if address else begun_config(workdir))
     except Exception:
         if _DRY_RUN.value:  # print the given settings, without those that could not be chosen
             _print_settings(given, config)
@@ -98,10 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_settings(given, config)
         for line in notes(config):
             print(f"note: {line}", file=sys.stderr)
-        from tba_jax.run.shared import problems
+        from tba_jax.run.task_parts import preflight
 
-        if found := problems(config):
-            raise UserError(listed(found))
+        preflight(config)
         if config.model.path and (line := _tokenizer_difference(config.model.path)):
             print(f"note: {line}", file=sys.stderr)
         return 0
@@ -232,13 +228,3 @@ def _parsed(argv: Sequence[str]) -> list[str]:
     if _CONFIG.value is not None:
         freeze(_CONFIG.value)  # reads the schedules
     return rest
-
-
-def _check(config: Config) -> None:
-    """Raise a UserError that lists all problems of the config, its data, model and reward."""
-    try:
-        validate(config)
-    except ConfigError as error:
-        from tba_jax.run.shared import problems
-
-        raise UserError(listed(problems(config))) from error

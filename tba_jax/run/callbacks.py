@@ -21,8 +21,7 @@ class Callbacks:
     def __init__(
         self, functions: Sequence[Callable[..., Any]], note: Callable[[str], None]
     ) -> None:
-        self._note = note
-        self._functions = [*functions]
+        self._note, self._functions = note, [*functions]
         for function in functions:
             try:
                 inspect.signature(function).bind("step", "values")
@@ -33,38 +32,34 @@ class Callbacks:
                 ) from error
             except ValueError:
                 pass  # some built-in functions have no signature
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     def __call__(self, step: int, values: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers of all functions; a function that fails is not called again."""
-        numbers_found: dict[str, float] = {}
+        kept: dict[str, float] = {}
         for function in [*self._functions]:
+            name = _name(function)
             try:
                 found = function(step, values)
-                numbers_found |= self._numbers(_name(function), {} if found is None else found)
+                found = {} if found is None else found
+                if not isinstance(found, Mapping):
+                    raise TypeError(f"returned {found!r:.60}, wanted numbers by name, or None")
+                for key, value in found.items():
+                    value = value.item() if hasattr(value, "item") else value
+                    if isinstance(value, numbers.Real) and math.isfinite(value):
+                        kept[str(key)] = float(value)
+                    elif f"{name} {key}" not in self._noted:
+                        self._noted.add(f"{name} {key}")
+                        self._note(
+                            f"callback {name} returned {value!r:.60} as {key!r}, which is left "
+                            "out: wanted a finite number"
+                        )
             except Exception as error:  # the traceback of the user's code shows the place
                 self._functions.remove(function)
                 where = "".join(traceback.format_exception(error)).rstrip()
                 self._note(
-                    f"callback {_name(function)} raised {type(error).__name__}: {error}. The run "
-                    f"continues without this function\n{where}"
-                )
-        return numbers_found
-
-    def _numbers(self, name: str, found: Any) -> dict[str, float]:
-        """Return the finite numbers of `found`; print a line once for each other value."""
-        if not isinstance(found, Mapping):
-            raise TypeError(f"returned {found!r:.60}, wanted numbers by name, or None")
-        kept = {}
-        for key, value in found.items():
-            value = value.item() if hasattr(value, "item") else value
-            if isinstance(value, numbers.Real) and math.isfinite(value):
-                kept[str(key)] = float(value)
-            elif (said := f"{name} {key}") not in self._told:
-                self._told.add(said)
-                self._note(
-                    f"callback {name} returned {value!r:.60} as {key!r}, which is left out: "
-                    "wanted a finite number"
+                    f"callback {name} raised {type(error).__name__}: {error}. The run continues "
+                    f"without this function\n{where}"
                 )
         return kept
 

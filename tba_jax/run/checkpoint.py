@@ -1,86 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: all state of a step, saved and restored as one atomic unit.
 
-A checkpoint is an Orbax composite of the train state (sharded arrays) and the host state: the
-replay buffer, the tickets of the owner and the counters. Processes synchronise only through the
-coordination service of `jax.distributed`, because the devices may be in use by searchers.
+A checkpoint is a folder that Orbax writes: the train state as sharded arrays, and one npz file with
+the host state: replay buffer, tickets of the owner, counters. Processes synchronise only through
+the coordination service of `jax.distributed`, because searchers may be using the devices.
 
 Invariants: a checkpoint is complete or invisible; no file has pickled objects; the restored state
-equals the saved state (tests/run/test_checkpoint.py).
+equals the saved state; a checkpoint of another run is refused (tests/run/test_checkpoint.py).
 """
 
-import asyncio
 import contextlib
-import dataclasses
+import io
+import json
+from collections.abc import Mapping
 from typing import Any
 
-import orbax.checkpoint as ocp
+import numpy as np
 from etils import epath
-from orbax.checkpoint import future as ocp_future
 
 from tba_jax.devices.sharding import storable
+from tba_jax.flow.state import PartState
 from tba_jax.run.errors import CheckpointError
-from tba_jax.run.host_state import HostState, pack, unpack
 from tba_jax.run.object_store import storage_of
-from tba_jax.storage.steps import SavedSteps
+from tba_jax.storage import digests
+from tba_jax.storage.steps import READ_ERRORS, SavedSteps, brief
 
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints in a work directory."""
+HOST_STATE = "host_state.npz"
+_META = "__meta__"
 
 
-def _host_file(directory: epath.Path) -> epath.Path:
-    return directory / "process_00000.npz"
+def pack(parts: Mapping[str, PartState]) -> bytes:
+    """Return states of parts, by name, as npz bytes: arrays as `part/key`, metadata as JSON."""
+    arrays = {
+        f"{name}/{key}": np.asarray(value)
+        for name, part in parts.items()
+        for key, value in part.arrays.items()
+    }
+    metas = json.dumps({name: part.meta for name, part in parts.items()})
+    arrays[_META] = np.frombuffer(metas.encode(), np.uint8)
+    out = io.BytesIO()
+    np.savez(out, allow_pickle=False, **arrays)
+    return out.getvalue()
 
 
-class HostStateHandler(ocp.AsyncCheckpointHandler):
-    """Orbax handler that writes the host state into a file of the checkpoint folder.
+def unpack(data: bytes) -> dict[str, PartState]:
+    """Return the states that `pack` converted to bytes.
 
-    Args:
-        keeps_state: whether this process has the host state.
+    Raises:
+        ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile: the bytes are not intact.
     """
-
-    def __init__(self, keeps_state: bool) -> None:
-        self._keeps_state = keeps_state
-
-    async def async_save(self, directory: epath.Path, args: Any = None) -> Any:
-        """Serialise and write the state in the background; its parts are copies already."""
-        if not self._keeps_state:
-            return []
-
-        async def write() -> None:
-            _host_file(directory).write_bytes(pack(args.item))
-
-        return [ocp_future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
-
-    def save(self, directory: epath.Path, args: Any = None) -> None:
-        """Blocking form of `async_save`."""
-
-        async def run() -> None:
-            for commit in await self.async_save(directory, args):
-                commit.result()
-
-        asyncio.run(run())
-
-    def restore(self, directory: epath.Path, args: Any = None) -> HostState:
-        """Read the host state of the run."""
-        del args
-        return unpack(_host_file(directory).read_bytes())
-
-
-@ocp.args.register_with_handler(HostStateHandler, for_save=True)
-@dataclasses.dataclass
-class HostStateSave(ocp.args.CheckpointArgs):
-    """Orbax argument of a save: the `HostState` to write."""
-
-    item: Any
-
-
-@ocp.args.register_with_handler(HostStateHandler, for_restore=True)
-@dataclasses.dataclass
-class HostStateRestore(ocp.args.CheckpointArgs):
-    """Orbax argument of a restore; `item` is not used."""
-
-    item: Any = None
+    with np.load(io.BytesIO(data), allow_pickle=False) as entries:
+        metas = json.loads(entries[_META].tobytes().decode())
+        arrays: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
+        for full_key in entries.files:
+            if full_key != _META:
+                name, key = full_key.split("/", 1)
+                arrays[name][key] = entries[full_key]
+        return {name: PartState(arrays[name], meta) for name, meta in metas.items()}
 
 
 class Checkpoints(SavedSteps):
@@ -88,38 +66,30 @@ class Checkpoints(SavedSteps):
 
     Args:
         workdir: work directory of the run.
-        keeps_state: whether this process has the host state.
         options: further arguments of `SavedSteps`.
     """
 
-    def __init__(
-        self, workdir: epath.PathLike, *, keeps_state: bool = True, **options: Any
-    ) -> None:
+    def __init__(self, workdir: epath.PathLike, **options: Any) -> None:
         super().__init__(
-            epath.Path(workdir) / FOLDER,
-            lambda processes: {
-                "train_state": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
-                "host_state": HostStateHandler(keeps_state),
-            },
-            error=CheckpointError,
-            **options,
+            epath.Path(workdir) / FOLDER, "train_state", error=CheckpointError, **options
         )
 
-    def save(self, step: int, train_state: Any, host_state: HostState) -> None:
+    def save(self, step: int, train_state: Any, parts: Mapping[str, PartState]) -> None:
         """Copy the arrays, then write arrays and host state in the background.
 
         The copy is in host memory, so the caller may donate the arrays. On CPU no copy is made: JAX
         does not reuse a donated buffer while it is written.
+
+        Args:
+            parts: host state, copied already; only the first process writes it.
 
         Raises:
             CheckpointError: this save or the previous save failed.
         """
         self.write(
             step,
-            {
-                "train_state": ocp.args.StandardSave(storable(train_state)),
-                "host_state": HostStateSave(host_state),
-            },
+            storable(train_state),
+            lambda folder: (folder / HOST_STATE).write_bytes(pack(parts)),
         )
 
     def abandon(self, timeout_s: float) -> None:
@@ -131,52 +101,69 @@ class Checkpoints(SavedSteps):
         with contextlib.suppress(CheckpointError):
             self.wait(timeout_s)
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, HostState]:
-        """Read a checkpoint with the shardings of `abstract_state`; does not check digests.
+    def check_run(self, step: int) -> None:
+        """Refuse a checkpoint that another run wrote.
+
+        Raises:
+            CheckpointError: the checkpoint was copied into the work directory.
+        """
+        saved = digests.run_of(self.path(step))
+        if saved != self.run_id:
+            raise CheckpointError(
+                f"checkpoint {step} is of run {saved}, but the work directory is of run "
+                f"{self.run_id}: the checkpoint was copied there. Move it away, or restore the "
+                "config.json of its run"
+            )
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """Read a train state with the shardings of `abstract_state`; does not check digests.
 
         Args:
             abstract_state: tree of jax.ShapeDtypeStruct with shardings.
-            step: step to restore; None: the newest checkpoint.
-
-        Returns:
-            step, train state, and host state.
 
         Raises:
-            CheckpointError: the checkpoint is missing or unreadable.
+            CheckpointError: the checkpoint is missing, unreadable, or of another step.
         """
-        step = self._resolve(step)
-        state = ocp.args.StandardRestore(abstract_state)
-        items = self.read(step, {"train_state": state, "host_state": HostStateRestore()})
-        self._check_step(step, items["host_state"])
-        return step, items["train_state"], items["host_state"]
+        state = self.read(step, abstract_state)
+        inside = int(getattr(state, "step", step))
+        if inside != step:
+            raise CheckpointError(
+                f"{self.path(step)} holds step {inside}: the folder was renamed. Name it "
+                f"{self.path(inside)} again"
+            )
+        return state
 
-    def restore_host_state(self) -> tuple[int, HostState]:
-        """Read the newest host state and check its digests; for commands that inspect a run."""
-        step = self._resolve(None)
-        if found := self.damage(step, below="host_state/"):
+    def host_state(self, step: int) -> dict[str, PartState]:
+        """Return the host state of a checkpoint: states of parts by name.
+
+        Raises:
+            CheckpointError: it is missing, damaged or unreadable.
+        """
+        if found := self.damage(step, below=HOST_STATE):
             raise self.damaged(step, found)
-        host_state = self.read(step, {"host_state": HostStateRestore()})["host_state"]
-        self._check_step(step, host_state)
-        return step, host_state
+        try:
+            return unpack((self.path(step) / HOST_STATE).read_bytes())
+        except READ_ERRORS as error:
+            raise CheckpointError(
+                f"{self.path(step) / HOST_STATE} cannot be read: {type(error).__name__}: "
+                f"{brief(error)}. {self.way_out(step)}"
+            ) from error
 
-    def _resolve(self, step: int | None) -> int:
-        step = self.newest() if step is None else step
+    def newest_required(self) -> int:
+        """Return the step of the newest checkpoint.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        step = self.newest()
         if step is None:
             raise CheckpointError(
                 f"no complete checkpoint in {self.folder}; the run has not saved one yet"
             )
         return step
 
-    def _check_step(self, step: int, host_state: HostState) -> None:
-        inside = host_state.facts.step
-        if inside not in (-1, step):
-            raise CheckpointError(
-                f"{self.path(step)} holds step {inside}: the folder was renamed. Name it "
-                f"{self.path(inside)} again"
-            )
 
-
-def load_host_state(workdir: str) -> tuple[int, HostState]:
+def load_host_state(workdir: str) -> tuple[int, dict[str, PartState]]:
     """Return step and host state of the newest checkpoint of a run, without changing files.
 
     Raises:
@@ -186,4 +173,6 @@ def load_host_state(workdir: str) -> tuple[int, HostState]:
     folder = storage / FOLDER
     if not folder.is_dir():
         raise CheckpointError(f"{workdir} holds no run: there is no folder {folder}")
-    return Checkpoints(storage, read_only=True).restore_host_state()
+    checkpoints = Checkpoints(storage, read_only=True)
+    step = checkpoints.newest_required()
+    return step, checkpoints.host_state(step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run in a claimed work directory, from the build to the report."""
+"""A trainer process of a run in a claimed work directory, from the build to the report."""
 
 import os
 import platform
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from tba_jax.config.command_line import versions
@@ -25,12 +24,12 @@ from tba_jax.report.writers import ProgressDisplay, make_tracker
 from tba_jax.run.build import build
 from tba_jax.run.callbacks import Callbacks
 from tba_jax.run.errors import OutOfMemory, out_of_memory
-from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.loop import train
 from tba_jax.run.peers import Peer
-from tba_jax.run.run import Run
-from tba_jax.run.shared import make_task
+from tba_jax.run.run_state import Run
+from tba_jax.run.shared import RunClock
+from tba_jax.run.task_parts import make_task
 from tba_jax.run.workdir import Outcome, run_id_of
 from tba_jax.storage.whole_files import write_json
 
@@ -43,17 +42,18 @@ def conduct(
     *,
     hold: Hold | None,
     start_s: float,
-    display: ProgressDisplay | None = None,
+    console: Console | None = None,
     link: Peer | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Outcome:
     """Build a run, train, evaluate the final policy, write the report.
 
     Args:
-        cluster: the processes of the run; all of them call this function.
+        cluster: the trainer processes of the run; all of them call this function.
         interrupted: function that returns True if the run must stop; called between steps.
-        hold: lock of the work directory in process 0; None in the other processes.
-        display: display of the progress; None: standard output.
+        hold: lock of the work directory; None if another process holds it.
+        console: console of the progress; None: standard output, in process 0 only.
+        link: connection to the other processes of the run.
         callbacks: functions of (step, values), called after each step.
 
     Raises:
@@ -61,20 +61,18 @@ def conduct(
         UserError: the reward function cannot be used.
         WorkdirLost: the work directory was removed, or its storage fails.
     """
-    if display is None:
-        console = None if cluster.is_primary else Console(quiet=True, force_terminal=False)
-        display = make_display(config, start_s, console)
-    run = _open(config, workdir, cluster, start_s, hold, display, link, callbacks)
+    display = _make_display(config, cluster, start_s, console)
     try:
-        if begun := run.trainer.step_index:
-            resume_display(run.logs.progress, run.shared.workdir)
-            run.logs.progress.note(
-                f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
-            )
+        run = _open(config, workdir, cluster, start_s, display, link, callbacks)
+        run.hold = hold
+    except BaseException:
+        display.close()
+        raise
+    try:
         train(run, interrupted)
-        is_finished = run.trainer.step_index >= config.num_steps
-        run.logs.progress.phase("saving")
-        run.shared.checkpoints.wait()
+        is_done = run.trainer.step_index >= config.num_steps
+        display.phase("saving")
+        run.checkpoints.wait()
     except BaseException as error:
         run.abort()
         if run.trainer.step_index == 0 and (reason := out_of_memory(error)):
@@ -82,18 +80,20 @@ def conduct(
         raise
     run.close()
     report = write_report_json(run) if cluster.is_primary else {}
-    if is_finished and cluster.is_primary:
-        from tba_jax.report.build import build_report  # Loads the plotting library.
+    if is_done and cluster.is_primary:
+        from tba_jax.report.build import build_report  # loads the plotting library
 
         build_report(workdir)
-    return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
+    return Outcome(run.trainer.step_index, is_done, was_finished=False, report=report)
 
 
-def make_display(
-    config: Config, start_s: float | None = None, console: Console | None = None
+def _make_display(
+    config: Config, cluster: Cluster, start_s: float, console: Console | None
 ) -> ProgressDisplay:
-    """Return a display of a run; without a console, on standard output."""
+
     task = make_task(config)
+    if console is None and not cluster.is_primary:
+        console = Console(quiet=True, force_terminal=False)
     return ProgressDisplay(
         config.num_steps,
         kind=task.response_kinds[0] if task.response_kinds else "",
@@ -108,52 +108,38 @@ def _open(
     workdir: Path,
     cluster: Cluster,
     start_s: float,
-    hold: Hold | None,
-    progress: ProgressDisplay,
+    display: ProgressDisplay,
     link: Peer | None,
     callbacks: Sequence[Callable[..., Any]],
 ) -> Run:
-    """Build the run; close the display if the build fails."""
-    try:
-        named = Callbacks(callbacks, progress.note)
-        for line in (*notes(config), open_cache()):
-            if line:
-                progress.note(line)
-        run = build(
-            config,
-            workdir,
-            cluster=cluster,
-            clock=RunClock(time.perf_counter, start_s),
-            progress=progress,
-            extra_writers=_writers(config, workdir) if cluster.is_primary else (),
-            link=link,
-        )
-        run.hold = hold
-        run.callbacks = named
-        return run
-    except BaseException:
-        progress.close()
-        raise
-
-
-def resume_display(progress: ProgressDisplay, workdir: Path) -> None:
-    """Show metrics that earlier processes of the run logged."""
-    progress.resume(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics))
-
-
-def _writers(config: Config, workdir: Path) -> list[Any]:
-    writers: list[Any] = [ReportProcess(workdir, config.report.period_s)]
-    if tracker := config.log.tracker:
-        writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
-    return writers
+    """Build the run, and show the metrics that earlier processes of the run logged."""
+    named = Callbacks(callbacks, display.note)
+    for line in filter(None, (*notes(config), open_cache())):
+        display.note(line)
+    writers: list[Any] = []
+    if cluster.is_primary:
+        writers.append(ReportProcess(workdir, config.report.period_s))
+        if tracker := config.log.tracker:
+            writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
+    run = build(
+        config,
+        workdir,
+        cluster=cluster,
+        clock=RunClock(time.perf_counter, start_s),
+        progress=display,
+        writers=writers,
+        link=link,
+    )
+    run.callbacks = named
+    if begun := run.trainer.step_index:
+        display.resume(stream_jsonl(run.shared.workdir / "metrics.jsonl", wrong_metrics))
+        display.note(f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}")
+    return run
 
 
 def write_report_json(run: Run) -> dict[str, Any]:
     """Write the final metrics of the run to WORKDIR/report.json, and return them."""
-    trainer, clock = run.trainer, run.clock
-    wall_s = clock()
-
-    owner = run.owner
+    owner, counters, wall_s = run.owner, run.trainer.counters, run.clock()
     assert owner is not None, "the primary process owns the buffer"
     device = jax.local_devices()[0]
     report = {
@@ -164,31 +150,27 @@ def write_report_json(run: Run) -> dict[str, Any]:
             "before": _figures(run.evaluated.before),
             "after": _figures(run.evaluated.after),
         },
-        "steps": trainer.step_index,
+        "steps": run.trainer.step_index,
         "num_steps": run.config.num_steps,
         "wall_s": wall_s,
         "time_to_first_step_s": run.clock.time_to_first_step_s,
         "tokens_per_s": {
             "decoded": owner.decoded_tokens / wall_s,
-            "trained": trainer.counters.trained_tokens / wall_s,
+            "trained": counters.trained_tokens / wall_s,
         },
-        "idle_s": {
-            "trainer": trainer.counters.wait_s,
-            "searchers": owner.idle_s,
-        },
-        "staleness": staleness_summary(trainer.counters.staleness_counts),
+        "idle_s": {"trainer": counters.wait_s, "searchers": owner.idle_s},
+        "staleness": staleness_summary(counters.staleness_counts),
         "ledger": {**run.buffer.ledger(), **owner.ledger()},
         "economy": economy_summary(run.buffer),
         "sync": {
-            "count": trainer.counters.num_syncs,
-            "mean_s": trainer.counters.sync_total_s / max(1, trainer.counters.num_syncs),
-            "max_s": trainer.counters.sync_max_s,
+            "count": counters.num_syncs,
+            "mean_s": counters.sync_total_s / max(1, counters.num_syncs),
+            "max_s": counters.sync_max_s,
         },
-        "skipped_prompts": {
-            "train": owner.num_skipped,
-            "eval": run.evaluator.num_skipped,
-        },
-        "compiled_decode_programs": run.search.num_compiled,
+        "skipped_prompts": {"train": owner.num_skipped, "eval": run.evaluator.num_skipped},
+        "compiled_decode_programs": next(
+            (each.evaluator.decoder.compile_count for each in run.parts), 0
+        ),
         "kinds": list(run.shared.task.response_kinds),
         "samples": _samples(run),
         "processes": jax.process_count(),
@@ -197,7 +179,9 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "versions": versions(),
         "config_changes": difference(defaults(run.config.objective.name), flatten(run.config)),
     }
-    report |= {key: section() for key, section in run.sections.items()}
+    if metrics := run.fleet_metrics():
+        figures = {name.removeprefix("fleet/"): value for name, value in metrics.items()}
+        report["fleet"] = {**figures, "by_searcher": owner.searchers()}
     report = jsonable(report)
     path = run.shared.workdir / "report.json"
     try:
@@ -244,10 +228,7 @@ def _samples(run: Run) -> list[dict[str, Any]]:
 def economy_summary(buffer: ReplayBuffer) -> dict[str, Any]:
     """Return the shares of used responses and groups, and warnings."""
     stats, names = buffer.stats(), ("trained_share", "length_rank", "effective_m")
-    return {
-        **{name: stats[f"buffer/{name}"] for name in names},
-        "warnings": buffer.warnings(),
-    }
+    return {**{name: stats[f"buffer/{name}"] for name in names}, "warnings": buffer.warnings()}
 
 
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
@@ -258,12 +239,16 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
     """
     if not counts:
         return {}
-    values = np.array(sorted(counts))
-    weights = np.array([counts[v] for v in values.tolist()])
-    reached = np.cumsum(weights) / weights.sum()
-    return {
-        "mean": float((values * weights).sum() / weights.sum()),
-        "p50": int(values[np.searchsorted(reached, 0.5)]),
-        "p95": int(values[np.searchsorted(reached, 0.95)]),
-        "max": int(values[-1]),
-    }
+    values = sorted(counts)
+    total = sum(counts.values())
+
+    def quantile(share: float) -> int:
+        reached = 0
+        for value in values:
+            reached += counts[value]
+            if reached >= share * total:
+                break
+        return value
+
+    mean = sum(value * count for value, count in counts.items()) / total
+    return {"mean": mean, "p50": quantile(0.5), "p95": quantile(0.95), "max": values[-1]}

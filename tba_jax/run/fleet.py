@@ -81,7 +81,7 @@ class TrainerProcess:
         start_s = time.perf_counter()
         from rich.console import Console
 
-        from tba_jax.run.conduct import conduct, make_display
+        from tba_jax.run.conduct import conduct
 
         config, server = self._config, None
         if number == 0:
@@ -100,7 +100,7 @@ class TrainerProcess:
                 self._interrupted.is_set,
                 hold=None,
                 start_s=start_s,
-                display=make_display(config, start_s, console),
+                console=console,
                 link=connect(config, cluster, range(cluster.num_processes), server),
             )
         cluster.close()

@@ -24,8 +24,6 @@ from tba_jax.run.errors import UserError, WorkdirLost
 from tba_jax.storage.whole_files import write_json
 
 LOCK, HEARTBEAT = "lock", "heartbeat.json"
-BEAT_S = 5.0
-EXPIRE_S = 30.0
 
 
 class Hold:
@@ -38,7 +36,7 @@ class Hold:
         expire_s: heartbeat timeout of a holder on another host.
 
     Attributes:
-        stop: stop flag of the workers whose failures `check` raises.
+        stop: stop flag of the heartbeat's worker, whose failure `check` raises.
 
     Raises:
         UserError: another process holds the directory, or the directory cannot be written.
@@ -49,8 +47,8 @@ class Hold:
         folder: Path,
         shared: epath.Path | None = None,
         *,
-        beat_s: float = BEAT_S,
-        expire_s: float = EXPIRE_S,
+        beat_s: float = 5.0,
+        expire_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -62,13 +60,16 @@ class Hold:
         self.stop = StopFlag()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._acquire(folder / LOCK)
+            self._lock = filelock.FileLock(folder / LOCK, blocking=False)
+            self._lock.acquire()
             try:
                 self._wait_for_other_host()
-                self._write()
+                write_json(self._file, self._entry)
             except BaseException:
                 self._lock.release()
                 raise
+        except filelock.Timeout:
+            raise self._held(self._read() or {}) from None
         except OSError as error:
             raise UserError(
                 f"cannot write to the work directory {self._where}: {error}. Repair its "
@@ -85,7 +86,7 @@ class Hold:
         self.release()
 
     def check(self) -> None:
-        """Raise a failure of the heartbeat or of an upload, without any I/O.
+        """Raise a failure of the heartbeat, without any I/O.
 
         Raises:
             WorkdirLost: the directory was removed, or its storage fails.
@@ -103,14 +104,6 @@ class Hold:
             self._file.unlink(missing_ok=True)
         self._lock.release()
 
-    def _acquire(self, path: Path) -> filelock.FileLock:
-        lock = filelock.FileLock(path, blocking=False)
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise self._held(self._read() or {}) from None
-        return lock
-
     def _wait_for_other_host(self) -> None:
         """Wait until the heartbeat file of another host is deleted or expires.
 
@@ -123,8 +116,7 @@ class Hold:
         start = self._clock()
         while self._clock() - start < self._expire_s:
             self._sleep(self._beat_s)
-            now = self._read()
-            if now is None:
+            if (now := self._read()) is None:
                 return
             if now != entry:
                 raise self._held(now)
@@ -142,7 +134,7 @@ class Hold:
                     f"the work directory {self._where} was deleted or moved during the run"
                 )
             self._entry["beat"] += 1
-            self._write()
+            write_json(self._file, self._entry)
             self._beat_at = self._clock()
         except OSError as error:  # temporary errors are ignored until other hosts may take over
             if self._clock() - self._beat_at > self._expire_s:
@@ -152,9 +144,6 @@ class Hold:
                     "the same command again"
                 ) from error
         return False  # the worker sleeps until the next call
-
-    def _write(self) -> None:
-        write_json(self._file, self._entry)
 
     def _read(self) -> dict[str, Any] | None:
         """Return the entry of the heartbeat file; None without the file, {} if it is damaged."""

@@ -2,9 +2,8 @@
 """The training loop: publish weights, merge responses, draw a batch, update, log, evaluate, save.
 
     every `sync_period` steps:  trainer.publish()   new weights, numbered by the step
-                                published()         synchronous: evaluate, sample new responses
-                                merge()             finished responses -> replay buffer
-                                merged()            asynchronous: request an evaluation
+                                sync()              merge finished responses into the buffer;
+                                                    synchronous: evaluate and sample before
     every step:                 source.step()       plan and batch of the owner
                                 trainer.step()      loss, gradient, update
                                 log and save
@@ -36,9 +35,8 @@ from tba_jax.flow.trajectory import Draw
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.remote.messages import Heartbeat, StepPlan
 from tba_jax.run.errors import FleetError, StarvedError, Watchdog
-from tba_jax.run.peers import OwnerServer
-from tba_jax.run.run import Run
-from tba_jax.run.search_process import POLL_S, STOP_S, SearchProcess, search_in_job, search_workers
+from tba_jax.run.run_state import Run
+from tba_jax.run.search_process import POLL_S, STOP_S, SearchProcess, search, search_workers
 from tba_jax.train.trainer import Finished
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
@@ -69,9 +67,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
     workers: list[Worker] = []
     try:
         loop.open()
-        workers = loop.workers()
-        for worker in workers:
-            worker.start()
+        workers = [worker.start() for worker in loop.workers()]
         loop.train()
         # Save before the final evaluation, which may take long or fail.
         run.save()
@@ -104,9 +100,9 @@ class Loop:
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
         self.run = run
         self.stop = StopFlag()
+        self._is_sync = run.config.driver == "sync"
         self.plan = StepPlan()
         self._interrupted = interrupted
-        self._is_sync = run.config.driver == "sync"
         self._newest_eval = run.evaluated.last_eval_step
         self._ended = StopFlag()  # set when the owner reports the end of the run
 
@@ -121,7 +117,7 @@ class Loop:
 
     def workers(self) -> list[Worker]:
         """Return the workers: the searchers of this process, else the delivery of weights."""
-        if self.run.search.parts:
+        if self.run.parts:
             return [Worker("search-process", self._search, self.stop)]
         if self._is_sync:
             return []
@@ -131,8 +127,8 @@ class Loop:
         """Search until the owner reports the end of the run."""
         run, client = self.run, self.run.client
         assert client is not None and isinstance(run.weights, Weights), "a pod searches in memory"
-        process = SearchProcess(run.shared, run.search, run.weights, self.wants_stop)
-        search_in_job(process, client, self._ended)
+        process = SearchProcess(run.shared, run.parts, run.weights, self.wants_stop)
+        search(process, client, self._ended)
         self._ended.set()
         while not self.stop.wait(POLL_S):  # this worker has nothing else to do
             pass
@@ -153,12 +149,8 @@ class Loop:
                 if self.plan.publish:
                     extra["sync/publish_s"] = trainer.publish()
                     extra["sync/version"] = trainer.step_index
-                    self.published(trainer.step_index)
+                reports += self.sync(trainer.step_index)
                 extra["sync/deliver_s"] = run.weights.delivery_s
-                merge_start = run.clock()
-                reports += self.merge()
-                extra["sync/merge_s"] = run.clock() - merge_start
-                self.merged(trainer.step_index)
             if not trainer.step(self._decide):
                 if self.plan.stop:
                     break
@@ -198,39 +190,29 @@ class Loop:
                 extra["search/skipped_prompts"] = run.owner.num_skipped
             facts = {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
             run.logs.metrics.write(step, facts)
-            run.shared.checkpoints.check()
+            run.checkpoints.check()
             if run.hold is not None:
                 run.hold.check()
 
     def begin(self) -> list[Report]:
         """Prepare the first step; return the reports of responses that were merged."""
-        self.merged(self.run.trainer.step_index)
-        return []
+        return [] if self._is_sync else self.sync(self.run.trainer.step_index)
 
     def check(self) -> None:
         """Raise the failure of a worker."""
         self.stop.check()
 
-    def published(self, step: int) -> None:
-        """Process a publication, before the merge."""
+    def sync(self, step: int) -> list[Report]:
+        """React to a publication at `step`; return the reports of responses that were merged.
+
+        A publication that is due is skipped while the last one is still being written.
+        """
         if self._is_sync:  # else a worker delivers, and a wait for storage would stop the trainer
             self.run.weights.poll()
-            self._keep(step)
-
-    def merge(self) -> list[Report]:
-        """Move finished responses into the buffer; return their reports."""
-        return []
-
-    def merged(self, step: int) -> None:
-        """React to the merge of a publication."""
-        if not self._is_sync:
-            self._keep(step)
-
-    def _keep(self, step: int) -> None:
-        """Keep the weights of version `step` for the searchers, if it will be evaluated."""
         if self.run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
             self.run.weights.keep(step)
+        return []
 
     def no_batch(self) -> list[Report]:
         """Merge more responses for a batch and return their reports, or raise StarvedError."""
@@ -241,7 +223,7 @@ class Loop:
         return {}
 
     def evaluate_last(self) -> None:
-        """Publish the final policy for its evaluation, and wait until the owner has ended."""
+        """Publish the final policy for its evaluation."""
         run, step = self.run, self.run.trainer.step_index
         if run.evaluated.last_eval_step < step:
             run.trainer.publish()
@@ -250,7 +232,7 @@ class Loop:
 
     def close(self, *, has_failed: bool) -> None:
         """End the search; in the owner's process, notify all searchers."""
-        while not has_failed and self.run.search.parts and not self._ended.wait(POLL_S):
+        while not has_failed and self.run.parts and not self._ended.wait(POLL_S):
             self.check()  # searchers work on evaluation shards until the owner has ended
         self._ended.set()
 
@@ -263,18 +245,6 @@ class OwnerLoop(Loop):
         assert run.owner is not None, "this process owns the buffer"
         self.owner = run.owner
         self._num_tickets = run.config.batch.num_prompts * run.config.sync_period
-        if self.owner.remote_searchers:
-            run.sections["fleet"] = lambda: {
-                **{k.removeprefix("fleet/"): v for k, v in self._metrics().items()},
-                "by_searcher": self.owner.searchers(),
-            }
-
-    def _metrics(self) -> dict[str, float]:
-        """Return metrics of the searchers of other processes by name; {} without them."""
-        if self.run.server is None or not self.owner.remote_searchers:
-            return {}
-        restarts = float(self.run.server.num_restarts)
-        return {**self.owner.metrics(), "fleet/trainer_restarts": restarts}
 
     def wants_stop(self) -> bool:
         return self._interrupted() or self.owner.wants_stop
@@ -286,7 +256,7 @@ class OwnerLoop(Loop):
             PeerError: a process of the job does not join.
         """
         run = self.run
-        if isinstance(run.server, OwnerServer):
+        if run.server is not None:
             run.server.owner = self.owner
         if run.trainer.step_index and run.evaluated.before is None:
             self.owner.evaluations.request(0)  # interrupted before the start model was evaluated
@@ -314,8 +284,9 @@ class OwnerLoop(Loop):
         if self.run.server is not None:
             self.run.server.check()
 
-    def merge(self) -> list[Report]:
-        return self.owner.merge(self.run.trainer.step_index)
+    def merge(self, most: int | None = None) -> list[Report]:
+        """Move at most `most` finished tickets into the buffer; return their reports."""
+        return self.owner.merge(self.run.trainer.step_index, most)
 
     def announce(self) -> None:
         """Announce the newest delivered version to searchers of other processes."""
@@ -323,9 +294,10 @@ class OwnerLoop(Loop):
             self.owner.version = newest
 
     def stepped(self) -> dict[str, Any]:
-        run = self.run
-        failures = run.search.take_failures().items()
-        return {**self._metrics(), **{f"search/{name}": n for name, n in failures}}
+        found: dict[str, Any] = {}
+        if (server := self.run.shared.rewards.server) is not None:
+            found |= {f"search/{name}": n for name, n in server.failures.take().items()}
+        return found | self.run.fleet_metrics()
 
     def evaluate_last(self) -> None:
         """Publish and evaluate the final policy once; no new tickets begin.
@@ -341,11 +313,11 @@ class OwnerLoop(Loop):
         run.logs.progress.phase("evaluating the final policy")
         self.owner.is_sampling = False
         run.trainer.publish()
-        self._deliver_all()
+        self._deliver()
         self._evaluate(step)
 
-    def _deliver_all(self) -> None:
-        """Wait until the newest publication has been delivered."""
+    def _deliver(self) -> None:
+        """Wait until the newest publication has been delivered, and announce it."""
         self.run.weights.poll()
         self.announce()
 
@@ -407,13 +379,10 @@ class SyncLoop(OwnerLoop):
     def wants_stop(self) -> bool:
         return self._is_stopped or super().wants_stop()
 
-    def begin(self) -> list[Report]:
-        return []
-
-    def published(self, step: int) -> None:
-        """Evaluate the new weights if an evaluation is due, then sample with them."""
+    def sync(self, step: int) -> list[Report]:
+        """Evaluate the new weights if an evaluation is due, sample with them, and merge."""
         run = self.run
-        self._deliver_all()
+        self._deliver()
         if run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
             run.logs.progress.phase("evaluating")
@@ -424,6 +393,9 @@ class SyncLoop(OwnerLoop):
         num_rounds = step // run.config.sync_period
         self.owner.allow(self._num_first + num_rounds * self._num_tickets, step)
         self._sample()
+        if self._is_stopped:
+            return []  # the rest of the tickets is sampled and merged by the resumed run
+        return self.merge(self._num_tickets if run.config.search.exact_lag else None)
 
     def _sample(self) -> None:
         """Sample the allowed tickets, after all given responses.
@@ -450,15 +422,6 @@ class SyncLoop(OwnerLoop):
                 )
             self.idle()
 
-    def merge(self) -> list[Report]:
-        if self._is_stopped:
-            return []  # the rest of the tickets is sampled and merged by the resumed run
-        most = self._num_tickets if self.run.config.search.exact_lag else None
-        return self.owner.merge(self.run.trainer.step_index, most)
-
-    def merged(self, step: int) -> None:
-        """Nothing to do: the evaluation is over."""
-
     def no_batch(self) -> list[Report]:
         raise self.starved("every response of the last tickets was rejected, evicted or aged out")
 
@@ -476,19 +439,19 @@ class AsyncLoop(OwnerLoop):
         self._newest_eval_version = self._newest_eval
 
     def workers(self) -> list[Worker]:
+        def deliver() -> bool:
+            is_delivered = self.run.weights.poll(DELIVERY_S)
+            self.announce()
+            return is_delivered
+
         return [
             *(worker for pair in self._searching for worker in pair),
-            Worker("weight-poller", self._deliver, self.stop),
+            Worker("weight-poller", deliver, self.stop),
             *super().workers(),
             Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0),
         ]
 
-    def _deliver(self) -> bool:
-        is_delivered = self.run.weights.poll(DELIVERY_S)
-        self.announce()
-        return is_delivered
-
-    def _deliver_all(self) -> None:
+    def _deliver(self) -> None:
         self.run.weights.settle()
         while self.run.weights.newest != self.run.trainer.version:
             self.check()
@@ -514,33 +477,29 @@ class AsyncLoop(OwnerLoop):
         run.logs.progress.phase("compiling the training step")
         run.trainer.counters.wait_s += run.clock() - start
         # Request the evaluation after the fill, so that it does not delay the first responses.
-        self.merged(run.trainer.step_index)
-        return reports + self.merge()
+        return reports + self.sync(run.trainer.step_index)
 
-    def published(self, step: int) -> None:
-        """Nothing to do: a worker delivers."""
-
-    def merge(self) -> list[Report]:
+    def merge(self, most: int | None = None) -> list[Report]:
         """Merge the finished responses, and reset the watchdog if responses arrived."""
-        reports = super().merge()
+        reports = super().merge(most)
         if reports:
             self._watchdog.kick()
         return reports
 
-    def merged(self, step: int) -> None:
-        """Request an evaluation of the version published at `step`, if one is due."""
-        run = self.run
+    def sync(self, step: int) -> list[Report]:
+        """Merge, and request an evaluation of the version published at `step`, if one is due."""
+        run, reports = self.run, self.merge()
         if not run.is_evaluation_due(step, self._newest_eval):
-            return
+            return reports
         run.weights.settle()  # in memory, this version becomes the newest at once
         while (version := run.weights.newest) is None:
             self.check()
             self.idle()
-        if version <= self._newest_eval_version:
-            return  # the files are not complete; a later publication is evaluated
-        self._newest_eval, self._newest_eval_version = step, version
-        run.weights.keep(version)
-        self.owner.evaluations.request(version)
+        if version > self._newest_eval_version:  # else a later publication is evaluated
+            self._newest_eval, self._newest_eval_version = step, version
+            run.weights.keep(version)
+            self.owner.evaluations.request(version)
+        return reports
 
     def no_batch(self) -> list[Report]:
         """Wait and merge; raise StarvedError if many merged responses did not fill a batch."""
@@ -584,11 +543,11 @@ class AsyncLoop(OwnerLoop):
 
     def _warn(self) -> None:
         """Log diagnostics once."""
-        trainer = self.run.trainer
-        if trainer.step_index >= self._warn_at:
+        run = self.run
+        if run.trainer.step_index >= self._warn_at:
             self._warn_at = math.inf
-            for line in self.run.buffer.warnings():
-                self.run.logs.progress.note(line)
+            for line in run.buffer.warnings():
+                run.logs.progress.note(line)
 
     def _record(self) -> None:
         """Record finished evaluations; reset the watchdog if an evaluation has finished."""

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,6 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
-from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
 from tba_jax.train.step import StepSettings
@@ -84,11 +82,11 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
 
 def make_padding(config: Config, pad_id: int) -> Padding:
     """Return the padded lengths of prompts and responses."""
-    return Padding(
-        padded_lengths(config.task.max_prompt_tokens),
-        padded_lengths(config.search.max_new_tokens),
-        pad_id,
-    )
+    prompts = padded_lengths(config.task.max_prompt_tokens)
+    return Padding(prompts, padded_lengths(config.search.max_new_tokens), pad_id)
+
+
+# Weights of searchers.
 
 
 def searcher_shardings(
@@ -110,11 +108,7 @@ def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
 def make_publication(
     model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> tuple[Layout, Any]:
-    """Return the layout of weights for searchers, and the shardings of the published copy.
-
-    Args:
-        quantization: quantization of the copy, applied to weights in the rollout dtype.
-    """
+    """Return the layout of weights for searchers, and the shardings of the published copy."""
     layout = functools.partial(unstack_layers, config=model_config)
     return layout, lowering.weight_shardings(model_config, mesh, quantization)
 
@@ -168,8 +162,6 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     Raises:
         ValueError: the model at config.model.path has another architecture.
     """
-    dtype = jnp.dtype(config.model.compute_dtype)
-    shardings = param_shardings(model_config, source)
     found = describe_model(config)
     if found.config != model_config:
         raise ValueError(
@@ -177,8 +169,13 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
             f"{model_path(config)!r}, which has another architecture; name the right one, or set "
             "--config.eval.reference_metrics=False"
         )
+    dtype = jnp.dtype(config.model.compute_dtype)
+    shardings = param_shardings(model_config, source)
     params = found.load_params(param_dtype=dtype, shardings=shardings)
     return decoder_weights(config, model_config, params, source, mesh)
+
+
+# Decoding.
 
 
 def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
@@ -226,32 +223,37 @@ def make_decoder(
         compute_dtype=jnp.dtype(config.model.compute_dtype),
         eos_ids=ids,
         pad_id=tokenizer.pad_id,
-        prompt_buckets=(
-            *padded_lengths(config.task.max_prompt_tokens),
-            # VinePPO prefills a prompt with the beginning of a response.
-            *((longest,) if config.objective.built.value("vine_tokens") else ()),
-            *_conversation_lengths(config, longest),
-        ),
+        prompt_buckets=_prompt_buckets(config, longest),
         max_length=longest,
         # A finished slot idles for half a chunk on average, which matters for short responses.
         chunk_steps=min(CHUNK_STEPS, max(1, config.search.max_new_tokens // 4)),
         site=site,
     )
-    stop_strings = config.search.stop_strings
-    if stop_strings:
+    if config.search.stop_strings:
         # Special tokens keep their text, so that a stop string can be a special token.
         text_of = functools.partial(tokenizer.decode, skip_special=False)
-        decoder.stop_strings = StopStrings(stop_strings, text_of)
+        decoder.stop_strings = StopStrings(config.search.stop_strings, text_of)
     return decoder
 
 
-def _conversation_lengths(config: Config, longest: int) -> tuple[int, ...]:
-    """Return the prompt buckets of later turns, whose prompts contain all earlier turns."""
-    if not config.task.environment:
-        return ()
-    least = config.task.max_prompt_tokens
-    lengths = length_buckets(longest, max(2, len(padded_lengths(least))))
-    return tuple(n for n in lengths if n > least)
+def _prompt_buckets(config: Config, longest: int) -> tuple[int, ...]:
+    """Return the padded lengths of prompts; prompts of later turns contain all earlier turns."""
+    first = padded_lengths(config.task.max_prompt_tokens)
+    # VinePPO prefills a prompt with the beginning of a response.
+    vine = (longest,) if config.objective.built.value("vine_tokens") else ()
+    later = length_buckets(longest, max(2, len(first))) if config.task.environment else ()
+    return (*first, *vine, *(n for n in later if n > config.task.max_prompt_tokens))
+
+
+def swaps_in_flight(config: Config) -> bool:
+    """Return whether searchers load newer weights between chunks."""
+    if config.search.engine == "openai" and not config.task.environment:
+        return True  # a response keeps the version that it began with
+    swap, sampler = config.search.swap, config.objective.built.needs.sampler
+    return swap == "in_flight" or (swap == "auto" and sampler != "policy")
+
+
+# Training.
 
 
 def make_step_settings(
@@ -262,9 +264,9 @@ def make_step_settings(
     Args:
         mesh: mesh of the trainer; None: the mesh of `config.mesh`.
     """
-    o, objective = config.objective, config.objective.built
+    o = config.objective
     return StepSettings(
-        objective=objective,
+        objective=o.built,
         scoring=make_scoring(config, eos_ids),
         beta=o.beta.over(config.num_steps),
         reference_temperature=o.reference_temperature.over(config.num_steps),
@@ -304,7 +306,6 @@ def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) 
         mesh: mesh of the trainer; None: the mesh of `config.mesh`.
     """
     needs = config.objective.built.needs
-    is_counted = not config.objective.mask_eos
     return RowLayout(
         num_prompts=config.batch.num_prompts,
         group_size=config.objective.group_size,
@@ -316,7 +317,7 @@ def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) 
         micro_batch_rows=micro_batch_rows(config),
         is_whole=groups_stay_whole(config),
         has_advantages=needs.advantages,
-        uncounted=() if is_counted else end_ids(config, tokenizer.eos_ids),
+        uncounted=end_ids(config, tokenizer.eos_ids) if config.objective.mask_eos else (),
         reference="scored" if config.reference.reset_period else "stored",
     )
 
@@ -336,16 +337,14 @@ def make_step_shardings(
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    optimizer = make_optimizer(config.optimizer)
-    options = xla.step_options(mesh.devices.flat[0], model_config.hidden_size)
     return step_shardings(
         policy_config(config, model_config),
-        optimizer,
+        make_optimizer(config.optimizer),
         mesh,
         keep_reference=True,
         has_head=bool(config.objective.built.needs.head),
         num_prompts=config.batch.num_prompts,
-    )._replace(compiler_options=options)
+    )._replace(compiler_options=xla.step_options(mesh.devices.flat[0], model_config.hidden_size))
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
@@ -354,63 +353,16 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     Args:
         mesh: any mesh with the axes `sharding.MESH_AXES`.
     """
-    has_head = bool(config.objective.built.needs.head)
     policy = policy_config(config, model_config)
     if policy.adapters is None:
         params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
     else:
         params = lora.abstract_adapters(policy)
-    shapes = jax.eval_shape(
-        functools.partial(
-            init_state,
-            optimizer=make_optimizer(config.optimizer),
-            keep_reference=True,
-            head_size=model_config.hidden_size if has_head else 0,
-        ),
-        params,
+    shardings = make_step_shardings(config, model_config, mesh)
+    init = functools.partial(
+        init_state,
+        optimizer=make_optimizer(config.optimizer),
+        keep_reference=True,
+        head_size=shardings.head_size,
     )
-    return placed_shapes(shapes, make_step_shardings(config, model_config, mesh).state)
-
-
-def make_buffer(config: Config) -> ReplayBuffer:
-    """Return an empty replay buffer with the settings of a run."""
-    settings = dataclasses.replace(config.replay, pace=_pace(config))
-    return ReplayBuffer(settings, config.seed)
-
-
-def _pace(config: Config) -> Literal["off", "trainer"]:
-    """Return replay.pace, or "off" if a wait for fresh responses would never end.
-
-    With driver=sync the trainer would wait for its own thread.
-    """
-    return config.replay.pace if config.driver == "async" else "off"
-
-
-def swaps_in_flight(config: Config) -> bool:
-    """Return whether searchers load newer weights between chunks."""
-    if config.search.engine == "openai" and not config.task.environment:
-        return True  # a response keeps the version that it began with
-    swap, sampler = config.search.swap, config.objective.built.needs.sampler
-    return swap == "in_flight" or (swap == "auto" and sampler != "policy")
-
-
-def make_server(
-    config: Config, policy: TransformerConfig, tokenizer: Tokenizer, workdir: Path
-) -> InferenceServer | None:
-    """Return the server that samples responses, if the config names one.
-
-    Args:
-        policy: architecture with adapters.
-        workdir: folder to which adapters are written; the server reads them there.
-    """
-    if config.search.engine == "devices":
-        return None
-    return InferenceServer(
-        config.search.server,
-        policy,
-        model_path(config),
-        workdir / "adapters",
-        longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
-        probe_id=tokenizer.eos_ids[0],
-        timeout_s=config.log.watchdog_s / 4,
-    )
+    return placed_shapes(jax.eval_shape(init, params), shardings.state)

@@ -27,7 +27,6 @@ from tba_jax.storage.whole_files import is_address
 ADDRESS = "address"
 """Name of the local file that holds the address of a work directory in an object store."""
 _PATTERNS = ("config.json", "*.jsonl", "report.json", "report.html", "trace.json", "plots/*")
-_COPIED = 2**20  # bytes copied at a time
 
 
 def storage_of(workdir: str | os.PathLike[str]) -> epath.Path:
@@ -81,10 +80,8 @@ def upload(workdir: Path) -> None:
         stored = root / str(path.relative_to(workdir))
         # A log only grows, and other files are rewritten with another size or seldom.
         is_log = path.suffix == ".jsonl"
-        if is_log and stored.exists() and stored.stat().length == path.stat().st_size:
-            continue
-        with open(path, "rb") as source, stored.open("wb") as target:
-            shutil.copyfileobj(source, target, _COPIED)
+        if not (is_log and stored.exists() and stored.stat().length == path.stat().st_size):
+            _copy(epath.Path(path), stored)
 
 
 def run_folder(text: str | os.PathLike[str], what: str) -> Path:
@@ -124,16 +121,20 @@ def _fetch(root: epath.Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     with _reading(root):
         for path in _files(root):
-            file = folder / str(path.relative_to(root))
+            file = epath.Path(folder) / str(path.relative_to(root))
             file.parent.mkdir(exist_ok=True)
-            with path.open("rb") as source, open(file, "wb") as target:
-                shutil.copyfileobj(source, target, _COPIED)
+            _copy(path, file)
     (folder / ADDRESS).write_text(str(root))
 
 
 def _files(folder: Any) -> list[Any]:
     """Return the small files in a work directory, which is a Path or an epath.Path."""
     return [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
+
+
+def _copy(path: epath.Path, target: epath.Path) -> None:
+    with path.open("rb") as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy, 2**20)
 
 
 @contextlib.contextmanager

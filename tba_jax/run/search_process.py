@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The searchers of a process whose owner is in another process.
 
-A process that only searches reads published weights from disk; a trainer process of a pod also
+A process that only searches reads published weights from storage; a trainer process of a pod also
 searches, with the weights in its memory. Invariant: after a rewind no response and no weights of
 the previous trainer are used (tests/integration/test_fleet.py).
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,14 +22,18 @@ from tba_jax.devices.placement import PlacementError
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
-from tba_jax.models.shardings import param_shardings
 from tba_jax.remote.channel import Refused, Rewind, RunEnded, Unreachable
 from tba_jax.remote.client import Client
 from tba_jax.remote.messages import Heartbeat
-from tba_jax.run.host_state import RunClock
-from tba_jax.run.search_parts import Search, build_judging, build_searchers, make_stored_weights
-from tba_jax.run.shared import Shared, open_shared
-from tba_jax.search.searcher import Searcher
+from tba_jax.run.shared import (
+    RunClock,
+    Shared,
+    build_judging,
+    make_searchers,
+    make_stored_weights,
+    open_shared,
+)
+from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.weights.folder import StoredWeights
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
@@ -52,7 +55,7 @@ class SearchProcess:
     """
 
     shared: Shared
-    search: Search
+    parts: tuple[SearchParts, ...]
     weights: StoredWeights | Weights
     wants_stop: Callable[[], bool] = lambda: False
 
@@ -83,21 +86,15 @@ def open_search_process(
         note=lambda line: None,
         sites=_fleet_sites(config, searchers[0]) if cluster is None else None,
     )
-    plain, mesh = shared.model.config, shared.sites.trainer.mesh
-    base = None
-    if shared.policy.adapters is not None:
-        base = shared.model.load_params(
-            param_dtype=jnp.dtype(config.model.param_dtype), shardings=param_shardings(plain, mesh)
-        )
-    weights = make_stored_weights(shared, base)
-    search = build_searchers(shared, weights, build_judging(shared))
-    return SearchProcess(shared, search, weights, wants_stop)
+    weights = make_stored_weights(shared)
+    parts = make_searchers(shared, weights, build_judging(shared))
+    return SearchProcess(shared, parts, weights, wants_stop)
 
 
 def _fleet_sites(config: Config, first_searcher: int) -> Sites:
     """Divide the devices of this process among its searchers.
 
-    Weights are read from disk with the devices of the first searcher.
+    Weights are read from storage with the devices of the first searcher.
     """
     each, num = config.search.num_devices, config.num_searchers
     devices = jax.local_devices()
@@ -110,8 +107,7 @@ def _fleet_sites(config: Config, first_searcher: int) -> Sites:
     meshes = [Mesh(np.array(groups[i % len(groups)]), ("model",)) for i in range(num)]
     reading = Mesh(np.array(groups[0]).reshape(1, 1, each), MESH_AXES)
     lock = device_lock_for([reading, *meshes], timeout_s=config.log.watchdog_s / 2)
-    where = Site(reading, lock)
-    searching = tuple(Site(mesh, lock) for mesh in meshes)
+    where, searching = Site(reading, lock), tuple(Site(mesh, lock) for mesh in meshes)
     num_searchers = config.fleet.max_searchers
     return Sites(where, where, searching, first_searcher, num_searchers, trains=False)
 
@@ -120,10 +116,10 @@ def search(process: SearchProcess, client: Client, stop: StopFlag) -> None:
     """Search until the run ends, or `stop` is set.
 
     Raises:
-        Refused: the owner refuses this process.
-        WorkerError: a searcher failed. TimeoutError: the trainer does not respond.
+        PeerError: the owner refuses this process, or does not respond.
+        WorkerError: a searcher failed.
     """
-    indices = [parts.index for parts in process.search.parts]
+    indices = [parts.index for parts in process.parts]
     last_s = time.monotonic()
     while not stop.is_set():
         try:
@@ -134,9 +130,11 @@ def search(process: SearchProcess, client: Client, stop: StopFlag) -> None:
             return  # the trainer still computes final results; this process has no more work
         except Rewind as rewind:
             client.log(str(rewind))
+        except Refused as error:
+            raise PeerError(f"{client.host} may not search: {error}") from error
         except Unreachable as error:
             if time.monotonic() - last_s > client.timeout_s:
-                raise TimeoutError(
+                raise PeerError(
                     f"the trainer has not responded for {client.timeout_s:.0f} s ({error}). "
                     f"{CONTINUE}"
                 ) from error
@@ -145,24 +143,12 @@ def search(process: SearchProcess, client: Client, stop: StopFlag) -> None:
         last_s = time.monotonic()
 
 
-def search_in_job(process: SearchProcess, client: Client, stop: StopFlag) -> None:
-    """Search in a process of a job, until the run ends or `stop` is set.
-
-    Raises:
-        PeerError: the owner of the buffer refuses the searchers.
-    """
-    try:
-        search(process, client, stop)
-    except Refused as error:
-        raise PeerError(f"{client.host} may not search: {error}") from error
-
-
 def _search_once(process: SearchProcess, client: Client, version: int, outer: StopFlag) -> None:
     """Run the searchers until the client raises an error, or `outer` is set."""
     stop = StopFlag()
     process.weights.reset(version)
     client.on_versions = process.weights.announce
-    searchers = [Searcher(parts, client) for parts in process.search.parts]
+    searchers = [Searcher(parts, client) for parts in process.parts]
     pairs = [search_workers(each, stop) for each in searchers]
 
     def send() -> bool:

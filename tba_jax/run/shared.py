@@ -1,68 +1,191 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that every process of a run opens: config, placement, task, model, rewards, checkpoints.
+"""Parts of a process that searches, alone or beside a trainer: devices, model, rewards, searchers.
 
-Processes that only search or only evaluate open the same parts. This module makes no searcher and
-no trainer, and reads only the weights of rewards. Invariant: a config whose devices, rewards or
-judge cannot be used is refused here, before the first decode step. `problems` lists all problems.
+`open_shared` opens what trainers and searchers use; `make_searchers` builds searchers without a
+trainer. This module reads only the weights of rewards, and of adapters' base.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib.util
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tba_jax.config.command_line import versions
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import allows_forks, writes_versions
-from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, replace
+from tba_jax.config.resolved import writes_versions
+from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
-from tba_jax.devices.placement import MODES
-from tba_jax.devices.sharding import MESH_AXES, Placement, place
+from tba_jax.devices.sharding import MESH_AXES, Placement, hand_over, place
 from tba_jax.devices.site import Site, Sites
-from tba_jax.environments.chat import make_chat_format
-from tba_jax.environments.episodes import Episodes
-from tba_jax.environments.pool import DEFAULT_WORKERS
+from tba_jax.flow.state import PartState
+from tba_jax.models import lora
 from tba_jax.models import model as models
-from tba_jax.models.hf import folders
+from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import TransformerConfig
-from tba_jax.report.writers import TRACKER_PACKAGES
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of, workers_by_cores
-from tba_jax.rewards.pool import RewardFailure, RewardPool
-from tba_jax.rewards.reward_models import RewardModel, gold_dtype
+from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.rewards.source import RewardSource
-from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.errors import UserError
-from tba_jax.run.host_state import Facts, RunClock, code_name
 from tba_jax.run.model_parts import (
+    adapter_shardings,
     describe_model,
-    end_ids,
-    longest_sequence,
-    make_server,
+    make_decoder,
+    make_padding,
+    make_publication,
+    make_scoring,
     policy_config,
+    searcher_shardings,
+    start_weights,
+    swaps_in_flight,
 )
-from tba_jax.run.object_store import storage_of, upload
-from tba_jax.run.peers import start_cluster
+from tba_jax.run.object_store import storage_of
+from tba_jax.run.task_parts import (
+    Judging,
+    make_environments,
+    make_episodes,
+    make_gold,
+    make_grader,
+    make_judging,
+    make_rewards,
+    make_server,
+    make_shard_evaluator,
+    make_task,
+)
 from tba_jax.run.workdir import run_id_of
-from tba_jax.search.prompts import text_of
-from tba_jax.search.sampler import sampling_settings
+from tba_jax.search.sampler import Sampler, StateValues
+from tba_jax.search.searcher import SearchParts
+from tba_jax.search.start_data import GivenScorer, make_start_program
 from tba_jax.serving.agents import AgentPool
 from tba_jax.serving.inference_server import InferenceServer
-from tba_jax.serving.protocol import Served
-from tba_jax.settings import ConfigError, listed
+from tba_jax.serving.server_session import ServerDecoder
 from tba_jax.tasks.mixture import Mixture
-from tba_jax.tasks.registry import Task, entry_of, get_task
+from tba_jax.tasks.registry import Task
+from tba_jax.weights.folder import StoredWeights, WeightFolder
+from tba_jax.weights.memory import OnDevices
+from tba_jax.weights.publication import Published, make_publish_program
 
-T = TypeVar("T")
+# Parts that trainers and searchers share.
+
+
+class RunClock:
+    """Running time of a run in seconds, summed over all processes that resumed it.
+
+    Attributes:
+        time_to_first_step_s: running time at the end of the first step; None before that.
+    """
+
+    def __init__(self, now: Callable[[], float], start: float) -> None:
+        self._now, self._start = now, start
+        self.time_to_first_step_s: float | None = None
+
+    def __call__(self) -> float:
+        """Return the running time, without the time between an interruption and the resume."""
+        return self._now() - self._start
+
+    def set(self, elapsed_s: float) -> None:
+        """Set the running time to that of another process of the run."""
+        self._start = self._now() - elapsed_s
+
+    def note_step(self) -> None:
+        """Record the running time at the end of the first step."""
+        if self.time_to_first_step_s is None:
+            self.time_to_first_step_s = self()
+
+    def state(self) -> PartState:
+        """Return the running time, as the state of a part."""
+        times = {"elapsed_s": self(), "time_to_first_step_s": self.time_to_first_step_s}
+        return PartState({}, times)
+
+    def restore(self, state: PartState) -> None:
+        """Continue from the running time of earlier processes."""
+        self._start -= state.meta["elapsed_s"]
+        self.time_to_first_step_s = state.meta["time_to_first_step_s"]
+
+
+def code_name() -> str:
+    """Return the version of the package, and a digest of its source files."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"tba_jax {versions()['tba_jax']} {digest.hexdigest()[:12]}"
+
+
+class Rewards(NamedTuple):
+    """Processes and models that grade responses; all None in a process without searchers.
+
+    Attributes:
+        source: rewards for training and evaluation; None: the environment gives them.
+        gold: judge of the win rate; None without eval.gold_model and eval.gold_reward.
+        environments: processes that answer the policy's turns; None without task.environment.
+        server: server that samples responses; None with search.engine=devices.
+    """
+
+    source: RewardSource | None = None
+    gold: RewardSource | None = None
+    environments: AgentPool | None = None
+    server: InferenceServer | None = None
+
+    def check(self) -> None:
+        """Raise RuntimeError if a source, environment or server cannot be used."""
+        for source in filter(None, self):
+            source.check()
+
+    def close(self) -> None:
+        """Stop the processes that compute rewards, and release the resources of the server."""
+        for source in filter(None, self):
+            source.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Parts that trainer and searchers of a process share.
+
+    Attributes:
+        clock: running time in seconds, accumulated over resumes.
+        model: start model.
+        policy: architecture of the policy, with adapters.
+    """
+
+    config: Config
+    workdir: Path
+    cluster: Cluster
+    clock: RunClock
+    sites: Sites
+    task: Task
+    model: models.Description
+    policy: TransformerConfig
+    tokenizer: Tokenizer
+    rewards: Rewards
+
+    @property
+    def run_id(self) -> str:
+        """ID of the run in its work directory."""
+        return run_id_of(self.workdir)
+
+    @property
+    def identity(self) -> str:
+        """Return the digest of the code and the ID of the run, equal in all processes of a run.
+
+        Versions of Python and JAX and the kind of device may differ, because every response has
+        the log-probs of its sampler.
+        """
+        return f"{code_name()}/{self.run_id}"
+
+    def start_params(self, site: Site) -> Any:
+        """Load the start model's weights in the layout and on the devices of a searcher.
+
+        The function uses only devices of this process, so a single process may call it.
+        """
+        source = self.sites.reading(self.model.config.hidden_size)
+        load = source.locked(start_weights)
+        return load(self.config, self.model.config, source.mesh, site.mesh)
 
 
 def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
@@ -79,18 +202,17 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
 
 def open_sites(config: Config, placement: Placement) -> Sites:
     """Return the sites of a placement, with device locks for the asynchronous driver."""
-    lock = None
-    trains = bool(placement.trainer_mesh.local_devices)
     trainer, publication = placement.trainer_mesh, placement.publication_mesh
-    is_beside = not writes_versions(config)
-    if not is_beside:
-        publication = trainer  # weights in files have the trainer's layout
-        if not trains and placement.searcher_meshes:
+    trains = bool(trainer.local_devices)
+    if writes_versions(config):
+        if not trains and placement.searcher_meshes:  # the first searcher reads the weights
             devices = placement.searcher_meshes[0].devices
-            trainer = publication = Mesh(devices.reshape(1, 1, -1), MESH_AXES)
+            trainer = Mesh(devices.reshape(1, 1, -1), MESH_AXES)
+        publication = trainer  # weights in files have the trainer's layout
+    lock = None
     if config.driver == "async":
         launchers = [trainer, *placement.searcher_meshes]
-        if not is_beside and not trains:
+        if not trains:
             launchers.append(trainer)  # the weight poller converts restored weights
         # Half of the watchdog's limit, so that this clearer error comes first.
         lock = device_lock_for(launchers, timeout_s=config.log.watchdog_s / 2)
@@ -104,282 +226,9 @@ def open_sites(config: Config, placement: Placement) -> Sites:
     )
 
 
-def make_task(config: Config) -> Task:
-    """Return the task of a config; its data is read at first use.
-
-    Raises:
-        ValueError: the task is unknown, or does not accept this data.
-    """
-    task = config.task
-    return get_task(
-        task.name, task.data_path, task.num_eval_prompts, chat=task.chat, columns=task.columns
-    )
-
-
-class Rewards(NamedTuple):
-    """Sources of rewards.
-
-    Attributes:
-        source: rewards for training and evaluation; None: the environment or other processes give
-            them.
-        gold: judge of the win rate; None without eval.gold_model and eval.gold_reward.
-        environments: processes that answer the policy's turns; None without task.environment.
-        server: server that samples responses; None with search.engine=devices.
-    """
-
-    source: RewardSource | None
-    gold: RewardSource | None
-    environments: AgentPool | None = None
-    server: InferenceServer | None = None
-
-    def check(self) -> None:
-        """Raise RuntimeError if a source, environment or server cannot be used."""
-        for source in filter(None, self):
-            source.check()
-
-    def close(self) -> None:
-        """Stop the processes that compute rewards, and release the resources of the server."""
-        for source in filter(None, self):
-            source.close()
-
-
-def open_rewards(
-    config: Config, task: Task, tokenizer: Tokenizer, sites: Sites, logs: Path
-) -> Rewards:
-    """Open rewards and judge of a run.
-
-    A process without searchers opens no rewards.
-    """
-    if not sites.searchers:
-        return Rewards(None, None)
-    return Rewards(
-        make_rewards(config, task, tokenizer, sites.searchers, logs),
-        make_gold(config, task, tokenizer, sites.evaluation, logs),
-        make_environments(config, tokenizer, logs),
-    )
-
-
-def make_environments(
-    config: Config, tokenizer: Tokenizer, logs: Path | None = None
-) -> AgentPool | None:
-    """Return the processes of the configured environment; None without one."""
-    if not config.task.environment:
-        return None
-    search, renderer = config.search, config.task.renderer
-    served = Served(
-        "policy",
-        tokenizer,
-        make_chat_format(tokenizer, renderer),
-        end_ids(config, tokenizer.eos_ids),
-        1 + search.max_new_tokens,
-        sampling_settings(search),
-    )
-    return AgentPool(
-        config.task.environment,
-        served,
-        timeout_s=config.reward.timeout_s,
-        num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
-        max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
-        allows_forks=allows_forks(config),
-        has_schemas=bool(renderer),
-        logs=logs,
-    )
-
-
-def make_episodes(
-    config: Config, task: Task, tokenizer: Tokenizer, environments: AgentPool | None
-) -> Episodes | None:
-    """Return the settings of episodes; None without an environment.
-
-    Raises:
-        ValueError: the environment, or the chat template with it, cannot be used.
-    """
-    if environments is None:
-        return None
-    environments.check()
-    has_other = config.task.reward or task.reward or config.reward.model_path
-    if not (environments.has_reward or has_other):
-        raise ValueError(
-            f"task.environment = {environments.name!r} has no get_reward(), and no other reward is "
-            "set. Add the method, or set --config.task.reward=my_rewards.py:score"
-        )
-    is_agent, search = environments.is_agent, config.search
-    is_chat = not is_agent and isinstance(task.eval_problem(0)[0], list)
-    chat = environments.served.chat
-    if environments.has_tools and not (is_chat and config.task.renderer):
-        raise ValueError(
-            f"task.environment = {environments.name!r} has tools, which need chat prompts and the "
-            "tool format of the model. Set --config.task.chat=True, and --config.task.renderer="
-            "qwen3 or another format of the library renderers"
-        )
-    missing = set(chat.stop_ids) - set(environments.served.eos_ids)
-    if is_chat and missing:
-        raise ValueError(
-            f"task.renderer = {config.task.renderer!r}: a message also ends with the tokens "
-            f"{sorted(missing)}. Set --config.search.stop_ids={tuple(sorted(missing))}"
-        )
-    episodes = Episodes(
-        environments,
-        tokenizer,
-        search.max_turns,
-        chat if is_chat else None,
-        is_agent,
-        environments.schemas if is_chat else (),
-    )
-    if is_chat:
-        episodes.check_template()
-    is_learned = config.objective.built.needs.head == "log_z"
-    if episodes.first_token_only and is_learned:
-        raise ValueError(
-            "objective.log_z = learned reads the prompt, which is one token for agents and for "
-            "tools of chat models: log Z would be equal for all prompts. Set "
-            "--config.objective.log_z=vargrad"
-        )
-    return episodes
-
-
-def make_rewards(
-    config: Config,
-    task: Task,
-    policy_tokenizer: Tokenizer,
-    sites: Sequence[Site],
-    logs: Path | None = None,
-) -> RewardSource | None:
-    """Make the source of rewards for training and evaluation; the caller closes it.
-
-    Args:
-        sites: sites of the searchers, for models that rewards need. A reward model is divided over
-            the first site; `RewardSource.on` gives copies for the others. A victim has a copy on
-            one device of each site.
-        logs: folder of the log files of reward processes; None: their output is that of this
-            process.
-
-    Returns:
-        The source; None if the environment gives the rewards.
-
-    Raises:
-        ValueError: the reward function or model cannot be used, or no reward is set.
-    """
-    reward = config.task.reward or task.reward
-    kind = kind_of(config, config.task.reward, task.reward, task.name)
-    weights = config.task.reward_weights
-    use = Use(reward, weights, first_row(task), policy_tokenizer, sites, logs=logs)
-    return kind.make(config, use._replace(is_part=bool(config.task.environment)))
-
-
-def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
-    """Return prompt text and columns of the first held-out row; a chat is the column `prompt`."""
-    prompt, columns = task.eval_problem(0)
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
-
-
-def make_grader(
-    config: Config, task: Task, tokenizer: Tokenizer, rewards: RewardSource | None
-) -> Grader:
-    """Make the grader of a task, with these rewards.
-
-    Rewards that the user names are added to those of an environment, as in TRL; a task's own reward
-    is not.
-    """
-    adds = bool(config.task.reward or config.reward.model_path)
-    first_kind = task.response_kinds[0] if task.response_kinds else ""
-    data_sets = task.data_sets if isinstance(task, Mixture) else ()
-    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets, adds)
-
-
-def make_gold(
-    config: Config,
-    task: Task,
-    policy_tokenizer: Tokenizer,
-    site: Site,
-    logs: Path | None = None,
-) -> RewardSource | None:
-    """Make the judge of the win rate, or return None; the caller closes it.
-
-    Args:
-        site: site of the searcher that evaluates; a model is divided over it.
-
-    Raises:
-        ValueError: the judge cannot be used or is missing, or the data has no reference responses.
-    """
-    judge = config.eval.gold_model or config.eval.gold_reward
-    if judge and "answer" not in task.eval_problem(0)[1]:
-        raise ValueError(
-            f"{judge} judges the win rate over reference responses, which are the column `answer` "
-            f"of a prompt, and task {task.name} has no such column; add it to the data, or leave "
-            "eval.gold_model and eval.gold_reward empty"
-        )
-    if config.eval.gold_model:
-        return RewardModel.load(
-            config.eval.gold_model,
-            site=site,
-            param_dtype=gold_dtype(site),
-            policy_tokenizer=policy_tokenizer,
-        )
-    if config.eval.gold_reward:
-        judge = config.eval.gold_reward
-        use = Use(judge, (), first_row(task), policy_tokenizer, [site], logs=logs)
-        return FUNCTIONS.make(config, use)
-    if task.metric == "win_rate":
-        raise ValueError(
-            f"task {task.name} has the metric win rate, which needs a judge; set "
-            "--config.eval.gold_model to a reward model other than the one that trains, or "
-            "--config.eval.gold_reward=package.module:function"
-        )
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Parts that trainer, searchers and evaluator of a process share.
-
-    Attributes:
-        clock: running time in seconds, accumulated over resumes.
-        model: start model.
-    """
-
-    config: Config
-    workdir: Path
-    cluster: Cluster
-    clock: RunClock
-    sites: Sites
-    task: Task
-    model: models.Description
-    tokenizer: Tokenizer
-    rewards: Rewards
-    checkpoints: Checkpoints
-
-    @property
-    def policy(self) -> TransformerConfig:
-        """Return the architecture of the policy."""
-        return policy_config(self.config, self.model.config)
-
-    @property
-    def is_follower(self) -> bool:
-        """Return whether this process receives its batches from another process."""
-        return not self.cluster.is_primary
-
-    @functools.cached_property
-    def facts(self) -> Facts:
-        """Return the facts for checkpoints of this run."""
-        return Facts(
-            self.config.seed,
-            run_id_of(self.workdir),
-        )
-
-    @property
-    def identity(self) -> str:
-        """Return the digest of the code and the ID of the run, equal in all processes of a run.
-
-        Versions of Python and JAX and the kind of device may differ, because every response has
-        the log-probs of its sampler.
-        """
-        return f"{code_name()}/{self.facts.run_id}"
-
-
 def open_shared(
     config: Config,
-    workdir: str | os.PathLike[str],
+    workdir: Path,
     *,
     cluster: Cluster,
     clock: RunClock,
@@ -396,7 +245,7 @@ def open_shared(
         ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: the model folder, the data or a reward function is not usable.
     """
-    folder = Path(workdir).absolute()
+    folder = workdir.absolute()
     if sites is None:
         validate_devices(config, len(jax.local_devices()), jax.process_count())
         # In a job of one process these are the local devices.
@@ -406,171 +255,196 @@ def open_shared(
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
     note(f"{task.name}: {task.train_size():,} prompts{sets}, {task.eval_size():,} held out")
     model = describe_model(config)
-    tokenizer = model.load_tokenizer()
-    rewards = open_rewards(config, task, tokenizer, sites, folder / "logs")
+    policy, tokenizer = policy_config(config, model.config), model.load_tokenizer()
+    rewards, logs = Rewards(), folder / "logs"
     if sites.searchers:
-        policy = policy_config(config, model.config)
-        rewards = rewards._replace(server=make_server(config, policy, tokenizer, folder))
-    return Shared(
-        config=config,
-        workdir=folder,
-        cluster=cluster,
-        clock=clock,
-        sites=sites,
-        task=task,
-        model=model,
-        tokenizer=tokenizer,
-        rewards=rewards,
-        checkpoints=Checkpoints(
-            storage_of(folder),
-            before_commit=functools.partial(upload, folder),
-            run_id=run_id_of(folder),
-            read_only=not sites.trains,
-            members=cluster.members,
-            keeps_state=cluster.is_primary,
-        ),
-    )
+        rewards = Rewards(
+            make_rewards(config, task, tokenizer, sites.searchers, logs),
+            make_gold(config, task, tokenizer, sites.evaluation, logs),
+            make_environments(config, tokenizer, logs),
+            make_server(config, policy, tokenizer, folder),
+        )
+    return Shared(config, folder, cluster, clock, sites, task, model, policy, tokenizer, rewards)
 
 
-@contextlib.contextmanager
-def all_problems(config: Config) -> Iterator[None]:
-    """If the block fails because of user input, raise all problems of the input together.
+# Weights of searchers.
 
-    Raises:
-        UserError: the message lists all problems. Without any, the block's failure is raised.
+
+class Arrival(NamedTuple):
+    """Conversion of published weights for searchers.
+
+    Attributes:
+        layout: converts weights from files to the decoder's layout; None: no conversion.
+        shardings: shardings for each searcher.
+        merges: for each searcher, a function that merges adapters into the base weights; empty
+            without adapters.
     """
-    try:
-        yield
-    except (ValueError, RewardFailure, UserError) as error:
-        if found := problems(config):
-            raise UserError(listed(found)) from error
-        raise
+
+    layout: Callable[[Any], Any] | None
+    shardings: list[Any]
+    merges: list[Callable[[Any], Any]]
 
 
-def problems(config: Config) -> list[str]:
-    """Return one line for each problem of config, data, model, reward, devices and packages.
-
-    Weights are not read. Each reward function is tried on one row, in a separate process.
+def make_arrival(shared: Shared, base: Any) -> Arrival:
+    """Return the conversion of published weights.
 
     Args:
-        config: config, which may be invalid.
+        base: frozen parameters under adapters; None without adapters.
     """
-    found = _Found()
-    found.attempt(lambda: validate(config))
-    task = None
-    if not found.mentions("task.name", "task.data_path", "task.columns", "task.num_eval_prompts"):
-        task = found.attempt(lambda: _open_task(config))
-    tokenizer = found.attempt(lambda: _open_model(config))
-    if task is not None and tokenizer is not None:
-        found.attempt(lambda: text_of(task, tokenizer, "train", 0))
-    if not found.mentions("task.name", "task.reward"):
-        for function in functions(config):
-            found.attempt(lambda function=function: try_reward(config, function, task))
-        found.attempt(lambda: _find_reward_models(config))
-    if not found.mentions("mesh", "num_searchers", "search.num_devices", "placement"):
-        found.attempt(lambda: _check_devices(config))
-    found.attempt(lambda: _check_packages(config))
-    return list(found.lines)
-
-
-class _Found:
-    """List of problems, in the order in which they were found."""
-
-    def __init__(self) -> None:
-        self.lines: dict[str, None] = {}
-
-    def attempt(self, step: Callable[[], T]) -> T | None:
-        """Return the result of a check; if it fails, record its error and return None."""
-        try:
-            return step()
-        except ConfigError as error:
-            self.lines.update(dict.fromkeys(map(str, error.args)))
-        except (ValueError, RewardFailure, OSError, UserError) as error:
-            self.lines[str(error)] = None
-        return None
-
-    def mentions(self, *names: str) -> bool:
-        """Return whether a found problem mentions one of these settings."""
-        return any(line.startswith(f"config.{name} ") for line in self.lines for name in names)
-
-
-def _open_task(config: Config) -> Task:
-    if not config.task.max_prompt_tokens:  # then the number of held-out rows is chosen, too
-        config = replace(config, {"task.num_eval_prompts": 1})
-    task = make_task(config)
-    task.train_size()
-    first_row(task)
-    return task
-
-
-def _open_model(config: Config) -> Tokenizer:
-    model = describe_model(config, with_weights=False)
-    policy = policy_config(config, model.config)
-    if config.task.max_prompt_tokens:
-        longest_sequence(config, model.config)
-    tokenizer = model.load_tokenizer()
-    if policy.adapters is not None:
-        server = make_server(config, policy, tokenizer, Path())
-        if server is not None:
-            server.check()
-    return tokenizer
-
-
-def functions(config: Config) -> list[str]:
-    """Return the names of the reward functions."""
-    own = "" if config.reward.model_path else entry_of(config.task.name).task.reward
-    named = config.task.reward or own
-    if named in KINDS:
-        return []
-    return [part.strip() for part in f"{named},{config.eval.gold_reward}".split(",") if part]
-
-
-def try_reward(config: Config, function: str, task: Task | None) -> None:
-    """Load a reward function in a separate process, and try it on a row of the task.
-
-    Raises:
-        ValueError, RewardFailure: the function cannot be used.
-    """
-    pool = RewardPool(
-        function,
-        num_workers=1,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=1.0,
-        row=None if task is None else first_row(task),
+    config, policy, sites = shared.config, shared.policy, shared.sites
+    plain = dataclasses.replace(policy, adapters=None)
+    dtype = jnp.dtype(config.model.compute_dtype)
+    quantization, mesh = config.search.quantization, sites.publication.mesh
+    layout, published = make_publication(plain, mesh, quantization)
+    rounded = functools.partial(
+        make_publish_program, quantization=quantization, float32_leaves=plain.float32_leaves
     )
-    try:
-        pool.check()
-    finally:
-        pool.close()
+    wanted = [searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers]
+    if policy.adapters is None:
+        # Files have the trainer's layout: convert and quantise after reading.
+        return Arrival(sites.trainer.locked(rounded(dtype, layout, published)), wanted, [])
+    # One base for each set of devices, in the decoder's layout and in full precision: adapters are
+    # added before rounding.
+    exact = rounded(dtype, *make_publication(plain, mesh), quantization="none")(base)
+    held = exact if quantization == "none" else rounded(dtype, layout, published)(base)
+    kernels, rest = lora.adapted(exact, policy), lora.unadapted(held, policy)
+    merges: dict[Site, Callable[[Any], Any]] = {}
+    for site, shardings in zip(sites.searchers, wanted, strict=True):
+        if site not in merges:
+            of_kernels = lora.adapted(searcher_shardings(plain, site.mesh), policy)
+            own = lora.Base(
+                hand_over(kernels, of_kernels),
+                hand_over(rest, lora.unadapted(shardings, policy)),
+            )
+            merge = functools.partial(
+                lora.merge_into, own, config=policy, quantization=quantization
+            )
+            merges[site] = site.locked(merge)
+    adapters = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
+    return Arrival(None, adapters, [merges[site] for site in sites.searchers])
 
 
-def _find_reward_models(config: Config) -> None:
-    own = entry_of(config.task.name).task.reward
-    kind = kind_of(config, config.task.reward, own, config.task.name)
-    for path in (*kind.models(config).values(), config.eval.gold_model):
-        if path:
-            folders.load_config(folders.resolve(path, with_weights=False))
+def make_stored_weights(shared: Shared) -> StoredWeights:
+    """Make the weights of a process that only searches, which it reads from storage."""
+    config, policy, sites = shared.config, shared.policy, shared.sites
+    mesh, dtype = sites.publication.mesh, jnp.dtype(config.model.compute_dtype)
+    base = None
+    if policy.adapters is None:
+        shapes, shardings = abstract_params(policy, dtype), param_shardings(policy, mesh)
+    else:
+        shapes = jax.tree.map(lambda x: x.update(dtype=dtype), lora.abstract_adapters(policy))
+        shardings = lora.split(param_shardings(policy, mesh))[1]
+        base = shared.model.load_params(
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            shardings=param_shardings(shared.model.config, sites.trainer.mesh),
+        )
+    files = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        shapes,
+        on_mesh(mesh, shardings),
+    )
+    arrival = make_arrival(shared, base)
+    return StoredWeights(
+        storage_of(shared.workdir),
+        files,
+        arrival.shardings,
+        arrival.merges,
+        layout=arrival.layout,
+        start=lambda i: shared.start_params(sites.searchers[i]),
+    )
 
 
-def _check_devices(config: Config) -> None:
-    if MODES[config.placement].spans_hosts:
-        return  # the devices of other hosts are not known here
-    start_cluster(config)
-    import jax
-
-    validate_devices(config, len(jax.local_devices()))
+# Searchers.
 
 
-def _check_packages(config: Config) -> None:
-    kind = config.log.tracker.partition(":")[0]
-    wanted = {
-        f"log.tracker={config.log.tracker}": (TRACKER_PACKAGES.get(kind, ""), kind, bool(kind)),
-        "placement=fleet": ("ray", "fleet", MODES[config.placement].has_remote_searchers),
+def build_judging(shared: Shared) -> Judging:
+    """Make the measures of each searcher of this process, and the metrics of the run."""
+    lock = threading.Lock()  # searchers that share devices load only one copy
+    load = functools.cache(shared.start_params)
+
+    def reference_params(site: Site) -> Any:
+        with lock:
+            return load(site)
+
+    return make_judging(
+        shared.config,
+        shared.tokenizer,
+        shared.model.config,
+        shared.rewards.gold,
+        reference_params,
+        shared.sites.searchers,
+    )
+
+
+def make_searchers(
+    shared: Shared, weights: OnDevices | WeightFolder, judging: Judging
+) -> tuple[SearchParts, ...]:
+    """Build the parts of each searcher of this process."""
+    config, sites, rewards = shared.config, shared.sites.searchers, shared.rewards
+    if not sites:
+        return ()
+    assert isinstance(weights, OnDevices), "a process that writes versions has no searchers"
+    objective = config.objective.built
+    states = StateValues(objective.value("vine_tokens", 0), objective.value("vine_samples", 0))
+    key = jax.random.key(config.seed)
+    episodes = make_episodes(config, shared.task, shared.tokenizer, rewards.environments)
+    # Searchers on the same devices share a decoder, and so do all searchers on single devices.
+    decoders = {
+        site: make_decoder(config, shared.model.config, shared.tokenizer, site)
+        for site in dict.fromkeys(site.program_site for site in sites)
     }
-    missing = [
-        f"{setting} needs the package {package}: pip install 'tba_jax[{extra}]'"
-        for setting, (package, extra, is_set) in wanted.items()
-        if is_set and importlib.util.find_spec(package) is None
-    ]
-    if missing:
-        raise ConfigError(*missing)
+    given = {site: _make_given_scorer(shared, site) for site in dict.fromkeys(sites)}
+    parts = []
+    for i, site in enumerate(sites):
+        decoder = engine = decoders[site.program_site]
+        latest = functools.partial(weights.latest, i)
+        if rewards.server is not None:
+            # The server receives adapters. Weights are merged for evaluations only.
+            latest = functools.partial(weights.adapters, i)
+            engine = ServerDecoder(rewards.server, decoder.eos_ids, decoder.stop_strings)
+        source = rewards.source and rewards.source.on(site)
+        grader = make_grader(config, shared.task, shared.tokenizer, source)
+        parts.append(
+            SearchParts(
+                index=shared.sites.first_searcher + i,
+                weights=latest,
+                evaluated=functools.partial(_evaluated, shared, weights, i),
+                sampler=Sampler(engine, config.search, key, episodes, states),
+                grader=grader,
+                evaluator=make_shard_evaluator(
+                    config, decoder, grader, judging.measures[i], episodes
+                ),
+                given=given[site],
+                clock=shared.clock,
+                swaps_in_flight=swaps_in_flight(config),
+                waits_for_all=config.driver == "sync" and episodes is not None,
+            )
+        )
+    return tuple(parts)
+
+
+def _evaluated(shared: Shared, weights: OnDevices, i: int, version: int) -> Published | None:
+    """Return a version under evaluation for searcher i; None if it was dropped."""
+    found = weights.at(version, i)
+    if found is None and version == 0:  # a resumed run evaluates the start model
+        found = Published(0, shared.start_params(shared.sites.searchers[i]))
+    return found
+
+
+def _make_given_scorer(shared: Shared, site: Site) -> GivenScorer | None:
+    """Return the scorer of given responses on a site; None without task.start_path."""
+    config, tokenizer = shared.config, shared.tokenizer
+    if not config.task.start_path:
+        return None
+    program = make_start_program(
+        shared.model.config,
+        make_scoring(config, tokenizer.eos_ids),
+        max_new_tokens=config.search.max_new_tokens,
+        site=site,
+    )
+    return GivenScorer(
+        program,
+        samples_per_prompt=config.search.samples_per_prompt,
+        temperature=config.search.sampling_temperature,
+        padding=make_padding(config, tokenizer.pad_id),
+    )

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,8 +61,7 @@ def holds_run(workdir: Path, config: Config) -> bool:
         UserError: the directory holds files but no config.json, or a run with another config (the
             message has the differences), or it cannot be a work directory.
     """
-    wild = sorted(set(str(workdir.absolute())) & _WILD)
-    if wild:
+    if wild := sorted(set(str(workdir.absolute())) & _WILD):
         raise UserError(
             f"the path of the work directory {workdir} contains {' and '.join(wild)}, which "
             "storage reads as a pattern, so that no checkpoint could be restored. Give another "
@@ -85,12 +83,11 @@ def holds_run(workdir: Path, config: Config) -> bool:
                 "directory of a run. Give a new --workdir"
             )
         return False
-    old = saved_config(workdir)
     # The config of a start that left no files may be corrected in place.
-    if not _is_begun(workdir):
+    old = begun_config(workdir)
+    if not old:
         return False
-    lines = config_lib.difference(old, json.loads(json.dumps(config_lib.flatten(config))))
-    if lines:
+    if lines := config_lib.difference(old, _as_json(config)):
         raise UserError(
             f"{workdir} holds a run with another config: "
             + "; ".join(lines[:_SHOWN])
@@ -98,6 +95,10 @@ def holds_run(workdir: Path, config: Config) -> bool:
             + ". Give another --workdir, or the old values to resume"
         )
     return True
+
+
+def _as_json(config: Config) -> dict[str, Any]:
+    return json.loads(json.dumps(config_lib.flatten(config)))
 
 
 def saved_config(workdir: Path) -> dict[str, Any]:
@@ -131,14 +132,19 @@ def run_id_of(workdir: str | os.PathLike[str]) -> str:
 
 
 def begun_config(workdir: Path) -> dict[str, Any]:
-    """Return the config of the run that a directory holds, field by field; {} if it has none.
+    """Return the flat config of a run that has left logs or checkpoints in a directory, else {}.
 
     Raises:
         UserError: the config is damaged.
     """
-    if not (workdir / _CONFIG).is_file() or not _is_begun(workdir):
+    if not (workdir / _CONFIG).is_file():
         return {}
-    return saved_config(workdir)
+    saved = saved_config(workdir)
+    logs = (workdir / "metrics.jsonl", workdir / "report.json")
+    has_log = any(path.exists() and path.stat().st_size > 0 for path in logs)
+    folders = (workdir / "checkpoints", workdir / "weights")
+    is_begun = has_log or any(any(folder.glob("*")) for folder in folders)
+    return saved if is_begun else {}
 
 
 def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
@@ -163,15 +169,6 @@ def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
         raise UserError(f"cannot write to the work directory {workdir}: {error}") from error
 
 
-def _is_begun(workdir: Path) -> bool:
-    """Return whether a run has left logs or checkpoints in the directory."""
-    metrics = workdir / "metrics.jsonl"
-    has_file = any(
-        path.exists() and path.stat().st_size > 0 for path in (metrics, workdir / "report.json")
-    )
-    return has_file or any(any((workdir / name).glob("*")) for name in ("checkpoints", "weights"))
-
-
 def is_finished(workdir: Path, num_steps: int) -> bool:
     """Return whether the run made its last step, evaluated it and wrote the report."""
     if not (workdir / "report.html").is_file():
@@ -181,6 +178,12 @@ def is_finished(workdir: Path, num_steps: int) -> bool:
         return after is not None and after["step"] == num_steps
     except (OSError, ValueError, KeyError, TypeError):
         return False  # a damaged report is written again from the checkpoint
+
+
+def finished_before(config: Config, workdir: Path) -> Outcome:
+    """Return the outcome of a run that was already finished."""
+    report = read_json(workdir / "report.json")
+    return Outcome(config.num_steps, is_finished=True, was_finished=True, report=report)
 
 
 def check_for_report(workdir: Path) -> None:
@@ -199,19 +202,26 @@ def check_for_report(workdir: Path) -> None:
         )
 
 
-def command_of(config: Config, workdir: Path) -> dict[str, Any]:
-    """Return the fields that must be equal in all processes, as JSON values."""
-    flat = json.loads(json.dumps(config_lib.flatten(config)))
-    return {**flat, "workdir": str(workdir), "version": versions()}
+def claim(workdir: Path, config: Config) -> Hold | None:
+    """Lock the work directory and begin its run, unless it holds one.
 
+    Returns:
+        The lock of the directory; None if its run is finished.
 
-def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Return a clause for each difference between the commands of process 0 and this process."""
-    return [
-        f"{field}: {theirs.get(field)!r} there, {mine[field]!r} here"
-        for field in sorted(mine)
-        if theirs.get(field) != mine[field]
-    ]
+    Raises:
+        UserError: another process holds the directory, or it holds another run or is not
+            writable.
+    """
+    if holds_run(workdir, config) and is_finished(workdir, config.num_steps):
+        return None
+    hold = Hold(workdir)
+    try:
+        if not holds_run(workdir, config):  # no other process can begin a run now
+            begin_run(workdir, config)
+    except BaseException:
+        hold.release()
+        raise
+    return hold
 
 
 def claim_together(
@@ -233,8 +243,13 @@ def claim_together(
     Raises:
         UserError: configs differ, or the directory is refused; raised in all processes.
     """
-    mine = command_of(config, workdir)
-    lines = differences(cluster.broadcast_json(mine), mine)
+    mine = {**_as_json(config), "workdir": str(workdir), "version": versions()}
+    theirs = cluster.broadcast_json(mine)
+    lines = [
+        f"{field}: {theirs.get(field)!r} there, {mine[field]!r} here"
+        for field in sorted(mine)
+        if theirs.get(field) != mine[field]
+    ]
     for host, wrong in enumerate(cluster.gather_json(lines)):
         if wrong:
             raise UserError(
@@ -260,31 +275,3 @@ def claim_together(
             f"{owner} made: a pod needs a directory that all hosts share"
         )
     return answer["finished"], hold
-
-
-def claim(workdir: Path, config: Config) -> Hold | None:
-    """Lock the work directory and begin its run, unless it holds one.
-
-    Returns:
-        The lock of the directory; None if its run is finished.
-
-    Raises:
-        UserError: another process holds the directory, or it holds another run or is not
-            writable.
-    """
-    if holds_run(workdir, config) and is_finished(workdir, config.num_steps):
-        return None
-    hold = Hold(workdir)
-    try:
-        if not holds_run(workdir, config):  # no other process can begin a run now
-            begin_run(workdir, config)
-    except BaseException:
-        hold.release()
-        raise
-    return hold
-
-
-def finished_before(config: Config, workdir: Path) -> Outcome:
-    """Return the outcome of a run that was already finished."""
-    report = read_json(workdir / "report.json")
-    return Outcome(config.num_steps, is_finished=True, was_finished=True, report=report)

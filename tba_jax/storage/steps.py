@@ -2,18 +2,17 @@
 """Numbered folders that Orbax writes: checkpoints and published weights.
 
 A folder is complete or invisible, and has the digests of its files and the ID of its run.
-Invariants: only folders of this run are deleted. The directories of a save exist before `save`
+Invariants: only folders of this run are deleted. The directories of a save exist before `write`
 returns: with directories that Orbax 0.12 creates in the background, a save waits for a signal that
 has the number of the newest save of the process, and two saves that begin at the same time fail
 after five minutes (tests/storage/test_saved_steps.py).
 """
 
 import os
-import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ NUM_KEPT = 2
 """Number of newest folders that stay in storage."""
 TIMEOUT_S = 600
 """Time in seconds after which an incomplete save counts as failed."""
+_POLL_S = 0.01
 _UNFINISHED = ".orbax-checkpoint-tmp"
 # Errors that Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 READ_ERRORS = (
@@ -78,11 +78,11 @@ class _KeepNewest(PreservationPolicy):
 
 
 class SavedSteps:
-    """Folders of one run, named by their steps.
+    """Folders of one run, named by their steps; each has one tree of arrays, and small files.
 
     Args:
         folder: for example WORKDIR/checkpoints; created if it is missing, unless `read_only`.
-        handlers: Orbax handler of each item, made from the options for the processes.
+        item: name of the tree of arrays in a folder.
         error: class of the exceptions.
         run_id: ID of the run; only its folders are deleted.
         members: numbers in `jax.distributed` of the processes that save and restore together; the
@@ -99,7 +99,7 @@ class SavedSteps:
     def __init__(
         self,
         folder: epath.PathLike,
-        handlers: Callable[[ocp.options.MultiprocessingOptions], Mapping[str, Any]],
+        item: str,
         *,
         error: type[Exception],
         run_id: str = "",
@@ -109,25 +109,24 @@ class SavedSteps:
         wanted: Callable[[], Collection[int]] = tuple,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder = absolute(folder)
-        self._error, self._run_id, self._timeout_s = error, run_id, timeout_s
+        self.folder, self.run_id = absolute(folder), run_id
+        self._item, self._error, self._timeout_s = item, error, timeout_s
         self._before_commit = before_commit
+        self._write_files: Callable[[epath.Path], Any] = lambda folder: None
         self._saving: int | None = None
         self._since = time.monotonic()  # start of the current save
         members = (jax.process_index(),) if members is None else members
-        self._is_primary = jax.process_index() == members[0]
-        named = None if jax.process_count() == 1 else set(members)
-        if not read_only and self._is_primary:
+        if not read_only and jax.process_index() == members[0]:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-        options = ocp.options.MultiprocessingOptions(
+        processes = ocp.options.MultiprocessingOptions(
             primary_host=members[0],
-            active_processes=named,
+            active_processes=None if jax.process_count() == 1 else set(members),
             barrier_sync_key_prefix=f"{self.folder.name}_{members[0]}",
         )
         self._manager = _Manager(
             self.folder,
-            item_handlers=dict(handlers(options)),
+            item_handlers={item: ocp.StandardCheckpointHandler(multiprocessing_options=processes)},
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=_KeepNewest(self.folder, run_id, wanted),
                 save_interval_steps=0 if read_only else 1,
@@ -135,10 +134,10 @@ class SavedSteps:
                 read_only=read_only,
                 async_options=ocp.options.AsyncOptions(
                     timeout_secs=timeout_s,
-                    post_finalization_callback=self._list_files,
+                    post_finalization_callback=self._finish_files,
                     create_directories_asynchronously=False,
                 ),
-                multiprocessing_options=options,
+                multiprocessing_options=processes,
             ),
         )
 
@@ -149,13 +148,17 @@ class SavedSteps:
             if is_unfinished and final.isdigit() and not os.path.islink(folder):
                 folder.rmtree()
 
-    def _list_files(self) -> None:
-        """Write the digests of all files; the first process calls this before the commit."""
-        self._before_commit()
+    def _finish_files(self) -> None:
+        """Write small files and digests; Orbax calls this in the first process before the commit.
+
+        In an object store the files have their final names, and a commit file appears last.
+        """
         final = self.path(self._saving or 0)
         writing = final.with_name(final.name + _UNFINISHED)
-        # In an object store the files have their final names, and a commit file appears last.
-        digests.write(writing if writing.exists() else final, self._run_id)
+        folder = writing if writing.exists() else final
+        self._write_files(folder)
+        self._before_commit()
+        digests.write(folder, self.run_id)
 
     def path(self, step: int) -> epath.Path:
         """Return the folder of a step."""
@@ -175,17 +178,27 @@ class SavedSteps:
         """Return a description of each missing or changed file; see `digests.damage`."""
         return digests.damage(self.path(step), below=below, share=share)
 
-    def write(self, step: int, items: Mapping[str, ocp.args.CheckpointArgs]) -> None:
-        """Wait for the previous save, copy the items, then write them in the background.
+    def write(
+        self,
+        step: int,
+        tree: Any,
+        write_files: Callable[[epath.Path], Any] = lambda folder: None,
+    ) -> None:
+        """Wait for the previous save, copy the tree, then write it in the background.
 
-        The caller may change or donate the items when this returns.
+        The caller may change or donate the tree when this returns.
+
+        Args:
+            write_files: writes small files into a folder; called in the first process, in the
+                background.
 
         Raises:
             error: this save or the previous save failed.
         """
         self.wait()  # here the error of the previous save still names its own step
-        self._saving, self._since = step, time.monotonic()
-        self._guard(lambda: self._manager.save(step, args=ocp.args.Composite(**items), force=True))
+        self._saving, self._since, self._write_files = step, time.monotonic(), write_files
+        args = ocp.args.Composite(**{self._item: ocp.args.StandardSave(tree)})
+        self._guard(lambda: self._manager.save(step, args=args, force=True))
 
     def check(self) -> None:
         """Raise the error of a failed background save."""
@@ -194,6 +207,8 @@ class SavedSteps:
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the current save is complete.
 
+        Orbax limits the time of its barriers, but not of a write to storage that hangs.
+
         Args:
             timeout_s: longest wait; None: the timeout of saves.
 
@@ -201,25 +216,16 @@ class SavedSteps:
             error: the save failed, or takes longer.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        self._guard(lambda: self._wait(limit_s))
-
-    def _wait(self, limit_s: float) -> None:
-        # Orbax limits the time of its barriers, but not of a write to storage that hangs.
-        failures: list[BaseException] = []
 
         def wait() -> None:
-            try:
-                self._manager.wait_until_finished()
-            except BaseException as error:  # raised again in the calling thread
-                failures.append(error)
+            deadline = time.monotonic() + limit_s
+            while self._manager.is_saving_in_progress():
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_POLL_S)
+            self._manager.wait_until_finished()
 
-        thread = threading.Thread(target=wait, name=f"{self.folder.name}-wait", daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        if thread.is_alive():
-            raise TimeoutError
-        if failures:
-            raise failures[0]
+        self._guard(wait)
 
     def _guard(self, action: Callable[[], Any]) -> None:
         # Orbax reports failures of storage as OSError, ValueError (TensorStore) or RuntimeError.
@@ -238,14 +244,18 @@ class SavedSteps:
                 "command again to continue from the newest checkpoint"
             ) from error
 
-    def read(self, step: int, items: Mapping[str, ocp.args.CheckpointArgs]) -> Any:
-        """Read items of a step, by name; does not check digests.
+    def read(self, step: int, abstract: Any) -> Any:
+        """Read the tree of a step; does not check digests.
+
+        Args:
+            abstract: the tree with jax.ShapeDtypeStruct or numpy arrays as leaves.
 
         Raises:
             error: the folder is missing or unreadable.
         """
+        args = ocp.args.Composite(**{self._item: ocp.args.StandardRestore(abstract)})
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            return self._manager.restore(step, args=args)[self._item]
         except Exception as error:
             # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
             is_array = type(error) is Exception

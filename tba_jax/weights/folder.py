@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
 from tba_jax.devices.platform import return_free_memory
@@ -54,9 +53,7 @@ class WeightFolder(SavedSteps):
     ) -> None:
         super().__init__(
             epath.Path(workdir) / FOLDER,
-            lambda processes: {
-                "params": ocp.StandardCheckpointHandler(multiprocessing_options=processes)
-            },
+            "params",
             error=PublicationError,
             read_only=program is None,
             **options,
@@ -85,7 +82,7 @@ class WeightFolder(SavedSteps):
             copied = storable(jax.block_until_ready(self._program(params)))
             if jax.process_count() == 1:
                 copied = jax.device_get(copied)  # as in `load`
-            self.write(version, {"params": ocp.args.StandardSave(copied)})
+            self.write(version, copied)
             self._writing = version, start
 
     def poll(self, wait_s: float = 0.0) -> bool:
@@ -126,11 +123,11 @@ class WeightFolder(SavedSteps):
         Raises:
             PublicationError: the version is missing, damaged or unreadable.
         """
-        if found := self.damage(version):
-            raise self.damaged(version, found)
+        if damage := self.damage(version):
+            raise self.damaged(version, damage)
         wanted = jax.tree.map(_in_memory, abstract)
-        items = self.read(version, {"params": ocp.args.StandardRestore(wanted)})
-        return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), items["params"], abstract)
+        found = self.read(version, wanted)
+        return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), found, abstract)
 
 
 class StoredWeights(OnDevices):

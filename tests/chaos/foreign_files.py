@@ -31,7 +31,6 @@ from tba_jax.config.schema import make_config
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.host_state import Facts, HostState
 from tba_jax.run.workdir import begin_run, claim, run_id_of
 from tba_jax.storage.steps import delete_own
 from tba_jax.weights.folder import WeightFolder
@@ -92,8 +91,7 @@ def write_as_a_run_does(workdir: Path) -> None:
     log.close()
     checkpoints = Checkpoints(workdir, run_id=run_id_of(workdir))
     for step in (6, 7, 8):
-        state = HostState(Facts(0, run_id_of(workdir), step=step), {})
-        checkpoints.save(step, {"w": np.zeros(2)}, state)
+        checkpoints.save(step, {"w": np.zeros(2)}, {})
     checkpoints.close()
     delete_own(epath.Path(workdir / "weights"), run_id_of(workdir))
     folder = WeightFolder(workdir, lambda params: params, run_id=run_id_of(workdir))

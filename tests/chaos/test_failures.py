@@ -144,7 +144,7 @@ def test_a_policy_that_diverges_stops_the_run_and_keeps_the_checkpoint(cache, tm
         done, 2, "log-probs of the policy are not finite", "Lower --config.optimizer.learning_rate"
     )
     step, host_state = load_host_state(str(workdir))
-    assert step == 1 and "buffer" in host_state.parts
+    assert step == 1 and "buffer" in host_state
 
 
 @pytest.fixture(scope="module")

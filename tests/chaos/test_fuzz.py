@@ -14,8 +14,8 @@ from tba_jax.flow.state import PartState
 from tba_jax.report.files import load_run
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
 from tba_jax.report.page import render
+from tba_jax.run.checkpoint import pack, unpack
 from tba_jax.run.errors import UserError, is_mendable
-from tba_jax.run.host_state import Facts, HostState, pack, unpack
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import is_finished, run_id_of, saved_config
 from tba_jax.storage import digests
@@ -89,7 +89,7 @@ def test_any_contents_are_read_or_refused_in_a_line(name, tmp_path):
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "report.html").write_text("")
-    whole = pack(HostState(Facts(0), {"buffer": PartState({"x": np.arange(9)}, {})}))
+    whole = pack({"buffer": PartState({"x": np.arange(9)}, {})})
     contents = CONTENTS | OBJECT
     if name.endswith(".npz"):
         contents = st.tuples(

@@ -15,8 +15,7 @@ from tba_jax.flow.tickets import EvaluationShard
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.model_parts import START_MODEL, make_decoder
-from tba_jax.run.search_parts import make_evaluator, make_shard_evaluator
-from tba_jax.run.shared import make_grader
+from tba_jax.run.task_parts import make_evaluator, make_grader, make_shard_evaluator
 from tba_jax.tasks.arithmetic import Arithmetic
 
 

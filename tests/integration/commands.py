@@ -213,11 +213,11 @@ def assert_every_ticket_once(workdir):
     config = json.loads((workdir / "config.json").read_text())["config"]
     size = config["search.samples_per_prompt"]
     _, host_state = load_host_state(str(workdir))
-    arrays, meta = host_state.parts["owner"]
+    arrays, meta = host_state["owner"]
     position = meta["position"]
     waiting = [result.number for result in unpack_results(arrays, meta)]
     done = set(range(position["next"])) - set(position["open"])
-    _, packed, packer = from_snapshot(*host_state.parts["buffer"])
+    _, packed, packer = from_snapshot(*host_state["buffer"])
     stored = map(packer.unpack, itertools.chain.from_iterable(packed))
     merged = collections.Counter(y.ticket for y in stored)
     assert merged and max(merged.values()) <= size

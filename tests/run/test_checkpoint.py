@@ -16,20 +16,37 @@ from tba_jax.run.checkpoint import (
     CheckpointError,
     Checkpoints,
     load_host_state,
+    pack,
+    unpack,
 )
-from tba_jax.run.host_state import Facts, HostState, pack
 
-FACTS = Facts(seed=0, run_id="f00d")
-HOST = HostState(
-    FACTS,
-    {
-        "buffer": PartState(
-            {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))},
-            {"k": [1, "ü"]},
-        ),
-        "clock": PartState({}, {"elapsed_s": 1.5, "time_to_first_step_s": None}),
-    },
-)
+ARRAYS = {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))}
+HOST = {
+    "buffer": PartState(ARRAYS, {"k": [1, "ü"]}),
+    "clock": PartState({}, {"elapsed_s": 1.5, "time_to_first_step_s": None}),
+}
+
+
+def test_the_round_trip_of_the_host_state_is_exact_and_pickles_nothing():
+    parts = unpack(pack(HOST))
+    assert parts["clock"] == HOST["clock"]
+    arrays, meta = parts["buffer"]
+    assert meta == {"k": [1, "ü"]} and set(arrays) == set(ARRAYS)
+    for name, wanted in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], wanted)
+        assert arrays[name].dtype == wanted.dtype
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        pack({"x": PartState({"bad": np.array([{"a": 1}], object)}, {})})
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    checkpoints = Checkpoints(tmp_path, run_id="f00d")
+    checkpoints.save(12, {"w": jnp.zeros(2)}, HOST)
+    checkpoints.wait()
+    checkpoints.check_run(12)
+    checkpoints.close()
+    with pytest.raises(CheckpointError, match="checkpoint 12 is of run f00d.* was copied there"):
+        Checkpoints(tmp_path, run_id="beef").check_run(12)
 
 
 def test_the_host_state_is_serialised_on_another_thread(tmp_path, monkeypatch):
@@ -43,7 +60,7 @@ def test_the_host_state_is_serialised_on_another_thread(tmp_path, monkeypatch):
     checkpoints.close()
     assert len(threads) == 1 and threads[0] is not threading.current_thread()
     _, host = load_host_state(str(tmp_path))
-    assert host.parts["buffer"].arrays["tokens"].tolist() == list(range(7))
+    assert host["buffer"].arrays["tokens"].tolist() == list(range(7))
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
@@ -62,7 +79,7 @@ def test_train_state_may_be_donated_once_save_has_returned(tmp_path, is_divided)
     for _ in range(3):
         state = jax.block_until_ready(step(state))
     checkpoints.wait()
-    _, restored, _ = checkpoints.restore(target)
+    restored = checkpoints.restore(0, target)
     np.testing.assert_array_equal(restored["w"], want)
     assert restored["w"].sharding == sharding and restored["step"] == 0
     checkpoints.close()
@@ -81,7 +98,7 @@ def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
     for step in (10, 20):
         checkpoints.save(step, {"w": jnp.zeros(2)}, HOST)
     checkpoints.close()
-    file = tmp_path / "checkpoints" / "20" / "host_state" / "process_00000.npz"
+    file = tmp_path / "checkpoints" / "20" / "host_state.npz"
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(
         CheckpointError, match="checkpoints/20 is damaged.*Move that folder away.*checkpoints/10"
@@ -145,11 +162,11 @@ def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_
     checkpoints.wait()
     may_end = threading.Event()
 
-    class HangingFile:
-        def write_bytes(self, data):
-            assert may_end.wait(60.0)
+    def hang(parts):
+        assert may_end.wait(60.0)
+        return pack(parts)
 
-    monkeypatch.setattr("tba_jax.run.checkpoint._host_file", lambda *_: HangingFile())
+    monkeypatch.setattr("tba_jax.run.checkpoint.pack", hang)
     checkpoints.save(20, {"w": jnp.zeros(2)}, HOST)  # returns: written in the background
     start = time.monotonic()
     with pytest.raises(CheckpointError) as caught:

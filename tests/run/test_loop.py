@@ -34,7 +34,7 @@ def make_run(owner=None, **fields):
 @pytest.mark.parametrize(("driver", "number"), [("sync", 1), ("async", 0)])
 def test_a_trainer_without_the_buffer_waits_for_weight_files_with_sync_alone(driver, number):
     run = make_run(driver=driver)
-    Loop(run, lambda: False).published(4)
+    Loop(run, lambda: False).sync(4)
     assert run.weights.polled == number
 
 
@@ -42,16 +42,14 @@ def test_a_signal_ends_the_wait_for_responses_and_the_rest_is_sampled_later():
     house, signals = House(1), [False, False, True]
     run = make_run(house.owner, driver="sync", **{"search.initial_fill": 0})
     loop = SyncLoop(run, lambda: signals.pop(0) if signals else False)
-    loop.published(0)  # no searcher answers
-    assert loop.wants_stop() and loop.merge() == []
+    assert loop.sync(0) == [] and loop.wants_stop()  # no searcher answers
     house.save()
     house.restore()
     run.owner = house.owner
     again = SyncLoop(run, lambda: False)
     run.searchers = (SimpleNamespace(step=lambda: False, grade=lambda: answer(house.owner)),)
-    again.published(0)
+    again.sync(0)
     assert house.owner.is_done
-    again.merge()
     assert house.merged == [0, 1]
 
 

@@ -16,7 +16,7 @@ from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult, Verdict
-from tba_jax.run.shared import make_episodes, make_gold, make_grader, make_rewards, make_task
+from tba_jax.run.task_parts import make_episodes, make_gold, make_grader, make_rewards, make_task
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"

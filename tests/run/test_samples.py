@@ -11,7 +11,7 @@ from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models.tokenizer import TokenTexts
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
 from tba_jax.report.samples import wrong_sample
-from tba_jax.run.run import MOST_STEPS, Samples
+from tba_jax.run.records import MOST_STEPS, Samples
 from tba_jax.train.trainer import Shown
 
 

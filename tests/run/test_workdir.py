@@ -13,7 +13,6 @@ from tba_jax.commands.entry_point import run_command
 from tba_jax.config.schema import make_config
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.host_state import Facts, HostState
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import begin_run, claim, run_id_of, saved_config
 from tba_jax.storage.whole_files import write_json
@@ -92,8 +91,7 @@ def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
     def save(run_id, *steps):
         checkpoints = Checkpoints(tmp_path, run_id=run_id)
         for step in steps:
-            facts = Facts(0, run_id, step=step)
-            checkpoints.save(step, {"w": jnp.zeros(2)}, HostState(facts, {}))
+            checkpoints.save(step, {"w": jnp.zeros(2)}, {})
         checkpoints.close()
 
     save("theirs", 1)

@@ -21,7 +21,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
-from tba_jax.run.shared import make_environments
+from tba_jax.run.task_parts import make_environments
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.agents import continues
 from tba_jax.serving.protocol import ApiError

@@ -5,7 +5,6 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from orbax.checkpoint._src.futures import synchronization
@@ -14,17 +13,13 @@ from tba_jax.storage.steps import SavedSteps, delete_own
 
 
 def saved(folder, **options):
-    def handlers(processes):
-        return {"x": ocp.StandardCheckpointHandler(multiprocessing_options=processes)}
-
-    return SavedSteps(
-        folder, handlers, error=RuntimeError, **{"run_id": "f00d", "timeout_s": 20} | options
-    )
+    options = {"run_id": "f00d", "timeout_s": 20} | options
+    return SavedSteps(folder, "x", error=RuntimeError, **options)
 
 
 def save(steps, *numbers):
     for number in numbers:
-        steps.write(number, {"x": ocp.args.StandardSave({"w": np.full(8, number)})})
+        steps.write(number, {"w": np.full(8, number)})
     steps.wait()
 
 
@@ -38,7 +33,7 @@ def test_a_save_is_complete_though_other_saves_begin(tmp_path, monkeypatch):
     ids = synchronization.OperationIdGenerator
     monkeypatch.setattr(ids, "get_current_operation_id", lambda: str(next(numbers)))
     steps = saved(tmp_path)
-    steps.write(3, {"x": ocp.args.StandardSave({"w": jnp.arange(8.0)})})
+    steps.write(3, {"w": jnp.arange(8.0)})
     steps.close()
     assert saved(tmp_path, read_only=True).steps() == [3]
 
@@ -85,13 +80,13 @@ def test_a_flipped_bit_in_any_file_is_named(tmp_path):
 
 def test_an_array_that_goes_during_a_read_is_an_error_of_one_line(tmp_path):
     steps = saved(tmp_path)
-    steps.write(3, {"x": ocp.args.StandardSave({f"w{i}": np.arange(20000.0) for i in range(9)})})
+    steps.write(3, {f"w{i}": np.arange(20000.0) for i in range(9)})
     steps.close()
     for file in (tmp_path / "3").glob("x/*/d/*"):
         file.unlink()
     wanted = {f"w{i}": np.zeros(20000) for i in range(9)}
     with pytest.raises(RuntimeError, match="3 cannot be read: ") as error:
-        steps.read(3, {"x": ocp.args.StandardRestore(wanted)})
+        steps.read(3, wanted)
     assert "\n" not in str(error.value)
 
 

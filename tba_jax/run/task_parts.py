@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that depend on task and rewards: data, graders, environments, judges, evaluator.
+
+Invariant: a reward, judge or environment that cannot be used is refused before the first decode
+step (tests/run/test_rewarding.py).
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tba_jax.config.devices import validate_devices
+from tba_jax.config.resolved import allows_forks
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.placement import MODES
+from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.environments.chat import make_chat_format
+from tba_jax.environments.episodes import Episodes
+from tba_jax.environments.pool import DEFAULT_WORKERS
+from tba_jax.evaluation.attacks import make_attack_metrics
+from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
+from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
+from tba_jax.models.hf import folders
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import TransformerConfig
+from tba_jax.report.writers import TRACKER_PACKAGES
+from tba_jax.rewards.grader import Grader
+from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of, workers_by_cores
+from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.reward_models import RewardModel, gold_dtype
+from tba_jax.rewards.source import RewardSource
+from tba_jax.run.model_parts import (
+    describe_model,
+    end_ids,
+    longest_sequence,
+    make_padding,
+    make_scoring,
+    model_path,
+    policy_config,
+)
+from tba_jax.run.peers import start_cluster
+from tba_jax.search.prompts import PromptReader, text_of
+from tba_jax.search.sampler import sampling_settings
+from tba_jax.serving.agents import AgentPool
+from tba_jax.serving.inference_server import InferenceServer
+from tba_jax.serving.protocol import Served
+from tba_jax.settings import ConfigError
+from tba_jax.tasks.mixture import Mixture
+from tba_jax.tasks.registry import Task, entry_of, get_task
+
+TASK_METRICS = {"attacks": make_attack_metrics}
+"""Factory of the metric function for each name in a task's entry."""
+
+
+def make_task(config: Config) -> Task:
+    """Return the task of a config; its data is read at first use.
+
+    Raises:
+        ValueError: the task is unknown, or does not accept this data.
+    """
+    task = config.task
+    return get_task(
+        task.name, task.data_path, task.num_eval_prompts, chat=task.chat, columns=task.columns
+    )
+
+
+def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReader:
+    """Return the reader of the task's prompts."""
+    return PromptReader(task, tokenizer, config.task.max_prompt_tokens, config.task.long_prompts)
+
+
+def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
+    """Return prompt text and columns of the first held-out row; a chat is the column `prompt`."""
+    prompt, columns = task.eval_problem(0)
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
+
+
+# Rewards.
+
+
+def make_rewards(
+    config: Config,
+    task: Task,
+    policy_tokenizer: Tokenizer,
+    sites: Sequence[Site],
+    logs: Path | None = None,
+) -> RewardSource | None:
+    """Make the source of rewards for training and evaluation; the caller closes it.
+
+    Args:
+        sites: sites of the searchers, for models that rewards need. A reward model is divided over
+            the first site; `RewardSource.on` gives copies for the others. A victim has a copy on
+            one device of each site.
+        logs: folder of the log files of reward processes; None: their output is that of this
+            process.
+
+    Returns:
+        The source; None if the environment gives the rewards.
+
+    Raises:
+        ValueError: the reward function or model cannot be used, or no reward is set.
+    """
+    kind = kind_of(config, config.task.reward, task.reward, task.name)
+    use = Use(
+        config.task.reward or task.reward,
+        config.task.reward_weights,
+        first_row(task),
+        policy_tokenizer,
+        sites,
+        logs=logs,
+    )
+    return kind.make(config, use._replace(is_part=bool(config.task.environment)))
+
+
+def make_grader(
+    config: Config, task: Task, tokenizer: Tokenizer, rewards: RewardSource | None
+) -> Grader:
+    """Make the grader of a task, with these rewards.
+
+    Rewards that the user names are added to those of an environment, as in TRL; a task's own reward
+    is not.
+    """
+    adds = bool(config.task.reward or config.reward.model_path)
+    first_kind = task.response_kinds[0] if task.response_kinds else ""
+    data_sets = task.data_sets if isinstance(task, Mixture) else ()
+    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets, adds)
+
+
+def make_gold(
+    config: Config,
+    task: Task,
+    policy_tokenizer: Tokenizer,
+    site: Site,
+    logs: Path | None = None,
+) -> RewardSource | None:
+    """Make the judge of the win rate, or return None; the caller closes it.
+
+    Args:
+        site: site of the searcher that evaluates; a model is divided over it.
+
+    Raises:
+        ValueError: the judge cannot be used or is missing, or the data has no reference responses.
+    """
+    model, function = config.eval.gold_model, config.eval.gold_reward
+    if not (model or function):
+        if task.metric == "win_rate":
+            raise ValueError(
+                f"task {task.name} has the metric win rate, which needs a judge; set "
+                "--config.eval.gold_model to a reward model other than the one that trains, or "
+                "--config.eval.gold_reward=package.module:function"
+            )
+        return None
+    if "answer" not in task.eval_problem(0)[1]:
+        raise ValueError(
+            f"{model or function} judges the win rate over reference responses, which are the "
+            f"column `answer` of a prompt, and task {task.name} has no such column; add it to the "
+            "data, or leave eval.gold_model and eval.gold_reward empty"
+        )
+    if model:
+        dtype = gold_dtype(site)
+        return RewardModel.load(
+            model, site=site, param_dtype=dtype, policy_tokenizer=policy_tokenizer
+        )
+    use = Use(function, (), first_row(task), policy_tokenizer, [site], logs=logs)
+    return FUNCTIONS.make(config, use)
+
+
+def reward_functions(config: Config) -> list[str]:
+    """Return the names of the reward functions and of the function that judges."""
+    own = "" if config.reward.model_path else entry_of(config.task.name).task.reward
+    named = config.task.reward or own
+    if named in KINDS:
+        return []
+    return [part.strip() for part in f"{named},{config.eval.gold_reward}".split(",") if part]
+
+
+def try_rewards(config: Config, task: Task) -> None:
+    """Load each reward function in a separate process, and try it on a row of the task.
+
+    Raises:
+        ValueError, RewardFailure: a function cannot be used.
+    """
+    for function in reward_functions(config):
+        pool = RewardPool(
+            function,
+            num_workers=1,
+            timeout_s=config.reward.timeout_s,
+            max_failure_rate=1.0,
+            row=first_row(task),
+        )
+        try:
+            pool.check()
+        finally:
+            pool.close()
+
+
+# Environments and servers.
+
+
+def make_environments(
+    config: Config, tokenizer: Tokenizer, logs: Path | None = None
+) -> AgentPool | None:
+    """Return the processes of the configured environment; None without one."""
+    if not config.task.environment:
+        return None
+    search, renderer = config.search, config.task.renderer
+    served = Served(
+        "policy",
+        tokenizer,
+        make_chat_format(tokenizer, renderer),
+        end_ids(config, tokenizer.eos_ids),
+        1 + search.max_new_tokens,
+        sampling_settings(search),
+    )
+    return AgentPool(
+        config.task.environment,
+        served,
+        timeout_s=config.reward.timeout_s,
+        num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
+        max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
+        allows_forks=allows_forks(config),
+        has_schemas=bool(renderer),
+        logs=logs,
+    )
+
+
+def make_episodes(
+    config: Config, task: Task, tokenizer: Tokenizer, environments: AgentPool | None
+) -> Episodes | None:
+    """Return the settings of episodes; None without an environment.
+
+    Raises:
+        ValueError: the environment, or the chat template with it, cannot be used.
+    """
+    if environments is None:
+        return None
+    environments.check()
+    has_other = config.task.reward or task.reward or config.reward.model_path
+    if not (environments.has_reward or has_other):
+        raise ValueError(
+            f"task.environment = {environments.name!r} has no get_reward(), and no other reward is "
+            "set. Add the method, or set --config.task.reward=my_rewards.py:score"
+        )
+    is_agent = environments.is_agent
+    is_chat = not is_agent and isinstance(task.eval_problem(0)[0], list)
+    chat = environments.served.chat
+    if environments.has_tools and not (is_chat and config.task.renderer):
+        raise ValueError(
+            f"task.environment = {environments.name!r} has tools, which need chat prompts and the "
+            "tool format of the model. Set --config.task.chat=True, and --config.task.renderer="
+            "qwen3 or another format of the library renderers"
+        )
+    missing = tuple(sorted(set(chat.stop_ids) - set(environments.served.eos_ids)))
+    if is_chat and missing:
+        raise ValueError(
+            f"task.renderer = {config.task.renderer!r}: a message also ends with the tokens "
+            f"{list(missing)}. Set --config.search.stop_ids={missing}"
+        )
+    episodes = Episodes(
+        environments,
+        tokenizer,
+        config.search.max_turns,
+        chat if is_chat else None,
+        is_agent,
+        environments.schemas if is_chat else (),
+    )
+    if is_chat:
+        episodes.check_template()
+    if episodes.first_token_only and config.objective.built.needs.head == "log_z":
+        raise ValueError(
+            "objective.log_z = learned reads the prompt, which is one token for agents and for "
+            "tools of chat models: log Z would be equal for all prompts. Set "
+            "--config.objective.log_z=vargrad"
+        )
+    return episodes
+
+
+def make_server(
+    config: Config, policy: TransformerConfig, tokenizer: Tokenizer, workdir: Path
+) -> InferenceServer | None:
+    """Return the server that samples responses, if the config names one.
+
+    Args:
+        policy: architecture with adapters.
+        workdir: folder to which adapters are written; the server reads them there.
+    """
+    if config.search.engine == "devices":
+        return None
+    return InferenceServer(
+        config.search.server,
+        policy,
+        model_path(config),
+        workdir / "adapters",
+        longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
+        probe_id=tokenizer.eos_ids[0],
+        timeout_s=config.log.watchdog_s / 4,
+    )
+
+
+# Evaluation.
+
+
+class Judging(NamedTuple):
+    """Evaluation metrics beyond rewards.
+
+    Attributes:
+        measures: for each searcher, functions that measure responses.
+        metrics: functions that summarise all measurements.
+    """
+
+    measures: list[tuple[Measure, ...]]
+    metrics: tuple[MetricFunction, ...]
+
+
+def make_judging(
+    config: Config,
+    tokenizer: Tokenizer,
+    model_config: TransformerConfig,
+    gold: RewardSource | None,
+    reference_params: Callable[[Site], Any],
+    sites: Sequence[Site] = (ANY_DEVICE,),
+) -> Judging:
+    """Make the measures and metrics that the config names, besides those of the task.
+
+    Args:
+        gold: reward source that judges the win rate; None: other processes judge.
+        reference_params: function that returns the start model's weights on a site's devices.
+        sites: site of each searcher that evaluates; searchers may share a site.
+    """
+    measures: dict[Site, list[Measure]] = {site: [] for site in sites}
+    metrics: list[MetricFunction] = []
+    if config.eval.gold_model or config.eval.gold_reward:
+        win_rate = WinRate(gold, tokenizer)
+        metrics.append(win_rate)
+        for own in measures.values():
+            own.append(win_rate.measure)
+    if config.eval.reference_metrics:
+        metrics.append(reference_distance)
+        for site, own in measures.items():
+            distance = ReferenceDistance(
+                model_config,
+                lambda site=site: reference_params(site),
+                scoring=make_scoring(config, tokenizer.eos_ids),
+                padding=make_padding(config, tokenizer.pad_id),
+                site=site,
+            )
+            own.append(distance.measure)
+    return Judging([tuple(measures[site]) for site in sites], tuple(metrics))
+
+
+def make_shard_evaluator(
+    config: Config,
+    decoder: Decoder,
+    grader: Grader,
+    measures: tuple[Measure, ...],
+    episodes: Episodes | None,
+) -> ShardEvaluator:
+    """Make the evaluator of shards on one set of devices."""
+    sampling = SamplingSettings(
+        config.search.max_new_tokens,
+        temperature=config.eval.temperature,
+        min_new_tokens=config.search.min_new_tokens,
+    )
+    n, slots = config.eval.num_samples, config.search.slots
+    num_slots = min(max(1, slots // n) * n, slots)
+    return ShardEvaluator(decoder, grader, sampling, n, num_slots, measures, episodes)
+
+
+def make_evaluator(
+    config: Config, task: Task, tokenizer: Tokenizer, metrics: Sequence[MetricFunction] = ()
+) -> Evaluator:
+    """Make the evaluator of a config; `metrics` are added to those of the task.
+
+    A shard has as many prompts as fill the slots of a searcher.
+
+    Raises:
+        ValueError: a model that the task's metrics need is not usable.
+    """
+    reader = make_reader(config, task, tokenizer)
+    prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
+    per_shard = max(1, config.search.slots // config.eval.num_samples)
+    own = [TASK_METRICS[name](config.eval) for name in entry_of(config.task.name).metrics]
+    return Evaluator(
+        prompts=prompts,
+        num_skipped=num_skipped,
+        shard_size=min(per_shard, len(prompts)),
+        metric=task.metric,
+        metrics=(*own, *metrics),
+    )
+
+
+# Checks before a run.
+
+
+def preflight(config: Config) -> None:
+    """Check config, data, model, rewards, devices and packages, in this order.
+
+    Weights are not read. Each reward function is tried on one row, in a separate process.
+
+    Raises:
+        ConfigError, ValueError, RewardFailure, OSError: the first problem.
+    """
+    validate(config)
+    _check_packages(config)
+    task = make_task(config)
+    task.train_size()
+    first_row(task)
+    model = describe_model(config, with_weights=False)
+    policy = policy_config(config, model.config)
+    longest_sequence(config, model.config)
+    tokenizer = model.load_tokenizer()
+    text_of(task, tokenizer, "train", 0)
+    try_rewards(config, task)
+    own = entry_of(config.task.name).task.reward
+    kind = kind_of(config, config.task.reward, own, config.task.name)
+    for path in (*kind.models(config).values(), config.eval.gold_model):
+        if path:
+            folders.load_config(folders.resolve(path, with_weights=False))
+    server = make_server(config, policy, tokenizer, Path())
+    if server is not None:
+        server.check()
+    if not MODES[config.placement].spans_hosts:  # the devices of other hosts are not known here
+        start_cluster(config)
+        import jax
+
+        validate_devices(config, len(jax.local_devices()))
+
+
+def _check_packages(config: Config) -> None:
+    """Refuse settings that need a package that is not installed."""
+    kind = config.log.tracker.partition(":")[0]
+    wanted = []
+    if kind:
+        wanted.append((f"log.tracker={config.log.tracker}", TRACKER_PACKAGES.get(kind, ""), kind))
+    if MODES[config.placement].has_remote_searchers:
+        wanted.append(("placement=fleet", "ray", "fleet"))
+    for setting, package, extra in wanted:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{setting} needs the package {package}: pip install 'tba_jax[{extra}]'"
+            )
