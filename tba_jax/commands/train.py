@@ -61,7 +61,7 @@ _PROCESS_ID = flags.DEFINE_integer(
     "process_id", None, "placement=pod: index of this process, from 0 (or JAX_PROCESS_ID)."
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Print the config and all its problems on this machine; train nothing."
+    "dry_run", False, "Print the config and its first problem on this machine; train nothing."
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a process that searches, alone or beside a trainer: devices, model, rewards, searchers.
+"""Parts of a process that searches, with or without a trainer: devices, model, rewards, searchers.
 
 `open_shared` opens what trainers and searchers use; `make_searchers` builds searchers without a
 trainer. This module reads only the weights of rewards, and of adapters' base.
