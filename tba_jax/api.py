@@ -18,7 +18,6 @@ from tba_jax.config import presets
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, unflatten
-from tba_jax.devices.placement import MODES
 from tba_jax.devices.platform import prepare_process
 from tba_jax.report import files
 from tba_jax.report.jsonl import read_jsonl
@@ -91,12 +90,12 @@ def run_training(
     from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
     from tba_jax.run.run import train
 
-    if MODES[config.placement].spans_hosts:
+    if config.placement == "hosts":
         raise ConfigError(
-            f"config.placement={config.placement}: a pod needs a process per host, and this is one "
-            "process. Run `python -m tba_jax.main` on every host, or set another placement"
+            "config.placement = 'hosts': needs a process per host, and this is one process. Run "
+            "`python -m tba_jax.main` on every host, or set another placement"
         )
-    if callbacks and MODES[config.placement].has_remote_searchers:
+    if callbacks and config.placement == "fleet":
         raise ConfigError(
             f"callbacks: config.placement={config.placement} trains in another process. Read "
             "metrics.jsonl instead, or set another placement"
@@ -149,7 +148,7 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
                 "Define it in a file and import it from there. Or give in_process=True to run it "
                 "in this process, without a deadline for a call that hangs"
             )
-        if in_process and MODES[config.placement].has_remote_searchers:
+        if in_process and config.placement == "fleet":
             raise ConfigError(
                 f"in_process=True: placement={config.placement} grades in other processes. Define "
                 "the reward in a file, import it from there, and leave in_process out"

@@ -168,7 +168,7 @@ def test_jax_that_runs_already_on_fewer_devices_is_refused_in_a_sentence(tmp_pat
     )
 
 
-def test_a_pod_is_not_trained_from_one_process(tmp_path):
-    config = tba_jax.load_config("math", placement="pod")
-    with pytest.raises(ConfigError, match="a pod needs a process per host, and this is one"):
+def test_hosts_are_not_trained_from_one_process(tmp_path):
+    config = tba_jax.load_config("math", placement="hosts")
+    with pytest.raises(ConfigError, match="needs a process per host, and this is one"):
         tba_jax.run_training(config, tmp_path / "a")

@@ -6,7 +6,7 @@
 Both sides train a model of 5M random weights on the embedded sums, through the main command. The
 model is large enough that a step is mostly arithmetic, and responses have at least 16 tokens, so
 that steps are alike. `sync` is one process on one core: it searches, then trains, on data of the
-newest version. `async` is two processes on one core each (`placement=whole_hosts`): one trains
+newest version. `async` is two processes on one core each (`placement=hosts`): one trains
 while the other searches, and weights and responses pass through the work directory. Both sides make
 the same number of steps with the same number of responses. The time of a step is measured from the
 end of step `--skip` to the end of the last step, without start and compilation. Sides alternate,
@@ -40,7 +40,7 @@ from tba_jax.run.model_parts import START_MODEL
 _COMMON = {"eval.period": 0, "task.num_eval_prompts": 16, "checkpoint.period": 0}
 _SIDES = {
     "sync": {"driver": "sync", "placement": "shared", **_COMMON},
-    "async": {"placement": "whole_hosts", **_COMMON},
+    "async": {"placement": "hosts", **_COMMON},
 }
 # For the model of random weights: halves of equal length, and time to publish weights.
 _BALANCED = {

@@ -3,7 +3,7 @@
 
     python -m tba_jax.main --config=math[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
-The command resumes a run that the work directory has already. With --config.placement=pod the same
+The command resumes a run that the work directory has already. With --coordinator the same
 command runs on every host, under jax.distributed.
 """
 
@@ -26,7 +26,7 @@ from tba_jax.config.methods import written_out
 from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
-from tba_jax.devices.placement import MODES
+from tba_jax.devices.cluster import Address, FailureNotice, PeerError, resolve_address
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
@@ -52,13 +52,15 @@ _WORKDIR = flags.DEFINE_string(
     "Work directory (default runs/FILE-PRESET-seedN). A run in it is resumed.",
 )
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "placement=pod: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)."
+    "coordinator",
+    None,
+    "Several processes: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS); auto: on a TPU pod.",
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "placement=pod: number of processes of the run (or JAX_NUM_PROCESSES)."
+    "num_processes", None, "Number of processes of the run (or JAX_NUM_PROCESSES)."
 )
 _PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "placement=pod: index of this process, from 0 (or JAX_PROCESS_ID)."
+    "process_id", None, "Index of this process, from 0 (or JAX_PROCESS_ID)."
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print the config and its first problem on this machine; train nothing."
@@ -80,10 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _WORKDIR.value or default_workdir(config)
     address = given if is_address(given) else ""
     workdir = Path(given) if address else local_folder(given)
+    job = resolve_address(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, os.environ)
+    is_job = job.num_processes != 1
     from tba_jax.planning.choices import choose, lines
 
     try:
-        config = choose(config, {} if address else begun_config(workdir))
+        config = choose(config, {} if address else begun_config(workdir), is_job=is_job)
     except Exception:
         if _DRY_RUN.value:  # print the given settings, without those that could not be chosen
             _print_settings(given, config)
@@ -102,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"note: {line}", file=sys.stderr)
         return 0
     with surviving_closed_outputs():
-        return _run(config, workdir, address)
+        return _run(config, workdir, address, job if is_job else None)
 
 
 def _tokenizer_difference(model_path: str) -> str:
@@ -115,20 +119,20 @@ def _print_settings(workdir: str, config: Config) -> None:
     print(json.dumps({"workdir": workdir, **config_lib.flatten(config)}, indent=1))
 
 
-def _run(config: Config, workdir: Path, address: str) -> int:
+def _run(config: Config, workdir: Path, address: str, job: Address | None) -> int:
     """Train, or report that the run is finished; return the exit code.
 
     Args:
         address: address of the work directory in an object store; "" for a local folder.
+        job: address of the other processes of the run; None: there are none.
     """
-    mode = MODES[config.placement]
-    if address and (mode.spans_hosts or mode.has_remote_searchers):
+    if address and (job or config.placement == "fleet"):
         raise UserError(
-            f"placement={config.placement} needs a work directory that is a folder, shared by all "
+            "a run of several processes needs a work directory that is a folder, shared by all "
             f"hosts; --workdir={address} is an object store"
         )
-    if mode.spans_hosts:
-        return _run_pod(config, workdir)
+    if job:
+        return _run_job(config, workdir, job)
     interrupted = Interruption()
     outcome = train(
         config,
@@ -139,7 +143,14 @@ def _run(config: Config, workdir: Path, address: str) -> int:
     return _say(outcome, config, address.rstrip("/") or workdir, interrupted.signal_number)
 
 
-def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int | None) -> int:
+def _say(
+    outcome: Outcome,
+    config: Config,
+    workdir: object,
+    signal_number: int | None,
+    *,
+    is_job: bool = False,
+) -> int:
     """Print the outcome of a run; return the exit code of a single process."""
     if outcome.is_finished:
         before, after = "", ""
@@ -150,7 +161,7 @@ def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int |
     cause = "a signal to another process"
     if signal_number is not None:
         cause = signal.Signals(signal_number).name
-    elif MODES[config.placement].spans_hosts:
+    elif is_job:
         cause = "preemption (SIGTERM to one of the processes)"
     print(
         f"Stopped by {cause} at step {outcome.step} of {config.num_steps}; saved. "
@@ -159,13 +170,12 @@ def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int |
     return 128 + (signal_number or 2)
 
 
-def _run_pod(config: Config, workdir: Path) -> int:
-    """Connect to the other processes of a pod, and run. Process 0 locks the work directory."""
-    from tba_jax.devices.cluster import FailureNotice, PeerError
+def _run_job(config: Config, workdir: Path, job: Address) -> int:
+    """Connect to the other processes of a job, and run; the owner locks the work directory."""
 
     interrupted = Interruption()
-    everyone = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    last_words = FailureNotice(everyone)
+    everyone = start_cluster(config, job)
+    notice = FailureNotice(everyone)
     held = contextlib.ExitStack()
     try:
         from tba_jax.planning.choices import choose_together, lines
@@ -186,10 +196,10 @@ def _run_pod(config: Config, workdir: Path) -> int:
         )
         code = 0
         if outcome is not None and cluster.is_primary:
-            code = _say(outcome, config, workdir, interrupted.signal_number)
+            code = _say(outcome, config, workdir, interrupted.signal_number, is_job=True)
         everyone.close()  # the others may still request steps or tickets
         held.close()
-        last_words.withdraw()
+        notice.withdraw()
         # A pod that stops on SIGTERM exits with status 0.
         return code if everyone.num_processes == 1 else 0
     except BaseException as error:
@@ -204,7 +214,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
                 f"ends the others within {HEARTBEAT_S} s",
                 file=sys.stderr,
             )
-        last_words.withdraw()
+        notice.withdraw()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

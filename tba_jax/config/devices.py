@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the devices and hosts that a config requests."""
+"""Devices that a config requests."""
 
 import dataclasses
 
 from tba_jax.config.schema import Config
-from tba_jax.devices.placement import MODES, Asked, MeshShape, check
+from tba_jax.devices.placement import Asked, MeshShape
 
 
 def asked(config: Config) -> Asked:
     """Return the devices that a config requests."""
     mesh = MeshShape(**dataclasses.asdict(config.mesh))
     num_searchers = config.num_searchers
-    if MODES[config.placement].has_remote_searchers:
+    if config.placement == "fleet":
         num_searchers = config.fleet.max_searchers
-    return Asked(mesh, num_searchers, config.search.num_devices, config.batch.num_prompts)
+    return Asked(mesh, num_searchers, config.search.num_devices)
 
 
 def cpu_devices(config: Config, num_processes: int = 1) -> int:
@@ -30,16 +30,6 @@ def cpu_devices(config: Config, num_processes: int = 1) -> int:
     if config.placement == "split":
         return trainer + searcher * max(1, config.num_searchers)
     takes_turns = config.driver == "sync" or config.placement == "shared"
-    if takes_turns or MODES[config.placement].has_remote_searchers:
+    if takes_turns or config.placement == "fleet":
         return max(trainer, searcher)
     return trainer + searcher
-
-
-def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> None:
-    """Check the settings that depend on the number of devices.
-
-    Args:
-        num_devices: devices of this process.
-        num_hosts: processes of the run.
-    """
-    check(config.placement, asked(config), num_devices, num_hosts)

@@ -4,13 +4,12 @@
 from typing import Literal
 
 from tba_jax.config.schema import Config
-from tba_jax.devices.placement import MODES
 from tba_jax.flow.padding import SHORT
 
 
 def writes_versions(config: Config) -> bool:
     """Return whether the trainer processes have no searchers and write weights to disk."""
-    return not MODES[config.placement].trainers_search
+    return config.placement in ("hosts", "fleet")
 
 
 def allows_forks(config: Config) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
-from tba_jax.devices.placement import MODES
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import check_all, need
@@ -103,7 +102,7 @@ def _driver(config: Config) -> None:
 
 def _fleet(config: Config) -> None:
     """Refuse settings that a fleet does not support."""
-    if not MODES[config.placement].has_remote_searchers:
+    if config.placement != "fleet":
         return
     need(
         config.driver == "async",
@@ -245,9 +244,9 @@ def _state_values(config: Config) -> None:
     """Refuse settings that prevent estimating state values from sampled continuations."""
     if not config.objective.built.value("vine_tokens"):
         return
-    mode, stop_strings = MODES[config.placement], config.search.stop_strings
+    stop_strings = config.search.stop_strings
     need(
-        not (mode.spans_hosts or mode.has_remote_searchers),
+        config.placement not in ("hosts", "fleet"),
         "placement",
         config.placement,
         "state values need searchers in the trainer's process",

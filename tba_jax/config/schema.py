@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict, FieldReference
 
 from tba_jax.devices.config import FleetSettings, MeshSettings
-from tba_jax.devices.placement import MODES, PlacementName
+from tba_jax.devices.placement import PLACEMENTS, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
 from tba_jax.replay.config import ReplaySettings
@@ -98,7 +98,7 @@ class Config:
     placement: PlacementName = field(
         "auto",
         "where trainer and searchers run: "
-        + "; ".join(f"{name}: {mode.meaning}" for name, mode in MODES.items()),
+        + "; ".join(f"{name}: {meaning}" for name, meaning in PLACEMENTS.items()),
         on_resume=True,
     )
     mesh: MeshSettings = MeshSettings()

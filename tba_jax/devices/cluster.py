@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cluster: the processes of one run under `jax.distributed`, and small values that they exchange.
 
-A pod runs the same program on every host. This module starts `jax.distributed` from flags, from
+A job runs the same program on every host. This module starts `jax.distributed` from flags, from
 environment variables, or from the metadata of a TPU pod. Values are exchanged by collectives before
 searchers start and after they stop; in between, processes send messages (room `remote`).
 
@@ -9,24 +9,25 @@ Invariant: when a process is lost, the others end with a message that says what 
 """
 
 import contextlib
-import dataclasses
 import ipaddress
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from tba_jax.devices.slices import accepts_one_of_each_host
+from tba_jax.devices.placement import accepts_one_of_each_host
 
 _ENVIRONMENT = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
+AUTO = "auto"
+"""Value of --coordinator with which the platform, a TPU pod, provides the address."""
 CONTINUE = (
     "The newest checkpoint is intact: run the same command again on every host to continue from it"
 )
@@ -36,8 +37,7 @@ class PeerError(RuntimeError):
     """Another process of the run was lost; the message says what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """Address of the coordinator of `jax.distributed`, and index of this process.
 
     Attributes:
@@ -47,8 +47,8 @@ class Address:
     """
 
     coordinator: str = ""
-    num_processes: int = 0
-    process_id: int = -1
+    num_processes: int = 1
+    process_id: int = 0
 
 
 def resolve_address(
@@ -58,6 +58,8 @@ def resolve_address(
     environment: Mapping[str, str],
 ) -> Address:
     """Return the address from flags, or from environment variables where a flag is missing.
+
+    Without any of them, the run has one process.
 
     Raises:
         ValueError: the address is incomplete or contradictory.
@@ -75,6 +77,8 @@ def resolve_address(
             given[name] = text if name == "coordinator" else int(text)
     if given["num_processes"] == 1:
         return Address(given["coordinator"] or "", 1, given["process_id"] or 0)
+    if given["coordinator"] == AUTO:
+        return Address("", 0, -1)
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return Address()
@@ -82,7 +86,7 @@ def resolve_address(
         raise ValueError(
             f"a run over several processes needs --coordinator, --num_processes and --process_id; "
             f"missing: {', '.join(f'--{name} (or {_ENVIRONMENT[name]})' for name in missing)}. "
-            "Give all three, or on a TPU pod none"
+            f"Give all three, or on a TPU pod --coordinator={AUTO}"
         )
     address = Address(**given)
     if not 0 <= address.process_id < address.num_processes:
@@ -119,13 +123,10 @@ class Cluster:
         is_primary: bool | None = None,
         coordinator: str = "",
     ) -> None:
-        self.process_id = process_id
-        self.num_processes = num_processes
+        self.process_id, self.num_processes = process_id, num_processes
         self.members = tuple(members) or tuple(range(num_processes))
         self.is_primary = process_id == 0 if is_primary is None else is_primary
         self.coordinator = coordinator
-        self._replicate: Callable[[Any], Any] | None = None
-        self._rows: Any = None
 
     @property
     def number(self) -> int:
@@ -144,48 +145,30 @@ class Cluster:
         """Return a cluster of this process alone, in which it is not primary."""
         return Cluster(0, 1, [self.number], is_primary=False)
 
-    def gather(self, values: Int[np.ndarray, " n"]) -> Int[np.ndarray, "h n"]:
-        """Return every member's values, in order of process IDs.
-
-        Args:
-            values: int32 values, the same number in every process.
-        """
-        row = np.asarray(values, np.int32)[None]
-        if self.num_processes == 1:
-            return row
+    def _gather(self, row: Int[np.ndarray, " n"]) -> Int[np.ndarray, "h n"]:
+        """Return every member's int32 values, the same number each, in order of process IDs."""
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        if self._replicate is None:
-            mesh = Mesh(np.array(self._gather_devices()), ("process", "device"))
-            self._rows = NamedSharding(mesh, PartitionSpec("process"))
-            self._replicate = jax.jit(
-                lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())
-            )
-        rows = jax.make_array_from_process_local_data(self._rows, row)
-        return np.asarray(self._replicate(rows))
-
-    def _gather_devices(self) -> list[list[Any]]:
-        """Return the devices of each process for collectives.
-
-        One device per process if the chips permit a mesh with one device per host, else all.
-        """
-        import jax
-
         devices = [jax.local_devices(process_index=i) for i in self.members]
         if accepts_one_of_each_host(devices[0]):
-            return [own[:1] for own in devices]
-        return devices
+            devices = [own[:1] for own in devices]
+        mesh = Mesh(np.array(devices), ("process", "device"))
+        rows = jax.make_array_from_process_local_data(
+            NamedSharding(mesh, PartitionSpec("process")), np.asarray(row, np.int32)[None]
+        )
+        whole = NamedSharding(mesh, PartitionSpec())
+        return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return every process's JSON-compatible value."""
         if self.num_processes == 1:
             return [value]
         data = json.dumps(value).encode()
-        sizes = self.gather(np.array([len(data)], np.int32))[:, 0]
+        sizes = self._gather(np.array([len(data)]))[:, 0]
         # Pad to a power of two, so that few shapes are compiled.
         width = 1 << max(6, int(sizes.max() - 1).bit_length())
-        rows = self.gather(np.frombuffer(data.ljust(width, b" "), np.int32))
+        rows = self._gather(np.frombuffer(data.ljust(width, b" "), np.int32))
         return [json.loads(row.tobytes()) for row in rows]
 
     def broadcast_json(self, value: Any) -> Any:
@@ -208,7 +191,7 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
         shutdown_s: maximum time from the first to the last process's disconnection.
 
     Raises:
-        ValueError: the address of process 0 is not known.
+        ValueError: the address of process 0 is not known. PeerError: the others do not join.
     """
     if address.num_processes == 1:
         return Cluster()
@@ -221,21 +204,23 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     if num_cpu_devices > 1 and jax.config.jax_num_cpu_devices < 1:
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     known = address.num_processes > 0
+    # Processes of one machine use a loopback address, which other machines cannot reach.
+    is_local = is_loopback(address.coordinator.rpartition(":")[0])
     try:
         jax.distributed.initialize(
             coordinator_address=address.coordinator or None,
             num_processes=address.num_processes if known else None,
             process_id=address.process_id if known else None,
             cluster_detection_method="deactivate" if known else None,
-            coordinator_bind_address=bind_address(address.coordinator),
+            coordinator_bind_address=address.coordinator if is_local else None,
             heartbeat_timeout_seconds=heartbeat_s,
             shutdown_timeout_seconds=shutdown_s,
         )
     except ValueError as error:
         raise ValueError(
-            f"config.placement=pod: no address of the other processes ({error}). Give "
+            f"--coordinator={AUTO}: no address of the other processes ({error}). Give "
             "--coordinator=HOST:PORT --num_processes=N --process_id=I, or start the processes "
-            "with python -m tba_jax.launch_processes; --num_processes=1 is a pod of one host"
+            "with python -m tba_jax.launch_processes"
         ) from error
     except RuntimeError as error:  # jax raises this type for every failure of the service
         raise PeerError(
@@ -245,16 +230,12 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     return Cluster(jax.process_index(), jax.process_count(), coordinator=address.coordinator)
 
 
-def bind_address(coordinator: str) -> str | None:
-    """Return the address on which process 0 listens; None: all interfaces, the default of JAX.
-
-    Processes of one machine use a loopback address, which other machines cannot reach.
-    """
-    host = coordinator.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):  # the host is a name, not an IP address
-        if ipaddress.ip_address(host).is_loopback:
-            return coordinator
-    return coordinator if host == "localhost" else None
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address reaches this machine only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 @contextlib.contextmanager
@@ -267,17 +248,13 @@ def peer_errors(cluster: Cluster) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        if cluster.num_processes == 1 or not _is_transport(error):
+        words = ("Gloo", "NCCL", "coordination service", "UNAVAILABLE")
+        if cluster.num_processes == 1 or not any(word in str(error) for word in words):
             raise
         raise PeerError(
             f"process {cluster.process_id} of {cluster.num_processes} lost another process: "
             f"{_brief(error)}. The output of the lost process has the cause. {CONTINUE}"
         ) from error
-
-
-def _is_transport(error: BaseException) -> bool:
-    text = str(error)
-    return any(word in text for word in ("Gloo", "NCCL", "coordination service", "UNAVAILABLE"))
 
 
 def _brief(error: BaseException) -> str:
@@ -289,7 +266,7 @@ class FailureNotice:
 
     When a peer is lost, `jax.distributed` aborts the process from native code, without exception or
     handler. A shell therefore waits on a pipe; if the pipe closes before `withdraw`, the shell
-    writes the notice to this process's standard error.
+    writes the notice to standard error.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -304,23 +281,12 @@ class FailureNotice:
                 ["sh", "-c", 'trap "" INT TERM; read -r word || printf "%s\\n" "$0" >&2', notice],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=sys.stderr if _has_descriptor(sys.stderr) else None,
+                stderr=sys.stderr,
             )
 
     def withdraw(self) -> None:
         """Cancel the notice: this process ends normally or has printed its own error."""
-        if self._shell is None:
-            return
-        assert self._shell.stdin is not None
-        with contextlib.suppress(OSError):  # the shell was killed
-            self._shell.stdin.write(b"said\n")
-            self._shell.stdin.close()
-        self._shell.wait(5.0)
-        self._shell = None
-
-
-def _has_descriptor(stream: Any) -> bool:
-    try:
-        return stream.fileno() >= 0
-    except (OSError, ValueError, AttributeError):
-        return False
+        if self._shell is not None:
+            with contextlib.suppress(OSError):  # the shell was killed
+                self._shell.communicate(b"withdrawn\n", timeout=5.0)
+            self._shell = None

@@ -12,8 +12,8 @@ class MeshSettings(Section):
 
     data: int = field(
         1,
-        "number of copies of the train state, over which rows are sharded; placement=pod: 1 means "
-        "one per host",
+        "number of copies of the train state, over which rows are sharded; on several hosts 1 "
+        "means one per host",
         at_least=1,
         on_resume=True,
     )

@@ -174,7 +174,7 @@ def _describe(
         return sum(judge_bytes(config, request.judges, group_size)["searcher"].values())
 
     given = config
-    if request.chooses and config.placement != "whole_hosts":
+    if request.chooses and config.placement != "hosts":
         if ROWS not in request.fixed:
             config = replace(config, {ROWS: 0})
         config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes, of_judges)

@@ -12,18 +12,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.devices import asked
 from tba_jax.config.resolved import dtypes_on
 from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.config import parse_resources
-from tba_jax.devices.placement import MODES, divide
+from tba_jax.devices.placement import PlacementError, divide, hosts_of
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import estimates, layouts, sizes
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import text_of
-from tba_jax.settings import ConfigError, Schedule
+from tba_jax.settings import Schedule
 from tba_jax.tasks.mixture import Mixture, data_sets
 from tba_jax.tasks.registry import get_task
 from tba_jax.tasks.rows import has_split
@@ -69,7 +69,7 @@ def open_settings(config: Config) -> list[str]:
     ]
 
 
-def choose(config: Config, saved: Mapping[str, Any]) -> Config:
+def choose(config: Config, saved: Mapping[str, Any], *, is_job: bool = False) -> Config:
     """Choose the settings that this process can choose alone; return the config with them.
 
     `choose_together` chooses the settings that depend on the devices of several hosts.
@@ -77,21 +77,21 @@ def choose(config: Config, saved: Mapping[str, Any]) -> Config:
 
     Args:
         saved: fields of the config of the resumed run; empty for a new run.
+        is_job: whether the run has several processes, whose devices are not known here.
 
     Raises:
         ValueError: the data or the model cannot be used.
     """
     if saved:
-        return _as_saved(config, saved)
+        return _as_saved(config, saved, is_job)
     if not config.task.max_prompt_tokens:
         changed, reason = with_lengths(config)
         config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
     if config.optimizer.learning_rate == Schedule(0.0):
         config = _with_rate(config)
-    mode = MODES[config.placement]
-    if mode.has_remote_searchers:  # the searchers' devices belong to other processes
+    if config.placement == "fleet":  # the searchers' devices belong to other processes
         return _on_absent_devices(config)
-    if mode.spans_hosts or not open_settings(config):
+    if is_job or not open_settings(config):
         return config
     start_cluster(config)
     import jax
@@ -246,7 +246,7 @@ def _placed(
     if is_given or config.placement != "auto":
         left = len(devices) - asked(config).mesh.size
         searchers = max(1, left // config.search.num_devices)
-        if MODES[config.placement].spans_hosts:
+        if len(hosts_of(devices)) > 1:
             searchers = 1
         return _chosen(config, {"num_searchers": searchers}, about)
     placed, _ = layouts.choose(config, model_config, devices, memory_bytes)
@@ -263,7 +263,7 @@ def _on_absent_devices(config: Config) -> Config:
     return _chosen(config, {"num_searchers": 1}, "one searcher for each process of searchers")
 
 
-def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
+def _as_saved(config: Config, saved: Mapping[str, Any], is_job: bool) -> Config:
     """Return the config with the recorded choices of the resumed run.
 
     The placement is chosen again if it is invalid for the current devices.
@@ -271,16 +271,16 @@ def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
     has_open_placement = not config.num_searchers
     names = [name for name in open_settings(config) if name in saved]
     config = replace(config, {name: saved[name] for name in names})
-    if not has_open_placement or MODES[config.placement].has_remote_searchers:
+    if is_job or not has_open_placement or config.placement == "fleet":
         return config
     start_cluster(config)
     import jax
 
     devices = jax.local_devices()
     try:
-        validate_devices(config, len(devices))
+        divide(config.placement, devices, asked(config), devices[0].process_index)
         return config
-    except ConfigError:
+    except PlacementError:
         fresh = dict.fromkeys(_PLACEMENT[2:], 1) | {"placement": "auto", "num_searchers": 0}
         model_config = describe_model(config, with_weights=False).config
         again = _placed(replace(config, fresh), model_config, devices, _memory_bytes(devices))

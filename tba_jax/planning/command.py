@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, ConfigError, replace
-from tba_jax.devices.placement import MODES
 from tba_jax.planning.child import REMAT, ROWS, SLOTS, Request, ask
 from tba_jax.planning.verdict import Facts, Plan, Program, flags
 
@@ -145,7 +144,7 @@ def _config_of(name: str, overrides: Sequence[str]) -> Config:
     """Return the validated config of a command; missing length limits are measured."""
     config = override(None, [f"--config={name}", *overrides])
     validate(config)
-    if MODES[config.placement].has_remote_searchers:
+    if config.placement == "fleet":
         raise ConfigError(
             f"config.placement = {config.placement!r}: a plan is for the devices of one slice. Set "
             "--config.placement=auto"

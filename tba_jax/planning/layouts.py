@@ -12,19 +12,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.devices import asked
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.placement import (
-    MODES,
-    POD_LAYOUTS,
     PlacementError,
     divide,
-    on_hosts,
+    hosts_of,
+    trainer_on,
 )
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
-from tba_jax.devices.slices import hosts_of
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates, sizes
 from tba_jax.run.shared import place_run
@@ -52,14 +50,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     Raises:
         PlacementError: the placement does not fit the devices.
     """
-    hosts, mode = hosts_of(devices), MODES[config.placement]
-    if len(hosts) > 1 and not mode.spans_hosts:
-        raise PlacementError(
-            f"config.placement = {config.placement!r} is for the devices of one host, and this "
-            f"slice has {len(hosts)} hosts; set --config.placement=pod"
-        )
-    validate_devices(config, len(devices) // len(hosts), len(hosts))
-    by_host = [place_run(config, devices, process) for process in hosts]
+    by_host = [place_run(config, devices, process) for process in hosts_of(devices)]
     searching = [p for p in by_host if p.searcher_meshes]
     if not searching:
         raise PlacementError(
@@ -70,7 +61,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     chosen = searching[-1]
     found = divide(config.placement, devices, asked(config))
     groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
-    return Choice(found.layout, chosen, len(groups), found.shares_devices)
+    return Choice(found.placement, chosen, len(groups), found.shares_devices)
 
 
 def choose(
@@ -100,7 +91,7 @@ def choose(
     hosts, platform = len(hosts_of(devices)), platform_of(devices[0])
     per_host = len(devices) // hosts
     options = sorted(_trainer_sizes(devices), key=lambda n: abs(n - len(devices) / 2))
-    mode = "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
+    mode = "split" if len(devices) > 1 else "shared"
     config = replace(config, {"placement": mode})
     # If the slots for a round do not fit, fewer slots are chosen, but not far fewer.
     few = config.search.num_slots or -(-config.search.slots // 4)
@@ -138,7 +129,7 @@ def choose(
     slots = config.search.num_slots
     group = next((g for g in groups if searching(g, slots) <= free * room), groups[-1])
     fields = {f"mesh.{axis}": n for axis, n in mesh._asdict().items()} | {
-        "placement": "shared" if shares_devices and hosts == 1 else mode,
+        "placement": "shared" if shares_devices else mode,
         "num_searchers": pool // group * hosts,
         "search.num_devices": group,
     }
@@ -156,7 +147,7 @@ def _trainer_sizes(devices: Sequence[Any]) -> list[int]:
     sizes = range(1, len(devices))
     if len(hosts_of(devices)) == 1:
         return list(sizes)
-    return [n for n in sizes if any(on_hosts(x, devices, n) for x in POD_LAYOUTS)]
+    return [n for n in sizes if trainer_on("shared", devices, n) or trainer_on("split", devices, n)]
 
 
 def changes(given: Config, config: Config) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def choose(
     if not wanted:
         free -= _SHARE_FOR_CHOICES * hbm_bytes
     room = free * (1 - SHARE_FOR_PROGRAMS)
-    of_trainer = devices[: mesh.size] if config.placement == "whole_hosts" else devices
+    of_trainer = devices[: mesh.size] if config.placement == "hosts" else devices
     remat, rows = remat_of(config), options[0]
     if config.model.remat == "auto" and _keeps_products(config, model_config, of_trainer):
         fitting = [n for n in options if n >= group and needed(n, "dots") <= room]

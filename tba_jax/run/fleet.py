@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.config.schema import Config, freeze, plain
-from tba_jax.devices.cluster import PeerError, peer_errors
+from tba_jax.devices.cluster import Address, PeerError, peer_errors
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, Endpoint, Unreachable
@@ -88,7 +88,8 @@ class TrainerProcess:
             is_local = config.fleet.address == "local"
             server = OwnerServer(self._token, is_local=is_local, num_restarts=self._num_restarts)
             write_json(self._workdir / OWNER, {"addresses": server.endpoint.addresses})
-        cluster = start_cluster(config, addresses[0], len(addresses), number)
+        job = Address(addresses[0], len(addresses), number)
+        cluster = start_cluster(config, job)
         console = Console(
             file=sys.stdout, force_terminal=False, highlight=False, quiet=number > 0, width=1000
         )

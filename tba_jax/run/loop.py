@@ -27,7 +27,6 @@ from typing import Any
 
 from tba_jax.config.advice import Times
 from tba_jax.devices.cluster import CONTINUE, PeerError
-from tba_jax.devices.placement import MODES
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.layout import Batch
 from tba_jax.flow.tickets import Report, summarise
@@ -260,7 +259,7 @@ class OwnerLoop(Loop):
             run.server.owner = self.owner
         if run.trainer.step_index and run.evaluated.before is None:
             self.owner.evaluations.request(0)  # interrupted before the start model was evaluated
-        if MODES[run.config.placement].has_remote_searchers or not self.owner.absent:
+        if run.config.placement == "fleet" or not self.owner.absent:
             return
         run.logs.progress.phase("waiting for the processes that search")
         limit_s = run.config.log.watchdog_s

@@ -6,8 +6,6 @@ channel server, on which the other trainer processes request steps and searchers
 request tickets. The address and the token are exchanged once, when the processes join.
 """
 
-import ipaddress
-import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -15,8 +13,7 @@ from collections.abc import Sequence
 from tba_jax.config.devices import cpu_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices import cluster as clusters
-from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.placement import MODES
+from tba_jax.devices.cluster import Address, Cluster, is_loopback
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint
 from tba_jax.remote.client import Client
 from tba_jax.remote.handlers import owner_handlers
@@ -24,30 +21,22 @@ from tba_jax.remote.owner import Owner
 from tba_jax.run.errors import UserError
 
 
-def start_cluster(
-    config: Config,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-) -> Cluster:
+def start_cluster(config: Config, address: Address | None = None) -> Cluster:
     """Set the options that JAX reads at its start, and join the other processes of a job.
 
     Args:
-        coordinator, num_processes, process_id: as in `resolve_address`; a placement of one process
-            joins a job only if `coordinator` is given.
+        address: address of the job; None: this process is alone.
 
     Raises:
         PeerError: the other processes do not join.
     """
-    if coordinator or MODES[config.placement].spans_hosts:
-        address = clusters.resolve_address(coordinator, num_processes, process_id, os.environ)
-        if address.num_processes != 1:
-            return clusters.start(
-                address,
-                num_cpu_devices=cpu_devices(config, max(1, address.num_processes)),
-                heartbeat_s=HEARTBEAT_S,
-                shutdown_s=int(config.log.watchdog_s),
-            )
+    if address is not None and address.num_processes != 1:
+        return clusters.start(
+            address,
+            num_cpu_devices=cpu_devices(config, max(1, address.num_processes)),
+            heartbeat_s=HEARTBEAT_S,
+            shutdown_s=int(config.log.watchdog_s),
+        )
     divide_cpu(cpu_devices(config))
     return Cluster()
 
@@ -93,9 +82,8 @@ class OwnerServer:
     ) -> None:
         self.num_restarts = num_restarts
         self.owner: Owner | None = None
-        self._channel = ChannelServer(
-            owner_handlers(lambda: self.owner), token, is_local=is_local
-        ).start()
+        handlers = owner_handlers(lambda: self.owner)
+        self._channel = ChannelServer(handlers, token, is_local=is_local).start()
         self.endpoint = self._channel.endpoint(address)
         self.check = self._channel.failure.check
         self.close = self._channel.close
@@ -124,23 +112,13 @@ def connect(
         return owner
     if owner is None and cluster.number == trainers[0]:
         host = cluster.coordinator.rpartition(":")[0].strip("[]")
-        owner = OwnerServer(
-            secrets.token_hex(16),
-            is_local=_is_loopback(host),
-            address=host if cluster.number == 0 else "",
-        )
-    mine = None if owner is None else owner.endpoint
-    (found,) = [each for each in cluster.gather_json(mine) if each is not None]
+        address = host if cluster.number == 0 else ""
+        owner = OwnerServer(secrets.token_hex(16), is_local=is_loopback(host), address=address)
+    found = cluster.gather_json(None if owner is None else owner.endpoint)
     if owner is not None:
         return owner
-    endpoint, timeout_s = Endpoint(tuple(found[0]), found[1]), config.log.watchdog_s
+    (addresses, token) = next(each for each in found if each is not None)
+    endpoint, timeout_s = Endpoint(tuple(addresses), token), config.log.watchdog_s
     channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, HEARTBEAT_S))
     host = f"process {cluster.number} on {socket.gethostname()}"
     return Client(channel, host, process=cluster.number, timeout_s=timeout_s)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.devices import asked
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError, peer_errors
-from tba_jax.devices.placement import MODES, divide
-from tba_jax.devices.slices import hosts_of
+from tba_jax.devices.placement import divide, hosts_of
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import RunEnded, Unreachable
 from tba_jax.remote.client import Client
@@ -65,7 +64,7 @@ def train(
     with _claimed(config, workdir) as (folder, hold):
         if hold is None:
             return finished_before(config, folder)
-        if MODES[config.placement].has_remote_searchers:
+        if config.placement == "fleet":
             from tba_jax.run.fleet import train_fleet
 
             return train_fleet(config, folder, hold, interrupted=interrupted)
@@ -168,7 +167,6 @@ def run_job(
 
     from tba_jax.run.conduct import conduct
 
-    validate_devices(config, len(jax.local_devices()), cluster.num_processes)
     roles = roles_of(config, jax.devices())
     is_done, hold = claim_together(cluster, config, workdir, held, owner=roles.train[0])
     trains = cluster.number in roles.train

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax.config.command_line import versions
-from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.devices import asked
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
@@ -247,7 +247,6 @@ def open_shared(
     """
     folder = workdir.absolute()
     if sites is None:
-        validate_devices(config, len(jax.local_devices()), jax.process_count())
         # In a job of one process these are the local devices.
         sites = open_sites(config, place_run(config, jax.devices(), cluster.number))
     task = make_task(config)

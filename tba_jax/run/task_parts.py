@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tba_jax.config.devices import validate_devices
+from tba_jax.config.devices import asked
 from tba_jax.config.resolved import allows_forks
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.placement import MODES
+from tba_jax.devices.placement import divide
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.environments.chat import make_chat_format
 from tba_jax.environments.episodes import Episodes
@@ -423,11 +423,11 @@ def preflight(config: Config) -> None:
     server = make_server(config, policy, tokenizer, Path())
     if server is not None:
         server.check()
-    if not MODES[config.placement].spans_hosts:  # the devices of other hosts are not known here
+    if config.placement != "hosts":  # the devices of other hosts are not known here
         start_cluster(config)
         import jax
 
-        validate_devices(config, len(jax.local_devices()))
+        divide(config.placement, jax.local_devices(), asked(config), jax.process_index())
 
 
 def _check_packages(config: Config) -> None:
@@ -436,7 +436,7 @@ def _check_packages(config: Config) -> None:
     wanted = []
     if kind:
         wanted.append((f"log.tracker={config.log.tracker}", TRACKER_PACKAGES.get(kind, ""), kind))
-    if MODES[config.placement].has_remote_searchers:
+    if config.placement == "fleet":
         wanted.append(("placement=fleet", "ray", "fleet"))
     for setting, package, extra in wanted:
         if importlib.util.find_spec(package) is None:

@@ -8,12 +8,13 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tba_jax.config import document
-from tba_jax.config.devices import cpu_devices, validate_devices
+from tba_jax.config.devices import asked, cpu_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     SETTINGS,
@@ -23,6 +24,7 @@ from tba_jax.config.schema import (
     get_field,
     make_config,
 )
+from tba_jax.devices.placement import divide
 from tba_jax.run.model_parts import make_rate, make_step_settings
 from tba_jax.settings import Schedule
 from tba_jax.train.optimizers import value_at
@@ -37,6 +39,11 @@ def load(path, preset):
     return freeze(runpy.run_path(str(path))["get_config"](preset))
 
 
+def divide_cpus(config, number):
+    devices = [SimpleNamespace(id=i, process_index=0, platform="cpu") for i in range(number)]
+    return divide(config.placement, devices, asked(config))
+
+
 def test_default_presets_run_offline_on_one_device():
     for path in CONFIG_FILES:
         config = freeze(runpy.run_path(str(path))["get_config"]())
@@ -44,7 +51,7 @@ def test_default_presets_run_offline_on_one_device():
         for field in ("model.path", "reward.model_path", "eval.gold_model"):
             value = get_field(config, field)
             assert value == "" or value.startswith("embedded:")
-        validate_devices(config, cpu_devices(config))
+        divide_cpus(config, cpu_devices(config))
 
 
 def test_gsm8k_is_the_papers_figure_1_run():
@@ -202,11 +209,11 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
 @pytest.mark.parametrize(
     ("changes", "num_devices", "message"),
     [
-        ({"placement": "split"}, 1, "needs a device for searchers, and this process sees 1"),
+        ({"placement": "split"}, 1, "Set --config.placement=shared"),
         (
             {"mesh.fsdp": 4, "search.num_devices": 3},
             4,
-            "must divide the trainer's 4 devices, which .* --config.search.num_devices=1",
+            "shares 4 of 4. Lower num_searchers, search.num_devices",
         ),
     ],
 )
@@ -214,7 +221,7 @@ def test_placements_that_the_devices_do_not_allow(changes, num_devices, message)
     config = make_config(changes)
     validate(config)
     with pytest.raises(ConfigError, match=message):
-        validate_devices(config, num_devices)
+        divide_cpus(config, num_devices)
 
 
 def run_main(*arguments, cwd=ROOT):

@@ -104,7 +104,7 @@ def test_values_of_states_are_drawn_for_who_reads_them_and_by_the_trainers_own_p
     for changed, message in (
         ({"objective.vine_tokens": 0}, "vine_tokens = 0: must be at least 1"),
         ({"search.stop_strings": ("\n",)}, "stop_strings = .*a text that began before"),
-        ({"placement": "whole_hosts"}, "placement = 'whole_hosts': state values"),
+        ({"placement": "hosts"}, "placement = 'hosts': state values"),
     ):
         with pytest.raises(ConfigError, match=message):
             validate(make_config(fields | changed))

@@ -11,8 +11,8 @@ from tba_jax.config.schema import make_config
     ("fields", "is_written"),
     [
         ({}, False),
-        ({"placement": "pod"}, False),
-        ({"placement": "whole_hosts"}, True),
+        ({"placement": "split"}, False),
+        ({"placement": "hosts"}, True),
         ({"placement": "fleet"}, True),
     ],
 )

@@ -26,7 +26,9 @@ def test_address_comes_from_flags_then_from_the_environment():
     }
     assert resolve_address(None, None, None, environment) == Address("a:1", 4, 3)
     assert resolve_address("b:2", 2, 0, environment) == Address("b:2", 2, 0)
-    assert resolve_address(None, None, None, {}) == Address()  # a TPU pod knows by itself
+    assert resolve_address(None, None, None, {}) == Address()
+    platform = Address("", 0, -1)  # a TPU pod knows by itself
+    assert resolve_address("auto", None, None, {}) == platform
     assert resolve_address(None, 1, None, {}) == Address("", 1, 0)
 
 

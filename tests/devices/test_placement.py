@@ -14,11 +14,9 @@ from tba_jax.devices.placement import (
     Asked,
     MeshShape,
     PlacementError,
-    check,
     divide,
 )
 from tba_jax.devices.sharding import hand_over
-from tba_jax.settings import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +57,12 @@ def test_placements_of_one_process(placement, each, groups):
 @pytest.mark.parametrize(
     ("placement", "devices", "trainer", "each", "message"),
     [
-        ("shared", 4, 8, 1, "mesh needs 8 devices, got 4"),
-        ("split", 8, 2, 3, "3 searchers of 3 devices need 9, and the trainer leaves 6"),
-        ("shared", 2, 2, 4, "3 searchers of 4 devices need 12, and the trainer leaves 2"),
+        ("shared", 4, 8, 1, r"8 trainer devices do not fit .* one of \[1, 2, 3, 4\]"),
+        ("split", 8, 2, 3, "3 searchers of 3 devices .* leaves 6 of 8"),
+        ("split", 1, 1, 1, "Set --config.placement=shared"),
+        ("shared", 2, 2, 4, "3 searchers of 4 devices .* shares 2 of 2"),
+        ("shared", 4, 4, 3, "3 searchers of 3 devices .* shares 4 of 4"),
+        ("hosts", 4, 4, 1, "do not fit placement=hosts on 1 host"),
     ],
 )
 def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, each, message):
@@ -72,18 +73,18 @@ def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, ea
 @pytest.mark.parametrize(
     ("kind", "hosts", "trainer", "layout", "trains", "searches"),
     [
-        ("TPU v5", 2, 4, "per_host", [0, 1, 4, 5], [[6], [7]]),  # v5p calls itself TPU v5
-        ("TPU v4", 2, 2, "per_host", [0, 4], [[5], [6]]),
-        ("TPU v5 lite", 2, 8, "interleaved", [0, 1, 2, 3, 4, 5, 6, 7], [[4], [5]]),
-        ("cpu", 2, 2, "per_host", [0, 4], [[5], [6]]),
-        ("cuda", 2, 6, "per_host", [0, 1, 2, 4, 5, 6], [[7], [7]]),
+        ("TPU v5", 2, 4, "split", [0, 1, 4, 5], [[6], [7]]),  # v5p calls itself TPU v5
+        ("TPU v4", 2, 2, "split", [0, 4], [[5], [6]]),
+        ("TPU v5 lite", 2, 8, "shared", [0, 1, 2, 3, 4, 5, 6, 7], [[4], [5]]),
+        ("cpu", 2, 2, "split", [0, 4], [[5], [6]]),
+        ("cuda", 2, 6, "split", [0, 1, 2, 4, 5, 6], [[7], [7]]),
     ],
 )
 def test_layouts_of_a_pod(kind, hosts, trainer, layout, trains, searches):
     devices = chips(kind, hosts, 4)
     asked = Asked(MeshShape(trainer), num_searchers=2 * hosts)
-    got = divide("pod", devices[::-1], asked, process_index=1)
-    assert got.layout == layout
+    got = divide("auto", devices[::-1], asked, process_index=1)
+    assert got.placement == layout
     assert ids(got.trainer) == trains
     assert [ids(group) for group in got.groups] == searches
 
@@ -115,10 +116,10 @@ def grid(kind, columns, rows):
         (grid("TPU v5 lite", 4, 4), 4, [15], list(range(1, 15))),
     ],
 )
-def test_on_whole_hosts_some_train_and_the_others_search(devices, trainer, trains, searches):
+def test_on_hosts_some_train_and_the_others_search(devices, trainer, trains, searches):
     asked = Asked(MeshShape(trainer), num_searchers=len(searches))
     hosts = range(len({d.process_index for d in devices}))
-    found = {h: divide("whole_hosts", devices, asked, process_index=h) for h in hosts}
+    found = {h: divide("hosts", devices, asked, process_index=h) for h in hosts}
     assert sorted({d.process_index for d in found[0].trainer}) == trains
     assert [h for h, a in found.items() if a.groups] == searches
     assert [found[h].first_searcher for h in searches] == list(range(len(searches)))
@@ -127,21 +128,17 @@ def test_on_whole_hosts_some_train_and_the_others_search(devices, trainer, train
     assert {d.process_index for d in mine} == {searches[0]}
 
 
-def test_whole_hosts_refuses_a_placement_without_searchers():
+def test_hosts_refuses_a_placement_without_searchers():
     devices = chips("TPU v6 lite", 4, 4)
-    with pytest.raises(PlacementError, match=r"whole_hosts|one of \[4, 8, 12\]"):
-        divide("whole_hosts", devices, Asked(MeshShape(16), 4))
+    with pytest.raises(PlacementError, match=r"one of \[4, 8, 12\]"):
+        divide("hosts", devices, Asked(MeshShape(16), 4))
     with pytest.raises(
         PlacementError,
         match="num_searchers to a multiple of 2",
     ):
-        divide("whole_hosts", devices, Asked(MeshShape(8), 3))
-    with pytest.raises(ConfigError, match="all 4 devices of some of the 4 hosts"):
-        check("whole_hosts", Asked(MeshShape(6), 4), 4, 4)
-    with pytest.raises(ConfigError, match="this run has one process"):
-        check("whole_hosts", Asked(MeshShape(2), 4), 4, 1)
-    with pytest.raises(PlacementError, match="or set --config.placement=whole_hosts"):
-        divide("pod", devices, Asked(MeshShape(8), 4))
+        divide("hosts", devices, Asked(MeshShape(8), 3))
+    with pytest.raises(PlacementError, match="Set --config.placement=hosts"):
+        divide("split", devices, Asked(MeshShape(4, 2), 4))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +151,8 @@ def test_whole_hosts_refuses_a_placement_without_searchers():
     ],
 )
 def test_what_libtpu_refuses_is_refused_with_sizes_that_work(kind, hosts, trainer, sizes):
-    with pytest.raises(PlacementError, match=f"model={trainer}: no layout .* one of {sizes}"):
-        divide("pod", chips(kind, hosts, 4), Asked(MeshShape(trainer), hosts))
+    with pytest.raises(PlacementError, match=f"= {trainer} trainer devices do not fit .* {sizes}"):
+        divide("auto", chips(kind, hosts, 4), Asked(MeshShape(trainer), hosts))
 
 
 def mesh(*names, shape, first=0):

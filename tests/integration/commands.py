@@ -23,7 +23,6 @@ SMALL = (
     "checkpoint.period=4",
 )
 SYNC = ("driver=sync",)
-POD = ("placement=pod",)
 
 
 IN_AN_ENVIRONMENT = (
@@ -177,7 +176,7 @@ def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
             "tba_jax.launch_processes",
             f"--num_processes={num_processes}",
             "--",
-            *arguments(workdir, *POD, *overrides),
+            *arguments(workdir, *overrides),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # The workers find one another by JAX_COORDINATOR_ADDRESS and the like, which the fake machines have
 # instead of a TPU's metadata, and train together in one work directory on the share.
-JOB = "python -m tba_jax.main --config=configs/math.py --config.placement=pod --workdir=$BUCKET/run"
+JOB = "python -m tba_jax.main --config=configs/math.py --workdir=$BUCKET/run"
 
 
 @pytest.fixture

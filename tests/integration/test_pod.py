@@ -12,7 +12,6 @@ import textwrap
 import numpy as np
 import pytest
 from commands import (
-    POD,
     ROOT,
     SYNC,
     arguments,
@@ -69,8 +68,8 @@ def test_two_processes_train_and_search_together(cache, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_whole_hosts_make_losses_ledger_and_evaluations_of_one(cache, folder):
-    whole = (*SAME, "placement=whole_hosts", "JAX_NUM_CPU_DEVICES=1")
+def test_hosts_make_losses_ledger_and_evaluations_of_one(cache, folder):
+    whole = (*SAME, "placement=hosts", "JAX_NUM_CPU_DEVICES=1")
     code, _, err = run_pod(4, folder / "pod", *whole, cache=cache, cwd=folder)
     assert code == 0, err
     one = (*SAME, "JAX_NUM_CPU_DEVICES=4", "placement=split")
@@ -164,7 +163,7 @@ def test_another_command_on_one_host_is_refused_on_all(cache, tmp_path):
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "tba_jax.main"),
-                *arguments(tmp_path / "run", *POD, f"checkpoint.period={4 + i}"),
+                *arguments(tmp_path / "run", f"checkpoint.period={4 + i}"),
                 *common,
                 f"--process_id={i}",
             ],

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tba_jax.config.command_line import override
-from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.devices import asked
 from tba_jax.config.rules import validate
 from tba_jax.devices.placement import divide
 
@@ -20,17 +20,21 @@ def pod_jobs(page):
     """`--config.FIELD=VALUE` of each command of a page that asks for a pod."""
     text = (ROOT / "docs" / "launch" / page).read_text()
     jobs = [re.split(r"\n\n|```|resources:", rest)[0] for rest in text.split("tba_jax.main")[1:]]
-    return [re.findall(r"--config\.[\w.]+=\w+", job) for job in jobs if "placement=pod" in job]
+    return [
+        re.findall(r"--config\.[\w.]+=\w+", job)
+        for job in jobs
+        if "num_searchers" in job and "placement=hosts" not in job
+    ]
 
 
 # ml_collections loads config files through a deprecated function of importlib.
 @pytest.mark.parametrize(
     ("page", "number", "kind", "chips", "layout"),
     [
-        ("tpu_pod.md", 0, "TPU v5 lite", 4, "interleaved"),
-        ("clusters.md", 0, "TPU v5 lite", 4, "interleaved"),  # xpk
-        ("clusters.md", 1, "TPU v5 lite", 4, "interleaved"),  # JobSet
-        ("clusters.md", 2, "gpu", 8, "per_host"),  # Slurm
+        ("tpu_pod.md", 0, "TPU v5 lite", 4, "shared"),
+        ("clusters.md", 0, "TPU v5 lite", 4, "shared"),  # xpk
+        ("clusters.md", 1, "TPU v5 lite", 4, "shared"),  # JobSet
+        ("clusters.md", 2, "gpu", 8, "split"),  # Slurm
     ],
 )
 def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
@@ -39,12 +43,11 @@ def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
     overrides = pod_jobs(page)[number]
     config = override(None, [f"--config={ROOT / 'configs/math.py'}:gsm8k", *overrides])
     validate(config)
-    validate_devices(config, chips, HOSTS)
     devices = [
         SimpleNamespace(platform=kind[:3].lower(), device_kind=kind, process_index=i // chips, id=i)
         for i in range(HOSTS * chips)
     ]
-    arrangement = divide("pod", devices, asked(config), process_index=HOSTS - 1)
-    assert arrangement.layout == layout
+    arrangement = divide(config.placement, devices, asked(config), process_index=HOSTS - 1)
+    assert arrangement.placement == layout
     assert {d.process_index for d in arrangement.trainer} == set(range(HOSTS))
     assert len(arrangement.groups) == config.num_searchers // HOSTS > 0

@@ -107,8 +107,8 @@ def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
         return sizes(given, shape, 140 * 2**30, MeshShape(fsdp=4), devices)
 
     kept = {"batch.micro_batch_rows": 32, "model.remat": "dots"}
-    assert chosen([GPU] * 8) == chosen([GPU] * 4 + [other] * 4, "whole_hosts") == kept
-    assert chosen([GPU] * 2 + [other] * 2, "pod") == {"batch.micro_batch_rows": 256}
+    assert chosen([GPU] * 8) == chosen([GPU] * 4 + [other] * 4, "hosts") == kept
+    assert chosen([GPU] * 2 + [other] * 2, "shared") == {"batch.micro_batch_rows": 256}
     tpus = [types.SimpleNamespace(platform="tpu", process_index=i) for i in range(2)]
     assert chosen(tpus)["model.remat"] == "dots"
 

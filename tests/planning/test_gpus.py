@@ -93,7 +93,7 @@ def test_packed_rows_have_flash_attention_with_its_gradient(shares):
     [
         ("h100:1", "gsm8k", "realtreetune/rho-1b-sft-GSM8K", "shared", 1),
         ("h100:8", "gsm8k", "realtreetune/rho-1b-sft-GSM8K", "split", 4),
-        ("h100:2x8", "math", "Qwen/Qwen2.5-7B", "per_host", 8),
+        ("h100:2x8", "math", "Qwen/Qwen2.5-7B", "split", 8),
         ("h200:8", "math", "Qwen/Qwen2.5-7B", "split", 4),
     ],
 )

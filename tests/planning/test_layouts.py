@@ -44,13 +44,13 @@ def choose(preset, model, text, **changes):
     ("preset", "model", "text", "name", "trainer", "groups", "group"),
     [
         # Hosts of v5e or v6e train all together or not at all.
-        ("gsm8k", RHO, "v5e:2x4", "interleaved", 8, 8, 1),
+        ("gsm8k", RHO, "v5e:2x4", "shared", 8, 8, 1),
         ("gsm8k", RHO, "v5e:2x4@8", "split", 4, 4, 1),
         ("gsm8k", RHO, "v5e:1x1", "shared", 1, 1, 1),
-        ("math", QWEN, "v5p:2x2x4", "per_host", 8, 8, 1),
-        ("math", QWEN, "v6e:4x4", "interleaved", 16, 4, 4),
+        ("math", QWEN, "v5p:2x2x4", "split", 8, 8, 1),
+        ("math", QWEN, "v6e:4x4", "shared", 16, 4, 4),
         # One host or all of them; and weights fit on no single chip.
-        ("math", QWEN, "v5e:8x8", "interleaved", 64, 16, 4),
+        ("math", QWEN, "v5e:8x8", "shared", 64, 16, 4),
     ],
 )
 def test_every_slice_gets_a_placement_that_it_accepts(
@@ -62,13 +62,13 @@ def test_every_slice_gets_a_placement_that_it_accepts(
     assert choice.placement.trainer_mesh.devices.size == trainer
     assert choice.num_groups == groups
     assert choice.placement.searcher_meshes[0].devices.size == group
-    assert choice.shares_devices == (name in ("shared", "interleaved"))
+    assert choice.shares_devices == (name == "shared")
     # The fields say it: a config with them is placed alike.
     validate(config)
     devices = chips.parse_topology(text).devices()
     assert layouts.place(config, devices).name == name
     # No host of a pod may search alone.
-    if config.placement == "pod":
+    if len(devices) > 8:
         hosts = {d.process_index for d in devices}
         assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
 
@@ -94,15 +94,15 @@ def test_judges_that_one_chip_cannot_hold_make_groups_larger():
 def test_the_configs_own_placement_is_kept_on_several_hosts():
     pytest.importorskip("libtpu")
     config = freeze(PRESETS["get_config"]("math"))
-    config = replace(config, {"placement": "pod"})  # with mesh.fsdp=4, one device of each host
+    config = replace(config, {"placement": "split"})  # with mesh.fsdp=4, one device of each host
     devices = chips.parse_topology("v5p:2x2x4").devices()
     choice = layouts.place(config, devices)
-    assert (choice.name, choice.num_groups) == ("per_host", 4)
+    assert (choice.name, choice.num_groups) == ("split", 4)
     assert choice.placement.trainer_mesh.shape["fsdp"] == 4
     # On v5e four of eight chips are one whole host, and the other would search alone.
     with pytest.raises(
         PlacementError,
-        match="no layout .* 2 hosts with 4 .*config.placement=whole_hosts",
+        match="do not fit .* 2 host.* with 4 .*config.placement=hosts",
     ):
         layouts.place(config, chips.parse_topology("v5e:2x4").devices())
 

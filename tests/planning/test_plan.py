@@ -189,7 +189,7 @@ def test_a_billion_parameters_on_a_tpu_slice():
     programs = "--programs=train_step,publish"
     done = run("--config=configs/math.py:gsm8k", "--topology=v5e:2x4", programs, "--json")
     out = json.loads(done.stdout.splitlines()[-1])
-    assert out["placement"]["layout"] == "interleaved"
+    assert out["placement"]["layout"] == "shared"
     # bfloat16, an eighth on each device.
     held = out["programs"]["publish"]["hbm_gib"]["parameters"]
     assert held == pytest.approx(1_100_048_384 * 2 / 8 / 2**30, rel=0.01)
