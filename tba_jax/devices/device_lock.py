@@ -4,17 +4,15 @@
 While a multi-device program runs, each of its devices waits for the other ones. If two threads
 launch such programs on common devices, devices may receive the programs in different orders and
 deadlock. Invariant: of two multi-device programs with a common device, one has ended before the
-other is launched.
+other is launched (tests/devices/test_device_lock.py).
 """
 
-import contextlib
-import dataclasses
 import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -26,12 +24,11 @@ class DeviceLockError(RuntimeError):
     """A thread waited too long for the device lock; the message names the holder."""
 
 
-@dataclasses.dataclass(eq=False)
-class _Entry:
+class _Entry(NamedTuple):
     devices: frozenset[Any]
     program: str
     thread: str
-    since: float
+    start_s: float
 
 
 class DeviceLock:
@@ -66,50 +63,42 @@ class DeviceLock:
 
         @functools.wraps(program)
         def launch(*args: Any, **kwargs: Any) -> Any:
-            with self._turn(needed, name):
+            entry = _Entry(needed, name, threading.current_thread().name, time.monotonic())
+            with self._changed:
+                self._queue.append(entry)
+            try:
+                self._wait(entry)
                 return jax.block_until_ready(program(*args, **kwargs))
+            finally:
+                with self._changed:
+                    self._queue.remove(entry)
+                    self._changed.notify_all()
 
         return launch
 
-    @contextlib.contextmanager
-    def _turn(self, devices: frozenset[Any], program: str) -> Iterator[None]:
-        turn = _Entry(devices, program, threading.current_thread().name, time.monotonic())
-        with self._changed:
-            self._queue.append(turn)
-        try:
-            self._wait(turn)
-            yield
-        finally:
-            with self._changed:
-                self._queue.remove(turn)
-                self._changed.notify_all()
+    def _wait(self, entry: _Entry) -> None:
+        def blocker() -> _Entry | None:
+            before = itertools.takewhile(lambda other: other is not entry, self._queue)
+            return next((other for other in before if other.devices & entry.devices), None)
 
-    def _wait(self, turn: _Entry) -> None:
         with self._changed:
-            holder = self._blocker(turn)
-            assert holder is None or holder.thread != turn.thread, (
+            first = blocker()
+            assert first is None or first.thread != entry.thread, (
                 "a thread must not launch a locked program inside another"
             )
-            is_free = self._changed.wait_for(lambda: self._blocker(turn) is None, self._timeout_s)
+            self._changed.wait_for(lambda: blocker() is None, self._timeout_s)
             now = time.monotonic()
-            self.wait_s += now - turn.since
-            holder = self._blocker(turn)
-            if not is_free and holder is not None:
-                ids = ", ".join(sorted({str(d.id) for d in turn.devices & holder.devices}))
+            self.wait_s += now - entry.start_s
+            if (holder := blocker()) is not None:
+                ids = ", ".join(sorted({str(d.id) for d in entry.devices & holder.devices}))
                 raise DeviceLockError(
-                    f"thread {turn.thread} waited {self._timeout_s:.0f} s to launch the program "
-                    f"{turn.program!r} on devices {ids}. Thread {holder.thread} has run "
-                    f"{holder.program!r} on them for {now - holder.since:.0f} s: the program hangs "
+                    f"thread {entry.thread} waited {self._timeout_s:.0f} s to launch the program "
+                    f"{entry.program!r} on devices {ids}. Thread {holder.thread} requested them "
+                    f"for {holder.program!r} {now - holder.start_s:.0f} s ago: the program hangs "
                     "or is still being compiled. Run the same command again to continue from the "
                     "newest checkpoint; if compilation takes that long, add a larger "
                     "--config.log.watchdog_s"
                 )
-            turn.since = now
-
-    def _blocker(self, turn: _Entry) -> _Entry | None:
-        """Return the first earlier entry that shares a device with `turn`; None without one."""
-        before = itertools.takewhile(lambda other: other is not turn, self._queue)
-        return next((other for other in before if other.devices & turn.devices), None)
 
 
 def device_lock_for(meshes: Sequence[Mesh], *, timeout_s: float) -> DeviceLock | None:

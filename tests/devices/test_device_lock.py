@@ -142,7 +142,7 @@ def test_a_wait_that_is_too_long_names_the_thread_that_holds_the_devices():
     launch = Site(mesh_of(1, 2, 3), lock).locked(train_step)
     with pytest.raises(DeviceLockError) as caught:
         launch()
-    assert "'train_step' on devices 1, 2. Thread searcher-0 has run" in str(caught.value)
+    assert "'train_step' on devices 1, 2. Thread searcher-0 requested" in str(caught.value)
     assert "Run the same command again" in str(caught.value) and lock.wait_s >= 0.05
     may_end.set()
     thread.join(10.0)

@@ -4,11 +4,8 @@
 import os
 import subprocess
 import sys
-import time
 
-import pytest
-
-from tba_jax.devices.program_cache import FORGET_S, forget_unused, machine_key
+from tba_jax.devices.program_cache import machine_key
 
 # Says the note, then whether a program that takes its time to compile was compiled or found.
 PROGRAM = """
@@ -60,38 +57,11 @@ def test_a_folder_that_cannot_be_written_is_a_note(tmp_path):
 
 
 CPU = "processor : 0\nmodel name : EPYC\nflags : avx avx2\n"
-SAME = {"device_kind": "cpu", "processor": CPU, "num_cores": 2}
-VERSIONS = {"jax_version": "0.12.0", "jaxlib_version": "0.12.1"}
 
 
-def test_a_folder_belongs_to_a_machine_and_versions():
-    key = machine_key(**SAME, **VERSIONS)
-    assert key.startswith("jax-0.12.0-jaxlib-0.12.1-cpu-")
-    # How many cores the machine has, and in what order they are listed, is no property of one.
-    assert machine_key(**SAME | {"processor": CPU + CPU.replace("0", "1")}, **VERSIONS) == key
-    others = [
-        SAME | {"device_kind": "NVIDIA H100"} | VERSIONS,
-        SAME | {"processor": CPU.replace("avx2", "avx512f")} | VERSIONS,
-        SAME | {"processor": CPU.replace("EPYC", "Xeon")} | VERSIONS,
-        SAME | {"processor": "arm"} | VERSIONS,
-        SAME | {"num_cores": 4} | VERSIONS,
-        SAME | VERSIONS | {"jax_version": "0.12.1"},
-        SAME | VERSIONS | {"jaxlib_version": "0.12.2"},
-    ]
-    assert len({key, *(machine_key(**other) for other in others)}) == 1 + len(others)
-
-
-@pytest.mark.parametrize(("age_s", "is_kept"), [(FORGET_S - 3600, True), (FORGET_S + 3600, False)])
-def test_unused_folders_are_deleted(tmp_path, age_s, is_kept):
-    ours, other, foreign = (
-        tmp_path / name for name in ("jax-2-jaxlib-2-cpu", "jax-1-jaxlib-1-cpu", "of others")
-    )
-    used = time.time() - age_s
-    for folder in (ours, other, foreign):
-        folder.mkdir()
-        (folder / "jit_f-cache").write_text("")
-        os.utime(folder / "jit_f-cache", (used, used))
-        os.utime(folder, (used, used))
-    forget_unused(tmp_path, keep=ours)
-    assert other.exists() == is_kept
-    assert ours.exists() and foreign.exists()
+def test_a_folder_belongs_to_a_kind_of_machine():
+    key = machine_key(CPU, 2)
+    # The order in which cores are listed does not matter.
+    assert machine_key(CPU + CPU.replace("0", "1"), 2) == key
+    others = [(CPU.replace("avx2", "avx512f"), 2), (CPU.replace("EPYC", "Xeon"), 2), (CPU, 4)]
+    assert len({key, *(machine_key(*other) for other in others), machine_key("arm", 2)}) == 5
