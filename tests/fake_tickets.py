@@ -74,7 +74,7 @@ class House:
         self.num_owners += 1
         self.merged = []  # numbers of tickets, in the order of the merges
         self.buffer = make_buffer(recency_prob=1.0)
-        self.evaluations = EvaluationQueue(Shards(), lambda: self.now)
+        self.evaluations = EvaluationQueue(Shards())
         settings = OwnerSettings(
             epoch=str(self.num_owners),
             identity=IDENTITY,

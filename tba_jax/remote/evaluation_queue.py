@@ -7,8 +7,7 @@ its shards (tests/remote/test_owner.py).
 
 import dataclasses
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tba_jax.flow.tickets import EvaluationResult, EvaluationShard, EvaluationTicket
@@ -27,83 +26,75 @@ class Evaluations(Protocol):
 
 
 class Finished(NamedTuple):
-    """Evaluation of the weights of `version`, requested `start_s` seconds into the run."""
+    """Evaluation of the weights of `version`."""
 
     version: int
     evaluation: Any
-    start_s: float
 
 
 @dataclasses.dataclass
 class _Evaluation:
-    """An evaluation in progress; `missing` has the first prompts of its unfinished shards."""
+    """An evaluation in progress; the shards without a result, by the number of their prompts."""
 
     version: int
-    left: deque[EvaluationTicket]  # shards that no searcher works on
-    missing: set[int]
-    start_s: float
+    missing: dict[int, EvaluationTicket]
     shards: list[EvaluationShard] = dataclasses.field(default_factory=list)
 
 
 class EvaluationQueue:
-    """Thread-safe queue of evaluations; each searcher works on one shard at a time.
+    """Thread-safe queue of evaluations; each searcher works on one shard at a time."""
 
-    Args:
-        clock: running time of the run in seconds.
-    """
-
-    def __init__(self, evaluator: Evaluations, clock: Callable[[], float]) -> None:
+    def __init__(self, evaluator: Evaluations) -> None:
         self._evaluator = evaluator
-        self._clock = clock
         self._lock, self._merging = threading.Lock(), threading.Lock()
-        self._requested: deque[_Evaluation] = deque()
+        self._requested: list[_Evaluation] = []
         self._taken: dict[int, EvaluationTicket] = {}  # by searcher
         self._finished: list[Finished] = []
 
     def request(self, version: int) -> None:
         """Request the evaluation of a version; its weights must stay available."""
-        tickets = self._evaluator.tickets(version)
-        missing = {ticket.first for ticket in tickets}
+        missing = {ticket.first: ticket for ticket in self._evaluator.tickets(version)}
         with self._lock:
-            self._requested.append(_Evaluation(version, deque(tickets), missing, self._clock()))
+            self._requested.append(_Evaluation(version, missing))
 
     def take(self, searcher: int) -> EvaluationTicket | None:
         """Return the shard that this searcher must work on; None if there is none."""
         with self._lock:
             if searcher not in self._taken:
-                left = next((each.left for each in self._requested if each.left), None)
-                if left is None:
+                busy = {ticket[:2] for ticket in self._taken.values()}
+                left = (
+                    ticket
+                    for each in self._requested
+                    for ticket in each.missing.values()
+                    if ticket[:2] not in busy
+                )
+                if (ticket := next(left, None)) is None:
                     return None
-                self._taken[searcher] = left.popleft()
+                self._taken[searcher] = ticket
             return self._taken[searcher]
 
     def put(self, searcher: int, result: EvaluationResult) -> None:
-        """Accept the result of a shard; another searcher gets a shard without weights."""
+        """Accept the result of a shard; without a result, another searcher may take the shard."""
         version, first, shard = result
         with self._lock:
-            found = (x for x in self._requested if x.version == version and first in x.missing)
-            evaluation, taken = next(found, None), self._taken.get(searcher)
+            taken = self._taken.get(searcher)
             if taken is not None and taken[:2] == (version, first):
                 del self._taken[searcher]
-                if shard is None and evaluation is not None:
-                    evaluation.left.append(taken)
-            if shard is None or evaluation is None:
-                return  # no weights, or another searcher was faster
-            evaluation.missing.remove(first)
+            found = (x for x in self._requested if x.version == version and first in x.missing)
+            evaluation = next(found, None)
+            if evaluation is None:
+                return  # another searcher was faster
+            ticket = evaluation.missing.pop(first)
+            if shard is None:  # no weights: the shard goes to the end
+                evaluation.missing[first] = ticket
+                return
             evaluation.shards.append(shard)
-            evaluation.left = deque(x for x in evaluation.left if x.first != first)
         self._merge()
 
     def lose(self, searcher: int) -> None:
         """Let another searcher work on the shard of this one."""
         with self._lock:
-            ticket = self._taken.pop(searcher, None)
-            if ticket is None:
-                return
-            for each in self._requested:
-                if each.version == ticket.version and ticket.first in each.missing:
-                    each.left.appendleft(ticket)
-                    return
+            self._taken.pop(searcher, None)
 
     def _merge(self) -> None:
         """Compute the metrics of complete evaluations, on the calling thread."""
@@ -115,8 +106,8 @@ class EvaluationQueue:
                     return
                 evaluation = self._evaluator.merge(first.shards)
                 with self._lock:
-                    self._finished.append(Finished(first.version, evaluation, first.start_s))
-                    self._requested.popleft()
+                    self._finished.append(Finished(first.version, evaluation))
+                    self._requested.remove(first)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -133,5 +124,5 @@ class EvaluationQueue:
     def forget_unbegun(self) -> None:
         """Cancel the evaluations of which no shard has been taken."""
         with self._lock:
-            kept = [x for x in self._requested if x.shards or len(x.left) < len(x.missing)]
-            self._requested = deque(kept)
+            begun = {ticket.version for ticket in self._taken.values()}
+            self._requested = [x for x in self._requested if x.shards or x.version in begun]

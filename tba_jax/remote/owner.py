@@ -13,11 +13,13 @@ Invariants: each ticket is merged once. A restored owner issues the tickets agai
 for any number of searchers (tests/remote/test_owner.py).
 """
 
+import concurrent.futures
 import dataclasses
 import heapq
+import json
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.flow.state import PartState
@@ -31,7 +33,7 @@ from tba_jax.flow.tickets import (
     check_result,
 )
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.remote.channel import Rewind, RunEnded
+from tba_jax.remote.channel import Handler, NotReady, Rewind, RunEnded
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.messages import Decision, Heartbeat, Joined, pack_work, unpack_request
 from tba_jax.remote.steps import Steps
@@ -74,27 +76,23 @@ class OwnerSettings(NamedTuple):
     heartbeat_timeout_s: float
 
 
-class _Open(NamedTuple):
-    """A ticket that a searcher works on."""
-
-    searcher: int
-    ticket: Ticket
-
-
 @dataclasses.dataclass
 class _Searcher:
     """A searcher of the run; `idle_s` includes `idle_before_s` of earlier processes."""
 
     host: str = ""
-    is_connected: bool = False
-    is_lost: bool = False
+    state: str = "absent"  # or connected, or lost
     last_message_s: float = 0.0
-    num_joins: int = 0
-    num_groups: int = 0
+    joins: int = 0
+    groups: int = 0
     staleness: int = 0  # summed over the groups
     idle_s: float = 0.0
     idle_before_s: float = 0.0
     wants_stop: bool = False
+
+    @property
+    def is_connected(self) -> bool:
+        return self.state == "connected"
 
 
 class Owner:
@@ -102,8 +100,8 @@ class Owner:
 
     Args:
         prompts: number -> (number, prompt) of the first usable prompt from this number on.
-        given: tickets of given responses, numbered from 0; sampled tickets follow.
         steps: decisions on the training steps.
+        given: tickets of given responses, numbered from 0; sampled tickets follow.
         clock: monotonic clock in seconds.
         run_clock: running time of the run in seconds.
         log: receives one line for each join, loss and return of a searcher.
@@ -116,6 +114,7 @@ class Owner:
         num_skipped: number of too long prompts that were left out, with repeats.
         num_given: number of tickets with given responses.
         num_merged: number of merged results of this process.
+        remote_searchers: IDs of the searchers of other processes.
     """
 
     def __init__(
@@ -131,13 +130,11 @@ class Owner:
         run_clock: Callable[[], float],
         log: Callable[[str], None],
     ) -> None:
-        self.settings = settings
-        self.has_ended = False
-        self.is_sampling = True
-        self.version = -1
+        self.settings, self.evaluations, self.steps = settings, evaluations, steps
+        self.has_ended, self.is_sampling, self.version = False, True, -1
         self.decoded_tokens = self.num_skipped = self.num_merged = 0
-        self.evaluations = evaluations
-        self.steps, self._buffer, self._prompts = steps, buffer, prompts
+        self.remote_searchers = range(settings.num_local, settings.num_searchers)
+        self._buffer, self._prompts = buffer, prompts
         self._given, self.num_given = tuple(given), len(given)
         self._clock, self._run_clock, self._log = clock, run_clock, log
         self._looked_s = clock()  # time of the last check of the heartbeats
@@ -145,7 +142,7 @@ class Owner:
         self._searchers = [_Searcher() for _ in range(settings.num_searchers)]
         self._next = 0  # number of the next new ticket
         self._again: list[int] = []  # heap of numbers that were lost
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, tuple[int, Ticket]] = {}  # number -> searcher and ticket
         self._results: dict[int, Result] = {}  # not merged yet, by number
         self._num_bytes = self._num_generated = self._num_lost = 0
         self._num_begun = 0  # sampled tickets
@@ -177,13 +174,13 @@ class Owner:
         if not is_evaluating and (shard := self.evaluations.take(searcher)) is not None:
             return [shard]
         with self._lock:
-            own = {n: each.ticket for n, each in self._open.items() if each.searcher == searcher}
+            own = self._open_of(searcher)
             tickets = [own[n] for n in sorted(own) if held is not None and n not in held]
             if self._allowed is not None:  # the searchers share the tickets evenly
                 free = min(free, self._most_each - len(own))
             free += len(tickets)
             while len(tickets) < free and (ticket := self._begin(version)) is not None:
-                self._open[ticket.number] = _Open(searcher, ticket)
+                self._open[ticket.number] = searcher, ticket
                 tickets.append(ticket)
             return tickets
 
@@ -215,10 +212,10 @@ class Owner:
             self._decoded = self._decoded.plus(heartbeat.decoded)
             if searcher not in self.remote_searchers:
                 return
-            if record.is_lost:
+            if record.state == "lost":
                 silent_s = now - record.last_message_s
                 self._log(f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s")
-            record.last_message_s, record.is_lost, record.is_connected = now, False, True
+            record.last_message_s, record.state = now, "connected"
 
     def step(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
@@ -228,10 +225,13 @@ class Owner:
 
     # Tickets.
 
+    def _open_of(self, searcher: int) -> dict[int, Ticket]:
+        return {n: ticket for n, (owner, ticket) in self._open.items() if owner == searcher}
+
     def _begin(self, version: int) -> Ticket | None:
         """Return the next ticket; None if none may begin with weights of this version."""
-        number = self._again[0] if self._again else self._next
-        is_given, is_new = number < self.num_given, not self._again
+        number, is_new = self._again[0] if self._again else self._next, not self._again
+        is_given = number < self.num_given
         if not self.is_sampling or version < 0:
             return None
         if not is_given and not self._admits(version, is_new):
@@ -288,7 +288,7 @@ class Owner:
         self._num_bytes += result.num_bytes
         self._num_generated += result.generated
         self.decoded_tokens += result.report.tokens
-        record.num_groups += 1
+        record.groups += 1
         record.staleness += self._step - result.version
 
     def merge(self, step: int, most: int | None = None) -> list[Report]:
@@ -348,8 +348,7 @@ class Owner:
     @property
     def num_sampled(self) -> int:
         """Number of responses of finished tickets, without given ones."""
-        with self._lock:
-            return self._num_generated - sum(len(each.responses) for each in self._given)
+        return self._num_generated - sum(len(each.responses) for each in self._given)
 
     @property
     def num_under_way(self) -> int:
@@ -361,8 +360,7 @@ class Owner:
         """Return the numbers of responses: generated, waiting for a merge, and lost."""
         with self._lock:
             generated = self._num_generated + self._num_lost
-            counts = {"waiting": self._num_waiting, "lost": self._num_lost}
-            return {"generated": generated, **counts}
+            return {"generated": generated, "waiting": self._num_waiting, "lost": self._num_lost}
 
     # Searchers of other processes.
 
@@ -395,11 +393,10 @@ class Owner:
             for searcher in searchers:
                 self.lose(searcher)
                 record = self._searchers[searcher]
-                record.host, record.last_message_s = host, self._clock()
-                record.is_connected, record.is_lost = True, False
-                record.idle_before_s = record.idle_s
-                record.num_joins += 1
-                verb = "joined again" if record.num_joins > 1 else "joined"
+                record.host, record.state = host, "connected"
+                record.last_message_s, record.idle_before_s = self._clock(), record.idle_s
+                record.joins += 1
+                verb = "joined again" if record.joins > 1 else "joined"
                 self._log(f"searcher {searcher} on {host} {verb}")
             return Joined(self.settings.epoch, self.version, self._run_clock())
 
@@ -441,14 +438,14 @@ class Owner:
             was_suspended = not 0 <= now - self._looked_s <= limit_s / 2
             self._looked_s = now
             for searcher, record in enumerate(self._searchers):
+                silent_s = now - record.last_message_s
                 if was_suspended:
                     record.last_message_s = now
-                elif record.is_connected and now - record.last_message_s > limit_s:
-                    count = sum(each.searcher == searcher for each in self._open.values())
+                elif record.is_connected and silent_s > limit_s:
                     self._log(
                         f"searcher {searcher} on {record.host} is lost: no message for "
-                        f"{now - record.last_message_s:.0f} s. Its {count} open tickets are issued "
-                        "again"
+                        f"{silent_s:.0f} s. Its {len(self._open_of(searcher))} open tickets are "
+                        "issued again"
                     )
                     self.lose(searcher)
                     found = True
@@ -459,9 +456,9 @@ class Owner:
         record = self._searchers[searcher]
         if not record.is_connected:
             return
-        record.is_connected, record.is_lost = False, True
+        record.state = "lost"
         self._num_searchers_lost += 1
-        for number in [n for n, each in self._open.items() if each.searcher == searcher]:
+        for number in self._open_of(searcher):
             del self._open[number]
             heapq.heappush(self._again, number)
             self._count_lost(number, 1)
@@ -481,50 +478,38 @@ class Owner:
     @property
     def num_connected(self) -> int:
         """Number of connected searchers of other processes."""
-        with self._lock:
-            return sum(each.is_connected for each in self._searchers)
-
-    @property
-    def remote_searchers(self) -> range:
-        """IDs of the searchers of other processes."""
-        return range(self.settings.num_local, self.settings.num_searchers)
+        return sum(each.is_connected for each in self._searchers)
 
     @property
     def absent(self) -> list[int]:
         """IDs of the searchers of other processes that no process runs."""
-        with self._lock:
-            return [i for i in self.remote_searchers if not self._searchers[i].is_connected]
+        return [i for i in self.remote_searchers if not self._searchers[i].is_connected]
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the searchers of other processes by name; {} without them."""
-        if not self.remote_searchers:
-            return {}
+        """Return metrics of the searchers of other processes by name."""
         with self._lock:
-            figures = {
-                "fleet/hosts": len({x.host for x in self._searchers if x.is_connected}),
-                "fleet/searchers": self.num_connected,
-                "fleet/slots": len(self.remote_searchers),
-                "fleet/joins": sum(each.num_joins for each in self._searchers),
-                "fleet/searchers_lost": self._num_searchers_lost,
-                "fleet/lost": self._num_lost // self.settings.samples_per_prompt,
-                "fleet/duplicates": self._num_duplicates,
+            return {
+                "fleet/hosts": float(len({x.host for x in self._searchers if x.is_connected})),
+                "fleet/searchers": float(self.num_connected),
+                "fleet/slots": float(len(self.remote_searchers)),
+                "fleet/joins": float(sum(each.joins for each in self._searchers)),
+                "fleet/searchers_lost": float(self._num_searchers_lost),
+                "fleet/lost": float(self._num_lost // self.settings.samples_per_prompt),
+                "fleet/duplicates": float(self._num_duplicates),
             }
-            return {name: float(value) for name, value in figures.items()}
 
     def searchers(self) -> list[dict[str, Any]]:
         """Return one row for each searcher of another process, for the report."""
         with self._lock:
+            records = [(i, self._searchers[i]) for i in self.remote_searchers]
+            names = ("host", "state", "joins", "groups", "idle_s")
             return [
                 {
                     "searcher": i,
-                    "host": x.host,
-                    "state": "connected" if x.is_connected else "lost" if x.is_lost else "absent",
-                    "joins": x.num_joins,
-                    "groups": x.num_groups,
-                    "staleness_mean": x.staleness / x.num_groups if x.num_groups else None,
-                    "idle_s": x.idle_s,
+                    **{name: getattr(x, name) for name in names},
+                    "staleness_mean": x.staleness / x.groups if x.groups else None,
                 }
-                for i, x in ((i, self._searchers[i]) for i in self.remote_searchers)
+                for i, x in records
             ]
 
     @property
@@ -570,3 +555,46 @@ class Owner:
             self.decoded_tokens = position["decoded_tokens"]
             for record, idle_s in zip(self._searchers, position["idle_s"], strict=False):
                 record.idle_s = record.idle_before_s = idle_s
+
+
+def owner_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
+    """Return the channel handlers of an owner: messages of other processes, as calls.
+
+    Args:
+        owner: returns the owner; None before there is one.
+    """
+
+    def ready() -> Owner:
+        found = owner()
+        if found is None:
+            raise NotReady("the trainer is starting, or has failed; its output has the cause")
+        return found
+
+    def join(data: bytes) -> bytes:
+        values = _arguments(data, list, str, str)
+        return json.dumps(ready().join(*values)).encode()
+
+    def step(data: bytes) -> concurrent.futures.Future[bytes]:
+        values = _arguments(data, int, int, bool, bool)
+        return ready().steps.request(*values)
+
+    return {"join": join, "search": lambda data: ready().answer(data), "step": step}
+
+
+def _arguments(data: bytes, *kinds: type) -> list[Any]:
+    """Return the values of a message, a JSON list.
+
+    Raises:
+        ValueError: the message has other values; it is refused and does not end the run.
+    """
+    try:
+        values = json.loads(data)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or [type(x) for x in values] != list(kinds):
+        wanted = ", ".join(kind.__name__ for kind in kinds)
+        raise ValueError(
+            f"a message has {data[:80]!r}; wanted the JSON list [{wanted}]. Install the same "
+            "version of tba_jax on every machine"
+        )
+    return values

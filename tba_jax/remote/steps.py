@@ -9,7 +9,6 @@ them (tests/remote/test_steps.py).
 
 import concurrent.futures
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,8 +16,6 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.layout import RowLayout
 from tba_jax.remote.messages import Decision, StepPlan, pack_decision
 from tba_jax.replay.buffer import ReplayBuffer
-
-_CHECK_S = 0.1  # seconds between two checks of the deadline
 
 
 class StepSettings(NamedTuple):
@@ -61,8 +58,8 @@ class Steps:
         self._settings, self._buffer, self._layout = settings, buffer, layout
         self._changed = threading.Condition()
         self._requests: dict[int, _Request] = {}
-        self._waiting: list[tuple[int, concurrent.futures.Future[bytes]]] = []
-        self._answered, self._answer = -1, b""
+        self._newest = -1  # newest step that was requested
+        self._decided: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
@@ -89,7 +86,7 @@ class Steps:
                 return Decision(StepPlan(wait=True))
             self._wait(step)
             done, period = step + 1, settings.checkpoint_period
-            is_busy = is_publishing() or self._any("is_publishing")
+            is_busy = is_publishing() or any(x.is_publishing for x in self._requests.values())
             plan = StepPlan(
                 sync=done % settings.sync_period == 0 and done < settings.num_steps,
                 save=bool(period) and done % period == 0,
@@ -97,7 +94,7 @@ class Steps:
             )
             decision = Decision(plan, self._layout.batch(draws, step), draws)
         if settings.processes:
-            self._send(step, pack_decision(decision))
+            self._decided.set_result(pack_decision(decision))
         return decision
 
     def request(
@@ -112,7 +109,6 @@ class Steps:
         Raises:
             ValueError: the process is not part of the job, or the step is over.
         """
-        future: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         with self._changed:
             if process not in self._settings.processes:
                 raise ValueError(
@@ -120,53 +116,41 @@ class Steps:
                     f"are {list(self._settings.processes)}. Start every process with the same "
                     "command"
                 )
-            if step < self._answered:
+            if step < self._newest:
                 raise ValueError(
                     f"process {process} requests step {step}, but the newest "
-                    f"decision is of step {self._answered}. Stop all processes, and start each "
+                    f"decision is of step {self._newest}. Stop all processes, and start each "
                     "with the same command"
                 )
+            if step > self._newest:
+                self._newest, self._decided = step, concurrent.futures.Future()
             self._requests[process] = _Request(step, wants_stop, is_publishing)
-            if step == self._answered:
-                future.set_result(self._answer)
-            else:
-                self._waiting = [(s, f) for s, f in self._waiting if not f.done()]
-                self._waiting.append((step, future))
             self._changed.notify_all()
-        return future
+            # A copy: a client that disconnects cancels its own future only.
+            copy: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+            self._decided.add_done_callback(
+                lambda done: copy.cancelled() or copy.set_result(done.result())
+            )
+            return copy
 
     @property
     def wants_stop(self) -> bool:
         """Whether another trainer process received a stop signal."""
-        return self._any("wants_stop")
-
-    def _any(self, fact: str) -> bool:
-        """Return whether the newest request of any process reports this fact."""
         with self._changed:
-            return any(getattr(request, fact) for request in self._requests.values())
+            return any(request.wants_stop for request in self._requests.values())
 
     def _wait(self, step: int) -> None:
         """Wait until every process has requested this step."""
+
+        def missing() -> list[int]:
+            done = {p for p, request in self._requests.items() if request.step >= step}
+            return [p for p in self._settings.processes if p not in done]
+
         limit_s = self._settings.timeout_s
-        deadline = time.monotonic() + limit_s
         with self._changed:
-            while missing := self._missing(step):
-                if not self._changed.wait(_CHECK_S) and time.monotonic() > deadline:
-                    raise PeerError(
-                        f"process(es) {', '.join(map(str, missing))} did not request step {step} "
-                        f"within {limit_s:.0f} s (config.log.watchdog_s). Look at their "
-                        "output; the same command on every host resumes the run"
-                    )
-
-    def _missing(self, step: int) -> list[int]:
-        done = {p for p, request in self._requests.items() if request.step >= step}
-        return [p for p in self._settings.processes if p not in done]
-
-    def _send(self, step: int, decision: bytes) -> None:
-        with self._changed:
-            self._answered, self._answer = step, decision
-            ready = [future for s, future in self._waiting if s == step]
-            self._waiting = [(s, future) for s, future in self._waiting if s != step]
-        for future in ready:
-            if future.set_running_or_notify_cancel():
-                future.set_result(decision)
+            if not self._changed.wait_for(lambda: not missing(), limit_s):
+                raise PeerError(
+                    f"process(es) {', '.join(map(str, missing()))} did not request step {step} "
+                    f"within {limit_s:.0f} s (config.log.watchdog_s). Look at their "
+                    "output; the same command on every host resumes the run"
+                )

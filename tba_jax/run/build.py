@@ -111,7 +111,7 @@ def build(
             f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and are "
             "skipped"
         )
-    evaluations = EvaluationQueue(evaluator, clock)
+    evaluations = EvaluationQueue(evaluator)
     weights = _make_weights(shared, base, lambda: evaluations.versions)
     parts = make_searchers(shared, weights, judging)
     # With driver=sync, a wait for fresh responses would never end: they come from the same thread.

@@ -16,8 +16,7 @@ from tba_jax.devices import cluster as clusters
 from tba_jax.devices.cluster import Address, Cluster, is_loopback
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint
 from tba_jax.remote.client import Client
-from tba_jax.remote.handlers import owner_handlers
-from tba_jax.remote.owner import Owner
+from tba_jax.remote.owner import Owner, owner_handlers
 from tba_jax.run.errors import UserError
 
 

@@ -160,7 +160,7 @@ class Run:
         if self.owner is None:
             return False
         finished = self.owner.evaluations.poll()
-        for step, evaluation, _ in finished:
+        for step, evaluation in finished:
             values = evaluation.metrics()
             line = {f"eval/{name}": value for name, value in values.items()}
             self.logs.metrics.write(step, {"time_s": self.clock(), **line, "eval/version": step})

@@ -12,8 +12,8 @@ from tba_jax.flow.state import pack_arrays
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, EvaluationTicket, Ticket
 from tba_jax.remote.channel import NotReady, Refused, Rewind, RunEnded, Unreachable
 from tba_jax.remote.client import Client
-from tba_jax.remote.handlers import owner_handlers
 from tba_jax.remote.messages import Heartbeat, pack_request, pack_work, unpack_request, unpack_work
+from tba_jax.remote.owner import owner_handlers
 
 
 class Wire:

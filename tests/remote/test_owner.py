@@ -9,8 +9,8 @@ from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
 from tba_jax.flow.tickets import EvaluationResult, Ticket
 from tba_jax.remote import owner as owners
 from tba_jax.remote.channel import RunEnded
-from tba_jax.remote.handlers import owner_handlers
 from tba_jax.remote.messages import Heartbeat
+from tba_jax.remote.owner import owner_handlers
 
 
 def numbers(tickets):

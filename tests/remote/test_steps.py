@@ -12,8 +12,8 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.layout import Batch
 from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
 from tba_jax.remote.client import Client
-from tba_jax.remote.handlers import owner_handlers
 from tba_jax.remote.messages import Decision, StepPlan, pack_decision, unpack_decision
+from tba_jax.remote.owner import owner_handlers
 from tba_jax.remote.steps import Steps, StepSettings
 
 
