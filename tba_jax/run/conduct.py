@@ -23,7 +23,7 @@ from tba_jax.report.process import ReportProcess
 from tba_jax.report.writers import ProgressDisplay, make_tracker
 from tba_jax.run.build import build
 from tba_jax.run.callbacks import Callbacks
-from tba_jax.run.errors import OutOfMemory, out_of_memory
+from tba_jax.run.errors import out_of_memory
 from tba_jax.run.lock import Hold
 from tba_jax.run.loop import train
 from tba_jax.run.peers import Peer
@@ -75,8 +75,8 @@ def conduct(
         run.checkpoints.wait()
     except BaseException as error:
         run.abort()
-        if run.trainer.step_index == 0 and (reason := out_of_memory(error)):
-            raise OutOfMemory(reason) from error
+        if run.trainer.step_index == 0 and (found := out_of_memory(error)):
+            raise found from error
         raise
     run.close()
     report = write_report_json(run) if cluster.is_primary else {}

@@ -43,18 +43,7 @@ class FleetError(RuntimeError):
 
 
 class OutOfMemory(RuntimeError):
-    """Device memory ran out before the first update of a run.
-
-    Args:
-        reason: first line of the runtime's error.
-    """
-
-    def __str__(self) -> str:
-        return (
-            f"device memory ran out before the first update ({self.args[0]}). Lower "
-            "--config.batch.micro_batch_rows or --config.search.num_slots; "
-            "python -m tba_jax.plan shows what a device holds"
-        )
+    """Device memory ran out before the first update of a run."""
 
 
 class WorkdirLost(RuntimeError):
@@ -63,29 +52,24 @@ class WorkdirLost(RuntimeError):
 
 def tell(error: BaseException) -> int:
     """Print an error as one line, write an unexpected traceback to a file; return the exit code."""
+    cause = error.__cause__ if isinstance(error, WorkerError) else None
+    if isinstance(cause, ConfigError):  # of the user's settings or code, in any thread
+        error, cause = cause, None
     if isinstance(error, WorkerError):
-        cause = error.__cause__
-        if isinstance(cause, ConfigError):  # of the user's settings or code, in any thread
-            return tell(cause)
-        where = "" if cause is None or is_mendable(cause) else _kept(cause)
-        print(f"error: {error}{where}", file=sys.stderr)
-        return 1
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
-        where = "standard output or a file" if error.filename is None else error.filename
-        if error.filename2 is not None:
-            where = f"{where} or {error.filename2}"
-        print(
-            f"error: {where} cannot be used: {os.strerror(error.errno)}. "
-            f"{_REMEDIES[error.errno]}, then run the same command again",
-            file=sys.stderr,
-        )
-        return 1
-    if is_mendable(error):
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError | ValueError) else 1
-    first, *_ = str(error).splitlines() or [""]
-    print(f"error: {type(error).__name__}: {first:.300}{_kept(error)}", file=sys.stderr)
-    return 1
+        text = str(error) + ("" if cause is None or is_mendable(cause) else _kept(cause))
+    elif isinstance(error, OSError) and error.errno in _REMEDIES:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        where = " or ".join(names) or "standard output or a file"
+        remedy = _REMEDIES[error.errno]
+        text = f"{where} cannot be used: {os.strerror(error.errno)}. {remedy}, then run the same "
+        text += "command again"
+    elif is_mendable(error):
+        text = str(error)
+    else:
+        first, *_ = str(error).splitlines() or [""]
+        text = f"{type(error).__name__}: {first:.300}{_kept(error)}"
+    print(f"error: {text}", file=sys.stderr)
+    return 2 if isinstance(error, UserError | ValueError) and is_mendable(error) else 1
 
 
 def _kept(error: BaseException) -> str:
@@ -118,15 +102,19 @@ def is_mendable(error: BaseException) -> bool:
     return isinstance(error, ValueError) and _PACKAGE in raised_in.parents
 
 
-def out_of_memory(error: BaseException | None) -> str:
-    """Return the first line of the runtime's error if device memory ran out, else ""."""
+def out_of_memory(error: BaseException | None) -> OutOfMemory | None:
+    """Return an error with a remedy if device memory ran out, else None."""
     import jax
 
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            return str(error).strip().splitlines()[0]
+            return OutOfMemory(
+                "device memory ran out before the first update "
+                f"({str(error).strip().splitlines()[0]}). Lower --config.batch.micro_batch_rows or "
+                "--config.search.num_slots; python -m tba_jax.plan shows what a device holds"
+            )
         error = error.__cause__ or error.__context__
-    return ""
+    return None
 
 
 class Watchdog:

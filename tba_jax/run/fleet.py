@@ -88,11 +88,7 @@ class TrainerProcess:
             is_local = config.fleet.address == "local"
             server = OwnerServer(self._token, is_local=is_local, num_restarts=self._num_restarts)
             write_json(self._workdir / OWNER, {"addresses": server.endpoint.addresses})
-        job = Address(addresses[0], len(addresses), number)
-        cluster = start_cluster(config, job)
-        console = Console(
-            file=sys.stdout, force_terminal=False, highlight=False, quiet=number > 0, width=1000
-        )
+        cluster = start_cluster(config, Address(addresses[0], len(addresses), number))
         with peer_errors(cluster):
             outcome = conduct(
                 config,
@@ -101,7 +97,13 @@ class TrainerProcess:
                 self._interrupted.is_set,
                 hold=None,
                 start_s=start_s,
-                console=console,
+                console=Console(
+                    file=sys.stdout,
+                    force_terminal=False,
+                    highlight=False,
+                    quiet=number > 0,
+                    width=1000,
+                ),
                 link=connect(config, cluster, range(cluster.num_processes), server),
             )
         cluster.close()
@@ -128,7 +130,7 @@ class SearcherProcess:
         last save, the next trainer needs the searchers.
 
         Raises:
-            Refused: the trainer refuses this process.
+            PeerError: the trainer refuses this process.
         """
         from tba_jax.devices.program_cache import open_cache
         from tba_jax.run.search_process import open_search_process, search
@@ -186,19 +188,13 @@ class Failures:
 
 
 def train_fleet(
-    config: Config,
-    workdir: Path,
-    hold: Hold,
-    *,
-    interrupted: Callable[[], bool],
-    note: Callable[[str], None] = _print,
+    config: Config, workdir: Path, hold: Hold, *, interrupted: Callable[[], bool]
 ) -> Outcome:
     """Begin a run with placement=fleet, or continue the run in the work directory.
 
     Args:
         workdir: work directory, visible on all machines.
         interrupted: returns True if the run must stop; an interrupted run can be continued.
-        note: receives lines for the user.
 
     Raises:
         UserError: Ray is not installed or not reachable.
@@ -206,7 +202,7 @@ def train_fleet(
     """
     workdir = workdir.absolute()
     with connected(config) as ray:
-        fleet = _Fleet(ray, config, workdir, note)
+        fleet = _Fleet(ray, config, workdir)
         is_interrupted = False
         try:  # Ray ends the actors with this connection
             while (outcome := fleet.look()) is None:
@@ -227,7 +223,21 @@ def connected(config: Config) -> Iterator[Any]:
         UserError: Ray is not installed, or does not start.
     """
     address = config.fleet.address
-    set_variables(address)
+    # Ray reads these variables when it is imported or starts a cluster.
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray gives workers the priority of background work (15): on a laptop with anything else to
+        # do a step would take a minute.
+        "RAY_worker_niceness": "0",
+        # Ray would merge lines of several searchers that differ only in numbers.
+        "RAY_DEDUP_LOGS": "0",
+    }
+    if address == "local":
+        # Makes 127.0.0.1 the address of the node, so that all of Ray listens on loopback.
+        # `ray.init(_node_ip_address="127.0.0.1")` replaces it by that of a network interface.
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError as error:
@@ -269,59 +279,32 @@ def connected(config: Config) -> Iterator[Any]:
         ray.shutdown()
 
 
-def set_variables(address: str) -> None:
-    """Set Ray's environment variables that are unset; call before Ray is imported.
-
-    Args:
-        address: address of the cluster, or "local".
-    """
-    if address == "local":
-        # Makes 127.0.0.1 the address of the node, so that all of Ray listens on loopback.
-        # `ray.init(_node_ip_address="127.0.0.1")` replaces it by that of a network interface.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray gives workers the priority of background work (15): on a laptop with anything else to do a
-    # step would take a minute. It reads this when it starts a cluster, not when it joins one.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray would merge lines of several searchers that differ only in numbers.
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-
-
 def _resources(text: str) -> dict[str, Any]:
     """Return resources as options of a Ray actor."""
     found = parse_resources(text)
     assert found is not None, "validated"
-    options: dict[str, Any] = {
-        "num_cpus": found.pop("CPU", 0.0),
-        "num_gpus": found.pop("GPU", 0.0),
-    }
-    has_accelerator = options["num_gpus"] or "TPU" in found
-    options["resources"] = found
-    # An actor without a GPU resource sees all GPUs and would take their memory.
-    variables = {} if has_accelerator else {"JAX_PLATFORMS": "cpu"}
-    variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    options["runtime_env"] = {"env_vars": variables}
-    return options
+    cpus, gpus = found.pop("CPU", 0.0), found.pop("GPU", 0.0)
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    if not (gpus or "TPU" in found):
+        # An actor without a GPU resource sees all GPUs and would take their memory.
+        variables["JAX_PLATFORMS"] = "cpu"
+    runtime = {"env_vars": variables}
+    return {"num_cpus": cpus, "num_gpus": gpus, "resources": found, "runtime_env": runtime}
 
 
 class _Fleet:
     """The actors of a run."""
 
-    def __init__(
-        self, ray: Any, config: Config, workdir: Path, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, ray: Any, config: Config, workdir: Path) -> None:
         from ray.util.placement_group import placement_group
 
-        self._ray, self._config, self._workdir, self._note = ray, config, workdir, note
-        self._token = secrets.token_hex(16)
-        self._is_interrupted = False
-        self._num_trainers = 0
+        self._ray, self._config, self._workdir = ray, config, workdir
+        self._token, self._num_trainers = secrets.token_hex(16), 0
         bundle = parse_resources(config.fleet.trainer)
-        assert bundle is not None, "the rules of fleet.trainer refuse an empty text"
         self._group = placement_group([bundle] * config.fleet.trainer_hosts, strategy="SPREAD")
-        self._reminded_at = time.monotonic()
+        self._is_interrupted, self._reminded_at = False, time.monotonic()
         self._members: list[Any] = []  # empty until the placement group is ready
-        self._running: list[Any] = []
+        self._running: list[Any] = []  # calls of `run` of the members
         self._deaths = Failures(self._newest_step)
         self._searchers: dict[Any, tuple[Any, Failures]] = {}  # call of `run` -> actor, failures
 
@@ -334,19 +317,18 @@ class _Fleet:
         if not self._members:
             self._place()
             return None
+        errors = self._ray.exceptions
         number = len(self._running)
         done, _ = self._ray.wait(self._running, num_returns=number, timeout=_LOOK_S)
         try:
             self._ray.get(done)
             if len(done) == number:
                 return Outcome(**self._ray.get(self._running[0]))
-        except self._ray.exceptions.RayTaskError as error:
+        except (errors.RayTaskError, errors.RayActorError) as error:
             cause = _cause(error)
-            if not isinstance(cause, self._ray.exceptions.RayActorError | PeerError):
+            if not isinstance(cause, errors.RayActorError | PeerError):
                 raise cause from None
             self._restart(cause)
-        except self._ray.exceptions.RayActorError as error:
-            self._restart(error)
         calls = [*self._searchers]
         done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         for call in done:
@@ -362,29 +344,26 @@ class _Fleet:
 
     def _place(self) -> None:
         """Start the processes once the trainer's resources are reserved."""
+        fleet, each = self._config.fleet, self._config.num_searchers
         if self._group.wait(_LOOK_S):
             self._start_trainer()
-            each = self._config.num_searchers
-            for first in range(0, self._config.fleet.max_searchers, each):
+            for first in range(0, fleet.max_searchers, each):
                 self._start_searchers(range(first, first + each))
         elif time.monotonic() - self._reminded_at > _REMIND_S:
             self._reminded_at = time.monotonic()
-            self._note(
-                f"the trainer waits for {self._config.fleet.trainer_hosts} x "
-                f"{self._config.fleet.trainer} (config.fleet.trainer)"
-            )
+            wanted = f"{fleet.trainer_hosts} x {fleet.trainer}"
+            _print(f"the trainer waits for {wanted} (config.fleet.trainer)")
 
     def _start_trainer(self) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         actor = self._ray.remote(max_concurrency=4)(TrainerProcess)
-        fields, workdir = plain(self._config), str(self._workdir)
         self._members = [
             actor.options(
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, member),
                 **_resources(self._config.fleet.trainer),
-            ).remote(fields, workdir, self._token, self._num_trainers)
+            ).remote(plain(self._config), str(self._workdir), self._token, self._num_trainers)
             for member in range(self._config.fleet.trainer_hosts)
         ]
         self._num_trainers += 1
@@ -406,15 +385,17 @@ class _Fleet:
             self._ray.kill(each)
         step = self._newest_step()
         at = f"(step {step})" if step >= 0 else "(there is none: from the start)"
-        why = "out of memory" if "out of memory" in str(error).lower() else "its process ended"
         if self._is_interrupted:
             raise FleetError(
                 f"the trainer died before it had saved; the same command resumes from the newest "
                 f"checkpoint {at}"
             ) from error
+        why = "out of memory" if "out of memory" in str(error).lower() else "its process ended"
         self._deaths.add("the trainer", why)
-        self._note(f"the trainer died ({why}). Restarting the trainer from the newest checkpoint "
-                   f"{at}; searchers wait")  # fmt: skip
+        _print(
+            f"the trainer died ({why}). Restarting the trainer from the newest checkpoint {at}; "
+            "searchers wait"
+        )
         self._start_trainer()
 
     def _search_again(self, call: Any) -> None:
@@ -428,15 +409,14 @@ class _Fleet:
         except self._ray.exceptions.RayTaskError as error:
             why = f"{type(_cause(error)).__name__}: {_cause(error)}"
             failures.add("a process of searchers", why)
-            self._note(f"a process of searchers failed: {why}. Restarting it")
+            _print(f"a process of searchers failed: {why}. Restarting it")
             self._ray.kill(handle, no_restart=False)
         self._searchers[handle.run.remote()] = handle, failures
 
     def _newest_step(self) -> int:
         """Return the step of the newest checkpoint on disk, -1 without one."""
         folder = self._workdir / "checkpoints"
-        steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
-        return max(steps, default=-1)
+        return max((int(x.name) for x in folder.glob("*") if x.name.isdigit()), default=-1)
 
 
 def _cause(error: Any) -> BaseException:
