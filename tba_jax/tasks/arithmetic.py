@@ -9,15 +9,12 @@ The answer is the last integer of either response. Problems are generated from a
 index, so there is no data file. A hash of the text of an expression selects its split, so neither
 pretraining nor reinforcement learning sees expressions of the evaluation split.
 
-The module also generates the responses on which the embedded start model was pretrained. Invariant:
-`problem(index, split)` is the same expression on every machine and in every release.
+Invariant: `problem(index, split)` is the same expression on every machine and in every release.
 """
 
 import hashlib
 import re
 from typing import Any, Literal
-
-import numpy as np
 
 Split = Literal["train", "eval"]
 
@@ -26,8 +23,6 @@ NUM_TERMS = 6
 # range, so it only has to learn to write them step by step.
 MIN_TOTAL, MAX_TOTAL = 0, 20
 MAX_PROMPT_CHARS = 2 * NUM_TERMS - 1
-MAX_WORKED_CHARS = 3 * (NUM_TERMS - 1)
-MAX_HASTY_CHARS = 4  # the equals sign, a minus sign of a wrong answer, two digits
 
 TRAIN_SIZE = 2**16
 EVAL_SIZE = 1024
@@ -36,8 +31,6 @@ _EVAL_ONE_IN = 16
 
 _WORKED = re.compile(rf":\d+(,\d+){{{NUM_TERMS - 2}}}")
 _HASTY = re.compile(r"=-?\d+")
-# Error of a careless answer; small errors are more frequent.
-_SLIPS = (-3, -2, -2, -1, -1, -1, 1, 1, 1, 2, 2, 3)
 
 
 def _digest(text: str) -> int:
@@ -87,35 +80,6 @@ def problem(index: int, split: Split) -> tuple[str, int]:
         if split_of(expression) == split:
             return expression, total
         attempt += 1
-
-
-def worked_share(expression: str) -> float:
-    """Return the probability of a worked response: 1/4, more for large digits."""
-    return min(max((sum(map(int, expression[::2])) - 10) / 80, 0.1), 0.4)
-
-
-def worked_response(expression: str) -> str:
-    """Return the step-by-step response: every running total in order, always correct."""
-    return ":" + ",".join(map(str, running_totals(expression)))
-
-
-def hasty_response(expression: str, rng: np.random.Generator, *, slip_prob: float) -> str:
-    """Return a response with only an answer, often a wrong one.
-
-    The answer is computed as if the last sign were the same as the sign before it, which is correct
-    for two problems in five. With probability `slip_prob` the answer has another small error.
-
-    Args:
-        slip_prob: probability of a further error of at most 3.
-
-    Returns:
-        "=" and the answer.
-    """
-    misread = expression[:-2] + expression[-4] + expression[-1]
-    answer = running_totals(misread)[-1]
-    if rng.random() < slip_prob:
-        answer += _SLIPS[rng.integers(len(_SLIPS))]
-    return f"={answer}"
 
 
 def is_worked(text: str) -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the task: data, prompts and reward functions."""
 
-import functools
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +9,7 @@ from tba_jax.rewards.kinds import KINDS
 from tba_jax.settings import ConfigError, Section, check_all, field, need
 from tba_jax.tasks.mixture import data_sets
 from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, entry_of
+from tba_jax.tasks.rows import FILE_SUFFIXES, HUB_PREFIX
 
 
 @dataclass(frozen=True)
@@ -80,45 +80,16 @@ class TaskSettings(Section):
     def check(self) -> None:
         check_all(
             self._check_name,
-            self._check_files,
+            self._check_data,
             self._check_start,
             self._check_columns,
-            self._check_reward,
-            self._check_environment,
-        )
-
-    def _check_environment(self) -> None:
-        names = [name.strip().rpartition(":") for name in self.environment.split(",")]
-        need(
-            not self.environment or all(module and name for module, _, name in names),
-            "task.environment",
-            self.environment,
-            "must read package.module:CLASS or path/to/file.py:CLASS, or functions separated by "
-            "commas",
-            "For example --config.task.environment=my_game.py:Game.",
-        )
-
-    def _check_reward(self) -> None:
-        functions = [f.strip().rpartition(":") for f in self.reward.split(",")]
-        functions = functions if self.reward and self.reward not in KINDS else []
-        need(
-            all(module and name for module, _, name in functions),
-            "task.reward",
-            self.reward,
-            "must read package.module:function or path/to/file.py:function, several separated by "
-            f"commas; or be one of {', '.join(KINDS)}",
-            "For example --config.task.reward=my_rewards:length_reward.",
+            self._check_functions,
         )
 
     def _check_name(self) -> None:
-        dataset = self.name.partition(REASONING_GYM_PREFIX)[2]
-        need(
-            self.name in TASKS or bool(dataset),
-            "task.name",
-            self.name,
-            f"must be one of {NAMES}",
-            f"Set --config.task.name={next(iter(TASKS))} for the default behaviour.",
-        )
+        is_known = self.name in TASKS or bool(self.name.partition(REASONING_GYM_PREFIX)[2])
+        remedy = f"Set --config.task.name={next(iter(TASKS))} for the default behaviour."
+        need(is_known, "task.name", self.name, f"must be one of {NAMES}", remedy)
         chats = [name for name, entry in TASKS.items() if entry.has_chat]
         need(
             not self.chat or entry_of(self.name).has_chat,
@@ -126,6 +97,38 @@ class TaskSettings(Section):
             self.chat,
             f"task {self.name} has no chat prompts: its model reads plain problems",
             f"Leave it False, or choose one of {', '.join(chats)}, {REASONING_GYM_PREFIX}DATASET.",
+        )
+
+    def _check_data(self) -> None:
+        paths = [self.data_path]
+        if self.name == "custom":
+            try:
+                paths = [path for path, _ in data_sets(self.data_path)]
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+        for path in paths:
+            why, is_file = "", path.endswith(FILE_SUFFIXES)
+            if not path:
+                why = f"task {self.name} needs data" if entry_of(self.name).needs_data else ""
+            elif not os.path.exists(path) and "://" not in path:
+                why = "no such folder or file"
+            elif not (os.path.isdir(path) or is_file or path.startswith(HUB_PREFIX)):
+                why = "must be a folder, a .jsonl or .parquet file, or hf://NAME"
+            remedy = (
+                "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
+                ".jsonl or .parquet file, or hf://NAME of a data set on the hub."
+            )
+            need(not why, "task.data_path", path, why, remedy)
+
+    def _check_start(self) -> None:
+        start = self.start_path
+        need(
+            not start or (os.path.isfile(start) and start.endswith(FILE_SUFFIXES)),
+            "task.start_path",
+            start,
+            "no such .jsonl or .parquet file",
+            'Give a file with one object {"response": text} per line; tasks of several prompts '
+            'also need "prompt_id".',
         )
 
     def _check_columns(self) -> None:
@@ -145,49 +148,18 @@ class TaskSettings(Section):
             "Leave it empty, or set --config.task.name=custom.",
         )
 
-    def _check_files(self) -> None:
-        paths = [self.data_path]
-        if self.name == "custom":
-            try:
-                paths = [path for path, _ in data_sets(self.data_path)]
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        check_all(*(functools.partial(self._check_file, path) for path in paths))
-
-    def _check_file(self, path: str) -> None:
-        need(
-            not path or os.path.exists(path) or "://" in path,
-            "task.data_path",
-            path,
-            "no such folder or file",
-            "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
-            ".jsonl or .parquet file, or hf://NAME of a data set on the hub.",
-        )
-        need(
-            not path
-            or os.path.isdir(path)
-            or path.endswith((".jsonl", ".parquet"))
-            or path.startswith("hf://"),
-            "task.data_path",
-            path,
-            "must be a folder, a .jsonl or .parquet file, or hf://NAME",
-            "Convert the data to JSON lines, one object per line.",
-        )
-        need(
-            bool(path) or not entry_of(self.name).needs_data,
-            "task.data_path",
-            path,
-            f"task {self.name} needs data",
-            "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
-        )
-
-    def _check_start(self) -> None:
-        start = self.start_path
-        need(
-            not start or (os.path.isfile(start) and start.endswith((".jsonl", ".parquet"))),
-            "task.start_path",
-            start,
-            "no such .jsonl or .parquet file",
-            'Give a file with one object {"response": text} per line; tasks of several prompts '
-            'also need "prompt_id".',
-        )
+    def _check_functions(self) -> None:
+        rule = "must read package.module:NAME or path/to/file.py:NAME, several separated by commas"
+        reward = "" if self.reward in KINDS else self.reward
+        for field_name, value, more, example in (
+            ("reward", reward, f"; or be one of {', '.join(KINDS)}", "my_rewards:length"),
+            ("environment", self.environment, "", "my_game.py:Game"),
+        ):
+            names = [name.strip().rpartition(":") for name in value.split(",") if value]
+            need(
+                all(module and name for module, _, name in names),
+                f"task.{field_name}",
+                value,
+                rule + more,
+                f"For example --config.task.{field_name}={example}.",
+            )

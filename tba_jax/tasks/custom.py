@@ -9,64 +9,21 @@ Invariant: all rows have the same columns and the same kind of prompt, and no pr
 splits.
 """
 
-import array
 import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba_jax.tasks.chats import Problem, asked_by_user, chat
-from tba_jax.tasks.rows import Placed, has_split, open_rows
+from tba_jax.tasks.rows import Rows, Split, has_split, open_rows
 
 # Arguments of reward functions in TRL, which does not pass columns of these names either.
 DROPPED_COLUMNS = ("completion", "completion_ids")
 # In a row without `prompt` and `messages`, the first of these columns is the prompt.
 PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
 RESERVED_COLUMNS = ("prompts", "completions")
-
-
-class _Part(NamedTuple):
-    """Problems of a split: some rows of a source, by index."""
-
-    rows: Sequence[Placed]
-    chosen: Sequence[int]
-    names: Mapping[str, str]
-
-    def problem(self, index: int) -> Problem:
-        where, row = self.rows[self.chosen[index]]
-        return _problem(_named(row, self.names, where), where)
-
-
-class _Judge:
-    """Check that refuses malformed rows, and rows with other columns or types than the first.
-
-    Args:
-        names: new names of columns.
-        notes_prompts: whether to keep a digest of each prompt.
-    """
-
-    def __init__(self, names: Mapping[str, str], *, notes_prompts: bool = False) -> None:
-        self._names = names
-        self._notes_prompts = notes_prompts
-        self.prompts: list[bytes] = []
-        self._first: tuple[Problem, str] | None = None
-
-    @property
-    def first(self) -> Problem:
-        """Return the first problem; needs at least one row."""
-        assert self._first is not None
-        return self._first[0]
-
-    def __call__(self, where: str, row: dict[str, Any]) -> None:
-        problem = _problem(_named(row, self._names, where), where)
-        if self._first is None:
-            self._first = problem, where
-        _same_form(problem, self._first[0], where, self._first[1])
-        if self._notes_prompts:
-            text = json.dumps(problem[0], sort_keys=True)
-            self.prompts.append(hashlib.sha256(text.encode()).digest())
 
 
 class Custom:
@@ -104,43 +61,61 @@ class Custom:
         self._names = {old.strip(): new.strip() for new, old in pairs}
 
     @functools.cached_property
-    def _splits(self) -> tuple[_Part, _Part]:
-        has_test = has_split(self._data_path, "test")
-        train, test = _Judge(self._names, notes_prompts=not has_test), _Judge(self._names)
-        rows = open_rows(self._data_path, "train", train)
-        if not has_test:
-            held_out = _split_off(train.prompts, self._num_held_out, self._data_path)
-            kept = array.array("q", (i for i in range(len(rows)) if i not in held_out))
-            chosen = array.array("q", sorted(held_out))
-            return _Part(rows, kept, self._names), _Part(rows, chosen, self._names)
-        test_rows = open_rows(self._data_path, "test", test)
-        for what, of_train, of_test in zip(
-            ("columns", "prompts"), _form(train.first), _form(test.first), strict=True
-        ):
+    def _splits(self) -> tuple[tuple[Rows, Sequence[int]], ...]:
+        """The rows of either split, and the indices of its problems in them."""
+        rows, form, digests = self._opened("train")
+        if not has_split(self._data_path, "test"):
+            held_out = _split_off(digests, self._num_held_out, self._data_path)
+            kept = [i for i in range(len(rows)) if i not in held_out]
+            return (rows, kept), (rows, sorted(held_out))
+        test_rows, test_form, _ = self._opened("test")
+        for what, of_train, of_test in zip(("columns", "prompts"), form, test_form, strict=True):
             if of_train != of_test:
                 raise ValueError(
                     f"{self._data_path}: the {what} of the train split are {of_train}, those of "
                     f"the test split {of_test}. Make them equal"
                 )
-        of_train, of_test = range(len(rows)), range(len(test_rows))
-        return _Part(rows, of_train, self._names), _Part(test_rows, of_test, self._names)
+        return (rows, range(len(rows))), (test_rows, range(len(test_rows)))
+
+    def _opened(self, split: Split) -> tuple[Rows, tuple[list[str], str], list[bytes]]:
+        """Return rows of a split, their form, and a digest of each prompt.
+
+        Raises:
+            ValueError: a row is malformed, or has another form than the first.
+        """
+        first: list[tuple[Problem, str]] = []
+        digests: list[bytes] = []
+
+        def judge(where: str, row: dict[str, Any]) -> None:
+            problem = _problem(_named(row, self._names, where), where)
+            first.append((problem, where)) if not first else None
+            _same_form(problem, where, *first[0])
+            text = json.dumps(problem[0], sort_keys=True)
+            digests.append(hashlib.sha256(text.encode()).digest())
+
+        rows = open_rows(self._data_path, split, judge)
+        return rows, _form(first[0][0]), digests
 
     def train_size(self) -> int:
-        return len(self._splits[0].chosen)
+        return len(self._splits[0][1])
 
     def eval_size(self) -> int:
-        return len(self._splits[1].chosen)
+        return len(self._splits[1][1])
 
     def train_problem(self, index: int) -> Problem:
         """Return prompt and columns of a training problem; chat messages are also a column."""
-        return self._asked(self._splits[0].problem(index))
+        return self._at(0, index)
 
     def eval_problem(self, index: int) -> Problem:
-        return self._asked(self._splits[1].problem(index))
+        return self._at(1, index)
 
-    def _asked(self, problem: Problem) -> Problem:
-        prompt, columns = problem
-        return asked_by_user(prompt, columns) if self._chat and isinstance(prompt, str) else problem
+    def _at(self, split: int, index: int) -> Problem:
+        rows, chosen = self._splits[split]
+        where, row = rows[chosen[index]]
+        prompt, columns = _problem(_named(row, self._names, where), where)
+        if self._chat and isinstance(prompt, str):
+            return asked_by_user(prompt, columns)
+        return prompt, columns
 
     def response_kind(self, text: str) -> None:
         del text
@@ -186,12 +161,11 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
             f"{where}: no column 'prompt'; got {columns}. Name it, for example "
             f'--config.task.columns="prompt={min(map(str, row), default="question")}"'
         )
-    for name in RESERVED_COLUMNS:
-        if name in row:
-            raise ValueError(
-                f"{where}: column {name!r} has the name of a reward function's argument. Rename "
-                f"it, for example --config.task.columns=my_{name}={name}"
-            )
+    for name in (name for name in RESERVED_COLUMNS if name in row):
+        raise ValueError(
+            f"{where}: column {name!r} has the name of a reward function's argument. Rename "
+            f"it, for example --config.task.columns=my_{name}={name}"
+        )
     prompt = row["prompt"]
     columns = {k: v for k, v in row.items() if k != "prompt" and k not in DROPPED_COLUMNS}
     for name, value in columns.items():
@@ -202,7 +176,13 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
                 "or remove the column"
             )
     if isinstance(prompt, list):
-        _check_messages(prompt, where)
+        for message in prompt or [None]:
+            texts = isinstance(message, dict) and [message.get("role"), message.get("content")]
+            if not (texts and all(isinstance(text, str) for text in texts)):
+                raise ValueError(
+                    f"{where}: chat message {message!r:.80}; wanted an object with 'role' and "
+                    "'content', both text. Convert it"
+                )
         return chat(prompt, columns)
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(
@@ -210,19 +190,6 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
             "it"
         )
     return prompt, columns
-
-
-def _check_messages(messages: list[Any], where: str) -> None:
-    for message in messages or [None]:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
-        ):
-            raise ValueError(
-                f"{where}: chat message {message!r:.80}; wanted an object with 'role' and "
-                "'content', both text. Convert it"
-            )
 
 
 def _is_plain(value: Any) -> bool:
@@ -236,7 +203,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | bool | int)
 
 
-def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -> None:
+def _same_form(problem: Problem, where: str, first: Problem, first_where: str) -> None:
+    """Refuse a problem whose columns or kind of prompt differ from the first's."""
     columns, kind = _form(problem)
     first_columns, first_kind = _form(first)
     if kind != first_kind:
@@ -244,16 +212,11 @@ def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -
             f"{where}: the prompt is of kind {kind!r}, in {first_where} it is {first_kind!r}. "
             "Convert one of them"
         )
-    for names, others, here, there in (
-        (first_columns, columns, where, first_where),
-        (columns, first_columns, first_where, where),
-    ):
-        for name in names:
-            if name not in others:
-                raise ValueError(
-                    f"{here}: no column {name!r}, which {there} has. Write null in rows without a "
-                    "value"
-                )
+    for name in sorted({*columns} ^ {*first_columns}):
+        here, there = (where, first_where) if name in first_columns else (first_where, where)
+        raise ValueError(
+            f"{here}: no column {name!r}, which {there} has. Write null in rows without a value"
+        )
 
 
 def _split_off(prompts: Sequence[bytes], num_held_out: int, source: str) -> set[int]:
@@ -263,13 +226,8 @@ def _split_off(prompts: Sequence[bytes], num_held_out: int, source: str) -> set[
             f"task.num_eval_prompts={num_held_out}: {source} has no test split, so the number of "
             "rows to hold out is needed. Set --config.task.num_eval_prompts=100"
         )
-    held_out: set[int] = set()
-    last = b""
-    for digest, index in sorted(zip(prompts, range(len(prompts)), strict=True)):
-        if len(held_out) >= num_held_out and digest != last:
-            break
-        held_out.add(index)
-        last = digest
+    bound = sorted(prompts)[:num_held_out][-1]
+    held_out = {i for i, digest in enumerate(prompts) if digest <= bound}
     if len(held_out) == len(prompts):
         raise ValueError(
             f"task.num_eval_prompts={num_held_out}: {source} has {len(prompts)} rows and no test "

@@ -6,11 +6,13 @@ rows occur several times. Every row has a column `data_set`, the name of its set
 all sets, with None for columns that its own set lacks.
 """
 
+import bisect
 import functools
+import itertools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tba_jax.tasks.chats import Problem
 from tba_jax.tasks.custom import Custom
@@ -73,7 +75,8 @@ class Mixture:
     def __init__(
         self, sets: Sequence[DataSet], num_held_out: int, chat: bool, columns: str = ""
     ) -> None:
-        self.data_sets = tuple(_name(path) for path, _ in sets)
+        names = (os.path.basename(path.rstrip("/")) for path, _ in sets)
+        self.data_sets = tuple(os.path.splitext(name)[0] for name in names)
         if len({*self.data_sets}) < len(sets):
             raise ValueError(
                 f"task.data_path: data sets are named {', '.join(self.data_sets)} in metrics, and "
@@ -88,13 +91,13 @@ class Mixture:
         ]
 
     @functools.cached_property
-    def _counts(self) -> list[int]:
-        """Number of rows of each data set in an epoch of the mixture."""
+    def _ends(self) -> list[int]:
+        """Number of rows of an epoch up to the end of each data set."""
         sizes = [task.train_size() for task in self._tasks]
-        if not self._is_weighted:
-            return sizes
-        total = max(n / share for n, share in zip(sizes, self._shares, strict=True))
-        return [max(n, round(share * total)) for n, share in zip(sizes, self._shares, strict=True)]
+        most = max(n / share for n, share in zip(sizes, self._shares, strict=True))
+        if self._is_weighted:
+            sizes = [max(n, round(x * most)) for n, x in zip(sizes, self._shares, strict=True)]
+        return [*itertools.accumulate(sizes)]
 
     @functools.cached_property
     def _eval_places(self) -> list[tuple[int, int]]:
@@ -105,17 +108,18 @@ class Mixture:
     @functools.cached_property
     def _columns(self) -> dict[str, None]:
         """Names of the columns of all data sets, as the keys of a dict."""
-        columns = {name: None for task in self._tasks for name in task.train_problem(0)[1]}
+        firsts = [task.train_problem(0) for task in self._tasks]
+        columns = {name: None for _, own in firsts for name in own}
         if COLUMN in columns:
             raise ValueError(
                 f"task.data_path: a column {COLUMN!r} would hide the name of a row's data set. "
                 f'Rename it, for example --config.task.columns="source={COLUMN}"'
             )
-        chats = [isinstance(task.train_problem(0)[0], str) for task in self._tasks]
-        if len({*chats}) > 1:
+        texts = [isinstance(prompt, str) for prompt, _ in firsts]
+        if len({*texts}) > 1:
             raise ValueError(
-                f"task.data_path: prompts of {self.data_sets[chats.index(True)]} are texts and "
-                f"those of {self.data_sets[chats.index(False)]} are chat messages. Use one form, "
+                f"task.data_path: prompts of {self.data_sets[texts.index(True)]} are texts and "
+                f"those of {self.data_sets[texts.index(False)]} are chat messages. Use one form, "
                 "or set --config.task.chat=True"
             )
         return columns
@@ -126,18 +130,15 @@ class Mixture:
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def train_size(self) -> int:
-        return sum(self._counts)
+        return self._ends[-1]
 
     def eval_size(self) -> int:
         return len(self._eval_places)
 
     def train_problem(self, index: int) -> Problem:
-        for number, count in enumerate(self._counts):
-            if index < count:
-                task = self._tasks[number]
-                return self._problem(number, task.train_problem(index % task.train_size()))
-            index -= count
-        raise IndexError(index)
+        number = bisect.bisect_right(self._ends, index)
+        task, first = self._tasks[number], self._ends[number - 1] if number else 0
+        return self._problem(number, task.train_problem((index - first) % task.train_size()))
 
     def eval_problem(self, index: int) -> Problem:
         number, at = self._eval_places[index]
@@ -145,25 +146,16 @@ class Mixture:
 
     def _problem(self, number: int, problem: Problem) -> Problem:
         prompt, columns = problem
-        named: dict[str, Any] = {**self._columns, **columns, COLUMN: self.data_sets[number]}
-        return prompt, named
+        return prompt, {**self._columns, **columns, COLUMN: self.data_sets[number]}
 
     def response_kind(self, text: str) -> None:
         del text
 
 
-def _name(path: str) -> str:
-    """Return the last part of a path without its ending."""
-    return os.path.splitext(os.path.basename(path.rstrip("/")))[0]
-
-
 def custom_task(
     data_path: str, num_held_out: int, chat: bool, columns: str = ""
 ) -> Custom | Mixture:
-    """Return the task `custom` for one or several data sets.
-
-    Args:
-        data_path: as in `data_sets`.
+    """Return the task `custom` for one or several data sets, as in `data_sets`.
 
     Raises:
         ValueError: as in `data_sets`, `Custom` and `Mixture`.

@@ -5,7 +5,6 @@ The package (extra `reasoning-gym`) is imported when a task is created. Invarian
 and index determine a problem; a data set is refused if its seed does not determine its problems.
 """
 
-import functools
 import importlib
 from typing import Any
 
@@ -32,7 +31,7 @@ class ReasoningGym:
 
     Args:
         dataset: name in reasoning-gym, such as "chain_sum".
-        data_path: must be empty.
+        data_path: not used: the registry refuses one.
 
     Raises:
         ValueError: the package or the data set is missing, or the data set cannot be used.
@@ -44,11 +43,6 @@ class ReasoningGym:
 
     def __init__(self, dataset: str, data_path: str, chat: bool) -> None:
         self.name = f"reasoning_gym:{dataset}"
-        if data_path:
-            raise ValueError(
-                f"task.data_path={data_path!r}: task {self.name} generates its own problems. Leave "
-                "it empty"
-            )
         try:
             # An import statement would make type checkers import this module itself.
             package: Any = importlib.import_module("reasoning_gym")
@@ -65,6 +59,7 @@ class ReasoningGym:
             )
         self._dataset = dataset
         self._chat = chat
+        self._data: dict[int, Any] = {}  # by seed
         self._create = package.create_dataset
         first, again = (
             [data[i]["question"] for i in range(NUM_COMPARED)]
@@ -85,14 +80,6 @@ class ReasoningGym:
                 f"({error}). Choose another data set"
             ) from None
 
-    @functools.cached_property
-    def _train(self) -> Any:
-        return self._make(TRAIN_SEED, TRAIN_SIZE)
-
-    @functools.cached_property
-    def _eval(self) -> Any:
-        return self._make(EVAL_SEED, EVAL_SIZE)
-
     def train_size(self) -> int:
         return TRAIN_SIZE
 
@@ -100,21 +87,18 @@ class ReasoningGym:
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> Problem:
-        return self._problem(self._train, TRAIN_SEED, TRAIN_SIZE, index)
+        return self._problem(TRAIN_SEED, TRAIN_SIZE, index)
 
     def eval_problem(self, index: int) -> Problem:
-        return self._problem(self._eval, EVAL_SEED, EVAL_SIZE, index)
+        return self._problem(EVAL_SEED, EVAL_SIZE, index)
 
-    def _problem(self, data: Any, seed: int, size: int, index: int) -> Problem:
-        entry = data[index]
+    def _problem(self, seed: int, size: int, index: int) -> Problem:
+        if seed not in self._data:
+            self._data[seed] = self._make(seed, size)
+        entry = self._data[seed][index]
         message = MESSAGE.format(question=entry["question"])
-        columns = {
-            "answer": str(entry["answer"]),
-            "dataset": self._dataset,
-            "seed": seed,
-            "size": size,
-            "index": index,
-        }
+        place = {"dataset": self._dataset, "seed": seed, "size": size, "index": index}
+        columns = {"answer": str(entry["answer"]), **place}
         return asked_by_user(message, columns) if self._chat else (f"{message}\n\n", columns)
 
     def response_kind(self, text: str) -> str:

@@ -30,14 +30,13 @@ class Task(Protocol):
     A prompt is a text, or a list of chat messages that the model's chat template converts to text;
     the messages are then also the column `prompt`, for the reward.
 
-    A task has no given responses; `task.start_path` names a file of them (`start_data`).
-
     Attributes:
         name: name in the registry.
         reward: default reward: "package.module:function", or a name of `rewards.kinds`;
             empty if the config must name one.
         metric: headline metric of the run's evaluation: "pass_at_1", "win_rate", "success_rate",
             "reward_mean", ... Evaluation must report it.
+        response_kinds: results of `response_kind`; the report shows the share of the first.
     """
 
     name: str
@@ -45,27 +44,18 @@ class Task(Protocol):
     metric: str
 
     @property
-    def response_kinds(self) -> tuple[str, ...]:
-        """Results of `response_kind`; the report shows the share of responses of the first kind."""
-        ...
+    def response_kinds(self) -> tuple[str, ...]: ...
 
-    def train_size(self) -> int:
-        """Return the number of training problems."""
-        ...
+    def train_size(self) -> int: ...
 
-    def eval_size(self) -> int:
-        """Return the number of held-out problems."""
-        ...
+    def eval_size(self) -> int: ...
 
     def train_problem(self, index: int) -> tuple[PromptContent, dict[str, Any]]:
         """Return the prompt of a training problem, and the columns of its reward."""
         ...
 
     def eval_problem(self, index: int) -> tuple[PromptContent, dict[str, Any]]:
-        """Return the prompt of a held-out problem, and the columns of its reward.
-
-        The report shows a column `answer` next to the responses.
-        """
+        """Return prompt and columns of a held-out problem; the report shows the column `answer`."""
         ...
 
     def response_kind(self, text: str) -> str | None:
@@ -78,7 +68,7 @@ class Entry(NamedTuple):
 
     Attributes:
         task: class of the task; its class attributes are valid for every instance.
-        make: (data_path, num_held_out, chat) -> the task.
+        make: (data_path, num_held_out, chat) -> the task; None: it is made without arguments.
         has_chat: whether prompts may be user messages in the model's chat template.
         needs_data: whether task.data_path is required.
         makes_problems: whether the task generates its problems; this package then knows their
@@ -88,8 +78,8 @@ class Entry(NamedTuple):
     """
 
     task: type[Task]
-    make: Callable[[str, int, bool], Task]
-    has_chat: bool = True
+    make: Callable[[str, int, bool], Task] | None = None
+    has_chat: bool = False
     needs_data: bool = False
     makes_problems: bool = False
     has_one_prompt: bool = False
@@ -101,42 +91,22 @@ def _rows(task: Callable[[str, bool], Task]) -> Callable[[str, int, bool], Task]
     return lambda data_path, _, chat: task(data_path, chat)
 
 
-def _embedded(task: type[Task]) -> Callable[[str, int, bool], Task]:
-    """Return a constructor of a task that generates its own problems."""
-
-    def make(data_path: str, num_held_out: int, chat: bool) -> Task:
-        del num_held_out  # the task has its own split
-        assert not chat  # validation refuses it
-        if data_path:
-            raise ValueError(
-                f"task.data_path={data_path!r}: task {task.name} generates its own problems. Leave "
-                "it empty, or choose another task.name"
-            )
-        return task()
-
-    return make
-
-
 TASKS: dict[str, Entry] = {
     entry.task.name: entry
     for entry in (
-        Entry(Arithmetic, _embedded(Arithmetic), has_chat=False, makes_problems=True),
-        Entry(Custom, custom_task, needs_data=True),
-        Entry(GSM8K, _rows(GSM8K)),
-        Entry(GSM8KOfficial, _rows(GSM8KOfficial)),
-        Entry(HendrycksMath, _rows(HendrycksMath)),
-        Entry(
-            RedTeam,
-            _embedded(RedTeam),
-            has_chat=False,
-            makes_problems=True,
-            has_one_prompt=True,
-            metrics=("attacks",),
-        ),
-        Entry(TLDR, _rows(TLDR)),
-        Entry(TLDRToy, _embedded(TLDRToy), has_chat=False, makes_problems=True),
+        Entry(Arithmetic, makes_problems=True),
+        Entry(Custom, custom_task, has_chat=True, needs_data=True),
+        Entry(GSM8K, _rows(GSM8K), has_chat=True),
+        Entry(GSM8KOfficial, _rows(GSM8KOfficial), has_chat=True),
+        Entry(HendrycksMath, _rows(HendrycksMath), has_chat=True),
+        Entry(RedTeam, makes_problems=True, has_one_prompt=True, metrics=("attacks",)),
+        Entry(TLDR, _rows(TLDR), has_chat=True),
+        Entry(TLDRToy, makes_problems=True),
     )
 }
+
+NAMES = ", ".join((*TASKS, f"{REASONING_GYM_PREFIX}DATASET"))
+"""Values of task.name, for messages."""
 
 
 def entry_of(name: str) -> Entry:
@@ -145,14 +115,13 @@ def entry_of(name: str) -> Entry:
     Raises:
         ValueError: the name is unknown.
     """
-    dataset = name.partition(REASONING_GYM_PREFIX)[2] if name not in TASKS else ""
-    if dataset:
-        return Entry(
-            ReasoningGym, _rows(functools.partial(ReasoningGym, dataset)), makes_problems=True
-        )
-    if name not in TASKS:
+    if name in TASKS:
+        return TASKS[name]
+    dataset = name.partition(REASONING_GYM_PREFIX)[2]
+    if not dataset:
         raise ValueError(f"task.name={name!r} is unknown. Choose one of {NAMES}")
-    return TASKS[name]
+    make = _rows(functools.partial(ReasoningGym, dataset))
+    return Entry(ReasoningGym, make, has_chat=True, makes_problems=True)
 
 
 def get_task(
@@ -173,8 +142,10 @@ def get_task(
     """
     if columns:
         return custom_task(data_path, num_held_out, chat, columns)
-    return entry_of(name).make(data_path, num_held_out, chat)
-
-
-NAMES = ", ".join((*TASKS, f"{REASONING_GYM_PREFIX}DATASET"))
-"""Values of task.name, for messages."""
+    entry = entry_of(name)
+    if entry.makes_problems and data_path:
+        raise ValueError(
+            f"task.data_path={data_path!r}: task {name} generates its own problems. Leave it "
+            "empty, or choose another task.name"
+        )
+    return entry.task() if entry.make is None else entry.make(data_path, num_held_out, chat)

@@ -2,19 +2,17 @@
 """Rows of data sets: JSON lines or Parquet on disk, or a data set of the Hugging Face hub.
 
 A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
-one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". JSON lines are validated in one pass
-when opened and then read one at a time, so a data set need not fit in memory; rows of Parquet files
-and of the hub are kept in memory. Invariant: readers yield every row with its place (file and
-line), for error messages.
+one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Rows are validated in one pass; JSON
+lines are kept as text and parsed again when they are read, which takes the memory of the file.
+Invariant: readers yield every row with its place (file and line), for error messages.
 """
 
-import array
 import functools
 import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from tba_jax.tasks.chats import Problem, asked_by_user
 
@@ -24,7 +22,6 @@ Placed = tuple[str, dict[str, Any]]
 """(place of the row for messages, row)."""
 
 HUB_PREFIX = "hf://"
-_MAX_DEPTH = 100  # maximum depth of nested objects and lists in a row
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -35,69 +32,28 @@ def has_split(source: str, split: Split) -> bool:
         ValueError: a data set of the hub cannot be read.
     """
     if source.startswith(HUB_PREFIX):
-        name, configuration = _hub_name(source)
-        datasets = _datasets(source)
-        names = _from_hub(source, lambda: datasets.get_dataset_split_names(name, configuration))
-        return split in names
+        return split in _from_hub(source, lambda hub, *name: hub.get_dataset_split_names(*name))
     return os.path.isdir(source) and bool(_files(source, split))
 
 
 class Rows(Sequence[Placed]):
-    """Rows of JSON lines files, read on access; thread-safe.
+    """Rows in memory: of JSON lines the text, else the row, by place."""
 
-    If a file is replaced, the old file stays readable. A file that is modified is refused.
-
-    Attributes:
-        places: int64, for each row: index of its file, line number, first byte, length.
-    """
-
-    def __init__(self, files: Sequence[str]) -> None:
-        self._files = [*files]
-        self._open = [os.open(file, os.O_RDONLY) for file in files]
-        self._written = [_written(descriptor) for descriptor in self._open]
-        self.places = array.array("q")
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_open", ()):
-            os.close(descriptor)
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, bytes | dict[str, Any]]] = []
 
     def __len__(self) -> int:
-        return len(self.places) // 4
+        return len(self.kept)
 
-    @overload
-    def __getitem__(self, index: int) -> Placed: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Placed]: ...
-
-    def __getitem__(self, index: int | slice) -> Placed | Sequence[Placed]:
-        """Return (place, row), or the rows of a slice.
-
-        Raises:
-            ValueError: the file was modified after it was opened.
-        """
+    def __getitem__(self, index: Any) -> Any:
+        """Return (place, row), or the rows of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        at = range(len(self))[index] * 4
-        file, number, start, length = self.places[at : at + 4]
-        where = f"{self._files[file]}, line {number}"
-        if _written(self._open[file]) != self._written[file]:
-            raise ValueError(
-                f"{self._files[file]} was modified while a run reads it. Start the run "
-                "again, and replace the file by another instead of writing to it"
-            )
-        return where, _json_row(os.pread(self._open[file], length, start), number, where)
+        where, row = self.kept[index]
+        return where, json.loads(row.decode()) if isinstance(row, bytes) else row
 
 
-def _written(descriptor: int) -> tuple[int, int]:
-    """Return length and modification time of a file."""
-    status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
-
-
-def open_rows(
-    source: str, split: Split, judge: Callable[[str, dict[str, Any]], Any]
-) -> Sequence[Placed]:
+def open_rows(source: str, split: Split, judge: Callable[[str, dict[str, Any]], Any]) -> Rows:
     """Return the rows of a split as a sequence, after one validation pass over all of them.
 
     Args:
@@ -107,24 +63,11 @@ def open_rows(
     Raises:
         ValueError: as in `read_rows`, or `judge` refuses a row.
     """
-    files = [] if source.startswith(HUB_PREFIX) else _files_of(source, split)
-    if not files or files[0].endswith(".parquet"):
-        kept = [*read_rows(source, split)]
-        for where, row in kept:
-            judge(where, row)
-        return kept
-    rows: Rows | None = None
-    for file, path in enumerate(files):
-        for number, start, line, row in _json_lines(path):
-            if rows is None:
-                rows = Rows(files)
-            where = f"{path}, line {number}"
-            _check_texts(row, where)
-            judge(where, row)
-            rows.places.extend((file, number, start, len(line)))
-    if rows is None:
-        raise _no_rows(files[0])
-    return rows
+    found = Rows()
+    for where, row, line in _read(source, split):
+        judge(where, row)
+        found.kept.append((where, line or row))
+    return found
 
 
 def read_rows(source: str, split: Split) -> Iterator[Placed]:
@@ -133,46 +76,35 @@ def read_rows(source: str, split: Split) -> Iterator[Placed]:
     Raises:
         ValueError: data is missing, or a row is malformed (the message has file and line).
     """
+    return ((where, row) for where, row, _ in _read(source, split))
+
+
+def _read(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any], bytes | None]]:
+    """Yield (place, row, line of JSON or None) of every row of a split."""
     if source.startswith(HUB_PREFIX):
-        yield from _hub_rows(source, split)
+        table = _from_hub(source, lambda hub, *name: hub.load_dataset(*name, split=split))
+        name = source.removeprefix(HUB_PREFIX).partition(":")[0]
+        for index, row in enumerate(table):
+            yield f"{name}, {split} row {index}", dict(row), None
         return
-    files = _files_of(source, split)
-    found = False
-    for path in files:
-        rows = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
-        for where, row in rows:
-            found = True
-            _check_texts(row, where)
-            yield where, row
-    if not found:
-        raise _no_rows(files[0])
-
-
-def _no_rows(path: str) -> ValueError:
-    return ValueError(f"{path} has no rows; wanted one JSON object per line. Give another file")
-
-
-def _files_of(source: str, split: Split) -> list[str]:
-    """Return the files of a split.
-
-    Raises:
-        ValueError: the split has no file, or files of two formats.
-    """
-    files = _files(source, split) if os.path.isdir(source) else [source]
-    for path in files:
-        # Opening a pipe would wait for a writer, and rows are read a second time by position.
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise ValueError(
-                f"{path} cannot be read (not a regular file, but a pipe, device or folder). Write "
-                "its rows to a file, and give that file"
-            )
+    files, found = _files(source, split) if os.path.isdir(source) else [source], False
     if not files:
         raise ValueError(
             f"{os.path.join(source, split)}.jsonl cannot be read (No such file or directory). Set "
             "task.data_path to a folder with train.jsonl and test.jsonl, or .parquet files of "
             "these names"
         )
-    return files
+    for path in files:
+        # Opening a pipe would wait for a writer.
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(
+                f"{path} cannot be read (not a regular file, but a pipe, device or folder). Write "
+                "its rows to a file, and give that file"
+            )
+        for found in _parquet_rows(path) if path.endswith(".parquet") else _json_lines(path):
+            yield found
+    if not found:
+        raise ValueError(f"{files[0]} has no rows; wanted one JSON object per line. Give another")
 
 
 def _files(folder: str, split: Split) -> list[str]:
@@ -192,37 +124,37 @@ def _files(folder: str, split: Split) -> list[str]:
     return kinds[0] if kinds else []
 
 
-def _json_rows(path: str) -> Iterator[Placed]:
-    for number, _, _, row in _json_lines(path):
-        yield f"{path}, line {number}", row
-
-
-def _json_lines(path: str) -> Iterator[tuple[int, int, bytes, dict[str, Any]]]:
-    """Yield (number from 1, first byte, line, row) of every line that is not blank."""
+def _json_lines(path: str) -> Iterator[tuple[str, dict[str, Any], bytes]]:
+    """Yield (place, row, line) of every line that is not blank."""
     try:
         file = open(path, "rb")
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}). Give a readable file"
         ) from None
-    start = 0
     with file:
         for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                yield number, start, line, _json_row(line, number, f"{path}, line {number}")
-            start += len(line)
+                where = f"{path}, line {number}"
+                yield where, _json_row(line, where), line
 
 
-def _json_row(line: bytes, number: int, where: str) -> dict[str, Any]:
+def _json_row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        row = json.loads(text)
+        row = json.loads(line.decode())
+        json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where}: not UTF-8 text ({error.reason}). Convert the file to UTF-8"
         ) from None
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: a text has half of a surrogate pair, {ascii(error.object[error.start])}, "
+            "which no tokenizer can encode. Correct that text"
+        ) from None
     except (ValueError, RecursionError) as error:  # also for huge numbers and deep nesting
-        got = text.strip()[:80]
+        got = line.decode().strip()[:80]
         raise ValueError(f"{where}: not JSON ({error}); got {got!r}. Correct that line") from None
     if not isinstance(row, dict):
         raise ValueError(
@@ -231,25 +163,7 @@ def _json_row(line: bytes, number: int, where: str) -> dict[str, Any]:
     return row
 
 
-def _check_texts(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse texts that cannot be encoded, and deep nesting that readers cannot process."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{where}: a text has half of a surrogate pair, {ascii(value[error.start])}, at "
-                f"character {error.start}, which no tokenizer can encode. Correct that text"
-            ) from None
-    elif isinstance(value, dict | list):
-        if depth == _MAX_DEPTH:
-            raise ValueError(f"{where}: nested more than {_MAX_DEPTH} deep. Flatten that row")
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        for item in items:
-            _check_texts(item, where, depth + 1)
-
-
-def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any], None]]:
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]  # an optional dependency
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
@@ -267,48 +181,31 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             "JSON lines"
         ) from None
     for index, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {index}", row
+        yield f"{path}, row {index}", row, None
 
 
-def _hub_name(source: str) -> tuple[str, str | None]:
+def _from_hub(source: str, ask: Callable[..., Any]) -> Any:
+    """Return `ask(datasets, name, configuration or None)`, which reads from the hub.
+
+    Raises:
+        ValueError: the library is missing, or the hub cannot be reached or has no such data set.
+    """
     name, _, configuration = source.removeprefix(HUB_PREFIX).partition(":")
-    return name, configuration or None
-
-
-def _datasets(source: str) -> Any:
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # an optional dependency
     except ImportError:
         raise ValueError(
-            f"{source.removeprefix(HUB_PREFIX)} on the Hugging Face hub needs the package "
-            "`datasets`. Install it: pip install 'tba_jax[hub]', or set task.data_path to a folder "
-            "with train.jsonl and test.jsonl"
+            f"{name} on the Hugging Face hub needs the package `datasets`. Install it: pip install "
+            "'tba_jax[hub]', or set task.data_path to a folder with train.jsonl and test.jsonl"
         ) from None
-    return datasets
-
-
-def _from_hub(source: str, question: Any) -> Any:
-    """Call `question`, which reads from the hub; convert its errors to ValueError.
-
-    Raises:
-        ValueError: the hub cannot be reached, or has no such data set.
-    """
     try:
-        return question()
+        return ask(datasets, name, configuration or None)
     except (OSError, ValueError) as error:  # no connection, no such data set or configuration
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{source} cannot be read from the Hugging Face hub ({reason}). Check name and "
             "configuration (hf://NAME:CONFIGURATION), or set task.data_path to local files"
         ) from None
-
-
-def _hub_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]:
-    name, configuration = _hub_name(source)
-    datasets = _datasets(source)
-    table = _from_hub(source, lambda: datasets.load_dataset(name, configuration, split=split))
-    for index, row in enumerate(table):
-        yield f"{name}, {split} row {index}", dict(row)
 
 
 def _checked(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Row:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from fake_models import load_folder
 
-from tba_jax.assets import make_start_model
+import tba_jax
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
 
 TASK = arithmetic.Arithmetic()
-START_MODEL = Path(make_start_model.__file__).parent / "start_model"
+START_MODEL = Path(tba_jax.__file__).parent / "assets" / "start_model"
 TRAIN_0 = ("8+7-8+4-4+7", 14)
 EVAL_0 = ("5+9+2-7-9+9", 9)
 TRAIN_BILLION = ("4-2+4-3+8+1", 12)
@@ -75,12 +75,10 @@ def test_evaluation_expressions_are_distinct_and_never_in_training():
     assert not held_out & train
 
 
-def test_worked_responses_are_the_running_totals_and_grade_right():
-    assert arithmetic.worked_response("7+5-3+8-6+2") == ":12,9,17,11,13"
+def test_worked_responses_grade_right():
     for i in range(200):
         expression, answer = arithmetic.problem(i, "train")
-        text = arithmetic.worked_response(expression)
-        assert len(text) <= arithmetic.MAX_WORKED_CHARS
+        text = ":" + ",".join(map(str, arithmetic.running_totals(expression)))
         assert TASK.response_kind(text) == "worked"
         assert arithmetic_reward([expression], [text], [str(answer)]) == [1.0]
 
@@ -117,6 +115,6 @@ def test_start_model_is_a_small_complete_folder():
     }
     assert sum(p.stat().st_size for p in START_MODEL.iterdir()) <= 4 * 10**6
     config, params, hf_config = load_folder(START_MODEL)
-    assert config == make_start_model.CONFIG
+    assert (config.hidden_size, config.num_layers, config.tie_embeddings) == (96, 3, True)
     assert hf_config["architectures"] == ["LlamaForCausalLM"]
     assert params["embed"].shape == (config.vocab_size, config.hidden_size)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from tba_jax.tasks.rows import Rows, has_split, open_rows, read_rows
+from tba_jax.tasks.rows import has_split, open_rows, read_rows
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 
@@ -37,9 +37,9 @@ def test_json_lines_come_with_their_line(tmp_path):
         (b'[{"prompt": "a"}]', r"rows\.jsonl, line 1: \[\{.* is not an object with named columns"),
         (
             b'{"a": [{"b\\ud800": 1}]}',
-            r"line 1: a text has half of a surrogate pair, '\\ud800', at ch",
+            r"line 1: a text has half of a surrogate pair, '\\ud800', which no",
         ),
-        (b'{"a": ' + b"[" * 120 + b"]" * 120 + b"}", r"line 1: nested more than 100 deep"),
+        (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"line 1: not JSON \(.*recursion"),
         (b"\n \n", r"rows\.jsonl has no rows; wanted one JSON object per line"),
     ],
 )
@@ -66,30 +66,15 @@ def test_parquet_files_and_shards_are_read_in_order(tmp_path):
 
 def test_json_lines_are_judged_once_and_then_read_one_at_a_time(tmp_path):
     path = tmp_path / "train.jsonl"
-    text = "x" * 1000
-    lines = [json.dumps({"prompt": f"{text}{i}é"}, ensure_ascii=False) + "\n" for i in range(300)]
+    lines = [json.dumps({"prompt": f"{i}é"}, ensure_ascii=False) + "\n" for i in range(300)]
     path.write_bytes("\n".join(["\ufeff" + lines[0], *lines[1:]]).encode())
     judged = []
     rows = open_rows(str(tmp_path), "train", lambda where, row: judged.append((where, row)))
-    assert isinstance(rows, Rows) and len(rows) == 300
-    assert [*rows] == judged == [*read_rows(str(tmp_path), "train")]
-    assert rows[-1] == judged[-1] and rows[3:5] == judged[3:5]
-    assert len(rows.places) * rows.places.itemsize == 300 * 32  # and not their 300 kB
+    assert len(rows) == 300 and all(isinstance(line, bytes) for _, line in rows.kept)
+    path.write_text("")  # a file that changes later changes no row
+    assert [*rows] == judged and rows[-1] == judged[-1] and rows[3:5] == judged[3:5]
     with pytest.raises(IndexError):
         rows[300]
-
-
-def test_a_file_that_is_written_to_is_refused_and_one_that_is_replaced_read_on(tmp_path):
-    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    path.write_text('{"prompt": "a"}\n')
-    other.write_text('{"prompt": "b"}\n')
-    rows = open_rows(str(path), "train", lambda where, row: None)
-    other.rename(path)
-    assert rows[0] == (f"{path}, line 1", {"prompt": "a"})
-    rows = open_rows(str(path), "train", lambda where, row: None)
-    path.write_text('{"prompt": "cc"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl was modified while a run reads it"):
-        rows[0]
 
 
 def test_parquet_that_cannot_be_read_is_named(tmp_path, monkeypatch):
