@@ -173,30 +173,19 @@ def hand_over(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(_hand_over, tree, shardings)
 
 
-_Box = tuple[tuple[int, int], ...]
+_Box = tuple[tuple[int, int], ...]  # start and end along each axis
 
 
 def _hand_over(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     if array.sharding == sharding:
         return array
-    boxes = {
-        device: _box(index or (), array.shape)
-        for device, index in sharding.addressable_devices_indices_map(array.shape).items()
-    }
-    pieces = {device: _pieces(array, box, device) for device, box in boxes.items()}
-    # One call moves all pieces, so that transfers overlap.
-    moved = iter(
-        jax.device_put(
-            [x for parts in pieces.values() for _, x in parts],
-            [device for device, parts in pieces.items() for _ in parts],
-        )
-    )
     shards = []
-    for device, box in boxes.items():
-        offsets = tuple(offset for offset, _ in pieces[device])
-        arrived = [next(moved) for _ in offsets]
+    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
+        box = _box(index or (), array.shape)
+        offsets, pieces = _pieces(array, box, device)
+        moved = jax.device_put(pieces, device)  # asynchronous: transfers overlap
         shape = tuple(end - start for start, end in box)
-        shards.append(arrived[0] if len(arrived) == 1 else _join(arrived, offsets, shape))
+        shards.append(moved[0] if len(moved) == 1 else _join(moved, offsets, shape))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
@@ -204,31 +193,30 @@ def _box(index: tuple[slice, ...], shape: Sequence[int]) -> _Box:
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
-def _pieces(array: jax.Array, wanted: _Box, device: Any) -> list[tuple[tuple[int, ...], jax.Array]]:
-    """Return (offset, values) of pieces that together fill a box; pieces on `device` come first."""
-    shards = sorted(array.addressable_shards, key=lambda s: s.device != device)
+def _pieces(
+    array: jax.Array, wanted: _Box, device: Any
+) -> tuple[tuple[tuple[int, ...], ...], list[jax.Array]]:
+    """Return offsets and values of pieces that fill a box; pieces on `device` come first."""
     found: dict[_Box, jax.Array] = {}
-    for shard in shards:
+    for shard in sorted(array.addressable_shards, key=lambda s: s.device != device):
         own = _box(shard.index, array.shape)
         shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))
         if shared in found or any(start >= end for start, end in shared):
             continue
-        if shared == own:
-            found[shared] = shard.data
-        else:
-            starts = [a - b for (a, _), (b, _) in zip(shared, own, strict=True)]
-            ends = [a - b for (_, a), (b, _) in zip(shared, own, strict=True)]
-            found[shared] = jax.lax.slice(shard.data, starts, ends)
-    if sum(_volume(box) for box in found) != _volume(wanted):
+        starts = [a - b for (a, _), (b, _) in zip(shared, own, strict=True)]
+        ends = [a - b for (_, a), (b, _) in zip(shared, own, strict=True)]
+        found[shared] = shard.data if shared == own else jax.lax.slice(shard.data, starts, ends)
+    if sum(map(_volume, found)) != _volume(wanted):
         raise ValueError(
             f"array of shape {list(array.shape)} with sharding {array.sharding}: this process does "
             "not hold all parts that its searchers need. Use a sharding that gives each process a "
             "whole copy (Placement.publication_mesh)"
         )
-    return [
-        (tuple(start - first for (start, _), (first, _) in zip(box, wanted, strict=True)), values)
-        for box, values in found.items()
-    ]
+    first = [start for start, _ in wanted]
+    offsets = tuple(
+        tuple(start - own for (start, _), own in zip(box, first, strict=True)) for box in found
+    )
+    return offsets, list(found.values())
 
 
 def _volume(box: _Box) -> int:

@@ -49,11 +49,7 @@ class Site:
     def locked(self, program: Program) -> Program:
         """Return a function that launches a program while it holds the device lock.
 
-        A program of one device waits for no other device and needs no lock. With the lock, results
-        are ready on return; an exception releases the lock.
-
-        Raises (when the program is called):
-            DeviceLockError: other threads held the lock for too long.
+        A program of one device waits for no other device and needs no lock.
         """
         if self.lock is None or not self.is_divided:
             return program
@@ -79,15 +75,13 @@ class Sites(NamedTuple):
     """Meshes and device locks of the parts of a run, as one process sees them.
 
     Attributes:
-        trainer: site of the trainer; its mesh has the axes MESH_AXES.
+        trainer: site of the trainer; its mesh has the axes MESH_AXES. On a host without trainer
+            devices, the site of the first searcher of the host, which reads weights from storage.
         publication: site whose mesh has the weights after the publish program.
         searchers: site of each searcher of this process; equal for searchers that share devices.
         first_searcher: ID of the first searcher of this process.
         num_searchers: number of searchers of the run.
         trains: this process has devices of the trainer.
-
-    On a host without trainer devices, `trainer` and `publication` are the site of the first
-    searcher of the host, which reads weights from storage.
     """
 
     trainer: Site
@@ -96,11 +90,6 @@ class Sites(NamedTuple):
     first_searcher: int = 0
     num_searchers: int = 1
     trains: bool = True
-
-    @property
-    def evaluation(self) -> Site:
-        """Return the site of searcher 0, where judges and a resumed run's start model are."""
-        return self.searchers[0]
 
     def reading(self, hidden_size: int) -> Site:
         """Return a site for loading a model, with devices of this process only."""

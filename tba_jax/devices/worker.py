@@ -21,17 +21,9 @@ class StopFlag:
     """Stop flag shared by every thread of a run, with the first failure that set it."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
-        self._lock = threading.Lock()
+        self._event, self._lock = threading.Event(), threading.Lock()
         self._failure: tuple[str, BaseException] | None = None
-
-    def set(self) -> None:
-        """Ask every worker to stop after its current step."""
-        self._event.set()
-
-    def is_set(self) -> bool:
-        """Whether a stop was requested."""
-        return self._event.is_set()
+        self.set, self.is_set = self._event.set, self._event.is_set
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep up to `timeout_s` seconds; return True at once when a stop is requested."""
@@ -40,8 +32,7 @@ class StopFlag:
     def fail(self, name: str, error: BaseException) -> None:
         """Record the first failure and stop all workers."""
         with self._lock:
-            if self._failure is None:
-                self._failure = (name, error)
+            self._failure = self._failure or (name, error)
         self._event.set()
 
     def check(self) -> None:
@@ -54,8 +45,7 @@ class StopFlag:
             failure = self._failure
         if failure is not None:
             name, error = failure
-            message = f"{name} failed: {type(error).__name__}: {error}"
-            raise WorkerError(message) from error
+            raise WorkerError(f"{name} failed: {type(error).__name__}: {error}") from error
 
 
 class Worker:
@@ -69,20 +59,16 @@ class Worker:
         idle_s: seconds to sleep after a step that had nothing to do.
 
     Attributes:
-        steps: completed steps.
         idle_total_s: seconds slept because there was nothing to do.
     """
 
     def __init__(
         self, name: str, step: Callable[[], bool], stop: StopFlag, *, idle_s: float = 0.01
     ) -> None:
-        self.name = name
-        self.steps = 0
-        self.idle_total_s = 0.0
-        self._step = step
-        self._stop = stop
-        self._idle_s = idle_s
+        self.name, self.idle_total_s = name, 0.0
+        self._step, self._stop, self._idle_s = step, stop, idle_s
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.is_alive = self._thread.is_alive
 
     def start(self) -> "Worker":
         """Start the thread; return self."""
@@ -92,18 +78,12 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                if self._step():
-                    self.steps += 1
-                else:
+                if not self._step():
                     start = time.perf_counter()
                     self._stop.wait(self._idle_s)
                     self.idle_total_s += time.perf_counter() - start
         except BaseException as error:  # broad: every failure is re-raised in the main thread
             self._stop.fail(self.name, error)
-
-    def is_alive(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for the thread; raise nothing, because the run already failed.

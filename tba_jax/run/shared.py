@@ -259,7 +259,7 @@ def open_shared(
     if sites.searchers:
         rewards = Rewards(
             make_rewards(config, task, tokenizer, sites.searchers, logs),
-            make_gold(config, task, tokenizer, sites.evaluation, logs),
+            make_gold(config, task, tokenizer, sites.searchers[0], logs),
             make_environments(config, tokenizer, logs),
             make_server(config, policy, tokenizer, folder),
         )

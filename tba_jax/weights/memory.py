@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 from tba_jax.devices.sharding import hand_over
-from tba_jax.storage.steps import TIMEOUT_S
-from tba_jax.weights.publication import PublicationError, Published
+from tba_jax.weights.publication import Published
 
 DELIVERY_S = 0.1
 """Seconds for which a thread waits for a publication before it checks whether to stop."""
@@ -145,7 +144,6 @@ class Weights(OnDevices):
     Args:
         program: result of `make_publish_program`, launched under the trainer's device lock.
         shardings, merges: as in `OnDevices`.
-        timeout_s: time without a finished delivery after which `publish` fails, in seconds.
     """
 
     is_publishing = False
@@ -156,30 +154,17 @@ class Weights(OnDevices):
         program: Callable[[Any], Any],
         shardings: Sequence[Any],
         merges: Sequence[Callable[[Any], Any]] = (),
-        *,
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__(shardings, merges)
-        self._program, self._timeout_s = program, timeout_s
+        self._program = program
         self._changed, self._delivering = threading.Condition(), threading.Lock()
         self._waiting: tuple[int, Any, float] | None = None  # version, params, time
-        self._since: float | None = None  # first publication after the last delivery
 
     def publish(self, version: int, params: Any) -> None:
-        """Launch copy and cast; the device runs both before the next donated step.
-
-        Raises:
-            PublicationError: no publication was delivered within the timeout.
-        """
-        copied, now = self._program(params), time.monotonic()
+        """Launch copy and cast; the device runs both before the next donated step."""
+        copied = self._program(params)
         with self._changed:
-            self._since = now if self._since is None else self._since
-            if now - self._since > self._timeout_s:
-                raise PublicationError(
-                    f"no publication has reached the searchers for {now - self._since:.0f} s: the "
-                    "devices hang. Repair them, then run the same command again"
-                )
-            self._waiting = version, copied, now
+            self._waiting = version, copied, time.monotonic()
             self._changed.notify_all()
 
     def poll(self, wait_s: float = 0.0) -> bool:
@@ -197,8 +182,6 @@ class Weights(OnDevices):
                 return False
             version, params, since = taken
             self.put(version, params)
-            with self._changed:
-                self._since = None if self._waiting is None else self._waiting[2]
             self.delivery_s = time.monotonic() - since
             return True
 

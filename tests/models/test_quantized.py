@@ -123,7 +123,7 @@ def test_a_publication_is_quantised_on_the_trainers_devices_and_delivered_so():
     published = lowering.weight_shardings(CONFIG, trainer, "int8")
     program = make_publish_program(jnp.dtype(jnp.bfloat16), layout, published, "int8")
     wanted = lowering.weight_shardings(CONFIG, searcher, "int8")
-    weights = Weights(program, [wanted], timeout_s=60.0)
+    weights = Weights(program, [wanted])
     params = random_params(CONFIG)
     weights.publish(3, params)
     weights.poll()
