@@ -9,7 +9,7 @@ from commands import SYNC, losses, run
 QUICK = (*SYNC, "eval.period=0")
 
 
-@pytest.mark.slow  # run/test_checkpoint.py and run/test_host_state.py have the parts
+@pytest.mark.slow  # run/test_checkpoint.py has the parts
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_one_line(cache, tmp_path):
     overrides = (*QUICK, "num_steps=2", "checkpoint.period=1")
     workdir, other = tmp_path / "run", tmp_path / "other"

@@ -200,14 +200,6 @@ def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):
     assert_complete(workdir, num_steps)
 
 
-@pytest.mark.slow  # integration/test_sync_loop.py kills such a run once
-def test_a_synchronous_run_that_is_killed_resumes_with_the_same_bits(cache, tmp_path):
-    overrides = (*SYNC, "checkpoint.period=2", "eval.period=0")
-    kill_and_resume(tmp_path / "run", overrides, kills=1, num_steps=12, cache=cache)
-    done = run(tmp_path / "whole", *overrides, "num_steps=12", cache=cache)
-    assert done.returncode == 0 and losses(tmp_path / "whole") == losses(tmp_path / "run")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sigkill_six_times_then_resume(cache, tmp_path):
