@@ -17,17 +17,15 @@ from typing import Any, NamedTuple
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.http_server import HttpServer, bind
 
-Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
-"""Returns the response to a request, or a future of the response. The response is empty if the
-future takes longer than a second; the client then repeats the request.
+Handler = Callable[[bytes], bytes]
+"""Returns the response to a request; it may block for about a second.
 
 `NotReady`, `Rewind`, `RunEnded` and `ValueError` reach the client; any other error ends the run."""
 
 MAX_REQUEST_BYTES = 2**30
 HEARTBEAT_S = 30
 """Seconds without a heartbeat after which a process counts as lost."""
-_NUM_THREADS = 8  # threads that run handlers
-_FUTURE_S = 1.0  # after this time a response is empty, and the client repeats the request
+_NUM_THREADS = 64  # threads that run handlers; each trainer process may block one
 
 
 class Unreachable(Exception):
@@ -132,10 +130,7 @@ class ChannelServer:
             chunks.append(message.get("body", b""))
         try:
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self._threads, handler, b"".join(chunks))
-            if isinstance(found, concurrent.futures.Future):
-                found = await _result_in_time(asyncio.wrap_future(found))
-            return 200, found
+            return 200, await loop.run_in_executor(self._threads, handler, b"".join(chunks))
         except asyncio.CancelledError:
             return 503, b""
         except (*_STATUS,) as error:
@@ -214,14 +209,6 @@ class Channel:
                 "another program or another version of tba_jax listens there"
             )
         raise kind(text)
-
-
-async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
-    """Return the result of a future; b"" after a timeout."""
-    try:
-        return await asyncio.wait_for(future, _FUTURE_S)
-    except TimeoutError:
-        return b""
 
 
 def _brief(error: BaseException) -> str:

@@ -13,7 +13,6 @@ Invariants: each ticket is merged once. A restored owner issues the tickets agai
 for any number of searchers (tests/remote/test_owner.py).
 """
 
-import concurrent.futures
 import dataclasses
 import heapq
 import json
@@ -574,7 +573,7 @@ def owner_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
         values = _arguments(data, list, str, str)
         return json.dumps(ready().join(*values)).encode()
 
-    def step(data: bytes) -> concurrent.futures.Future[bytes]:
+    def step(data: bytes) -> bytes:
         values = _arguments(data, int, int, bool, bool)
         return ready().steps.request(*values)
 

@@ -7,7 +7,6 @@ the decision. Invariant: every process receives the same bytes for a step, howev
 them (tests/remote/test_steps.py).
 """
 
-import concurrent.futures
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +15,8 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.layout import RowLayout
 from tba_jax.remote.messages import Decision, StepPlan, pack_decision
 from tba_jax.replay.buffer import ReplayBuffer
+
+_LONG_POLL_S = 1.0  # longest wait of a request; the client then repeats it
 
 
 class StepSettings(NamedTuple):
@@ -58,8 +59,7 @@ class Steps:
         self._settings, self._buffer, self._layout = settings, buffer, layout
         self._changed = threading.Condition()
         self._requests: dict[int, _Request] = {}
-        self._newest = -1  # newest step that was requested
-        self._decided: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        self._decided, self._decision = -1, b""  # newest decided step, and its decision
 
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
@@ -94,17 +94,21 @@ class Steps:
             )
             decision = Decision(plan, self._layout.batch(draws, step), draws)
         if settings.processes:
-            self._decided.set_result(pack_decision(decision))
+            packed = pack_decision(decision)
+            with self._changed:
+                self._decided, self._decision = step, packed
+                self._changed.notify_all()
         return decision
 
-    def request(
-        self, process: int, step: int, wants_stop: bool, is_publishing: bool
-    ) -> concurrent.futures.Future[bytes]:
-        """Return a future of the decision on a step, as bytes, for another trainer process.
+    def request(self, process: int, step: int, wants_stop: bool, is_publishing: bool) -> bytes:
+        """Wait a second for the decision on a step, for another trainer process.
 
         Args:
             wants_stop: whether the process received a stop signal.
             is_publishing: whether the process still writes the last published weights.
+
+        Returns:
+            The decision as bytes; b"" if there is none yet.
 
         Raises:
             ValueError: the process is not part of the job, or the step is over.
@@ -116,22 +120,17 @@ class Steps:
                     f"are {list(self._settings.processes)}. Start every process with the same "
                     "command"
                 )
-            if step < self._newest:
+            if step < self._decided:
                 raise ValueError(
                     f"process {process} requests step {step}, but the newest "
-                    f"decision is of step {self._newest}. Stop all processes, and start each "
+                    f"decision is of step {self._decided}. Stop all processes, and start each "
                     "with the same command"
                 )
-            if step > self._newest:
-                self._newest, self._decided = step, concurrent.futures.Future()
             self._requests[process] = _Request(step, wants_stop, is_publishing)
             self._changed.notify_all()
-            # A copy: a client that disconnects cancels its own future only.
-            copy: concurrent.futures.Future[bytes] = concurrent.futures.Future()
-            self._decided.add_done_callback(
-                lambda done: copy.cancelled() or copy.set_result(done.result())
-            )
-            return copy
+            # The next step is decided after this process has requested it.
+            is_decided = self._changed.wait_for(lambda: self._decided >= step, _LONG_POLL_S)
+            return self._decision if is_decided else b""
 
     @property
     def wants_stop(self) -> bool:

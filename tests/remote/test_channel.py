@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The channel: bytes over HTTP, with a token, deadlines and clear errors."""
 
-import concurrent.futures
 import http.client
 import socket
 import threading
@@ -18,7 +17,6 @@ from tba_jax.remote.channel import Channel, ChannelError, ChannelServer, Endpoin
 def server():
     """A server with one method for each kind of response."""
     release = threading.Event()
-    later: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
     def slow(data):
         release.wait(30.0)
@@ -33,10 +31,9 @@ def server():
         "not_ready": not_ready,
         "invalid": lambda data: bytes(int(data)),
         "broken": lambda data: {}["no such key"],
-        "later": lambda data: later,
     }
     found = ChannelServer(handlers, "secret", is_local=True).start()
-    found.release, found.later = release, later
+    found.release = release
     yield found
     release.set()
     found.close()
@@ -132,13 +129,3 @@ def test_an_error_of_the_owner_is_the_owners_and_ends_its_run(server):
 
 def test_other_machines_are_not_sent_to_their_own_loopback():
     assert not [each for each in channels.own_addresses() if each.startswith("127.")]
-
-
-def test_a_response_may_come_later(server, monkeypatch):
-    channel = connect(server)
-    threading.Timer(0.3, server.later.set_result, [b"now"]).start()
-    assert channel.call("later") == b"now"
-    pending: concurrent.futures.Future[bytes] = concurrent.futures.Future()
-    server._handlers["never"] = lambda data: pending
-    monkeypatch.setattr(channels, "_FUTURE_S", 0.1)
-    assert channel.call("never") == b""  # the client requests it again

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps: every trainer process gets the same decision, and every wait has an end."""
 
+import concurrent.futures
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +33,20 @@ def make_steps(*processes, is_ready=yes, timeout_s=5.0, **changes):
     return Steps(settings, buffer, PADDED)
 
 
+def request(steps, process, step, wants_stop=False, is_publishing=False):
+    """A request on another thread; its result is b"" if no decision comes within a second."""
+    found = concurrent.futures.Future()
+
+    def ask():
+        found.set_result(steps.request(process, step, wants_stop, is_publishing))
+
+    threading.Thread(target=ask, daemon=True).start()
+    end = time.monotonic() + 5
+    while steps._requests.get(process, (-1,))[0] < step and time.monotonic() < end:
+        time.sleep(0.001)
+    return found
+
+
 @pytest.mark.parametrize(
     ("step", "sync", "save"),
     [(0, False, False), (1, True, False), (4, False, True), (9, False, True)],
@@ -43,18 +59,17 @@ def test_a_publication_waits_only_if_its_version_is_needed():
     assert not make_steps().decide(1, no, yes).plan.publish
     assert make_steps(needs_versions=True).decide(1, no, yes).plan.publish
     steps = make_steps(1)
-    steps.request(1, 1, False, True)
+    request(steps, 1, 1, is_publishing=True)
     assert not steps.decide(1, no, no).plan.publish
 
 
 def test_everyone_receives_what_the_owner_decided_before_and_after():
     steps = make_steps(1, 2)
-    early, other = steps.request(1, 3, False, False), steps.request(2, 3, False, False)
-    assert not early.done()
+    early, other = request(steps, 1, 3), request(steps, 2, 3)
     decision = steps.decide(3, no, no)
-    late = steps.request(1, 3, False, False)
-    assert early.result(0) == other.result(0) == late.result(0)
-    found = unpack_decision(late.result(0))
+    late = request(steps, 1, 3)
+    assert early.result(5) == other.result(5) == late.result(5)
+    found = unpack_decision(late.result(5))
     assert found.plan == decision.plan and not found.draws
     np.testing.assert_array_equal(found.batch.tokens, decision.batch.tokens)
 
@@ -67,10 +82,10 @@ def test_a_step_that_waits_for_data_is_not_sent():
 @pytest.mark.parametrize("is_ready", [yes, no])
 def test_a_stop_ends_everyone_before_the_same_step_and_draws_nothing(is_ready):
     steps = make_steps(1, is_ready=is_ready)
-    asked = steps.request(1, 3, True, False)
+    asked = request(steps, 1, 3, wants_stop=True)
     decision = steps.decide(3, yes, no)
     assert decision == (StepPlan(wait=True, stop=True), None, ())
-    assert unpack_decision(asked.result(0)) == decision
+    assert unpack_decision(asked.result(5)) == decision
     assert steps.wants_stop
 
 
@@ -84,7 +99,7 @@ def test_a_stop_ends_everyone_before_the_same_step_and_draws_nothing(is_ready):
 def test_a_request_that_cannot_be_is_refused(sent, words):
     steps = make_steps(1)
     for step in (0, 1):
-        steps.request(1, step, False, False)
+        request(steps, 1, step)
         steps.decide(step, no, no)
     with pytest.raises(ValueError, match=words):
         steps.request(*sent, False, False)
@@ -92,7 +107,7 @@ def test_a_request_that_cannot_be_is_refused(sent, words):
 
 def test_the_owner_waits_for_everyone_and_names_who_is_missing():
     steps = make_steps(1, 2, timeout_s=0.3)
-    steps.request(1, 4, False, False)
+    request(steps, 1, 4)
     with pytest.raises(PeerError, match=r"process\(es\) 2 did not request step 4 within 0 s"):
         steps.decide(4, no, no)
     patient = make_steps(1, timeout_s=60.0)
