@@ -19,7 +19,7 @@ FLAG = "--config.objective.preset="
 _NAME = "--config.objective.name="
 
 # Own settings of objectives that belong to the run, not to a method: presets do not change them.
-_KEPT = ("scale", "log_z_rate")
+_KEPT = ("scale",)
 
 # TBA' of MATH: the reference is reset to the policy, and token log-ratios are clamped.
 _PRIME = {

@@ -71,15 +71,6 @@ def _driver(config: Config) -> None:
         "with driver=async the staleness of data varies",
         "Set --config.driver=sync, or bound it with --config.replay.max_staleness.",
     )
-    if config.search.swap == "in_flight":
-        need(
-            config.objective.built.needs.sampler != "policy",
-            "search.swap",
-            config.search.swap,
-            "a response may then have tokens of several policy versions, and "
-            f"objective.name={config.objective.name} takes them for tokens of the current one",
-            "Set --config.search.swap=auto.",
-        )
     if config.replay.max_staleness:
         least = (config.search.exact_lag + 1) * config.sync_period - 1
         need(
@@ -278,7 +269,7 @@ def _environment(config: Config) -> None:
     for name, value, reason in (
         ("search.min_new_tokens", config.search.min_new_tokens, "each turn may end at once"),
         ("task.start_path", config.task.start_path, "given responses have no environment"),
-        ("eval.reference_metrics", config.eval.reference_metrics, "observations would count"),
+        ("eval.gold", config.eval.gold, "observations would count"),
     ):
         rule = f"with task.environment it cannot be set: {reason}"
         default = SETTINGS[name].default
@@ -288,15 +279,8 @@ def _environment(config: Config) -> None:
 def _engine(config: Config) -> None:
     """Refuse settings that make an inference server's log-probs differ from the policy's."""
     search = config.search
-    if search.engine == "devices":
+    if not search.server:
         return
-    need(
-        search.server.startswith(("http://", "https://")),
-        "search.server",
-        search.server,
-        "must be a URL",
-        "For example --config.search.server=http://127.0.0.1:8000/v1.",
-    )
     need(
         config.lora.rank > 0,
         "search.engine",
@@ -304,7 +288,7 @@ def _engine(config: Config) -> None:
         "the server receives the weights as adapters, and lora.rank is 0",
         "Set --config.lora.rank=16, for example.",
     )
-    why = "with search.engine=openai it has no effect on the log-probs that servers return"
+    why = "with a server it has no effect on the log-probs that servers return"
     for name in ("sampling_temperature", "top_p", "min_new_tokens", "explore"):
         value, default = getattr(search, name), SETTINGS[f"search.{name}"].default
         remedy = f"Set --config.search.{name}={default!r}."

@@ -20,7 +20,6 @@ from tba_jax.devices.placement import PLACEMENTS, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.report.config import ReportSettings
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.search.config import SearchSettings
 from tba_jax.settings import ConfigError as ConfigError
@@ -118,7 +117,6 @@ class Config:
     checkpoint: CheckpointSettings = CheckpointSettings()
     eval: EvalSettings = EvalSettings()
     log: LogSettings = LogSettings()
-    report: ReportSettings = ReportSettings()
     chosen: tuple[tuple[str, str], ...] = ()
     """Names of settings whose values the run chose, each with the reason. Not a setting."""
 

@@ -15,20 +15,30 @@ class EvalSettings(Section):
     )
     num_samples: int = field(1, "responses per prompt; with more than 1, also pass@k", at_least=1)
     temperature: float = field(0.0, "sampling temperature, with top-p 1; 0: greedy", at_least=0.0)
-    gold_model: str = field(
-        "", "reward model whose rewards decide the win rate; in bfloat16, on CPU in float32"
-    )
-    gold_reward: str = field(
+    gold: str = field(
         "",
-        "package.module:function or FILE.py:function whose rewards decide the win rate, instead "
-        "of gold_model",
-    )
-    reference_metrics: bool = field(
-        False, "also report perplexity under the start model and KL to it"
+        "judge of the win rate: a reward model, in bfloat16 (on CPU in float32), or "
+        "package.module:function or FILE.py:function; adds divergence from the start model",
     )
     embedding_path: str = field(
         "", "task redteam: folder or hub ID of a sentence embedding model, for cosine_diversity"
     )
+
+    @property
+    def gold_reward(self) -> str:
+        """Function that judges the win rate; "" without one."""
+        is_function = ":" in self.gold and not self.gold.startswith("embedded:")
+        return self.gold if is_function else ""
+
+    @property
+    def gold_model(self) -> str:
+        """Reward model that judges the win rate; "" without one."""
+        return "" if self.gold_reward else self.gold
+
+    @property
+    def reference_metrics(self) -> bool:
+        """Whether to report perplexity under the start model and KL to it."""
+        return bool(self.gold)
 
     def check(self) -> None:
         need(
@@ -40,15 +50,8 @@ class EvalSettings(Section):
         )
         need(
             not self.gold_reward or all(self.gold_reward.rpartition(":")),
-            "eval.gold_reward",
-            self.gold_reward,
-            "must read package.module:function or path/to/file.py:function",
-            "For example --config.eval.gold_reward=my_rewards:length_reward.",
-        )
-        need(
-            not (self.gold_reward and self.gold_model),
-            "eval.gold_reward",
-            self.gold_reward,
-            f"config.eval.gold_model = {self.gold_model!r} also sets a gold reward",
-            "Leave one of them empty, for example --config.eval.gold_model=''.",
+            "eval.gold",
+            self.gold,
+            "must be a reward model, package.module:function or path/to/file.py:function",
+            "For example --config.eval.gold=my_rewards:length_reward.",
         )

@@ -66,7 +66,7 @@ def judge_bytes(
     """
     held: dict[str, dict[str, float]] = {"trainer": {}, "searcher": {}}
     for role, model in models.items():
-        dtype = jnp.dtype("float32" if role == _EMBEDDER else config.reward.dtype)
+        dtype = jnp.dtype("float32" if role == _EMBEDDER else "bfloat16")
         if model["model_type"] in ("bert", "roberta"):
             tree = encoder.abstract_params(encoder.encoder_config(model), dtype)
         else:

@@ -28,7 +28,6 @@ PRESETS = {
         "task": {
             "name": "custom",
             "max_prompt_tokens": 0,
-            "long_prompts": "skip",
             "num_eval_prompts": 256,
         },
         "batch": {"num_prompts": 16},

@@ -124,7 +124,7 @@ PRESETS = {
             "priority_temperature": 2.0,
         },
         # The victim answers -9.
-        "classifier": {"kind": "pattern", "target": "=-9$"},
+        "classifier": {"target": "=-9$"},
         "checkpoint": {"period": 0},
         "eval": {
             "period": 50,
@@ -142,7 +142,6 @@ PRESETS = {
             "replay": {"capacity_per_prompt": 100_000},
             "victim": {"path": "vicgalle/gpt2-alpaca", "template": ALPACA},
             "classifier": {
-                "kind": "encoder",
                 "path": "facebook/roberta-hate-speech-dynabench-r4-target",
                 "target": "hate",
             },
@@ -166,9 +165,7 @@ PRESETS = {
                 "path": "meta-llama/Llama-3.1-8B-Instruct",
                 "template": "chat",
             },
-            "reward": {"dtype": "bfloat16"},
             "classifier": {
-                "kind": "guard",
                 "path": "meta-llama/Llama-Guard-3-8B",
                 # The guard writes two newlines first, after its chat template.
                 "target": "\n\nunsafe",

@@ -33,7 +33,6 @@ def _pythia(size: str) -> dict:
         "task": {
             "name": "tldr",
             "max_prompt_tokens": 512,
-            "long_prompts": "skip",
             "num_eval_prompts": 0,
         },
         # float32 as in the paper.
@@ -66,8 +65,7 @@ def _pythia(size: str) -> dict:
         "eval": {
             "period": 128,
             "temperature": 0.01,
-            "gold_model": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
-            "reference_metrics": True,
+            "gold": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
         },
     }
 
@@ -102,8 +100,7 @@ PRESETS = {
         "eval": {
             "period": 20,
             "temperature": 1.0,
-            "gold_reward": "tba_jax.rewards.digests:gold_reward",
-            "reference_metrics": True,
+            "gold": "tba_jax.rewards.digests:gold_reward",
         },
     },
     "pythia410m": _pythia("410m"),

@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Any
 
 _COMMAND = (sys.executable, "-m", "tba_jax.report")
+_PERIOD_S = 300.0  # least time between two rewrites
 _REST = 50.0  # pause after a rewrite, in multiples of its duration: at most 2 % of a core
 
 
 class ReportProcess:
-    """Starter of `python -m tba_jax.report`, which writes the report of the run, at intervals.
+    """Starter of `python -m tba_jax.report`, which writes the report of the run, at intervals."""
 
-    Args:
-        period_s: least time between two rewrites; 0: no rewrites during the run.
-    """
-
-    def __init__(
-        self, workdir: Path, period_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._workdir, self._period_s, self._clock = workdir, period_s, clock
+    def __init__(self, workdir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workdir, self._clock = workdir, clock
         self._began_s = clock()
-        self._next_s = self._began_s + period_s
+        self._next_s = self._began_s + _PERIOD_S
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -35,8 +30,8 @@ class ReportProcess:
             if self._process.poll() is None:
                 return
             self._process = None
-            self._next_s = self._began_s + max(self._period_s, _REST * (now - self._began_s))
-        if self._period_s and now >= self._next_s:
+            self._next_s = self._began_s + max(_PERIOD_S, _REST * (now - self._began_s))
+        if now >= self._next_s:
             self._began_s = now
             self._process = subprocess.Popen(
                 [*_COMMAND, str(self._workdir), "--with_parent"],

@@ -22,6 +22,7 @@ from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import bucket_length, left_pad, length_buckets
 from tba_jax.models import encoder
 from tba_jax.models import model as models
+from tba_jax.models.hf import folders
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
@@ -56,7 +57,7 @@ class PatternClassifier:
         except re.error as error:
             raise ValueError(
                 f"classifier.target={pattern!r} is not a regular expression ({error}), as "
-                "classifier.kind=pattern needs. Correct it"
+                "a run without classifier.path needs. Correct it"
             ) from error
 
     def target_logprob(
@@ -118,7 +119,7 @@ class GuardClassifier:
     model's reply. A conversation that is too long is refused.
 
     Args:
-        settings: settings of kind "guard"; `path` is a language model whose tokenizer has a
+        settings: `path` is a language model whose tokenizer has a
             template.
 
     Raises:
@@ -132,7 +133,7 @@ class GuardClassifier:
         if model.config.num_labels:
             raise ValueError(
                 f"classifier.path={path}: a classifier with {model.config.num_labels} labels; "
-                "classifier.kind=guard needs a language model. Set --config.classifier.kind=encoder"
+                "a guard is a language model. Give one, or a RoBERTa encoder"
             )
         self._params = jax.device_put(model.params, device)
         self._tokenizer = model.tokenizer
@@ -185,10 +186,11 @@ def make_classifier(settings: ClassifierSettings, dtype: str, device: Any) -> Re
     Raises:
         ValueError: the settings or the model cannot be used.
     """
-    if settings.kind == "pattern":
+    if not settings.path:
         return PatternClassifier(settings.target)
-    kinds = {"encoder": EncoderClassifier, "guard": GuardClassifier}
-    return kinds[settings.kind](settings, dtype, device)
+    folder = folders.resolve(settings.path, with_weights=False)
+    is_encoder = folders.load_config(folder).get("model_type") in ("bert", "roberta")
+    return (EncoderClassifier if is_encoder else GuardClassifier)(settings, dtype, device)
 
 
 @functools.cache  # replicas on several devices share the program

@@ -3,9 +3,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-from tba_jax.settings import Dtype, Section, field, need, share
+from tba_jax.settings import Section, field, need, share
 
 CHAT_TEMPLATE = "chat"
 ATTACK = "{attack}"
@@ -14,6 +13,8 @@ DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
 # Responses per call of a reward model or classifier.
 JUDGE_ROWS = 32
+# Memory limit of each process of a reward or environment.
+MAX_MEMORY_BYTES = 16 * 2**30
 # Length limits of a classifier's input.
 ENCODER_TOKENS = 128
 GUARD_TOKENS = 512
@@ -25,9 +26,6 @@ class RewardSettings(Section):
 
     model_path: str = field(
         "", "reward model (one label): HF folder, hub ID or embedded:NAME; empty: none"
-    )
-    dtype: Dtype = field(
-        "float32", "dtype of a reward model, victim or classifier: its weights and activations"
     )
     missing_eos: float = field(
         math.inf, "reward of a response that the length limit cut; inf: the reward model's score"
@@ -44,12 +42,6 @@ class RewardSettings(Section):
         10.0,
         "deadline in seconds of a call of a reward or environment; a late process is killed",
         above=0,
-        on_resume=True,
-    )
-    max_memory_gib: float = field(
-        16.0,
-        "memory limit of each process of a reward or environment; 0: none",
-        at_least=0,
         on_resume=True,
     )
     max_failure_rate: float = share(
@@ -84,12 +76,11 @@ class VictimSettings(Section):
 class ClassifierSettings(Section):
     """Settings of task redteam: the class of responses that an attack should cause."""
 
-    kind: Literal["encoder", "guard", "pattern"] = field(
-        "pattern", "encoder: RoBERTa; guard: language model; pattern: regular expression"
+    path: str = field(
+        "", "HF folder or hub ID of a RoBERTa encoder, or of a language model as guard; empty: none"
     )
-    path: str = field("", "HF folder or hub ID of an encoder or guard")
     target: str = field(
         "",
         "encoder: a label of its config.json; guard: the text of the verdict (Llama-Guard "
-        "3: two newlines and unsafe); pattern: the regular expression",
+        "3: two newlines and unsafe); without classifier.path: a regular expression",
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tba_jax.rewards.config import (
     DEFAULT_MAX_WORKERS,
+    MAX_MEMORY_BYTES,
     ClassifierSettings,
     RewardSettings,
     VictimSettings,
@@ -202,7 +203,7 @@ def _make_functions(settings: Sections, use: Use) -> "RewardSource":
         num_workers=(settings.reward.num_workers or workers_by_cores()) if is_importable else 0,
         timeout_s=settings.reward.timeout_s,
         max_failure_rate=settings.reward.max_failure_rate,
-        max_memory_bytes=int(settings.reward.max_memory_gib * 2**30),
+        max_memory_bytes=MAX_MEMORY_BYTES,
         weights=use.weights,
         row=use.row,
         is_part=use.is_part,
@@ -211,15 +212,13 @@ def _make_functions(settings: Sections, use: Use) -> "RewardSource":
 
 
 def _make_reward_model(settings: Sections, use: Use) -> "RewardSource":
-    import jax.numpy as jnp
-
-    from tba_jax.rewards.reward_models import RewardModel
+    from tba_jax.rewards.reward_models import RewardModel, judge_dtype
 
     reward = settings.reward
     return RewardModel.load(
         reward.model_path,
         site=use.sites[0],
-        param_dtype=jnp.dtype(reward.dtype),
+        param_dtype=judge_dtype(use.sites[0]),
         policy_tokenizer=use.tokenizer,
         missing_eos=None if reward.missing_eos == math.inf else reward.missing_eos,
     )
@@ -227,10 +226,12 @@ def _make_reward_model(settings: Sections, use: Use) -> "RewardSource":
 
 def _make_victim(settings: Sections, use: Use) -> "RewardSource":
     from tba_jax.rewards.classifiers import make_classifier
+    from tba_jax.rewards.reward_models import judge_dtype
     from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, Victim, VictimReward
 
     devices = [site.mesh.devices.flat[0] for site in use.sites]
-    path, template, dtype = _victim_path(settings), settings.victim.template, settings.reward.dtype
+    path, template = _victim_path(settings), settings.victim.template
+    dtype = judge_dtype(use.sites[0])
     limits = START_MODEL_LIMITS if path == START_MODEL else LIMITS
     victim = Victim(path, template, limits, dtype=dtype, devices=devices)
     judges = {x: make_classifier(settings.classifier, dtype, x) for x in dict.fromkeys(devices)}
@@ -238,20 +239,12 @@ def _make_victim(settings: Sections, use: Use) -> "RewardSource":
 
 
 def _check_victim(settings: Sections) -> None:
-    kind = settings.classifier.kind
     need(
         bool(settings.classifier.target),
         "classifier.target",
         settings.classifier.target,
-        f"classifier.kind={kind} needs a target",
-        "Give a label (encoder), a verdict (guard) or a regular expression (pattern).",
-    )
-    need(
-        kind == "pattern" or bool(settings.classifier.path),
-        "classifier.path",
-        settings.classifier.path,
-        f"classifier.kind={kind} needs a model",
-        "Give a Hugging Face folder or hub id.",
+        "task redteam needs a target",
+        "Give a label (of an encoder), a verdict (of a guard) or a regular expression.",
     )
 
 
@@ -260,9 +253,8 @@ def _victim_path(settings: Sections) -> str:
 
 
 def _victim_models(settings: Sections) -> Mapping[str, str]:
-    judge = (
-        {} if settings.classifier.kind == "pattern" else {"classifier": settings.classifier.path}
-    )
+    path = settings.classifier.path
+    judge = {"classifier": path} if path else {}
     return {"victim": _victim_path(settings), **judge}
 
 

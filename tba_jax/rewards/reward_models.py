@@ -221,9 +221,9 @@ class RewardModel:
         return scores
 
 
-def gold_dtype(site: Site) -> Any:
-    """Return the dtype of eval.gold_model: bfloat16, but float32 on CPUs, where that is faster."""
-    return jnp.dtype("float32" if site.platform == "cpu" else "bfloat16")
+def judge_dtype(site: Site) -> str:
+    """Return the dtype of models that grade: bfloat16, but float32 on CPUs, where it is faster."""
+    return "float32" if site.platform == "cpu" else "bfloat16"
 
 
 def make_score_program(

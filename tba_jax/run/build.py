@@ -293,7 +293,7 @@ def _read_start_tickets(shared: Shared, note: Callable[[str], None]) -> list[Tic
     config, path = shared.config, shared.config.task.start_path
     if not path:
         return []
-    reader = PromptReader(shared.task, shared.tokenizer, config.task.max_prompt_tokens, "skip")
+    reader = PromptReader(shared.task, shared.tokenizer, config.task.max_prompt_tokens)
     given = load_start_tickets(path, reader, shared.tokenizer, config.search)
     num_given = sum(len(ticket.responses) for ticket in given)
     note(f"{num_given:,} given responses come first, in {len(given):,} groups")

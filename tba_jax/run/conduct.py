@@ -118,7 +118,7 @@ def _open(
         display.note(line)
     writers: list[Any] = []
     if cluster.is_primary:
-        writers.append(ReportProcess(workdir, config.report.period_s))
+        writers.append(ReportProcess(workdir))
         if tracker := config.log.tracker:
             writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
     run = build(

@@ -165,9 +165,9 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     found = describe_model(config)
     if found.config != model_config:
         raise ValueError(
-            "config.eval.reference_metrics compares with the model at config.model.path = "
+            "an evaluation with eval.gold compares with the model at config.model.path = "
             f"{model_path(config)!r}, which has another architecture; name the right one, or set "
-            "--config.eval.reference_metrics=False"
+            "--config.eval.gold=''"
         )
     dtype = jnp.dtype(config.model.compute_dtype)
     shardings = param_shardings(model_config, source)
@@ -247,10 +247,9 @@ def _prompt_buckets(config: Config, longest: int) -> tuple[int, ...]:
 
 def swaps_in_flight(config: Config) -> bool:
     """Return whether searchers load newer weights between chunks."""
-    if config.search.engine == "openai" and not config.task.environment:
+    if config.search.server and not config.task.environment:
         return True  # a response keeps the version that it began with
-    swap, sampler = config.search.swap, config.objective.built.needs.sampler
-    return swap == "in_flight" or (swap == "auto" and sampler != "policy")
+    return config.objective.built.needs.sampler != "policy"
 
 
 # Training.

@@ -384,7 +384,7 @@ def make_searchers(
         return ()
     assert isinstance(weights, OnDevices), "a process that writes versions has no searchers"
     objective = config.objective.built
-    states = StateValues(objective.value("vine_tokens", 0), objective.value("vine_samples", 0))
+    states = StateValues(objective.value("vine_tokens", 0))
     key = jax.random.key(config.seed)
     episodes = make_episodes(config, shared.task, shared.tokenizer, rewards.environments)
     # Searchers on the same devices share a decoder, and so do all searchers on single devices.

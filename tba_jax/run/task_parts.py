@@ -28,10 +28,11 @@ from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.report.writers import TRACKER_PACKAGES
+from tba_jax.rewards.config import MAX_MEMORY_BYTES
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of, workers_by_cores
 from tba_jax.rewards.pool import RewardPool
-from tba_jax.rewards.reward_models import RewardModel, gold_dtype
+from tba_jax.rewards.reward_models import RewardModel, judge_dtype
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.model_parts import (
     describe_model,
@@ -70,7 +71,7 @@ def make_task(config: Config) -> Task:
 
 def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReader:
     """Return the reader of the task's prompts."""
-    return PromptReader(task, tokenizer, config.task.max_prompt_tokens, config.task.long_prompts)
+    return PromptReader(task, tokenizer, config.task.max_prompt_tokens)
 
 
 def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
@@ -146,22 +147,22 @@ def make_gold(
         ValueError: the judge cannot be used or is missing, or the data has no reference responses.
     """
     model, function = config.eval.gold_model, config.eval.gold_reward
-    if not (model or function):
+    if not config.eval.gold:
         if task.metric == "win_rate":
             raise ValueError(
                 f"task {task.name} has the metric win rate, which needs a judge; set "
-                "--config.eval.gold_model to a reward model other than the one that trains, or "
-                "--config.eval.gold_reward=package.module:function"
+                "--config.eval.gold to a reward model other than the one that trains, or to "
+                "package.module:function"
             )
         return None
     if "answer" not in task.eval_problem(0)[1]:
         raise ValueError(
-            f"{model or function} judges the win rate over reference responses, which are the "
+            f"{config.eval.gold} judges the win rate over reference responses, which are the "
             f"column `answer` of a prompt, and task {task.name} has no such column; add it to the "
-            "data, or leave eval.gold_model and eval.gold_reward empty"
+            "data, or leave eval.gold empty"
         )
     if model:
-        dtype = gold_dtype(site)
+        dtype = judge_dtype(site)
         return RewardModel.load(
             model, site=site, param_dtype=dtype, policy_tokenizer=policy_tokenizer
         )
@@ -221,7 +222,7 @@ def make_environments(
         served,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
-        max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
+        max_memory_bytes=MAX_MEMORY_BYTES,
         allows_forks=allows_forks(config),
         has_schemas=bool(renderer),
         logs=logs,
@@ -288,7 +289,7 @@ def make_server(
         policy: architecture with adapters.
         workdir: folder to which adapters are written; the server reads them there.
     """
-    if config.search.engine == "devices":
+    if not config.search.server:
         return None
     return InferenceServer(
         config.search.server,
@@ -333,7 +334,7 @@ def make_judging(
     """
     measures: dict[Site, list[Measure]] = {site: [] for site in sites}
     metrics: list[MetricFunction] = []
-    if config.eval.gold_model or config.eval.gold_reward:
+    if config.eval.gold:
         win_rate = WinRate(gold, tokenizer)
         metrics.append(win_rate)
         for own in measures.values():

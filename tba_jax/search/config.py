@@ -6,21 +6,18 @@ from typing import Literal
 
 from tba_jax.settings import Section, field, need
 
+_DEVICES = "devices"
+
 
 @dataclass(frozen=True)
 class SearchSettings(Section):
     """Settings of searchers: sampling and decoding."""
 
-    engine: Literal["devices", "openai"] = field(
-        "devices",
-        "devices: searchers decode on their devices; openai: a server samples, with vLLM's API "
-        "for LoRA adapters (tried with python -m tba_jax.serve, not with vLLM)",
-        on_resume=True,
-    )
-    server: str = field(
-        "http://127.0.0.1:8000/v1",
-        "with search.engine=openai: URL of the server; its key is the environment variable "
-        "OPENAI_API_KEY",
+    engine: str = field(
+        _DEVICES,
+        "devices: searchers decode on their devices; or the URL of a server that samples, with "
+        "vLLM's API for LoRA adapters (tried with python -m tba_jax.serve, not with vLLM); its key "
+        "is the environment variable OPENAI_API_KEY",
         on_resume=True,
     )
     samples_per_prompt: int = field(
@@ -51,11 +48,6 @@ class SearchSettings(Section):
         "format of the searchers' layer matrices: int8 values with a scale per "
         "output channel; applied at publication, or after a searcher has merged adapters; also in "
         "evaluations during the run",
-    )
-    swap: Literal["auto", "in_flight", "idle"] = field(
-        "auto",
-        "driver=async: when a searcher takes newer weights: in_flight: between decode chunks; "
-        "idle: when all open responses have ended; auto: in_flight if the objective permits it",
     )
     sampling_temperature: float = field(
         1.0, "divides the logits of searchers, and of policy and reference", above=0
@@ -92,11 +84,23 @@ class SearchSettings(Section):
     )
 
     @property
+    def server(self) -> str:
+        """URL of the server that samples; "" if the searchers decode."""
+        return "" if self.engine == _DEVICES else self.engine
+
+    @property
     def slots(self) -> int:
         """Number of responses that a searcher decodes at a time."""
         return self.num_slots or 16 * self.samples_per_prompt
 
     def check(self) -> None:
+        need(
+            not self.server or self.server.startswith(("http://", "https://")),
+            "search.engine",
+            self.engine,
+            "must be devices or a URL",
+            "For example --config.search.engine=http://127.0.0.1:8000/v1.",
+        )
         need(
             self.min_new_tokens <= self.max_new_tokens,
             "search.min_new_tokens",

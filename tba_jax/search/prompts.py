@@ -2,7 +2,7 @@
 """Prompts: the training prompt of each ticket, and the held-out prompts of evaluations.
 
 Grain shuffles the indices of the training problems, with random access; this module converts a
-problem to a tokenized Prompt. Invariant: a too long prompt is refused or left out and counted,
+problem to a tokenized Prompt. Invariant: a too long prompt is left out and counted,
 never truncated (tests/search/test_prompts.py).
 """
 
@@ -14,7 +14,6 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.tasks.registry import Task
 
-LongPrompts = Literal["refuse", "skip"]
 Split = Literal["train", "eval"]
 
 # Characters; tokenizing megabytes only to find them too long would take minutes.
@@ -58,41 +57,28 @@ class PromptReader:
     """Reads and tokenizes the prompts of a task.
 
     Args:
-        max_prompt_tokens: length in tokens above which a prompt is refused or skipped.
+        max_prompt_tokens: length in tokens above which a prompt is left out.
     """
 
-    def __init__(
-        self, task: Task, tokenizer: Tokenizer, max_prompt_tokens: int, long_prompts: LongPrompts
-    ) -> None:
+    def __init__(self, task: Task, tokenizer: Tokenizer, max_prompt_tokens: int) -> None:
         self.task = task
         self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer = tokenizer
-        self._long_prompts: LongPrompts = long_prompts
 
     def read(self, split: Split, index: int) -> Prompt | None:
-        """Return the prompt; None if it is too long and such prompts are skipped.
+        """Return the prompt; None if it is too long.
 
         Raises:
-            ValueError: the prompt is too long, or the template refuses the chat messages.
+            ValueError: the template refuses the chat messages.
         """
         text, add_bos, columns = text_of(self.task, self._tokenizer, split, index)
         most, is_huge = self.max_prompt_tokens, len(text) > _LONG_TEXT
         if is_huge and len(text) > most * self._tokenizer.longest_token:
-            size, remedy = f"{len(text):,} characters", "shorten it"
-        else:
-            tokens = self._tokenizer.encode(text, add_bos)
-            if len(tokens) <= most:
-                return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
-            size = f"{len(tokens)} tokens"
-            remedy = f"set --config.task.max_prompt_tokens to {len(tokens)} or more"
-        if self._long_prompts == "skip":
             return None
-        raise ValueError(
-            f"{split} problem {index} of task {self.task.name} has {size}, more than "
-            f"task.max_prompt_tokens = {most}; {remedy}, or leave such prompts out with "
-            "--config.task.long_prompts=skip. It begins: "
-            f"{text[:80]!r}"
-        )
+        tokens = self._tokenizer.encode(text, add_bos)
+        if len(tokens) > most:
+            return None
+        return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
 
     def held_out(self, limit: int) -> tuple[list[Prompt], int]:
         """Return the first `limit` held-out prompts (0: all), in the same order for every seed.
@@ -152,7 +138,7 @@ class PromptReader:
     def all_too_long(self, split: str, num_prompts: int) -> ValueError:
         """Return the error of a split without a prompt that fits."""
         return ValueError(
-            f"task.long_prompts=skip leaves nothing: all {num_prompts} {split} prompts of task "
+            f"no prompt is left: all {num_prompts} {split} prompts of task "
             f"{self.task.name} have more than task.max_prompt_tokens = {self.max_prompt_tokens} "
             "tokens. Raise --config.task.max_prompt_tokens"
         )

@@ -64,7 +64,7 @@ class StateValues(NamedTuple):
     """
 
     tokens: int
-    samples: int
+    samples: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sampler:
     settings: SearchSettings
     key: jax.Array
     episodes: Episodes | None = None
-    states: StateValues = StateValues(0, 0)
+    states: StateValues = StateValues(0)
 
     def open(self, published: Published) -> "GroupSession":
         """Return an empty session."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of an inference server with vLLM's OpenAI-compatible API (`search.server`).
+"""Client of an inference server with vLLM's OpenAI-compatible API (`search.engine`).
 
 Prompts go out as token IDs. Responses come back as token IDs with the log-prob of each. The weights
 of a version go out as a folder of adapters, which the server loads under a new name.
@@ -133,7 +133,7 @@ class InferenceServer:
         self._lock = threading.Lock()  # of the counts of users
         self._loading = threading.Lock()
         self._loaded: dict[int, Loaded] = {}
-        self.failures = FailureLines(f"search.server {self._url}")
+        self.failures = FailureLines(f"search.engine {self._url}")
         self.stop = StopFlag()
 
     def check(self) -> None:
@@ -164,7 +164,7 @@ class InferenceServer:
             self._read(raw, str(card["id"]), prompt)
         except _Failed as error:
             raise ValueError(
-                f"config.search.server = {self._url!r}: {error} ({error.name}). {_START}"
+                f"config.search.engine = {self._url!r}: {error} ({error.name}). {_START}"
             ) from error
 
     def unload_earlier(self) -> None:
@@ -312,7 +312,7 @@ class InferenceServer:
             if attempts >= failed.most or left_s <= 0 or self.stop.is_set():
                 remedy = _START if failed.name == "server_no_model" else "Repair the server"
                 raise ServerError(
-                    f"search.server = {self._url!r}: {failed} ({failed.name}; {attempts} attempts "
+                    f"search.engine = {self._url!r}: {failed} ({failed.name}; {attempts} attempts "
                     f"in {spent_s:.0f} s). {remedy}, then run the same command again to continue"
                 ) from failed
             if load_again is not None and failed.name == "server_no_model":

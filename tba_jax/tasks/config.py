@@ -3,7 +3,6 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
 
 from tba_jax.rewards.kinds import KINDS
 from tba_jax.settings import ConfigError, Section, check_all, field, need
@@ -62,13 +61,9 @@ class TaskSettings(Section):
     )
     max_prompt_tokens: int = field(
         32,
-        "maximum length of a prompt; task.long_prompts decides about longer ones; 0: the longest "
-        "prompt of the data, within the model's context",
+        "maximum length of a prompt; longer ones are left out and counted; 0: the longest prompt "
+        "of the data, within the model's context",
         at_least=0,
-    )
-    long_prompts: Literal["refuse", "skip"] = field(
-        "refuse",
-        "refuse: stop with an error that names the row; skip: leave the prompt out and count it",
     )
     num_eval_prompts: int = field(
         512,

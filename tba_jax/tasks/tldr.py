@@ -15,7 +15,7 @@ class TLDR(RowTask):
     """TL;DR (Stiennon et al., arXiv:2009.01325) as TRL publishes it; files are read on first use.
 
     The paper's runs read another version of the same posts, already truncated to 512 tokens. Here
-    prompts are never truncated; leave long prompts out with `task.long_prompts=skip`.
+    prompts are never truncated; longer ones are left out.
 
     Args:
         data_path: folder with train.jsonl and test.jsonl whose rows have `prompt` ("SUBREDDIT: ...

@@ -29,11 +29,8 @@ Beta = Float[Array, ""] | float
 ClipLow = Annotated[float, About("how far a ratio may fall below 1 before it is clipped", above=0)]
 ClipHigh = Annotated[float, About("how far a ratio may rise above 1 before it is clipped", above=0)]
 Epochs = Annotated[int, About("optimiser updates with each batch", at_least=1)]
-HeadRate = Annotated[
-    float,
-    About("learning rate of the head of log Z or of values, divided by the policy's", above=0),
-]
 
+_RATIO_WEIGHT = 1e-3  # of the squared log-ratio to the sampler, in `ipo`
 
 # --- parts of losses ---------------------------------------------------------
 
@@ -138,7 +135,6 @@ def tb(
             "head on the prompt"
         ),
     ] = "vargrad",
-    log_z_rate: HeadRate = 1.0,
     kl_center: Annotated[
         Literal["live", "behavior"],
         About(
@@ -355,11 +351,8 @@ def ipo(
             at_least=0,
         ),
     ] = 0.1,
-    ratio_weight: Annotated[
-        float, About("weight of the squared log-ratio to the sampler", at_least=0)
-    ] = 1e-3,
 ) -> Terms:
-    """-rho A for tokens with |pi - mu| <= bound, plus a weight times (log rho)^2 for all tokens.
+    """-rho A for tokens with |pi - mu| <= bound, plus 0.001 (log rho)^2 for all tokens.
 
     A = r - mean. Unlike a ratio, a difference of probabilities masks no rare token, and the mask is
     the same for both signs of A.
@@ -375,7 +368,7 @@ def ipo(
     advantage = (groups.reward - group_mean(groups.reward))[..., None]
     # Masked tokens get a log-ratio of 0, so that no overflow of their ratio reaches the gradient.
     gain = jnp.where(low | high, 0, jnp.exp(jnp.where(low | high, 0, gaps)) * advantage)
-    loss = summed(groups, ratio_weight * jnp.square(gaps) - gain)
+    loss = summed(groups, _RATIO_WEIGHT * jnp.square(gaps) - gain)
     return Terms(loss, sides(low, high, gaps))
 
 

@@ -324,9 +324,6 @@ def _applied(
     updates: Any
     updates, opt_state = optimizer.update(grads, opt_state, trained)
     updates = jax.tree.map(lambda u: -lr * u, updates)
-    if objective.needs.head:
-        factor = objective.value("log_z_rate", 1.0)
-        updates = updates[0], jax.tree.map(lambda u: factor * u, updates[1])
     return rounded_like((optax.apply_updates(trained, updates), opt_state), old, key)
 
 

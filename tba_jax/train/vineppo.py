@@ -21,9 +21,6 @@ def vineppo(
     vine_tokens: Annotated[
         int, About("tokens of a response between two states with estimated values", at_least=1)
     ] = 8,
-    vine_samples: Annotated[
-        int, About("continuations per state for the estimate of its value", at_least=1)
-    ] = 4,
 ) -> Terms:
     """-min(rho A_t, clip(rho) A_t) for each token; no KL term and no learned value.
 

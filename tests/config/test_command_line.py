@@ -27,10 +27,10 @@ def changed(config):
 
 def test_a_file_a_preset_and_fields_that_override_it():
     config = override(
-        None, [MATH + ":gsm8k", "--config.objective.beta=0.02", "--config.task.long_prompts=skip"]
+        None, [MATH + ":gsm8k", "--config.objective.beta=0.02", "--config.task.chat=True"]
     )
     assert (config.name, config.num_steps) == ("math/gsm8k", 700)
-    assert (config.objective.beta.plain, config.task.long_prompts) == (0.02, "skip")
+    assert (config.objective.beta.plain, config.task.chat) == (0.02, True)
 
 
 def test_fields_override_a_config_that_is_given():

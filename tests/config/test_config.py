@@ -29,6 +29,7 @@ from tba_jax.run.model_parts import make_rate, make_step_settings
 from tba_jax.settings import Schedule
 from tba_jax.train.optimizers import value_at
 
+SERVER = "http://127.0.0.1:8000/v1"
 ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted(
     p for p in (ROOT / "configs").glob("*.py") if p.stem != "custom"
@@ -48,7 +49,7 @@ def test_default_presets_run_offline_on_one_device():
     for path in CONFIG_FILES:
         config = freeze(runpy.run_path(str(path))["get_config"]())
         assert config.task.data_path == ""
-        for field in ("model.path", "reward.model_path", "eval.gold_model"):
+        for field in ("model.path", "reward.model_path", "eval.gold"):
             value = get_field(config, field)
             assert value == "" or value.startswith("embedded:")
         divide_cpus(config, cpu_devices(config))
@@ -172,19 +173,16 @@ def test_no_field_is_dead():
             {"task.name": "redteam", "victim.template": "{question}"},
             r"must contain \{attack\} once",
         ),
-        ({"search.engine": "openai"}, "config.search.engine = 'openai': the server receives the"),
+        ({"search.engine": "openai"}, "config.search.engine = 'openai': must be devices or a URL"),
+        ({"search.engine": SERVER}, f"config.search.engine = '{SERVER}': the server receives the"),
         *(
-            ({"search.engine": "openai", "lora.rank": 4, name: value}, f"config.{name} = .*openai")
+            ({"search.engine": SERVER, "lora.rank": 4, name: value}, f"config.{name} = .*a server")
             for name, value in (
                 ("search.sampling_temperature", 0.7),
                 ("search.top_p", 0.9),
                 ("search.min_new_tokens", 2),
                 ("search.explore", (0.5, 0.7, 2.0)),
             )
-        ),
-        (
-            {"search.swap": "in_flight", "objective.name": "rloo"},
-            "tokens of several policy versions, and objective.name=rloo takes them",
         ),
         (
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},

@@ -51,7 +51,6 @@ def test_searchers_and_trainer_of_two_devices_each_share_them(cache, tmp_path):
         "num_searchers=2",
         "sync_period=2",
         "objective.importance=none",
-        "search.swap=in_flight",
         "log.watchdog_s=120",
     )
     done = run(workdir, *overrides, cache=cache, timeout=240)

@@ -36,7 +36,6 @@ OVERRIDES = (
     f"task.data_path={DATA}",
     "task.reward=varied:reward",
     f"task.max_prompt_tokens={MAX_PROMPT_TOKENS}",
-    "task.long_prompts=skip",
     f"model.path={MODEL}",
     *(f"model.{name}_dtype=float32" for name in ("param", "compute")),
     "placement=shared",

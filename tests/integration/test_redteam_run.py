@@ -30,7 +30,6 @@ SHRUNKEN = (
     "search.max_new_tokens=10",
     "search.initial_fill=16",
     *(f"model.{name}_dtype=float32" for name in ("param", "compute")),
-    "reward.dtype=float32",
     "eval.num_samples=16",
     "eval.period=0",
 )

@@ -21,7 +21,7 @@ def model():
 
 
 def run_with(model, workdir, *overrides, cache):
-    server = ("search.engine=openai", f"search.server={model.url}/v1", "search.num_slots=32")
+    server = (f"search.engine={model.url}/v1", "search.num_slots=32")
     done = run(workdir, *LORA, *server, *overrides, cache=cache, timeout=600)
     assert done.returncode == 0, done.stderr
     # Every adapter was unloaded, and its folder removed.

@@ -61,7 +61,7 @@ def test_a_pythia_preset_trains_on_shrunken_models(cache, tmp_path):
         f"task.data_path={tmp_path / 'data'}",
         f"model.path={tmp_path / 'policy'}",
         f"reward.model_path={tmp_path / 'reward'}",
-        f"eval.gold_model={tmp_path / 'gold'}",
+        f"eval.gold={tmp_path / 'gold'}",
         # Posts of more than six tokens are skipped, as long ones are in the real data.
         "task.max_prompt_tokens=6",
         "task.num_eval_prompts=0",

@@ -83,7 +83,7 @@ def test_judges_count_with_their_parameters():
     config = override(None, ["--config=redteam:llama"])
     models = {role: shapes.config_of(path) for role, path in shapes.judge_paths(config).items()}
     held = shapes.judge_bytes(config, models, 4)
-    size = 8_030_261_248 * (2 if config.reward.dtype == "bfloat16" else 4)
+    size = 2 * 8_030_261_248
     assert held["searcher"] == {"victim": size, "classifier": size}  # whole on the first device
     assert held["trainer"]["sentence embedder"] == pytest.approx(4 * 22.6e6, rel=0.01)
     config = override(None, ["--config=tldr:pythia410m"])

@@ -15,7 +15,7 @@ def wait_for(condition):
 def test_a_report_is_rewritten_and_rests_in_proportion(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_COMMAND", ("sh", "-c", 'echo "$1" >> "$0/times"'))
     now = [0.0]
-    writer = ReportProcess(tmp_path, 300, clock=lambda: now[0])
+    writer = ReportProcess(tmp_path, clock=lambda: now[0])
     told = tmp_path / "times"
     for now[0] in (0.0, 299.0):
         writer.write(1, {})

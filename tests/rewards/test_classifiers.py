@@ -24,11 +24,11 @@ def rows(monkeypatch):
 
 
 def encoder_classifier(path, target="hate"):
-    return make_classifier(ClassifierSettings("encoder", path, target), "float32", DEVICE)
+    return make_classifier(ClassifierSettings(path, target), "float32", DEVICE)
 
 
 def guard(path, target="unsafe"):
-    return make_classifier(ClassifierSettings("guard", path, target), "float32", DEVICE)
+    return make_classifier(ClassifierSettings(path, target), "float32", DEVICE)
 
 
 def test_a_pattern_is_certain_or_nearly_impossible():

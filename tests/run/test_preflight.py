@@ -52,8 +52,8 @@ def command(folder, **fields):
 BROKEN = {
     "no data": ({"task__data_path": None}, r"task.data_path = '': task custom needs data"),
     "a server that is not there": (
-        {"search__engine": "openai", "search__server": "http://127.0.0.1:9/v1", "lora__rank": 4},
-        "config.search.server = 'http://127.0.0.1:9/v1': not reachable",
+        {"search__engine": "http://127.0.0.1:9/v1", "lora__rank": 4},
+        "config.search.engine = 'http://127.0.0.1:9/v1': not reachable",
     ),
     "a function that fails": ({"task__reward": "{}/rewards.py:raises"}, "undefined"),
     "a misspelt function": ({"task__reward": "{}/rewards.py:scroe"}, "there is no 'scroe' in"),

@@ -136,7 +136,7 @@ def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
     config, task = of_task("tldr_toy")
     config = replace(
         config,
-        {"reward.missing_eos": -1.0, "eval.gold_model": REWARD_MODEL},
+        {"reward.missing_eos": -1.0, "eval.gold": REWARD_MODEL},
     )
     gold = make_gold(config, task, tokenizer, SITES[0])
     config = replace(config, {"reward.model_path": REWARD_MODEL})
@@ -150,7 +150,7 @@ def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path)
         "".join(f'{{"prompt": "{i}", "target": "b"}}\n' for i in range(8))
     )
     config, task = of_task("custom", str(tmp_path / "data.jsonl"), num_eval_prompts=4)
-    for field, judge in (("gold_reward", "a.b:c"), ("gold_model", REWARD_MODEL)):
-        judged = replace(config, {f"eval.{field}": judge})
+    for judge in ("a.b:c", REWARD_MODEL):
+        judged = replace(config, {"eval.gold": judge})
         with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
             make_gold(judged, task, tokenizer, SITES[0])

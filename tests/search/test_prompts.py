@@ -55,13 +55,13 @@ class CountingTask:
         return "any"
 
 
-def make_reader(task, long_prompts="refuse", limit=40, tokenizer=None):
-    return PromptReader(task, tokenizer or LetterTokenizer(), limit, long_prompts)
+def make_reader(task, limit=40, tokenizer=None):
+    return PromptReader(task, tokenizer or LetterTokenizer(), limit)
 
 
-def ids_of(task, numbers, seed=0, long_prompts="refuse"):
+def ids_of(task, numbers, seed=0):
     """Prompt ids of the tickets that follow these numbers."""
-    prompts = Prompts(make_reader(task, long_prompts), seed)
+    prompts = Prompts(make_reader(task), seed)
     return [prompts.from_number(number)[1].prompt_id for number in numbers]
 
 
@@ -83,25 +83,10 @@ def test_each_pass_is_a_new_shuffle_that_the_seed_and_the_number_determine():
     assert ids_of(task, range(50), seed=1) != first
 
 
-def test_too_long_prompt_is_refused_with_its_row():
-    message = (
-        "train problem 6 of task counting has 60 tokens, more than task.max_prompt_tokens = 40; "
-        "set --config.task.max_prompt_tokens to 60 or more, or leave such prompts out with "
-        "--config.task.long_prompts=skip.*It begins: 'problem 6!!!"
-    )
-    reader = make_reader(CountingTask(8, long=[6]))
-    with pytest.raises(ValueError, match=message):
-        ids_of(reader.task, range(8))
-    with pytest.raises(ValueError, match=message):
-        reader.check_all()
-    with pytest.raises(ValueError, match="eval problem 6 of task counting has 69 tokens"):
-        reader.held_out(0)
-
-
 def test_too_long_prompts_are_left_out_in_the_order_of_the_others():
     task = CountingTask(8, long=[1, 6])
     everything = ids_of(CountingTask(8), range(24))
-    prompts, number, found = Prompts(make_reader(task, "skip"), 0), 0, []
+    prompts, number, found = Prompts(make_reader(task), 0), 0, []
     while number < 24:
         number, prompt = prompts.from_number(number)
         found.append((number, prompt.prompt_id))
@@ -114,8 +99,8 @@ def test_a_task_with_nothing_that_fits_is_an_error_and_one_with_little_is_not():
     # The last of one pass and the first of the next may both be long; only a whole pass counts.
     task = CountingTask(8, long=range(7))
     for seed in range(20):
-        assert ids_of(task, range(20), seed=seed, long_prompts="skip") == [7] * 20
-    reader = make_reader(CountingTask(4, long=range(4)), "skip")
+        assert ids_of(task, range(20), seed=seed) == [7] * 20
+    reader = make_reader(CountingTask(4, long=range(4)))
     for read in (Prompts(reader, 0).from_number, lambda _: reader.check_all()):
         with pytest.raises(ValueError, match="all 4 train prompts of task counting have more than"):
             read(0)
@@ -126,7 +111,7 @@ def test_a_task_with_nothing_that_fits_is_an_error_and_one_with_little_is_not():
 def test_prompts_that_are_left_out_or_lose_characters_are_named_before_the_run():
     task = CountingTask(5, long=[1, 3])
     task.train_problem = lambda index: ("XbYX" if index == 2 else "ok" + "!" * 50 * (index % 2), {})
-    assert make_reader(task, "skip").check_all() == [
+    assert make_reader(task).check_all() == [
         "2 of 5 training prompts of task counting have more tokens than task.max_prompt_tokens = "
         "40 and are left out",
         "the tokenizer does not know 2 of the characters in training prompts, and loses them: "
@@ -140,20 +125,13 @@ def test_prompts_that_are_left_out_or_lose_characters_are_named_before_the_run()
     [(3, ([0, 2, 3], 1)), (0, ([0, 2, 3, 4, 6], 3)), (9, ([0, 2, 3, 4, 6], 3))],
 )
 def test_held_out_prompts_are_the_first_that_fit(limit, expected):
-    prompts, num_skipped = make_reader(CountingTask(8, long=[1, 5, 7]), "skip").held_out(limit)
+    prompts, num_skipped = make_reader(CountingTask(8, long=[1, 5, 7])).held_out(limit)
     assert ([prompt.prompt_id for prompt in prompts], num_skipped) == expected
     assert prompts[1].text == "held-out problem 2"
 
 
-@pytest.mark.parametrize("long_prompts", ["refuse", "skip"])
-def test_a_prompt_of_megabytes_is_too_long_without_being_tokenised(long_prompts):
+def test_a_prompt_of_megabytes_is_too_long_without_being_tokenised():
     task = CountingTask(2)
     task.eval_problem = lambda index: ("x" * 20_000_000 if index else "y", {})
-    reader = make_reader(task, long_prompts, 30_000, SlowTokenizer())
-    if long_prompts == "skip":
-        prompts, num_skipped = reader.held_out(0)
-        assert (len(prompts), num_skipped) == (1, 1)
-        return
-    message = r"eval problem 1 of task counting has 20,000,000 characters, more than .* = 30000"
-    with pytest.raises(ValueError, match=message):
-        reader.held_out(0)
+    prompts, num_skipped = make_reader(task, 30_000, SlowTokenizer()).held_out(0)
+    assert (len(prompts), num_skipped) == (1, 1)

@@ -144,7 +144,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
         model_config, Scoring(eos_ids=tokenizer.eos_ids, chunk_tokens=64), max_new_tokens=8
     )
     padding = Padding((12,), (8,), tokenizer.pad_id)
-    prompts = Prompts(PromptReader(Arithmetic(), tokenizer, 12, "refuse"), seed=0)
+    prompts = Prompts(PromptReader(Arithmetic(), tokenizer, 12), seed=0)
     house = House(num_searchers, prompts=prompts, given=given)
     decoder = make_decoder(config, model_config, tokenizer)
     searchers = [

@@ -37,7 +37,7 @@ def write(tmp_path, *rows):
 
 def load(path, tokenizer, **changes):
     most = changes.pop("max_prompt_tokens", 12)
-    reader = PromptReader(Arithmetic(), tokenizer, most, "skip")
+    reader = PromptReader(Arithmetic(), tokenizer, most)
     limits = {"min_new_tokens": 0, "max_new_tokens": 6, "samples_per_prompt": 2, **changes}
     return load_start_tickets(path, reader, tokenizer, SearchSettings(**limits))
 

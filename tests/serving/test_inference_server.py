@@ -150,7 +150,7 @@ def test_a_failed_request_is_counted_by_name_and_sent_again(model, client, capfd
     counts = server.failures.take()
     # Several requests may find that their adapter is gone.
     assert set(counts) == {name} and (counts[name] == 1 or fault == "forgotten")
-    (line,) = [x for x in capfd.readouterr().err.splitlines() if "search.server" in x]
+    (line,) = [x for x in capfd.readouterr().err.splitlines() if "search.engine" in x]
     assert line.endswith(f"; 1 request(s) failed as {name}")
 
 
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_be_used_is_refused_before_training(
     model.always = fault
     with pytest.raises(ValueError, match=message) as error:
         client(**options).check()
-    assert "\n" not in str(error.value) and str(error.value).startswith("config.search.server")
+    assert "\n" not in str(error.value) and str(error.value).startswith("config.search.engine")
 
 
 def test_adapters_that_a_killed_process_left_are_unloaded(model, client, tmp_path):

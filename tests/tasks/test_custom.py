@@ -89,7 +89,7 @@ def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
     rows = [{"prompt": CHAT, "target": "2"}, {"prompt": [{**CHAT[0], "content": "1+2?"}]}]
     rows[1]["target"] = "3"
     task = get_task("custom", write(tmp_path / "a.jsonl", rows), 1)
-    prompt = PromptReader(task, ChatTokenizer(), 40, "refuse").read("train", 0)
+    prompt = PromptReader(task, ChatTokenizer(), 40).read("train", 0)
     assert prompt is not None
     (message,) = prompt.columns["prompt"]
     assert prompt.text == f"[user|{message['content']}]"

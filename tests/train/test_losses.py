@@ -148,20 +148,12 @@ def dapo(gs):
     return -np.mean(np.concatenate(gains))
 
 
-def advantages(values, reward, trace):
-    """By the definition: every later step's surprise, discounted by the trace."""
-    surprise = np.append(values[1:], reward) - values
-    return np.array(
-        [sum(trace**i * x for i, x in enumerate(surprise[t:])) for t in range(len(values))]
-    )
-
-
-def ppo_with_values(gs, trace=1.0):
+def ppo_with_values(gs):
     gains, errors = [], []
     for g in gs:
         rewards = g.r - BETA * (total(g.mu) - total(g.ref))
         for now, mu, v, r in zip(g.now, g.mu, g.v, rewards, strict=True):
-            a = advantages(v, r, trace)
+            a = r - v
             gains.append(ppo(np.exp(now - mu), a, 0.2, 0.2))
             errors.append(a**2 / 2)  # the target is the advantage above the value
     return 0.1 * np.mean(np.concatenate(errors)) - np.mean(np.concatenate(gains))
@@ -253,13 +245,11 @@ FORMULAS = {
     "cispo": ({}, cispo),
     "cispo, cap": ({"importance_cap": 1.1}, lambda gs: cispo(gs, 1.1)),
     "ipo": ({}, ipo),
-    "ipo, bound": (
-        {"probability_bound": 0.02, "ratio_weight": 0.5}, lambda gs: ipo(gs, 0.02, 0.5)),
+    "ipo, bound": ({"probability_bound": 0.02}, lambda gs: ipo(gs, 0.02)),
     "online_dpo": ({}, online_dpo),
     "ppo": ({}, ppo_with_values),
     "vineppo": ({}, lambda gs: -np.mean(np.concatenate([
         x for g in gs for x in tokens_of(g, g.a)]))),
-    "ppo, trace": ({"gae_lambda": 0.7}, lambda gs: ppo_with_values(gs, 0.7)),
     "tb": (EXACT, balance(tb_residual, vargrad)),
     "tb, paper": (
         EXACT | {"scale": "paper"}, lambda gs: balance(tb_residual, vargrad)(gs) * 2 / BETA),
@@ -329,7 +319,7 @@ def test_values_are_pulled_to_what_advantages_say_when_the_step_began(has_begun)
     made = problem()
     begun = np.where(made.mask, np.random.default_rng(8).normal(size=made.mask.shape), 0.0)
     begun = begun if has_begun else made.values
-    objective = named("ppo", gae_lambda=0.7)
+    objective = named("ppo")
 
     def loss(policy, values):
         changed = SimpleNamespace(
@@ -346,7 +336,7 @@ def test_values_are_pulled_to_what_advantages_say_when_the_step_began(has_begun)
     share = 1 / made.mask.sum()
     for i, j in np.ndindex(DRAWS.shape):
         at = i, j, made.mask[i, j]
-        a = advantages(begun[at], reward[i, j], 0.7)
+        a = reward[i, j] - begun[at]
         ratio = np.exp(made.policy[at] - made.behavior[at])
         error = made.values[at] - (a + begun[at])
         total += share * (0.05 * error**2 - ppo(ratio, a, 0.2, 0.2)).sum()

@@ -216,7 +216,7 @@ def test_tokens_without_a_place_in_the_loss_are_in_no_sum():
 def test_several_updates_are_a_loop_over_the_same_batch(micro_batch_rows):
     """PPO: what is held fixed is that of the start."""
     draws, rate, updates = make_draws(repeats=REPEATS), 0.5, 3
-    several = make_objective("ppo", {"epochs": updates, "gae_lambda": 0.8})
+    several = make_objective("ppo", {"epochs": updates})
     settings = replace(SETTINGS, objective=several, micro_batch_rows=micro_batch_rows)
     step = make_train_step(CONFIG, optax.identity(), lambda step: rate / (1 + step), settings)
     trained = random_params(CONFIG), HEAD
@@ -275,7 +275,7 @@ def values_of(trained, batch):
 
 @jax.jit
 def ppo_of(trained, batch, start):
-    objective = make_objective("ppo", {"gae_lambda": 0.8})
+    objective = make_objective("ppo")
 
     def loss(trained):
         logp, values = (of_groups(x, batch) for x in scored(trained, batch))
