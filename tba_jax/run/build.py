@@ -30,7 +30,7 @@ from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
 from tba_jax.remote.steps import Steps, StepSettings
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.report.writers import ProgressDisplay
+from tba_jax.report.progress import ProgressDisplay
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.model_parts import (
     abstract_state,

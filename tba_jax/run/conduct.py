@@ -20,7 +20,8 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.files import wrong_metrics
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
-from tba_jax.report.writers import ProgressDisplay, make_tracker
+from tba_jax.report.progress import ProgressDisplay
+from tba_jax.report.writers import make_tracker
 from tba_jax.run.build import build
 from tba_jax.run.callbacks import Callbacks
 from tba_jax.run.errors import out_of_memory

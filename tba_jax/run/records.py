@@ -13,7 +13,8 @@ from tba_jax.evaluation.evaluator import Evaluation
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
 from tba_jax.report.jsonl import JsonlWriter
-from tba_jax.report.writers import MultiWriter, ProgressDisplay
+from tba_jax.report.progress import ProgressDisplay
+from tba_jax.report.writers import MultiWriter
 from tba_jax.train.trainer import Shown
 
 MOST_STEPS = 200

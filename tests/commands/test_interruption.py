@@ -28,7 +28,7 @@ def test_a_signal_is_a_flag_and_a_second_one_has_its_usual_effect(usr1):
 
 PRINTING = """
 import sys
-from tba_jax.report.writers import ProgressDisplay
+from tba_jax.report.progress import ProgressDisplay
 from tba_jax.commands.interruption import surviving_closed_outputs
 with surviving_closed_outputs():
     display = ProgressDisplay(9)

@@ -49,7 +49,7 @@ def test_default_presets_run_offline_on_one_device():
     for path in CONFIG_FILES:
         config = freeze(runpy.run_path(str(path))["get_config"]())
         assert config.task.data_path == ""
-        for field in ("model.path", "reward.model_path", "eval.gold"):
+        for field in ("model.path", "reward.model_path"):
             value = get_field(config, field)
             assert value == "" or value.startswith("embedded:")
         divide_cpus(config, cpu_devices(config))

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tba_jax.report import writers as metrics
+from tba_jax.report.progress import ProgressDisplay
 
 
 def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
@@ -118,7 +119,7 @@ class FakeClock:
 def plain_display(clock, **options):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=False, width=300)
-    display = metrics.ProgressDisplay(100, kind="worked", console=console, clock=clock, **options)
+    display = ProgressDisplay(100, kind="worked", console=console, clock=clock, **options)
     return display, stream
 
 
@@ -183,7 +184,7 @@ def test_a_line_says_what_keeps_a_run_from_learning():
 
 
 TTY_SCRIPT = """
-from tba_jax.report.writers import ProgressDisplay
+from tba_jax.report.progress import ProgressDisplay
 display = ProgressDisplay(4, kind="worked")
 display.phase("compiling")
 display.write(0, {"eval/pass_at_1": 0.41})
