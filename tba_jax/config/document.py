@@ -9,30 +9,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tba_jax.config.schema import SETTINGS, Config
-from tba_jax.settings import Setting
+from tba_jax.settings import Schedule, Setting
 from tba_jax.train.objectives import objective_names, own_settings
 
 _HEAD = """\
 # Configuration
 
-Every setting. Set one with `--config.NAME=VALUE` or in a preset of `configs/`. `--dry_run` prints
-the settings of a run and stops. A resumed run may change the settings marked `*`: they concern
-logs, storage, devices and limits, not the training.
+Every setting. Set one with `--config.NAME=VALUE` or in a preset. `--dry_run` prints the settings of
+a run and stops. A resumed run may change the settings marked `*`.
 
-`objective.beta`, `objective.reference_temperature`, `objective.reward_temperature` and
-`optimizer.learning_rate` are schedules. A number is a constant. `linear(START, FINAL, STEPS)` moves
-on a straight line and `cosine(START, FINAL, STEPS)` on half a cosine wave; without STEPS they end
-at the last step of the run. Options: `warmup=W` rises linearly to START over W steps, `hold=H` then
-stays there for H steps, `jump=J` goes to FINAL at step J. For example
+A *schedule* is a number, `linear(START, FINAL, STEPS)` (a straight line) or
+`cosine(START, FINAL, STEPS)` (half a wave); without STEPS they end at the last step. Options:
+`warmup=W` rises to START over W steps, `hold=H` then stays there for H steps, `jump=J` goes to
+FINAL at step J. For example
 `--config.optimizer.learning_rate="cosine(1e-5, 0, 600, warmup=50, hold=350)"`.
 
-`python -m tba_jax.config.document docs/config.md` writes this page from the declarations.
+`python -m tba_jax.config.document docs/config.md` writes this page.
 """
 
 _OWN = """\
 ### Settings of single objectives
-
-Each objective has settings of its own; a row names the objectives that have the setting.
 
 """
 _HEADER = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
@@ -41,11 +37,11 @@ _HEADER = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
 def page() -> str:
     """Return the page as Markdown. Loads JAX."""
     config = Config()
-    sections = {"": "The run", **{n: s.__doc__ or "" for n, s in config.sections().items()}}
+    sections = ["", *config.sections()]
     parts = [_HEAD]
-    for section, title in sections.items():
+    for section in sections:
         rows = [s for s in SETTINGS.values() if s.name.rpartition(".")[0] == section]
-        parts.append(f"## `{section}`\n\n{title}\n" if section else f"## {title}\n")
+        parts.append(f"## `{section}`\n" if section else "## The run\n")
         parts.append(_table(rows))
         if section == "objective":
             parts.append(_OWN + _own_table())
@@ -96,7 +92,8 @@ def _row(setting: Setting) -> str:
 
 def _allowed(setting: Setting) -> str:
     rule = setting.rule.removeprefix("must be ").removeprefix("must lie ")
-    return rule.removeprefix("one of ") or setting.kind
+    rule = rule.removeprefix("one of ")
+    return "schedule" if setting.type is Schedule else rule or setting.kind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
