@@ -122,9 +122,9 @@ class Rewards(NamedTuple):
 
     Attributes:
         source: rewards for training and evaluation; None: the environment gives them.
-        gold: judge of the win rate; None without eval.gold_model and eval.gold_reward.
+        gold: judge of the win rate; None without eval.gold.
         environments: processes that answer the policy's turns; None without task.environment.
-        server: server that samples responses; None with search.engine=devices.
+        server: server that samples responses; None if searchers decode.
     """
 
     source: RewardSource | None = None
