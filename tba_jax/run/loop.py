@@ -451,7 +451,8 @@ class AsyncLoop(OwnerLoop):
         ]
 
     def _deliver(self) -> None:
-        self.run.weights.settle()
+        if isinstance(self.run.weights, Weights):  # only a worker may wait for storage
+            self.run.weights.poll()
         while self.run.weights.newest != self.run.trainer.version:
             self.check()
             self.idle()
@@ -490,7 +491,8 @@ class AsyncLoop(OwnerLoop):
         run, reports = self.run, self.merge()
         if not run.is_evaluation_due(step, self._newest_eval):
             return reports
-        run.weights.settle()  # in memory, this version becomes the newest at once
+        if isinstance(run.weights, Weights):
+            run.weights.poll()  # this version becomes the newest at once
         while (version := run.weights.newest) is None:
             self.check()
             self.idle()

@@ -199,6 +199,7 @@ class Run:
     def close(self) -> None:
         """Complete pending writes, then release processes, threads and files."""
         self.shared.rewards.close()
-        self.weights.close()
+        if isinstance(self.weights, WeightFolder):
+            self.weights.close()
         self.checkpoints.close()
         self.logs.close()

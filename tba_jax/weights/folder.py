@@ -102,9 +102,6 @@ class WeightFolder(SavedSteps):
             self.delivery_s = time.monotonic() - start
             return True
 
-    def settle(self) -> None:
-        """Do nothing: only `poll` may wait for storage."""
-
     def keep(self, version: int) -> None:
         """Do nothing: `wanted` names the versions under evaluation."""
 
@@ -125,7 +122,8 @@ class WeightFolder(SavedSteps):
         """
         if damage := self.damage(version):
             raise self.damaged(version, damage)
-        wanted = jax.tree.map(_in_memory, abstract)
+        # Arrays of these shapes and dtypes that take no memory.
+        wanted = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), abstract)
         found = self.read(version, wanted)
         return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), found, abstract)
 
@@ -181,20 +179,20 @@ class StoredWeights(OnDevices):
             self._announced = max(self._announced, version)
             self._changed.notify_all()
 
-    @property
-    def _is_behind(self) -> bool:
-        return self._announced > (-1 if self.newest is None else self.newest)
-
     def poll(self, wait_s: float = 0.0) -> bool:
         """Read the newest announced version, unless it was read before; return whether it was read.
 
         Raises:
             PublicationError: announced versions have not been readable for `timeout_s`.
         """
+
+        def is_behind() -> bool:
+            return self._announced > (-1 if self.newest is None else self.newest)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._is_behind, wait_s)
+            self._changed.wait_for(is_behind, wait_s)
         with self._reading:
-            if not self._is_behind:
+            if not is_behind():
                 return False
             version, start = self._announced, time.monotonic()
             try:
@@ -235,8 +233,3 @@ class StoredWeights(OnDevices):
             self._files = WeightFolder(self._workdir)
         params = self._files.load(version, self._abstract)
         return params if self._layout is None else self._layout(params)
-
-
-def _in_memory(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Return a numpy array of this shape and dtype that takes no memory, for Orbax."""
-    return np.broadcast_to(np.zeros((), x.dtype), x.shape)

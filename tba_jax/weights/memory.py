@@ -189,10 +189,3 @@ class Weights(OnDevices):
         """Deliver a version before a newer publication replaces it, and keep it."""
         super().keep(version)
         self.poll()
-
-    def settle(self) -> None:
-        """Deliver the newest publication, or wait for the thread that is delivering it."""
-        self.poll()
-
-    def close(self) -> None:
-        """Do nothing: there is no background work."""

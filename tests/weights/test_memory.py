@@ -75,7 +75,7 @@ def test_a_reader_never_sees_parts_of_two_versions():
         for version in range(1, 40):
             weights.publish(version, tree(float(version)))
             if version % 10 == 0:
-                weights.settle()
+                weights.poll()
                 assert weights.latest(0).version == version
     finally:
         done.set()
