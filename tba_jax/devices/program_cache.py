@@ -54,8 +54,10 @@ def open_cache() -> str:
 
 def _machine() -> str:
     path = Path("/proc/cpuinfo")
-    num_cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()
-    return machine_key(path.read_text() if path.exists() else platform.processor(), num_cores or 1)
+    processor = path.read_text() if path.exists() else platform.processor()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return machine_key(processor, len(os.sched_getaffinity(0)))
+    return machine_key(processor, os.cpu_count() or 1)
 
 
 def machine_key(processor: str, num_cores: int) -> str:

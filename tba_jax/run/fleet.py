@@ -301,6 +301,7 @@ class _Fleet:
         self._ray, self._config, self._workdir = ray, config, workdir
         self._token, self._num_trainers = secrets.token_hex(16), 0
         bundle = parse_resources(config.fleet.trainer)
+        assert bundle is not None, "validated"
         self._group = placement_group([bundle] * config.fleet.trainer_hosts, strategy="SPREAD")
         self._is_interrupted, self._reminded_at = False, time.monotonic()
         self._members: list[Any] = []  # empty until the placement group is ready
