@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward from a language model that judges, behind an OpenAI-compatible address.
+
+A user's file makes a judge, and the run names it: `--config.task.reward=my_rewards.py:judge`.
+
+    judge = Judge("http://127.0.0.1:8000/v1", model="qwen", prompt="Rate: {prompt} {completion}")
+
+The judge runs in the reward processes, which share nothing: each process has its own limits and
+cache. Needs the package openai, whose client repeats requests. Invariant: a request that fails
+gives no reward and is counted by name.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+try:
+    import openai  # pyright: ignore[reportMissingImports]  # an optional dependency
+except ImportError:
+    raise ImportError("a judge needs the package openai: pip install 'tba_jax[judge]'") from None
+
+from tba_jax.rewards.functions import Missing
+from tba_jax.rewards.messages import Content, text_of
+
+_MOST_TEXT = 300  # characters of an answer in a message
+
+
+def last_number(text: str) -> float:
+    """Return the last number of a judge's answer.
+
+    Raises:
+        ValueError: the answer contains no number.
+    """
+    found = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
+    if not found:
+        raise ValueError("the response contains no number")
+    return float(found[-1])
+
+
+def conversation(*contents: Content) -> str:
+    """Return texts and chat messages as lines "ROLE: TEXT"; a text has no role."""
+    lines = []
+    for content in contents:
+        messages = [{"content": content}] if isinstance(content, str) else content
+        lines += [f"{m['role']}: {m['content']}" if "role" in m else m["content"] for m in messages]
+    return "\n".join(lines)
+
+
+class Judge:
+    """A reward function: a language model rates each response, several at a time.
+
+    Args:
+        url: address of the API, ending in /v1.
+        model: name of the model at that address.
+        prompt: text of a request, with {prompt} (its last message), {completion}, {conversation}
+            (all messages of both) and {COLUMN} filled in.
+        parse: answer of the model -> reward; raises an exception if the answer has no reward.
+        system: system message of each request; "": none.
+        key_variable: environment variable with the API key.
+        sampling: further fields of each request.
+        concurrency: maximum number of concurrent requests of a process.
+        timeout_s: timeout of a request.
+        retries: maximum number of retries after an error, a temporary refusal or a timeout.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        prompt: str,
+        parse: Callable[[str], float] = last_number,
+        system: str = "",
+        key_variable: str = "OPENAI_API_KEY",
+        sampling: Mapping[str, Any] | None = None,
+        concurrency: int = 16,
+        timeout_s: float = 30.0,
+        retries: int = 3,
+    ) -> None:
+        self._prompt, self._parse = prompt, parse
+        self._fixed = {"model": model, "temperature": 0, **(sampling or {})}
+        self._system = [{"role": "system", "content": system}] if system else []
+        key = os.environ.get(key_variable, "none")
+        self._client_options: dict[str, Any] = {"base_url": url, "api_key": key}
+        self._client_options |= {"timeout": timeout_s, "max_retries": retries}
+        self._concurrency = concurrency
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._cache: dict[str, float] = {}
+
+    async def __call__(
+        self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
+    ) -> list[float | Missing]:
+        """Return a reward or a named failure for each response."""
+        if self._loop is not asyncio.get_running_loop():  # connections belong to a loop
+            self._loop = asyncio.get_running_loop()
+            self._client = openai.AsyncOpenAI(**self._client_options)
+            self._free = asyncio.Semaphore(self._concurrency)
+
+        def asked(i: int) -> str:
+            facts = {name: column[i] for name, column in columns.items()}
+            facts |= {"prompt": text_of(prompts[i]), "completion": text_of(completions[i])}
+            facts["conversation"] = conversation(prompts[i], completions[i])
+            return re.sub(r"\{(\w+)\}", lambda x: str(facts.get(x[1], x[0])), self._prompt)
+
+        return await asyncio.gather(*(self._rate(asked(i)) for i in range(len(completions))))
+
+    async def _rate(self, text: str) -> float | Missing:
+        if text in self._cache:
+            return self._cache[text]
+        messages: Any = [*self._system, {"role": "user", "content": text}]
+        try:
+            async with self._free:
+                answer = await self._client.chat.completions.create(
+                    messages=messages, **self._fixed
+                )
+        except openai.APITimeoutError as error:
+            return Missing("judge_timeout", str(error))
+        except openai.APIConnectionError as error:
+            return Missing("judge_down", f"{error} ({error.__cause__})")
+        except openai.APIStatusError as error:
+            reason = "judge_rate_limit" if error.status_code == 429 else "judge_error"
+            shown = error.response.text[:_MOST_TEXT]
+            return Missing(reason, f"the judge answers HTTP {error.status_code}: {shown}")
+        try:
+            content = answer.choices[0].message.content or ""
+            self._cache[text] = float(self._parse(content))
+            return self._cache[text]
+        except Exception as error:  # the user's parser failed, or there is no answer
+            shown = f"{answer!r:.{_MOST_TEXT}}"
+            return Missing("judge_nonsense", f"{type(error).__name__}: {error}; got {shown}")
