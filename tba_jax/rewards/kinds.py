@@ -11,15 +11,9 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tba_jax.rewards.config import (
-    DEFAULT_MAX_WORKERS,
-    MAX_MEMORY_BYTES,
-    ClassifierSettings,
-    RewardSettings,
-    VictimSettings,
-)
+from tba_jax.rewards.config import DEFAULT_MAX_WORKERS, MAX_MEMORY_BYTES
 from tba_jax.rewards.functions import part_names, split_functions
 from tba_jax.settings import GIVEN, need
 
@@ -29,44 +23,6 @@ if TYPE_CHECKING:
     from tba_jax.rewards.source import RewardSource, ScoreResult
 
 START_MODEL = "embedded:start_model"
-
-
-class TaskSection(Protocol):
-    """Settings of the task that rewards read."""
-
-    @property
-    def environment(self) -> str:
-        """Class of the environment that answers the policy's turns; "" without an environment."""
-        ...
-
-
-class Sections(Protocol):
-    """Sections of the config that describe rewards."""
-
-    @property
-    def task(self) -> TaskSection:
-        """Settings of the task."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Root seed of random numbers."""
-        ...
-
-    @property
-    def reward(self) -> RewardSettings:
-        """Settings of reward processes and reward models."""
-        ...
-
-    @property
-    def victim(self) -> VictimSettings:
-        """Settings of the model under attack."""
-        ...
-
-    @property
-    def classifier(self) -> ClassifierSettings:
-        """Settings of the classifier that decides whether an attack succeeds."""
-        ...
 
 
 class Use(NamedTuple):
@@ -95,7 +51,7 @@ class Use(NamedTuple):
 
 
 class RewardKind(NamedTuple):
-    """A kind of reward.
+    """A kind of reward; `settings` is the config of the run.
 
     Attributes:
         make: (settings, use) -> source, or None for rewards of an environment. Raises ValueError if
@@ -104,16 +60,16 @@ class RewardKind(NamedTuple):
         models: settings -> {role: folder or hub ID} of the models that the kind loads.
     """
 
-    make: "Callable[[Sections, Use], RewardSource | None]"
-    check: Callable[[Sections], None] = lambda settings: None
-    models: Callable[[Sections], Mapping[str, str]] = lambda settings: {}
+    make: "Callable[[Any, Use], RewardSource | None]"
+    check: Callable[[Any], None] = lambda settings: None
+    models: Callable[[Any], Mapping[str, str]] = lambda settings: {}
 
 
-def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
+def kind_of(settings: Any, named: str, own: str, task: str) -> RewardKind:
     """Return the kind of reward of a config: functions or a named kind, plus a reward model.
 
     Args:
-        settings: settings of the run.
+        settings: config of the run.
         named: `task.reward`: names of text functions, the name of a kind, or "".
         own: the task's own reward, used if neither `named` nor a reward model is set. If it is
             also empty, an environment gives the rewards.
@@ -136,8 +92,8 @@ def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
     return KINDS.get(named or own, FUNCTIONS)
 
 
-class _PlusModel(NamedTuple):
-    """The weighted sum of another source and a reward model."""
+class _Sum(NamedTuple):
+    """The weighted sum of reward sources."""
 
     names: Sequence[str]
     sources: "Sequence[RewardSource]"
@@ -153,7 +109,7 @@ class _PlusModel(NamedTuple):
         results = [source.score(*responses, **options) for source in self.sources]
         return summed(self.names, results, self.weights)
 
-    def on(self, site: "Site") -> "_PlusModel":
+    def on(self, site: "Site") -> "_Sum":
         return self._replace(sources=[source.on(site) for source in self.sources])
 
     def close(self) -> None:
@@ -164,7 +120,7 @@ class _PlusModel(NamedTuple):
 def _plus_model(kind: RewardKind) -> RewardKind:
     """Return the kind for the weighted sum of a source and a reward model."""
 
-    def make(settings: Sections, use: Use) -> "RewardSource":
+    def make(settings: Any, use: Use) -> "RewardSource":
         names = part_names(split_functions(use.functions)) if kind is FUNCTIONS else ()
         *own, of_model = use.weights or [1.0] * (max(1, len(names)) + 1)
         # A process pool computes the sum of several functions itself, and names their parts.
@@ -174,13 +130,9 @@ def _plus_model(kind: RewardKind) -> RewardKind:
         assert first is not None and model is not None
         name = "" if is_sum else names[0] if names else use.functions
         of = "reward_model" if "reward_model" not in names else "reward.model_path"
-        return _PlusModel((name, of), (first, model), (1.0 if is_sum else own[0], of_model))
+        return _Sum((name, of), (first, model), (1.0 if is_sum else own[0], of_model))
 
-    def check(settings: Sections) -> None:
-        kind.check(settings)
-        REWARD_MODEL.check(settings)
-
-    return RewardKind(make, check, lambda s: {**kind.models(s), **REWARD_MODEL.models(s)})
+    return RewardKind(make, kind.check, lambda s: {**kind.models(s), **REWARD_MODEL.models(s)})
 
 
 def workers_by_cores() -> int:
@@ -194,7 +146,7 @@ def workers_by_cores() -> int:
     return max(1, min(own // 2, DEFAULT_MAX_WORKERS))
 
 
-def _make_functions(settings: Sections, use: Use) -> "RewardSource":
+def _make_functions(settings: Any, use: Use) -> "RewardSource":
     from tba_jax.rewards.pool import RewardPool
 
     is_importable = GIVEN.keys().isdisjoint(split_functions(use.functions))
@@ -211,7 +163,7 @@ def _make_functions(settings: Sections, use: Use) -> "RewardSource":
     )
 
 
-def _make_reward_model(settings: Sections, use: Use) -> "RewardSource":
+def _make_reward_model(settings: Any, use: Use) -> "RewardSource":
     from tba_jax.rewards.reward_models import RewardModel, judge_dtype
 
     reward = settings.reward
@@ -224,7 +176,7 @@ def _make_reward_model(settings: Sections, use: Use) -> "RewardSource":
     )
 
 
-def _make_victim(settings: Sections, use: Use) -> "RewardSource":
+def _make_victim(settings: Any, use: Use) -> "RewardSource":
     from tba_jax.rewards.classifiers import make_classifier
     from tba_jax.rewards.reward_models import judge_dtype
     from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, Victim, VictimReward
@@ -238,7 +190,7 @@ def _make_victim(settings: Sections, use: Use) -> "RewardSource":
     return VictimReward(victim, judges, replicas=devices, seed=settings.seed)
 
 
-def _check_victim(settings: Sections) -> None:
+def _check_victim(settings: Any) -> None:
     need(
         bool(settings.classifier.target),
         "classifier.target",
@@ -248,11 +200,11 @@ def _check_victim(settings: Sections) -> None:
     )
 
 
-def _victim_path(settings: Sections) -> str:
+def _victim_path(settings: Any) -> str:
     return settings.victim.path or START_MODEL
 
 
-def _victim_models(settings: Sections) -> Mapping[str, str]:
+def _victim_models(settings: Any) -> Mapping[str, str]:
     path = settings.classifier.path
     judge = {"classifier": path} if path else {}
     return {"victim": _victim_path(settings), **judge}
