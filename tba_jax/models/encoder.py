@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models import attention
-from tba_jax.models.hf import config_values, folders, hf_weights
+from tba_jax.models.hf import config_json, folders, hf_weights
 from tba_jax.models.hf.tensors import HFTensor, linear, plain, split_vector
 
 Params = Mapping[str, Any]
@@ -31,15 +31,10 @@ _SPARE = (
     "pooler.dense.bias",
 )
 _ARCHITECTURES = {"roberta": "RobertaForSequenceClassification", "bert": "BertModel"}
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "mlp_size": "intermediate_size",
-    "num_positions": "max_position_embeddings",
-    "num_token_types": "type_vocab_size",
-}
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "max_position_embeddings", "type_vocab_size"),
+)
 # Defaults of transformers, for fields that old config.json files omit.
 _DEFAULTS = {
     "hidden_act": "gelu",
@@ -99,19 +94,20 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     Raises:
         ValueError: an unsupported setting; names its value and the supported values.
     """
-    config_values.check_kinds(hf_config)
+    config_json.check_all(hf_config, config_json.KINDS)
     family = hf_config.get("model_type")
     if family not in _ARCHITECTURES:
         raise _unsupported("model_type", family, " or ".join(_ARCHITECTURES))
     values = {**_DEFAULTS, **{k: v for k, v in hf_config.items() if v is not None}}
-    missing = [name for name in _SIZES.values() if name not in values]
+    missing = [name for name in _SIZES if name not in values]
     if missing:
         raise ValueError(
             f"config.json of a {family} model lacks {', '.join(missing)}. Add them, as in the "
             "published config.json of the model"
         )
-    config_values.check_sizes(values, _SIZES)
-    config_values.check_numbers(values, ["layer_norm_eps"])
+    kinds = dict.fromkeys(_SIZES, config_json.SIZE)
+    kinds["max_position_embeddings"] = config_json.POSITIONS
+    config_json.check_all(values, {**kinds, "layer_norm_eps": config_json.POSITIVE})
     architecture = _ARCHITECTURES[family]
     if architecture not in values.get("architectures", [architecture]):
         raise _unsupported("architectures", values["architectures"], architecture)

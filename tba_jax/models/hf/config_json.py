@@ -9,25 +9,67 @@ transformer_config(hf_config(config)) == config, or hf_config refuses.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from tba_jax.models import rope
 from tba_jax.models.architecture import Activation, LayerKind
-from tba_jax.models.hf import config_values
-from tba_jax.models.hf.families import FAMILIES, Family, Rotary
+from tba_jax.models.hf.families import FAMILIES, Family
 from tba_jax.models.transformer import TransformerConfig
+
+
+class Kind(NamedTuple):
+    """Values that a setting of config.json may have."""
+
+    accepts: Callable[[Any], bool]
+    words: str
+
+
+def _whole(most: int) -> Kind:
+    words = f"a whole number from 1 to {most:,}"
+    return Kind(lambda x: type(x) is int and 1 <= x <= most, words)
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
+# Bounds far above any model, so that mistakes are refused before memory is allocated.
+SIZE, POSITIONS = _whole(2**24), _whole(2**31 - 1)
+POSITIVE = Kind(lambda x: _is_number(x) and x > 0, "a number above 0")
+_FRACTION = Kind(lambda x: _is_number(x) and x > -1, "a number above -1")
+_FLAG = Kind(lambda x: isinstance(x, bool), "true or false")
+_TEXT = Kind(lambda x: isinstance(x, str), "text")
+_TEXTS = Kind(
+    lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x), "a list of texts"
+)
+_OBJECT = Kind(lambda x: isinstance(x, Mapping), "an object")
+
+KINDS = {
+    **dict.fromkeys(("model_type", "hidden_act", "activation_function"), _TEXT),
+    **dict.fromkeys(("architectures", "layer_types"), _TEXTS),
+    **dict.fromkeys(("quantization_config", "rope_scaling", "rope_parameters"), _OBJECT),
+    "id2label": _OBJECT,
+}
+"""Kinds of settings with the same name in all families."""
 
 # Boolean fields, which are False if config.json lacks the setting.
 _FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
 _SIZES = (
-    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("mlp_size", "max_positions", "window", "num_experts", "experts_per_token", "shared_size"),
-    *("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps"),
+    *("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size", "window"),
+    *("num_experts", "experts_per_token", "shared_size", "delta_key_heads", "delta_value_heads"),
+    *("delta_key_dim", "delta_value_dim", "delta_taps"),
 )
-_NUMBERS = ("norm_eps", "score_divisor", "attention_cap", "logits_cap")
-# Fields whose setting may be null or missing; only a missing setting gets the default.
-_OPTIONAL = {"head_dim", "window", "score_divisor", "attention_cap", "logits_cap"}
+_FIELDS = {
+    **dict.fromkeys(_SIZES, SIZE),
+    **dict.fromkeys(("norm_eps", "score_divisor", "attention_cap", "logits_cap"), POSITIVE),
+    **dict.fromkeys(_FLAGS, _FLAG),
+    "num_layers": _whole(10_000),
+    "max_positions": POSITIONS,
+}
+# Fields that may be absent. If they are null, the default of the family is not used.
+_NULLABLE = {"window", "score_divisor", "attention_cap", "logits_cap"}
 _LAYER_TYPES: Mapping[str, LayerKind] = {
     "full_attention": "full",
     "sliding_attention": "window",
@@ -58,6 +100,35 @@ _COVERED = {
     "scale_attn_weights": True,
     "use_sliding_window": False,
 }
+_SCALINGS = {
+    "linear": rope.LinearScaling,
+    "llama3": rope.Llama3Scaling,
+    "yarn": rope.YarnScaling,
+}
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def check(name: str, value: Any, kind: Kind) -> Any:
+    """Return the value of a setting.
+
+    Raises:
+        ValueError: the value is not of this kind; names setting and value.
+    """
+    if kind.accepts(value):
+        return value
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:60] + "..."
+    raise ValueError(
+        f"config.json has {name} = {shown}; wanted {kind.words}. Correct it, or download the file "
+        "again"
+    )
+
+
+def check_all(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    """Apply `check` to each setting that is present and not null."""
+    for name, kind in kinds.items():
+        if values.get(name) is not None:
+            check(name, values[name], kind)
 
 
 def language_model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +148,7 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     Raises:
         ValueError: an unsupported setting; names its value and the supported values.
     """
-    config_values.check_kinds(hf_config)
+    check_all(hf_config, KINDS)
     name = hf_config.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
@@ -86,25 +157,25 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
             "add a record to tba_jax/models/hf/families.py as docs/extend.md shows"
         )
     family = FAMILIES[name]
+    keys = family.keys
     renamed = {new: hf_config[x] for x, new in family.other_settings.items() if x in hf_config}
     hf_config = {**renamed, **hf_config}
-    values = {**family.defaults, **{k: v for k, v in hf_config.items() if v is not None}}
-    for field in _OPTIONAL & family.keys.keys():
-        setting = family.keys[field]
-        if setting in hf_config and hf_config[setting] is None and field != "head_dim":
-            values.pop(setting, None)
-    config_values.check_sizes(values, {x: y for x, y in family.keys.items() if x in _SIZES})
-    config_values.check_flags(values, (y for x, y in family.keys.items() if x in _FLAGS))
-    config_values.check_numbers(values, [family.keys[x] for x in _NUMBERS if x in family.keys])
+    nulls = {x for x, value in hf_config.items() if value is None}
+    unset = nulls & {keys[x] for x in _NULLABLE & keys.keys()}
+    values = {
+        **{x: value for x, value in family.defaults.items() if x not in unset},
+        **{x: value for x, value in hf_config.items() if x not in nulls},
+    }
+    check_all(values, {keys[x]: kind for x, kind in _FIELDS.items() if x in keys})
     is_classifier = _is_classifier(values, family)
     _refuse(values, family)
-    ours = {our: values[their] for our, their in family.keys.items() if their in values}
-    ours |= {flag: bool(ours.get(flag, False)) for flag in _FLAGS & family.keys.keys()}
+    ours = {our: values[their] for our, their in keys.items() if their in values}
+    ours = dict.fromkeys(_FLAGS & keys.keys(), False) | ours
     if "num_heads" in ours:
         ours.setdefault("num_kv_heads", ours["num_heads"])
     if family.mlp_ratio and "hidden_size" in ours:
         ours.setdefault("mlp_size", family.mlp_ratio * ours["hidden_size"])
-    missing = [x for our, x in family.keys.items() if our not in ours and our not in _OPTIONAL]
+    missing = [keys[x] for x in keys if x not in {*ours, *_NULLABLE, "head_dim"}]
     if missing:
         raise ValueError(
             f"config.json of a {name} model lacks {', '.join(missing)}. Add them, as in the "
@@ -112,16 +183,29 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
         )
     activation = ours.pop("activation")
     if activation not in _ACTIVATIONS:
-        raise _unsupported(family.keys["activation"], activation, ", ".join(_ACTIVATIONS))
+        raise _unsupported(keys["activation"], activation, ", ".join(_ACTIVATIONS))
     if "head_dim" not in ours:
-        ours["head_dim"] = _head_dim(ours, family)
+        ours["head_dim"], rest = divmod(ours["hidden_size"], ours["num_heads"])
+        if rest:
+            raise ValueError(
+                f"config.json of a {name} model has {keys['hidden_size']} = {ours['hidden_size']}, "
+                f"not a multiple of its {ours['num_heads']} attention heads, and no head_dim; "
+                "correct one of them"
+            )
     ours |= _pattern(values, family, ours)
-    _check_limits(ours, family)
+    for small, large in (("window", "max_positions"), ("experts_per_token", "num_experts")):
+        if ours.get(small, 0) > ours.get(large, 0):
+            raise ValueError(
+                f"config.json has {keys[small]} = {ours[small]}, above {keys[large]} = "
+                f"{ours[large]}; lower it, or download the file again"
+            )
+    # transformers omits id2label if there are two labels.
+    num_labels = len(values.get("id2label") or range(int(values.get("num_labels", 2))))
     fields = {"activation": _ACTIVATIONS[activation], **family.traits}
     return TransformerConfig(
         **{**ours, **fields, **_positions(values, family, ours["pattern"])},
         family=name,
-        num_labels=_num_labels(values) if is_classifier else 0,
+        num_labels=num_labels if is_classifier else 0,
     )
 
 
@@ -149,23 +233,20 @@ def hf_config(
     }
     values |= {their: getattr(config, our) for our, their in family.keys.items()}
     setting = family.keys["activation"]
-    if "activation" in family.traits:
-        values[setting] = family.defaults[setting]
+    usual = family.defaults.get(setting)
+    if "activation" in family.traits or _ACTIVATIONS.get(usual) == config.activation:
+        values[setting] = usual
     elif config.activation == "gelu_tanh":
-        spelling = family.defaults.get(setting)
-        is_own = _ACTIVATIONS.get(spelling) == config.activation
-        values[setting] = spelling if is_own else "gelu_pytorch_tanh"
+        values[setting] = "gelu_pytorch_tanh"
     if "window" in family.keys:
-        values["sliding_window"] = config.window or None
+        default = family.defaults["sliding_window"] if len(family.pattern) > 1 else None
+        values["sliding_window"] = config.window or default
     if len(family.pattern) > 1:
-        if "window" in family.keys:
-            values["sliding_window"] = config.window or family.defaults["sliding_window"]
         names = {kind: name for name, kind in _LAYER_TYPES.items()}
         values["layer_types"] = [names[kind] for kind in config.layer_kinds]
     if config.score_divisor is None and "score_divisor" in family.keys:
         values[family.keys["score_divisor"]] = config.head_dim
-    if family.rotary is not None:
-        values |= _rope_values(config, family.rotary)
+    values |= _rope_values(config, family)
     if config.num_labels:
         names = [f"LABEL_{i}" for i in range(config.num_labels)]
         values["id2label"] = {str(i): name for i, name in enumerate(names)}
@@ -192,23 +273,6 @@ def _is_classifier(values: Mapping[str, Any], family: Family) -> bool:
     return architectures[0] in family.classes[1:]
 
 
-def _head_dim(ours: Mapping[str, Any], family: Family) -> int:
-    """Return the width divided by the number of heads, the default of head_dim."""
-    size, num_heads = ours["hidden_size"], ours["num_heads"]
-    if size % num_heads:
-        raise ValueError(
-            f"config.json of a {family.name} model has {family.keys['hidden_size']} = {size}, not "
-            f"a multiple of its {num_heads} attention heads, and no head_dim; correct one of them"
-        )
-    return size // num_heads
-
-
-def _num_labels(values: Mapping[str, Any]) -> int:
-    """Return the number of labels; transformers omits id2label if there are two."""
-    labels = values.get("id2label")
-    return int(values.get("num_labels", 2)) if labels is None else len(labels)
-
-
 def _refuse(values: Mapping[str, Any], family: Family) -> None:
     """Refuse the first setting that would change the results and is not implemented."""
     for table, whose in ((_COVERED, ""), (family.covered, f" for {family.name}")):
@@ -220,9 +284,7 @@ def _refuse(values: Mapping[str, Any], family: Family) -> None:
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method")
         if family.quantization is None or method != family.quantization:
-            wanted = "unquantised weights" + (
-                f", {family.quantization}" * bool(family.quantization)
-            )
+            wanted = ", ".join(filter(None, ("unquantised weights", family.quantization)))
             raise _unsupported("quantization_config.quant_method", method, wanted)
 
 
@@ -258,16 +320,6 @@ def _pattern(values: Mapping[str, Any], family: Family, ours: Mapping[str, Any])
     return {"pattern": tuple(kinds[:period]), "window": window if "window" in kinds else 0}
 
 
-def _check_limits(ours: Mapping[str, Any], family: Family) -> None:
-    """Refuse a window above max_positions, and more experts per token than the model has."""
-    for small, large in (("window", "max_positions"), ("experts_per_token", "num_experts")):
-        if ours.get(small, 0) > ours.get(large, 0):
-            raise ValueError(
-                f"config.json has {family.keys[small]} = {ours[small]}, above {family.keys[large]} "
-                f"= {ours[large]}; lower it, or download the file again"
-            )
-
-
 def _positions(
     values: Mapping[str, Any], family: Family, pattern: tuple[LayerKind, ...]
 ) -> dict[str, Any]:
@@ -283,132 +335,105 @@ def _positions(
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     given = {k: v for k, v in (values.get(name) or {}).items() if v is not None}
     nested = {k: v for k, v in given.items() if isinstance(v, Mapping)}
+    of_windows: Mapping[str, Any] = {}
     if nested and rotary.window_theta is None:
         raise _unsupported(name, f"one entry per {', '.join(nested)}", "one for all layers")
-    given, of_windows = nested.get("full_attention", {} if nested else given), {}
-    if rotary.window_theta is not None:
+    if nested:
+        given = nested.get("full_attention", {})
         of_windows = nested.get("sliding_attention", {})
     if (kind := of_windows.get("rope_type", "default")) != "default":
         raise _unsupported(f"{name}.sliding_attention.rope_type", kind, "default")
     theta = values.get(rotary.theta, values.get("rope_theta", 10000.0))
-    theta = config_values.number(f"{rotary.theta} (or rope_theta)", given.get("rope_theta", theta))
+    theta = check(f"{rotary.theta} (or rope_theta)", given.get("rope_theta", theta), POSITIVE)
     fraction = values.get("partial_rotary_factor", rotary.default_fraction)
     fraction = given.get("partial_rotary_factor", values.get(rotary.fraction, fraction))
-    fraction = config_values.number(rotary.fraction, fraction, least=-1.0)
+    check(rotary.fraction, fraction, _FRACTION)
     if not rotary.may_be_partial and not math.isclose(fraction, 1.0):
         raise _unsupported("partial_rotary_factor", fraction, f"1.0 for {family.name}")
+    scaling = _scaling(given, name, values)
     found = {
-        "rope_theta": theta,
-        "rotary_fraction": fraction,
-        "rope_scaling": _scaling(given, name, values),
+        "rope_theta": float(theta),
+        "rotary_fraction": float(fraction),
+        "rope_scaling": scaling,
     }
-    if isinstance(yarn := found["rope_scaling"], rope.YarnScaling):
+    if isinstance(scaling, rope.YarnScaling):
         # Files of Qwen2.5 keep the context before the extension as max_position_embeddings.
-        longest = int(yarn.factor * yarn.original_max_positions)
+        longest = int(scaling.factor * scaling.original_max_positions)
         found["max_positions"] = max(values["max_position_embeddings"], longest)
     if rotary.window_theta is not None and "window" in pattern:
         base = of_windows.get("rope_theta", values.get(rotary.window_theta, theta))
-        base = config_values.number(rotary.window_theta, base)
-        if found["rope_scaling"] is not None or base != theta:
-            found["window_rope_theta"] = base
+        check(rotary.window_theta, base, POSITIVE)
+        if scaling is not None or base != theta:
+            found["window_rope_theta"] = float(base)
     return found
 
 
 def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> rope.Scaling | None:
     kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in _SCALINGS:
+        raise _unsupported(f"{name}.rope_type", kind, ", ".join(("default", *_SCALINGS)))
     longest = values["max_position_embeddings"]
-    setting = "original_max_position_embeddings"
-    original = config_values.number(setting, values.get(setting, given.get(setting, longest)))
-
-    def number(key: str) -> float:
-        if key not in given:
+    original = int(check(_ORIGINAL, values.get(_ORIGINAL, given.get(_ORIGINAL, longest)), POSITIVE))
+    found: dict[str, Any] = {"original_max_positions": original}
+    if kind == "yarn":
+        found |= {
+            "factor": longest / original,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": bool(given.get("truncate", True)),
+        }
+    wanted = [field.name for field in dataclasses.fields(_SCALINGS[kind])]
+    for key in wanted:
+        # Some files of YaRN have 0 in place of a default.
+        if key in given and key != "truncate" and (given[key] or key not in found):
+            found[key] = float(check(f"{name}.{key}", given[key], POSITIVE))
+    if kind == "yarn" and "attention_factor" not in found:
+        found["attention_factor"] = _yarn_attention_factor(given, found["factor"], name)
+    for key in wanted:
+        if key not in found:
             raise ValueError(
                 f"config.json has {name}.rope_type = {kind!r} but no {name}.{key}. Add "
                 f"{name}.{key}, as in the published config.json of the model"
             )
-        return config_values.number(f"{name}.{key}", given[key])
-
-    match kind:
-        case "default":
-            return None
-        case "linear":
-            return rope.LinearScaling(number("factor"))
-        case "llama3":
-            return rope.Llama3Scaling(
-                factor=number("factor"),
-                low_freq_factor=number("low_freq_factor"),
-                high_freq_factor=number("high_freq_factor"),
-                original_max_positions=int(original),
-            )
-        case "yarn":
-            factor = number("factor") if "factor" in given else longest / original
-            return rope.YarnScaling(
-                factor=factor,
-                original_max_positions=int(original),
-                attention_factor=_yarn_attention_factor(given, factor, name),
-                beta_fast=number("beta_fast") if given.get("beta_fast") else 32.0,
-                beta_slow=number("beta_slow") if given.get("beta_slow") else 1.0,
-                truncate=bool(given.get("truncate", True)),
-            )
-    raise _unsupported(f"{name}.rope_type", kind, "default, linear, llama3, yarn")
+    return _SCALINGS[kind](**{key: found[key] for key in wanted})
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float, name: str) -> float:
-    """Return 1 + 0.1 ln(factor), as in the paper, unless the file has another value."""
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 1.0 + 0.1 * weight * math.log(factor)
-
-    if "attention_factor" in given:
-        return config_values.number(f"{name}.attention_factor", given["attention_factor"])
+    """Return 1 + 0.1 ln(factor), as in the paper, unless the file has both of its two weights."""
+    stretch = 0.1 * math.log(max(factor, 1.0))
     if not (given.get("mscale") and given.get("mscale_all_dim")):
-        return scale(1.0)
+        return 1.0 + stretch
     above, below = (
-        scale(config_values.number(f"{name}.{key}", given[key]))
-        for key in ("mscale", "mscale_all_dim")
+        check(f"{name}.{key}", given[key], POSITIVE) for key in ("mscale", "mscale_all_dim")
     )
-    return above / below
+    return (1.0 + above * stretch) / (1.0 + below * stretch)
 
 
-def _rope_values(config: TransformerConfig, rotary: Rotary) -> dict[str, Any]:
+def _rope_values(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """Return both formats: transformers reads the old fields up to 4.x, rope_parameters from 5."""
+    rotary = family.rotary
+    if rotary is None:
+        return {}
     scaling: dict[str, Any] = {"rope_type": "default"}
-    match config.rope_scaling:
-        case rope.LinearScaling(factor):
-            scaling = {"rope_type": "linear", "factor": factor}
-        case rope.Llama3Scaling() as s:
-            scaling = {
-                "rope_type": "llama3",
-                "factor": s.factor,
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_positions,
-            }
-        case rope.YarnScaling() as s:
-            scaling = {
-                "rope_type": "yarn",
-                "factor": s.factor,
-                "original_max_position_embeddings": s.original_max_positions,
-                "attention_factor": s.attention_factor,
-                "beta_fast": s.beta_fast,
-                "beta_slow": s.beta_slow,
-                "truncate": s.truncate,
-            }
-    values: dict[str, Any] = {
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
-    }
+    if config.rope_scaling is not None:
+        fields = dataclasses.asdict(config.rope_scaling)
+        if "original_max_positions" in fields:
+            fields[_ORIGINAL] = fields.pop("original_max_positions")
+        (kind,) = (x for x, made in _SCALINGS.items() if isinstance(config.rope_scaling, made))
+        scaling = {"rope_type": kind, **fields}
+    of_full: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
+    values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": of_full}
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = scaling
     if rotary.window_theta is not None:
         base = config.window_rope_theta or config.rope_theta
         values |= {rotary.window_theta: base, "rope_theta": config.rope_theta}
-        values["rope_parameters"] = {
-            "full_attention": values["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": base},
-        }
-    if config.rope_scaling is not None:
-        values["rope_scaling"] = dict(scaling)
+        of_windows = {"rope_type": "default", "rope_theta": base}
+        values["rope_parameters"] = {"full_attention": of_full, "sliding_attention": of_windows}
     if rotary.may_be_partial:
-        values["rope_parameters"]["partial_rotary_factor"] = config.rotary_fraction
+        of_full["partial_rotary_factor"] = config.rotary_fraction
         values |= {rotary.theta: config.rope_theta, rotary.fraction: config.rotary_fraction}
     return values
 

@@ -6,7 +6,7 @@ some models; `python -m tba_jax.main --dry_run` compares both (`difference`).
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,21 +51,14 @@ def read(folder: Path) -> TokenizerFiles:
         ValueError: there is no tokenizer, it is code, or a file is damaged; the message names the
             file.
     """
-    path = folder / "tokenizer.json"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise ValueError(
             f"{folder}: no tokenizer.json and no tokenizer.model there. Give a Hugging Face "
             "model folder that has its tokenizer files"
         )
-    model, generation, older, newer = (
-        _read_json(folder / name)
-        for name in (
-            "config.json",
-            "generation_config.json",
-            "special_tokens_map.json",
-            "tokenizer_config.json",
-        )
-    )
+    model, generation = (_read_json(folder / x) for x in ("config.json", "generation_config.json"))
+    older = _read_json(folder / "special_tokens_map.json")
+    newer = _read_json(folder / "tokenizer_config.json")
     settings = {**older, **newer}
     if "AutoTokenizer" in (settings.get("auto_map") or {}):
         raise ValueError(
@@ -78,14 +71,12 @@ def read(folder: Path) -> TokenizerFiles:
             f"{folder / 'config.json'}: vocab_size = {num_rows!r:.60}, want a whole number. "
             "Download the file again"
         )
-    if path.is_file():
-        _check_ids(path, _read_json(path))
-    bos_id, special, library = (
-        model.get("bos_token_id"),
-        _special_tokens(folder, settings),
-        _library(folder),
-    )
-    _mark_special(library, special.values())
+    bos_id, special = model.get("bos_token_id"), _special_tokens(folder, settings)
+    library = _library(folder)
+    # Tokens that only tokenizer_config.json declares as special.
+    marked = {x.content for x in library.get_added_tokens_decoder().values() if x.special}
+    known = [text for text in special.values() if library.token_to_id(text) is not None]
+    library.add_special_tokens([text for text in known if text not in marked])
     return TokenizerFiles(
         folder=folder,
         library=library,
@@ -145,25 +136,16 @@ def _library(folder: Path) -> Any:
     try:
         library = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain Exception
-        raise _unreadable(folder, error) from error
+        raise _unreadable(path, error) from error
     library.no_padding()
     library.no_truncation()
     return library
 
 
-def _mark_special(library: Any, texts: Iterable[str]) -> None:
-    """Mark tokens that only tokenizer_config.json declares as special."""
-    marked = {
-        token.content for token in library.get_added_tokens_decoder().values() if token.special
-    }
-    known = [text for text in texts if library.token_to_id(text) is not None]
-    library.add_special_tokens([text for text in known if text not in marked])
-
-
-def _unreadable(folder: Path, error: Exception) -> ValueError:
+def _unreadable(path: Path, error: Exception) -> ValueError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return ValueError(
-        f"{folder}: the tokenizer cannot be read ({reason}). Correct the tokenizer files, or "
+        f"{path}: the tokenizer cannot be read ({reason}). Correct the tokenizer files, or "
         "download them again"
     )
 
@@ -221,36 +203,3 @@ def _end_ids(path: Path, content: Mapping[str, Any]) -> list[int]:
             "null. Correct the file, or download it again"
         )
     return [token_id for token_id in ids if token_id >= 0]  # old Llama files: -1 is none
-
-
-def _check_ids(path: Path, content: Mapping[str, Any]) -> None:
-    """Check the token IDs of a tokenizer.json.
-
-    Raises:
-        ValueError: an ID is not a whole number from 0, or two tokens have the same ID.
-    """
-    model, added = content.get("model"), content.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    # Other models keep a list, whose tokens have their index as ID.
-    ids = [*vocabulary.items()] if isinstance(vocabulary, dict) else []
-    if not isinstance(added, list | None):
-        raise ValueError(f"{path}: added_tokens = {added!r:.60}; want a list. Correct the file")
-    for token in added or ():
-        if not isinstance(token, dict) or not {"id", "content", "special"} <= token.keys():
-            raise ValueError(
-                f"{path}: added token {token!r:.80}; want an object with id, content and special. "
-                "Download the file again"
-            )
-        ids.append((token["content"], token["id"]))
-    names: dict[int, str] = {}
-    for name, token_id in ids:
-        if not _is_id(token_id) or token_id < 0:
-            raise ValueError(
-                f"{path}: token {name!r:.60} has the ID {token_id!r:.40}; want a whole number from "
-                "0. Correct the file, or download it again"
-            )
-        if names.setdefault(token_id, name) != name:
-            raise ValueError(
-                f"{path}: the tokens {names[token_id]!r:.60} and {name!r:.60} have the same ID "
-                f"{token_id}. Correct the file, or download it again"
-            )
