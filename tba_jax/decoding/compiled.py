@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of a decoder, shared by all sessions that decode with it.
 
-Invariant: programs are cached by number of slots and kind of sampling, so a new temperature or
+Invariant: programs are cached by number of slots and use of top-k or top-p, so a new temperature or
 weight version compiles nothing.
 """
 
@@ -92,7 +92,7 @@ class Compiled:
             programs.run_chunk,
             "chunk",
             donate_argnums=1,
-            static_argnames=("mode", "is_truncated", "has_minimum"),
+            static_argnames="is_truncated",
             **static,
             num_steps=chunk_steps,
             pad_id=pad_id,

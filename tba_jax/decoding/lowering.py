@@ -23,14 +23,6 @@ from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig
 
-CHUNK_VARIANTS: dict[str, dict[str, Any]] = {
-    "chunk_sampled": {"mode": "sampled", "is_truncated": False, "has_minimum": False},
-    "chunk_greedy": {"mode": "greedy", "is_truncated": False, "has_minimum": False},
-    "chunk_truncated": {"mode": "sampled", "is_truncated": True, "has_minimum": False},
-    "chunk_mixed": {"mode": "mixed", "is_truncated": True, "has_minimum": True},
-}
-"""Chunk programs worth compiling: each kind of sampling, and all options at once."""
-
 
 def weight_shardings(
     config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
@@ -154,8 +146,9 @@ def lower_all(
     yield "extend", lower(decoder.extend, weights, *added_tokens)
     prefilled = caches(prefill_prompts, prompt_length)
     yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))
-    for name, variant in CHUNK_VARIANTS.items():
-        yield name, lower(decoder.run_chunk, weights, history, slots, **variant)
+    for name, is_truncated in (("chunk", False), ("chunk_truncated", True)):
+        args = weights, history, slots
+        yield name, lower(decoder.run_chunk, *args, is_truncated=is_truncated)
 
 
 def _weight_shapes(config: TransformerConfig, dtype: Any, quantization: Quantization) -> Params:

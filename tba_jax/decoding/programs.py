@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
+from tba_jax.decoding.sampling import RowSettings, random_bits, sample_tokens
 from tba_jax.models import attention, delta, kv_cache, transformer
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.kv_cache import KVCache, LayerCache
@@ -259,9 +259,7 @@ def run_chunk(
     compute_dtype: Any,
     num_steps: int,
     pad_id: int,
-    mode: Mode,
     is_truncated: bool,
-    has_minimum: bool,
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[LayerCache, ...]]:
     """Return (tokens, log-probs, history) of up to `num_steps` tokens per slot.
@@ -277,18 +275,13 @@ def run_chunk(
         slots: state and settings of the slots.
         num_steps: m, maximum number of steps.
         pad_id: token at positions after the end of a response.
-        mode: whether slots are all sampled, all greedy, or some of each.
         is_truncated: at least one slot uses top-p or top-k.
-        has_minimum: at least one slot has a minimum number of tokens.
         cache_sharding: sharding of the KV cache on a mesh.
     """
-    n, stop_ids, start = len(slots.last), jnp.asarray(slots.stop_ids), jnp.asarray(slots.length)
+    stop_ids, start = jnp.asarray(slots.stop_ids), jnp.asarray(slots.length)
     steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
     ropes = transformer.rotary(start[None] + steps, config)
-    if mode == "greedy":
-        bits = jnp.zeros((num_steps, n, 2), jnp.uint32)  # not used
-    else:
-        bits = random_bits(slots.keys, slots.count, num_steps)
+    bits = random_bits(slots.keys, slots.count, num_steps)
 
     def body(carry: _Carry) -> _Carry:
         step, is_live = carry.step, carry.is_live
@@ -306,10 +299,12 @@ def run_chunk(
         )
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
-        if has_minimum:
-            logits = _mask_stops(logits, stop_ids, carry.count < slots.min_new_tokens)
+        is_short = carry.count < slots.min_new_tokens
+        logits = jax.lax.cond(
+            jnp.any(is_short), _mask_stops, lambda x, *_: x, logits, stop_ids, is_short
+        )
         tokens, logprobs = sample_tokens(
-            logits, bits[step], slots.settings, is_truncated=is_truncated, mode=mode
+            logits, bits[step], slots.settings, is_truncated=is_truncated
         )
         tokens = jnp.where(is_live, tokens, pad_id)
         count = carry.count + is_live

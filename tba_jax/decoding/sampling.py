@@ -16,13 +16,11 @@ block.
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
-
-Mode = Literal["sampled", "greedy", "mixed"]
 
 # Integer mass of one level. Rounding adds at most half a unit per entry, and the float32 shares of
 # n entries sum to 1 within n / 2^24: cumulative sums stay below 2^31 up to 7,000 entries a level.
@@ -76,7 +74,6 @@ def sample_tokens(
     settings: RowSettings,
     *,
     is_truncated: bool,
-    mode: Mode,
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
     """Return (token, its log-prob) of each row.
 
@@ -93,20 +90,12 @@ def sample_tokens(
         bits: return value of `random_bits`.
         settings: settings of each row. top_p and top_k are read only if is_truncated.
         is_truncated: static; False if no row uses top_p or top_k.
-        mode: static; "sampled" if every temperature is positive, "greedy" if all are 0, "mixed"
-            otherwise.
 
     Returns:
         Tokens, and log-probs in float32, within 1e-6 of the exact value (relative, below -10).
     """
-    if mode not in ("sampled", "greedy", "mixed"):
-        raise ValueError(f"sampling mode {mode!r}: want 'sampled', 'greedy' or 'mixed'")
     size = _block_size(logits.shape[-1])
     block_max = _reduce_blocks(logits, size, jnp.max)
-    if mode == "greedy":
-        token = _first_maximum(logits, block_max, size)
-        return token, jnp.zeros(token.shape, jnp.float32)
-
     peak = jnp.max(block_max, axis=-1)[:, None, None]
     is_greedy = settings.temperature == 0
     temperature = jnp.where(is_greedy, 1, settings.temperature)[:, None, None]
@@ -124,10 +113,8 @@ def sample_tokens(
         token, logprob = _draw(source, lambda w: jnp.where(w >= least, w, 0), bits, size)
     else:
         token, logprob = _draw(logits, tempered, bits, size)
-    if mode == "mixed":
-        token = jnp.where(is_greedy, _first_maximum(logits, block_max, size), token)
-        logprob = jnp.where(is_greedy, 0, logprob)
-    return token, logprob
+    token = jnp.where(is_greedy, _first_maximum(logits, block_max, size), token)
+    return token, jnp.where(is_greedy, 0, logprob)
 
 
 def _draw(

@@ -244,16 +244,12 @@ class Session:
         if not live.any():
             return []
         start = time.perf_counter()
-        before = self._slots
-        settings = before.settings
-        is_greedy = settings.temperature[live] == 0
+        settings = self._slots.settings
         tokens, logprobs, self._history = self.decoder.run_chunk(
             self._weights,
             self._history,
-            before,
-            mode="greedy" if is_greedy.all() else "mixed" if is_greedy.any() else "sampled",
+            self._slots,
             is_truncated=bool(((settings.top_p < 1) | (settings.top_k > 0))[live].any()),
-            has_minimum=bool((before.count < before.min_new_tokens)[live].any()),
         )
         finished = self._collect(np.asarray(tokens), np.asarray(logprobs))
         end = time.perf_counter()

@@ -309,7 +309,7 @@ def _searcher_programs(run: _Run) -> list[Planned]:
             program(
                 "decode_chunk", decoder.chunk_steps * step.num_flops, decoder.chunk_steps * both
             ),
-            lowered["chunk_sampled" if is_plain else "chunk_truncated"],
+            lowered["chunk" if is_plain else "chunk_truncated"],
             held | cache,
         ),
     ]

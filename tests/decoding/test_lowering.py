@@ -36,10 +36,10 @@ def test_a_session_runs_the_programs_that_were_lowered():
     """No program is traced that lower_all has not traced at the same sizes."""
     decoder = make_decoder(max_length=32)
     programs = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))
-    for name in ("prefill", "admit", "chunk_sampled", "chunk_greedy"):
+    for name in ("prefill", "admit", "chunk"):
         programs[name]()
     count = decoder.compile_count
-    assert count == 4
+    assert count == 3
     for temperature in (0.0, 1.0):
         decoder.decode(
             random_params(CONFIG),
@@ -51,7 +51,7 @@ def test_a_session_runs_the_programs_that_were_lowered():
     assert decoder.compile_count == count
 
 
-@pytest.mark.parametrize("name", ["admit", "chunk_sampled", "chunk_greedy"])
+@pytest.mark.parametrize("name", ["admit", "chunk"])
 def test_the_cache_is_donated_and_never_copied(name):
     decoder = make_decoder(max_length=504)
     program = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))[name]

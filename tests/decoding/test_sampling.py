@@ -23,9 +23,9 @@ def settings(b, temperature: Any = 1.0, top_p: Any = 1.0, top_k: Any = 0):
     return RowSettings(row(temperature, "f4"), row(top_p, "f4"), row(top_k, "i4"))
 
 
-draw = jax.jit(sample_tokens, static_argnames=("is_truncated", "mode"))
-plain = functools.partial(draw, is_truncated=False, mode="sampled")
-truncated = functools.partial(draw, is_truncated=True, mode="sampled")
+draw = jax.jit(sample_tokens, static_argnames="is_truncated")
+plain = functools.partial(draw, is_truncated=False)
+truncated = functools.partial(draw, is_truncated=True)
 
 
 def words(b, seed=0):
@@ -161,9 +161,7 @@ def test_greedy_is_the_first_of_the_largest():
     logits = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32)
     for row, last in enumerate(range(37)):  # ties, within a block and across blocks
         logits[row, [last, min(last + 3, 36), 36]] = 9.0
-    tokens, logprobs = draw(
-        jnp.asarray(logits), words(40), settings(40, 0), is_truncated=False, mode="greedy"
-    )
+    tokens, logprobs = plain(jnp.asarray(logits), words(40), settings(40, 0))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal(logprobs, np.zeros(40))
 
@@ -173,8 +171,8 @@ def test_mixed_rows_are_each_what_they_are_alone(is_truncated):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32))
     temperature = np.where(np.arange(40) % 2, 0.8, 0.0)
     one = functools.partial(draw, logits, words(40), is_truncated=is_truncated)
-    mixed = one(settings(40, temperature, 0.9, 20), mode="mixed")
-    alone = one(settings(40, 0.8, 0.9, 20), mode="sampled")
+    mixed = one(settings(40, temperature, 0.9, 20))
+    alone = one(settings(40, 0.8, 0.9, 20))
     for got, sampled, greedy in zip(mixed, alone, (logits.argmax(-1), np.zeros(40)), strict=True):
         np.testing.assert_array_equal(got, np.where(temperature > 0, sampled, greedy))
 
@@ -269,12 +267,10 @@ def test_words_belong_to_row_and_step():
 # ---- cost
 
 
-@pytest.mark.parametrize("mode", ["sampled", "mixed", "greedy"])
-def test_a_plain_draw_stores_nothing_of_the_size_of_the_logits(mode):
+def test_a_plain_draw_stores_nothing_of_the_size_of_the_logits():
     b, v = 8, 32000
-    compiled = draw.lower(
-        jnp.zeros((b, v)), words(b), settings(b), is_truncated=False, mode=mode
-    ).compile()
+    args = jnp.zeros((b, v)), words(b), settings(b)
+    compiled = draw.lower(*args, is_truncated=False).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     # Block sums and the entries of one block; the weights alone would be 4 b v.

@@ -76,7 +76,7 @@ def check(topology, parts, names=None):
 
 
 def test_the_decoder_compiles_for_one_tpu():
-    check("v5e:2x2", 1, ["prefill", "admit", "chunk_sampled"])
+    check("v5e:2x2", 1, ["prefill", "admit", "chunk"])
 
 
 def test_the_decoder_compiles_for_a_tensor_parallel_group_of_tpus():
