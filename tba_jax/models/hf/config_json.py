@@ -169,8 +169,8 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     check_all(values, {keys[x]: kind for x, kind in _FIELDS.items() if x in keys})
     is_classifier = _is_classifier(values, family)
     _refuse(values, family)
-    ours = {our: values[their] for our, their in keys.items() if their in values}
-    ours = dict.fromkeys(_FLAGS & keys.keys(), False) | ours
+    ours: dict[str, Any] = dict.fromkeys(_FLAGS & keys.keys(), False)
+    ours |= {our: values[their] for our, their in keys.items() if their in values}
     if "num_heads" in ours:
         ours.setdefault("num_kv_heads", ours["num_heads"])
     if family.mlp_ratio and "hidden_size" in ours:
