@@ -67,7 +67,10 @@ BROKEN = {
     ),
     "too few rewards": ({"task__reward": "{}/rewards.py:too_short"}, "returned 0 rewards for 1"),
     "lengths above the context": ({"task__max_prompt_tokens": 5000}, "was made for"),
-    "no device for searchers": ({"placement": "split", "mesh__data": 64}, "do not fit placement=split on 1 host"),
+    "no device for searchers": (
+        {"placement": "split", "mesh__data": 64},
+        "do not fit placement=split on 1 host",
+    ),
 }
 
 
