@@ -2,7 +2,7 @@
 """Command: held-out evaluation of a model folder, a hub id, or the policy of a run.
 
 python -m tba_jax.evaluate --config=math[:PRESET] [--model=DIR_OR_HUB_ID] ...
-python -m tba_jax.evaluate --workdir=DIR [--published=newest] ...
+python -m tba_jax.evaluate --workdir=DIR ...
 
 Both forms accept [--config.FIELD=VALUE ...] and [--json].
 """
@@ -86,10 +86,6 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             each.close()
 
 
-def _note(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def _open_model(
     name: str, path: str, overrides: Sequence[str]
 ) -> tuple[Config, str, Any, Any, str]:
@@ -138,19 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
     parser.add_argument("--workdir", default="", help="work directory of a run")
-    parser.add_argument(
-        "--published",
-        default="",
-        help="with --workdir: a published version, or newest; default: the newest checkpoint",
-    )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.commands.saved import load_policy, load_run_config
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.run.object_store import run_folder
 
-    if args.published and not args.workdir:
-        raise ValueError("--published needs a run. Add --workdir=DIR")
     if args.workdir and (args.config or args.model):
         raise ValueError(
             "--workdir already has a config and a model. Leave out --config and --model, or "
@@ -161,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = override(load_run_config(workdir), overrides)
         validate(config)
         open_cache()
-        step, model_config, params, _, folder = load_policy(workdir, args.published, _note)
+        step, model_config, params, _, folder = load_policy(workdir)
         what = f"{args.workdir} at step {step}"
     elif args.config:
         config, what, model_config, params, folder = _open_model(args.config, args.model, overrides)

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: export of a run's policy as a Hugging Face folder that `transformers` loads.
 
-python -m tba_jax.export --workdir=DIR --out=DIR [--published=newest]
+python -m tba_jax.export --workdir=DIR --out=DIR
 
 README.md in the folder describes the source model, the training and the evaluation. `hf upload`
 uploads the folder to the Hugging Face hub.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from tba_jax.commands.model_card import model_card
 from tba_jax.config.command_line import local_folder
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,11 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workdir", required=True, help="work directory of a run")
-    parser.add_argument(
-        "--published",
-        default="",
-        help="a published version, or newest, instead of the newest checkpoint",
-    )
     parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     args = parser.parse_args(argv)
     from tba_jax.commands.saved import load_policy
@@ -43,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
     workdir = str(run_folder(args.workdir, "--workdir"))
-    step, model_config, params, hf_config, source = load_policy(workdir, args.published, _note)
+    step, model_config, params, hf_config, source = load_policy(workdir)
     hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)
     card = model_card(load_run(workdir), step, str(out))
     (out / "README.md").write_text(card, encoding="utf-8")

@@ -2,7 +2,7 @@
 """Command: run the main command as several processes of one pod on this machine.
 
     python -m tba_jax.launch_processes --num_processes=2 -- --config=math \
-        [ARGUMENTS OF tba_jax.main]
+        --config.placement=pod [ARGUMENTS OF tba_jax.main]
 
 Every output line starts with the number of its process. When a process fails, this command prints
 which process failed first and how. It waits for the other processes to end, kills those that do
@@ -26,6 +26,7 @@ from tba_jax.commands.interruption import not_ignored, surviving_closed_outputs
 # JAX notices a dead process within 30 s and ends the others.
 GRACE_S = 45.0
 _POLL_S = 0.1
+_Processes = Sequence["subprocess.Popen[bytes]"]
 
 
 def launch(
@@ -56,36 +57,30 @@ def launch(
         for process in processes:
             process.send_signal(number)  # does nothing after the process has ended
 
-    previous = {number: signal.signal(number, forward) for number in not_ignored()}
-    with surviving_closed_outputs():
-        try:
-            for i in range(num_processes):
-                process = subprocess.Popen(
-                    [*command, *arguments, *who, f"--process_id={i}"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    # A separate session, so that Ctrl-C reaches each process once, from `forward`.
-                    start_new_session=True,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                )
-                processes.append(process)
-            printers = [
-                threading.Thread(target=_print_lines, args=(i, source, target), daemon=True)
-                for i, process in enumerate(processes)
-                for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-            ]
-            for printer in printers:
-                printer.start()
-            code = _wait(processes, grace_s)
-            for printer in printers:
-                printer.join(grace_s)
-            return code
-        finally:
-            for process in processes:
-                _kill(process)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    with contextlib.ExitStack() as stack:
+        for number in not_ignored():
+            stack.callback(signal.signal, number, signal.signal(number, forward))
+        stack.enter_context(surviving_closed_outputs())
+        printers = []
+        for i in range(num_processes):
+            process = subprocess.Popen(
+                [*command, *arguments, *who, f"--process_id={i}"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # A separate session, so that Ctrl-C reaches each process once, from `forward`.
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+            processes.append(process)
+            stack.callback(_kill, process)
+            for lines in ((i, process.stdout, sys.stdout), (i, process.stderr, sys.stderr)):
+                printers.append(threading.Thread(target=_print_lines, args=lines, daemon=True))
+                printers[-1].start()
+        code = _wait(processes, grace_s)
+        for printer in printers:
+            printer.join(grace_s)
+        return code
 
 
 def _print_lines(number: int, source: IO[bytes], target: IO[str]) -> None:
@@ -96,36 +91,34 @@ def _print_lines(number: int, source: IO[bytes], target: IO[str]) -> None:
             target.flush()
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"], grace_s: float) -> int:
+def _wait(processes: _Processes, grace_s: float) -> int:
     """Wait until every process has ended; kill the others some time after the first failure."""
     first, deadline = 0, float("inf")
-    while any(process.poll() is None for process in processes) or not first:
+    while True:
         codes = [process.poll() for process in processes]
         failed = [(i, code) for i, code in enumerate(codes) if code]
         if failed and not first:
             i, code = failed[0]
             first, deadline = code if code > 0 else 128 - code, time.monotonic() + grace_s
-            _print_error(
-                f"process {i} {_describe_exit(code)}, the first of {len(processes)} to fail; its "
-                f"last lines are above. The others have {grace_s:.0f} s to end. Run the same "
-                "command again to continue from the newest checkpoint"
+            how = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
             )
-        elif all(process.poll() == 0 for process in processes):
-            return 0
+            _print_error(
+                f"process {i} {how}, the first of {len(processes)} to fail; its last lines are "
+                f"above. The others have {grace_s:.0f} s to end. Run the same command again to "
+                "continue from the newest checkpoint"
+            )
+        if None not in codes:
+            return first
         if time.monotonic() > deadline:
             for i, process in enumerate(processes):
                 if _kill(process):
                     _print_error(f"process {i} did not end by itself: killed")
         time.sleep(_POLL_S)
-    return first
 
 
 def _print_error(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def _describe_exit(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> bool:

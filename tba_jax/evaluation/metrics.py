@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
-from tba_jax.flow.padding import Padding, left_pad
+from tba_jax.flow.padding import Padding, bucket_length, left_pad
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
@@ -146,7 +146,8 @@ class ReferenceDistance:
         prompts = [p.tokens for p in responses.prompts for _ in range(n)]
         lengths = responses.lengths.reshape(-1)
         prompt_lengths = np.array([len(x) for x in prompts], np.int32)
-        s, t = self._padding.lengths(int(prompt_lengths.max()), int(lengths.max()))
+        s = bucket_length(int(prompt_lengths.max()), self._padding.prompt_buckets)
+        t = bucket_length(int(lengths.max()), self._padding.response_buckets)
         padded = left_pad(prompts, s, self._padding.pad_id)
         tokens = np.concatenate([padded, responses.tokens.reshape(-1, width)[:, :t]], axis=1)
         reference = self._reference_params()

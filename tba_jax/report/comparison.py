@@ -93,8 +93,7 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
     """
     from matplotlib.ticker import EngFormatter
 
-    figure = figures.new_figure(5.0, 2.6)
-    axes = figures.add_axes(figure)
+    figure, (axes,) = figures.new_axes((5.0, 2.6))
     is_evaluation = metric.startswith("eval/")
     for j, group in enumerate(grouped):
         color, dashes = _look(j)

@@ -2,9 +2,8 @@
 """The figures of a report, drawn from metrics.jsonl: functions from a run to a matplotlib Figure.
 
 To add a figure, add a record to `FIGURES`. The page, `plots/` and `python -m tba_jax.report` then
-include it. matplotlib is imported on first use, because its import would slow every start.
-
-Invariant: no global matplotlib state (no pyplot), so figures may be drawn in any thread.
+include it. matplotlib is imported on first use, because its import would slow every start. Figures
+use no global state (no pyplot), so they may be drawn in any thread.
 """
 
 import io
@@ -31,8 +30,28 @@ if TYPE_CHECKING:
 # Colours of compared variants, in this order (Okabe and Ito, safe for colour-blind readers).
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _TEXT = "#75808d"  # readable on the transparent background over a light and over a dark page
-_GRID = "#8893a040"
 _MOST_POINTS = 400  # of a curve, for any length of the run
+_STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": _TEXT,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": _TEXT,
+    "axes.labelsize": 9,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": _TEXT,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "grid.color": "#8893a040",
+    "xtick.color": _TEXT,
+    "ytick.color": _TEXT,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "ytick.major.size": 0,
+}
 
 Curve = tuple[np.ndarray, np.ndarray]
 
@@ -71,28 +90,19 @@ def share_interval(share: float, n: int) -> tuple[float, float]:
     return float(middle - half), float(middle + half)
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure of this size in inches."""
+def new_axes(
+    size: tuple[float, float], number: int = 1, columns: int = 1
+) -> tuple["Figure", list["Axes"]]:
+    """Return a figure of this size in inches, and its axes with light horizontal grid lines."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained", facecolor="none")
-
-
-def add_axes(figure: "Figure", position: Any = 111, title: str = "") -> "Axes":
-    """Add axes without a box and with light horizontal grid lines; `position`: of matplotlib."""
-    axes = figure.add_subplot(*position) if isinstance(position, tuple) else figure.add_subplot()
-    axes.set_facecolor("none")
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_TEXT)
-    axes.tick_params(colors=_TEXT, labelsize=9, length=3)
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.label.set(color=_TEXT, size=9)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_title(title, loc="left", fontsize=9.5, color=_TEXT)
-    axes.locator_params(axis="y", nbins=5)
-    return axes
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained", facecolor="none")
+        axes = [figure.add_subplot(-(-number // columns), columns, i + 1) for i in range(number)]
+    for each in axes:
+        each.locator_params(axis="y", nbins=5)
+    return figure, axes
 
 
 def percent_axis(axes: "Axes") -> None:
@@ -126,23 +136,22 @@ def panels(
 
     def draw(run: Run) -> "Figure | None":
         found = [(title, run.metrics.column("step", key)) for title, key in named]
-        found = [(title, curve) for title, curve in found if len(curve[0])]
+        found = [(title, thinned(*curve)) for title, curve in found if len(curve[0])]
         if not found:
             return None
-        figure, rows = new_figure(*size), -(-len(found) // columns)
-        for i, (title, curve) in enumerate(found):
-            axes = add_axes(figure, (rows, columns, i + 1), title)
-            x, y = thinned(*curve)
+        figure, axes = new_axes(size, len(found), columns)
+        for i, (each, (title, (x, y))) in enumerate(zip(axes, found, strict=True)):
             color = SERIES[i % 2 if columns == 1 else 0]
-            axes.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
-            axes.plot(x, smooth(y), color=color, linewidth=2.2)
-            axes.margins(y=0.12)
+            each.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
+            each.plot(x, smooth(y), color=color, linewidth=2.2)
+            each.set_title(title)
+            each.margins(y=0.12)
             if title.startswith("share of "):
-                axes.set_ylim(0, 1.04)
-                percent_axis(axes)
-            step_axis(axes)
+                each.set_ylim(0, 1.04)
+                percent_axis(each)
+            step_axis(each)
             if i >= len(found) - columns:
-                axes.set_xlabel("optimiser step")
+                each.set_xlabel("optimiser step")
         return figure
 
     return draw
@@ -151,22 +160,17 @@ def panels(
 def accuracy(run: Run) -> "Figure | None":
     """Draw the headline metric of every evaluation; shares have their 90 % intervals."""
     metric = run.metric
-    name = f"eval/{metric}"
-    evals = [*run.metrics.of_evaluations(name)]
+    evals = [*run.metrics.of_evaluations(f"eval/{metric}")]
     if not evals:
         return None
     steps = np.array([r.get("step") or 0 for r in evals], np.float64)
-    values = np.array([r[name] for r in evals], np.float64)
-    figure = new_figure(5.0, 3.3)
-    axes = add_axes(figure)
-    bars = [
-        (step, *share_interval(record[name], record["eval/num_trials"]))
-        for record, step in zip(evals, steps, strict=True)
+    values = np.array([r[f"eval/{metric}"] for r in evals], np.float64)
+    trials = [r.get("eval/num_trials") for r in evals]
+    figure, (axes,) = new_axes((5.0, 3.3))
+    for step, value, n in zip(steps, values, trials, strict=True):
         # With a user's reward, pass@1 is the mean reward and may be outside 0 to 1.
-        if is_share(metric) and record.get("eval/num_trials") and 0 <= record[name] <= 1
-    ]
-    if bars:
-        axes.vlines(*zip(*bars, strict=True), color=SERIES[0], linewidth=5, alpha=0.25)
+        if is_share(metric) and n and 0 <= value <= 1:
+            axes.vlines(step, *share_interval(value, n), SERIES[0], linewidth=5, alpha=0.25)
     axes.plot(steps, values, "-o", color=SERIES[0], linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
         # Below the first value of a rising curve, which would cross a label above it.
@@ -174,10 +178,9 @@ def accuracy(run: Run) -> "Figure | None":
         axes.annotate(
             spaced_metric(metric, values[i]),
             (steps[i], values[i]),
-            xytext=(4, -16) if is_below else (0, 9),
+            xytext=(4, -22) if is_below else (0, 9),
             textcoords="offset points",
             ha="left" if is_below else "center",
-            va="top" if is_below else "bottom",
             fontsize=11,
             fontweight="bold",
             color=_TEXT,
@@ -212,14 +215,12 @@ def staleness(run: Run) -> "Figure | None":
     tail = int(values[np.searchsorted(np.cumsum(uses), 0.97 * total)])
     last = max(4, min(int(values.max()), tail + 2))
     shares = np.bincount(np.clip(values, 0, last), uses, last + 1) / total
-    figure = new_figure(5.0, 3.3)
-    axes = add_axes(figure)
-    axes.bar(np.arange(last + 1), shares, width=0.82, color=SERIES[0])
     mean = float((values * uses).sum() / total)
-    axes.axvline(mean, color=SERIES[1], linewidth=1.6, linestyle=(0, (4, 2)))
+    figure, (axes,) = new_axes((5.0, 3.3))
+    axes.bar(np.arange(last + 1), shares, width=0.82, color=SERIES[0])
+    axes.axvline(mean, color=SERIES[1], linewidth=1.6, linestyle="--")
+    axes.text(mean, 1.06 * shares.max(), f" mean {mean:.1f}", color=SERIES[1])
     axes.set_ylim(top=1.15 * shares.max())  # room for the mean above the bars
-    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate(f"mean {mean:.1f}", (mean, 1.0), xytext=(6, -10), color=SERIES[1], **place)
     ticks = [*range(0, last, -(-last // 10)), last]
     axes.set_xticks(ticks, [*map(str, ticks[:-1]), f"{last}{'+' * bool(values.max() > last)}"])
     axes.set_xlabel("steps between the weights that sampled a response and its use")
@@ -243,23 +244,16 @@ def by_staleness(run: Run) -> "Figure | None":
     ages = sorted(int(name[1]) for name in found if name)
     if not ages:
         return None
-    figure = new_figure(10.4, 4.4)
-    for i, (title, quantity) in enumerate(_BY_AGE):
-        axes = add_axes(figure, (2, 3, i + 1), title)
+    figure, axes = new_axes((10.4, 4.4), len(_BY_AGE), 3)
+    for each, (title, quantity) in zip(axes, _BY_AGE, strict=True):
         for j, age in enumerate(ages):
             x, y = thinned(*run.metrics.column("step", f"stale_{age}/{quantity}"))
-            axes.plot(x, smooth(y), color=SERIES[j % len(SERIES)], linewidth=1.4)
-        step_axis(axes)
+            each.plot(x, smooth(y), color=SERIES[j % len(SERIES)], linewidth=1.4)
+        each.set_title(title)
+        step_axis(each)
     labels = [f"from {ages[0]} steps old", *map(str, ages[1:])]
-    figure.legend(
-        figure.axes[0].get_lines(),
-        labels,
-        loc="outside upper left",
-        ncols=len(ages),
-        frameon=False,
-        fontsize=9,
-        labelcolor=_TEXT,
-    )
+    options = {"ncols": len(ages), "frameon": False, "fontsize": 9, "labelcolor": _TEXT}
+    figure.legend(axes[0].get_lines(), labels, loc="outside upper left", **options)
     return figure
 
 
@@ -283,21 +277,16 @@ class ReportFigure(NamedTuple):
     draw: "Callable[[Run], Figure | None]"
 
 
-def _headline(run: Run) -> str:
-    name = metric_label(run.metric)
-    return name[0].upper() + name[1:]
-
-
 def _headline_title(run: Run) -> str:
-    return "Accuracy" if run.metric == "pass_at_1" else _headline(run)
+    return "Accuracy" if run.metric == "pass_at_1" else metric_label(run.metric).capitalize()
 
 
 def _headline_text(run: Run) -> str:
-    evals = run.evals
-    has_both = len(evals) == 2
-    problems = held_out(evals[-1]["n"]) if has_both and "n" in evals[-1] else "held-out problems"
-    bars = " Bars: 90 % interval." if has_both and is_share(run.metric) else ""
-    return f"{_headline(run)} on {problems}, {run.decoding}.{bars}"
+    n = run.evals[-1].get("n") if len(run.evals) == 2 else None
+    problems = held_out(n) if n else "held-out problems"
+    bars = " Bars: 90 % interval." if n and is_share(run.metric) else ""
+    name = metric_label(run.metric)
+    return f"{name[0].upper()}{name[1:]} on {problems}, {run.decoding}.{bars}"
 
 
 def _habits_text(run: Run) -> str:

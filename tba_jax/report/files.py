@@ -180,7 +180,10 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
             f"{workdir}: not the work directory of a run (no metrics.jsonl and no report.json). "
             "Give the directory of --workdir"
         )
-    metrics = Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics))
+    try:
+        metrics = Metrics(stream_jsonl(workdir / "metrics.jsonl"))
+    except TypeError as error:
+        raise _damaged(workdir / "metrics.jsonl", error) from error
     resolved, report = (_read(workdir / name) for name in ("config.json", "report.json"))
     for name in ("config", "versions", "chosen"):
         if not isinstance(resolved.get(name, {}), dict):
@@ -207,28 +210,3 @@ def _read(path: Path) -> Facts:
         return read_json(path)
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
-
-
-def wrong_metrics(record: Facts) -> str:
-    """Return the error in a line of metrics.jsonl; "" without one."""
-    if "train/loss" not in record and any(name.startswith("train/") for name in record):
-        return "has training metrics, but no 'train/loss'"
-    for name, value in {"step": None, **record}.items():
-        if name.endswith("_histogram"):
-            is_right = isinstance(value, list) and all(
-                isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
-                for pair in value
-            )
-        elif name == "eval/metric":
-            is_right = isinstance(value, str)
-        elif name == "step":
-            is_right = isinstance(value, int)
-        else:
-            is_right = value is None or _is_number(value)
-        if not is_right:
-            return f"{name!r} is {value!r:.40}"
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)

@@ -57,24 +57,14 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
         ) from error
 
 
-Wrong = Callable[[Mapping[str, Any]], str]
-"""Function: record -> error of the record, "" for none; such as `files.wrong_metrics`."""
-
-
-def _nothing(record: Mapping[str, Any]) -> str:
-    del record
-    return ""
-
-
-def parse_line(where: str, line: bytes, wrong: Wrong = _nothing) -> dict[str, Any]:
+def parse_line(where: str, line: bytes) -> dict[str, Any]:
     """Return the record of a line.
 
     Args:
         where: file and line, for messages.
-        wrong: returns the error of a record, "" for none.
 
     Raises:
-        ValueError: the line is not a JSON object, or `wrong` found an error.
+        ValueError: the line is not a JSON object.
     """
     try:
         record = json.loads(line)
@@ -84,12 +74,10 @@ def parse_line(where: str, line: bytes, wrong: Wrong = _nothing) -> dict[str, An
         ) from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: got {line[:80]!r}, expected a JSON object. Remove that line")
-    if why := wrong(record):
-        raise ValueError(f"{where}: {why}. Remove that line")
     return record
 
 
-def stream_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> Iterator[dict[str, Any]]:
+def stream_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of a log.
 
     Raises:
@@ -97,12 +85,12 @@ def stream_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> Itera
             cannot be read.
     """
     for number, line in read_lines(path):
-        yield parse_line(f"{path}, line {number}", line, wrong)
+        yield parse_line(f"{path}, line {number}", line)
 
 
-def read_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> list[dict[str, Any]]:
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a short log as a list."""
-    return list(stream_jsonl(path, wrong))
+    return list(stream_jsonl(path))
 
 
 class JsonlWriter:

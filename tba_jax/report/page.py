@@ -35,8 +35,8 @@ def render(run: Run, pictures: Mapping[str, bytes]) -> str:
     Raises:
         ValueError: a file of the work directory has a value that cannot be shown.
     """
-    browser = browser_data(run.workdir / "samples.jsonl", _SAMPLE_BYTES)
     try:
+        browser = browser_data(run.workdir / "samples.jsonl", _SAMPLE_BYTES)
         return template.render(
             "report.html",
             script="samples.js",
@@ -47,7 +47,7 @@ def render(run: Run, pictures: Mapping[str, bytes]) -> str:
     except (TypeError, AttributeError, LookupError, ArithmeticError, jinja2.TemplateError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
-            f"{run.workdir}: report.json or config.json has a value of a wrong type "
+            f"{run.workdir}: report.json, config.json or a log has a value of a wrong type "
             f"({type(error).__name__}: {why:.200}). Restore the file, or remove report.json to "
             "build the report without it"
         ) from error

@@ -2,37 +2,11 @@
 """Responses of samples.jsonl, for the pages."""
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tba_jax.report.jsonl import parse_line, read_lines
 from tba_jax.report.words import shown
-
-_TEXTS = ("prompt", "answer", "finish")
-_NUMBERS = ("reward", "version", "staleness", "searcher", "length", "reference_sum")
-_NUMBER_LISTS = ("behavior", "reference", "is_sampled")
-
-
-def wrong_sample(record: Mapping[str, Any]) -> str:
-    """Return the error in a line of samples.jsonl; "" without one."""
-    parts = record.get("parts", {})
-    lists = {name: record.get(name, []) for name in ("tokens", *_NUMBER_LISTS)}
-    checks = [
-        ("step", type(record.get("step")) is int),
-        ("of", record.get("of") in ("train", "eval")),
-        ("parts", isinstance(parts, Mapping) and _are_numbers(parts.values())),
-        *((name, isinstance(record.get(name, ""), str)) for name in _TEXTS),
-        *((name, _are_numbers([record.get(name)])) for name in _NUMBERS),
-        *((name, isinstance(values, list)) for name, values in lists.items()),
-        *((name, _are_numbers(lists[name])) for name in _NUMBER_LISTS),
-        ("tokens", all(isinstance(token, str) for token in lists["tokens"])),
-    ]
-    return next((f"{name!r} is {record.get(name)!r:.40}" for name, ok in checks if not ok), "")
-
-
-def _are_numbers(values: Any) -> bool:
-    return all(x is None or isinstance(x, int | float) for x in values)
 
 
 def _group(line: bytes) -> bytes:
@@ -53,7 +27,7 @@ def read_samples(path: Path, most_bytes: int) -> list[dict[str, Any]]:
     stride = -(-path.stat().st_size // most_bytes) if path.exists() else 1
     groups = itertools.groupby(read_lines(path), lambda line: _group(line[1]))
     return [
-        parse_line(f"{path}, line {number}", line, wrong_sample)
+        parse_line(f"{path}, line {number}", line)
         for index, (_, lines) in enumerate(groups)
         if index % stride == 0
         for number, line in lines
@@ -70,7 +44,7 @@ def newest_evaluation(path: Path) -> list[dict[str, Any]]:
     for number, line in read_lines(path):
         if b'"eval"' in _group(line):
             lines = [x for x in lines if _group(x[1]) == _group(line)] + [(number, line)]
-    records = [parse_line(f"{path}, line {number}", line, wrong_sample) for number, line in lines]
+    records = [parse_line(f"{path}, line {number}", line) for number, line in lines]
     return [
         {**x, "after": "".join(x.get("tokens", [])), "after_reward": x.get("reward")}
         for x in records

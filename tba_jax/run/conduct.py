@@ -17,7 +17,6 @@ from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.report.files import wrong_metrics
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
@@ -133,7 +132,7 @@ def _open(
     )
     run.callbacks = named
     if begun := run.trainer.step_index:
-        display.resume(stream_jsonl(run.shared.workdir / "metrics.jsonl", wrong_metrics))
+        display.resume(stream_jsonl(run.shared.workdir / "metrics.jsonl"))
         display.note(f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}")
     return run
 

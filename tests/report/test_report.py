@@ -77,7 +77,7 @@ def test_a_value_of_another_type_is_refused_in_one_line(tmp_path):
     fake_workdir(tmp_path, num_steps=4)
     facts = json.loads((tmp_path / "report.json").read_text())
     write_json(tmp_path / "report.json", {**facts, "wall_s": "long"})
-    with pytest.raises(ValueError, match=r"report\.json or config\.json has a value of a wrong"):
+    with pytest.raises(ValueError, match=r"or a log has a value of a wrong"):
         render(report.load_run(tmp_path), {})
 
 

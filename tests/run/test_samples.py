@@ -10,7 +10,6 @@ from tba_jax.config.schema import Config
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models.tokenizer import TokenTexts
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
-from tba_jax.report.samples import wrong_sample
 from tba_jax.run.records import MOST_STEPS, Samples
 from tba_jax.train.trainer import Shown
 
@@ -62,7 +61,7 @@ def test_responses_of_a_whole_run_are_written_with_their_ratios(tmp_path):
         for step in range(1, 1001):
             writer.add_step(step, shown(3))
         writer.add_step(1, None)  # of a process without a batch
-    records = read_jsonl(tmp_path / "samples.jsonl", wrong_sample)
+    records = read_jsonl(tmp_path / "samples.jsonl")
     assert len(records) == MOST_STEPS and records[1]["step"] == 6
     record = records[1]
     assert record["staleness"] == 3 and record["behavior"] == [50, 50, 50]
@@ -78,6 +77,6 @@ def test_evaluations_are_written_at_even_distances_and_at_the_end(tmp_path):
     with samples(tmp_path, 2000) as writer:
         for step in (0, 3, 11, 19, 25, 1999, 2000):
             writer.add_evaluation(step, Evaluation, prompts)
-    records = read_jsonl(tmp_path / "samples.jsonl", wrong_sample)
+    records = read_jsonl(tmp_path / "samples.jsonl")
     assert [r["step"] for r in records[::2]] == [0, 11, 25, 1999, 2000]
     assert records[1]["tokens"] == ["y"] and records[1]["reward"] is None

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-from tba_jax.commands.saved import newest_intact
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.storage.steps import delete_own
 from tba_jax.weights.folder import StoredWeights, WeightFolder
@@ -138,25 +137,6 @@ def test_a_reader_follows_a_restored_trainer_and_storage_that_fails(tmp_path, mo
     folder.close()
 
 
-def test_damaged_weights_are_named_and_never_searched_with(tmp_path):
-    folder = writer(tmp_path)
-    publish(folder, 3, 5)
-    folder.close()
-    notes: list[str] = []
-    saved = WeightFolder(tmp_path)
-    assert newest_intact(saved, notes.append) == 5 and not notes
-    stored = reader(tmp_path)
-    flip(tmp_path / "weights" / "5")
-    stored.announce(5, [])
-    assert not stored.poll() and stored.latest(0) is None
-    assert newest_intact(saved, notes.append) == 3
-    assert len(notes) == 1 and "weights/5 are damaged: " in notes[0]
-    with pytest.raises(PublicationError, match="has no intact version among 5"):
-        newest_intact(saved, notes.append, 5)
-    with pytest.raises(PublicationError, match=r"version 4; published versions: \[3, 5\]"):
-        newest_intact(saved, notes.append, 4)
-
-
 def test_storage_that_refuses_reaches_the_trainer_through_the_worker(tmp_path):
     folder = writer(tmp_path)
     publish(folder, 1)
@@ -200,3 +180,13 @@ def test_a_publication_waits_for_no_reader(tmp_path, monkeypatch):
     assert stored.latest(0) is None
     assert stored.poll() and stored.latest(0).version == 5
     folder.close()
+
+
+def test_damaged_weights_are_never_searched_with(tmp_path):
+    folder = writer(tmp_path)
+    publish(folder, 3, 5)
+    folder.close()
+    stored = reader(tmp_path)
+    flip(tmp_path / "weights" / "5")
+    stored.announce(5, [])
+    assert not stored.poll() and stored.latest(0) is None
