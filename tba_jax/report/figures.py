@@ -42,9 +42,6 @@ _STYLE: Any = {
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlecolor": _TEXT,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
     "grid.color": "#8893a040",
     "xtick.color": _TEXT,
     "ytick.color": _TEXT,
@@ -52,6 +49,7 @@ _STYLE: Any = {
     "ytick.labelsize": 9,
     "ytick.major.size": 0,
 }
+_TITLE: Any = {"loc": "left", "fontsize": 9.5, "color": _TEXT}
 
 Curve = tuple[np.ndarray, np.ndarray]
 
@@ -144,7 +142,7 @@ def panels(
             color = SERIES[i % 2 if columns == 1 else 0]
             each.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
             each.plot(x, smooth(y), color=color, linewidth=2.2)
-            each.set_title(title)
+            each.set_title(title, **_TITLE)
             each.margins(y=0.12)
             if title.startswith("share of "):
                 each.set_ylim(0, 1.04)
@@ -249,7 +247,7 @@ def by_staleness(run: Run) -> "Figure | None":
         for j, age in enumerate(ages):
             x, y = thinned(*run.metrics.column("step", f"stale_{age}/{quantity}"))
             each.plot(x, smooth(y), color=SERIES[j % len(SERIES)], linewidth=1.4)
-        each.set_title(title)
+        each.set_title(title, **_TITLE)
         step_axis(each)
     labels = [f"from {ages[0]} steps old", *map(str, ages[1:])]
     options = {"ncols": len(ages), "frameon": False, "fontsize": 9, "labelcolor": _TEXT}
