@@ -8,7 +8,7 @@ so a response does not depend on its slot, on other slots or on the time of its 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -117,14 +117,11 @@ def prefill(
         return delta.mix(x, visible, ends=jnp.asarray(lengths))
 
     x = transformer.embed(weights, tokens, positions, config=config, compute_dtype=compute_dtype)
-    caches = []
-    for layer, kind in zip(weights["layers"], config.layer_kinds, strict=True):
-        of_kind = mix if kind == "delta" else functools.partial(attend, kind=kind)
-        x, cache = transformer.run_layer(
-            layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
-        )
-        caches.append(cache)
-    return tuple(caches)
+    uses = [
+        mix if kind == "delta" else functools.partial(attend, kind=kind)
+        for kind in config.layer_kinds
+    ]
+    return _run_layers(weights, x, ropes, uses, config, cache_sharding)[1]
 
 
 def extend(
@@ -179,19 +176,12 @@ def extend(
         return delta.mix(x, visible, old, ends=jnp.asarray(lengths))
 
     x = transformer.embed(weights, tokens, positions, config=config, compute_dtype=compute_dtype)
-    caches = []
-    for layer, kind, whole in zip(
-        weights["layers"], config.layer_kinds, prefixes.caches, strict=True
-    ):
-        old = jax.tree.map(lambda x: x[prefixes.rows], whole)
-        is_delta = isinstance(whole, kv_cache.State)
-        of_kind: Callable[..., Any] = mix if is_delta else functools.partial(attend, kind=kind)
-        of_kind = functools.partial(of_kind, old=old)
-        x, cache = transformer.run_layer(
-            layer, x, ropes[kind], of_kind, config=config, mesh=_mesh(cache_sharding)
-        )
-        caches.append(cache)
-    return tuple(caches)
+    uses: list[Callable[..., Any]] = []
+    for kind, whole in zip(config.layer_kinds, prefixes.caches, strict=True):
+        old: Any = jax.tree.map(lambda x: x[prefixes.rows], whole)
+        use: Callable[..., Any] = functools.partial(attend, kind=kind)
+        uses.append(functools.partial(mix if kind == "delta" else use, old=old))
+    return _run_layers(weights, x, ropes, uses, config, cache_sharding)[1]
 
 
 def admit(
@@ -288,15 +278,10 @@ def run_chunk(
         x = transformer.embed(
             weights, carry.last, start + step, config=config, compute_dtype=compute_dtype
         )
-        x, recent = _run_layers(
-            weights,
-            x,
-            jax.tree.map(lambda x: x[step], ropes),
-            (history, carry.recent),
-            functools.partial(attention.attend_cached, index=step, history_length=start),
-            config,
-            _mesh(cache_sharding),
-        )
+        attend = functools.partial(attention.attend_cached, index=step, history_length=start)
+        uses = _uses_of_caches(history, carry.recent, attend, config)
+        at_step = jax.tree.map(lambda x: x[step], ropes)
+        x, recent = _run_layers(weights, x, at_step, uses, config, cache_sharding)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         is_short = carry.count < slots.min_new_tokens
@@ -366,46 +351,52 @@ def _of_live(
 
 def _run_layers(
     weights: Params,
-    x: Float[Array, "n d"],
-    ropes: Any,
-    caches: tuple[tuple[LayerCache, ...], tuple[LayerCache, ...]],
+    x: Float[Array, "n *s d"],
+    ropes: Mapping[LayerKind, Any],
+    uses: Sequence[Callable[..., Any]],
+    config: TransformerConfig,
+    cache_sharding: jax.sharding.NamedSharding | None,
+) -> tuple[Float[Array, "n *s d"], tuple[LayerCache, ...]]:
+    """Return the hidden states after all layers, and the cache that each layer returns.
+
+    Args:
+        ropes: rotary angles of each kind of layer.
+        uses: attention or delta rule of each layer, as `transformer.run_layer` calls it.
+    """
+    mesh = None if cache_sharding is None else cast("jax.sharding.Mesh", cache_sharding.mesh)
+    caches = []
+    for layer, kind, use in zip(weights["layers"], config.layer_kinds, uses, strict=True):
+        x, cache = transformer.run_layer(layer, x, ropes[kind], use, config=config, mesh=mesh)
+        caches.append(cache)
+    return x, tuple(caches)
+
+
+def _uses_of_caches(
+    history: tuple[LayerCache, ...],
+    recent: tuple[LayerCache, ...],
     attend: Callable[..., Any],
     config: TransformerConfig,
-    mesh: jax.sharding.Mesh | None,
-) -> tuple[Float[Array, "n d"], tuple[LayerCache, ...]]:
-    """Return hidden states of one token per slot, and the updated caches."""
-    is_new = attention.causal(jnp.ones((x.shape[0], 1), bool), is_right_padded=True)
+) -> list[Callable[..., Any]]:
+    """Return the attention or delta rule of each layer for one token per slot."""
 
-    def mix(x: delta.Inputs, layer: int) -> tuple[Array, LayerCache]:
+    def mix(x: delta.Inputs, before: Any) -> tuple[Array, LayerCache]:
+        is_new = attention.causal(jnp.ones((len(x.qkv), 1), bool), is_right_padded=True)
         columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
-        before = recent[layer]
-        assert isinstance(before, delta.State), "DeltaNet layers have states, not keys and values"
         out, state = delta.mix(x._replace(**columns), is_new, before)
         return out[:, 0], state
 
     def with_caches(
         q: Array, k: Array, v: Array, sinks: Array | None, layer: int
     ) -> tuple[Array, KVCache]:
-        scores = transformer.scores_of(kinds[layer], config, sinks)
+        scores = transformer.scores_of(config.layer_kinds[layer], config, sinks)
         return attend(q, k, v, history=history[layer], recent=recent[layer], scores=scores)
 
-    (history, recent), written, kinds = caches, [], config.layer_kinds
-    for i, layer in enumerate(weights["layers"]):
-        x, cache = transformer.run_layer(
-            layer,
-            x,
-            ropes[kinds[i]],
-            functools.partial(mix if kinds[i] == "delta" else with_caches, layer=i),
-            config=config,
-            mesh=mesh,
-        )
-        written.append(cache)
-    return x, tuple(written)
-
-
-def _mesh(cache_sharding: jax.sharding.NamedSharding | None) -> jax.sharding.Mesh | None:
-    """Return the mesh of a cache sharding; None: a single device."""
-    return None if cache_sharding is None else cast("jax.sharding.Mesh", cache_sharding.mesh)
+    return [
+        functools.partial(mix, before=recent[i])
+        if kind == "delta"
+        else functools.partial(with_caches, layer=i)
+        for i, kind in enumerate(config.layer_kinds)
+    ]
 
 
 def _kept(

@@ -160,33 +160,14 @@ def load(
 
 def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Params:
     """Return the tree of `load` as ShapeDtypeStructs."""
-    d, h, f, n = config.hidden_size, config.num_heads, config.mlp_size, len(config.labels)
-    e = d // h
-
-    def tree(shapes: Mapping[str, tuple[int, ...]], *stack: int) -> dict[str, Any]:
-        return {k: jax.ShapeDtypeStruct((*stack, *v), param_dtype) for k, v in shapes.items()}
-
-    norm = {"norm": (d,), "norm_bias": (d,)}
-    ends = {
-        "embed": (config.vocab_size, d),
-        "positions": (config.num_positions, d),
-        "token_types": (config.num_token_types, d),
-        **{f"embed_{k}": v for k, v in norm.items()},
-    }
-    if n:
-        ends |= {"head": (d, d), "head_bias": (d,), "logits": (d, n), "logits_bias": (n,)}
-    layer = {
-        **{name: (d, h, e) for name in "qkv"},
-        **{f"{name}_bias": (h, e) for name in "qkv"},
-        "o": (h, e, d),
-        "o_bias": (d,),
-        "up": (d, f),
-        "up_bias": (f,),
-        "down": (f, d),
-        "down_bias": (d,),
-        **{f"{part}_{k}": v for part in ("attn", "mlp") for k, v in norm.items()},
-    }
-    return {**tree(ends), "layers": tree(layer, config.num_layers)}
+    layers: dict[str, Any] = {}
+    params: dict[str, Any] = {"layers": layers}
+    for tensor in _tensors(config).values():
+        shape = tuple(tensor.grid[axis] for axis in tensor.order[1:])
+        is_layer = tensor.layer >= 0
+        tree, stacked = (layers, (config.num_layers, *shape)) if is_layer else (params, shape)
+        tree[tensor.leaves[0]] = jax.ShapeDtypeStruct(stacked, param_dtype)
+    return params
 
 
 def classify(

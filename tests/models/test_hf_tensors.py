@@ -57,21 +57,6 @@ def test_join_undoes_split_without_copies_or_casts(name):
         np.testing.assert_array_equal(back, theirs)
 
 
-def test_a_fused_matrix_is_cut_where_transformers_cuts_it():
-    """GPT-NeoX: the rows of one head are its query, key and value. GPT-2: columns, heads inside."""
-    neox = families.tensors(tiny_config(family="gpt_neox"))
-    rows = np.repeat(np.arange(48)[:, None], 16, axis=1)  # 4 heads x (q, k, v) x 4, hidden 16
-    q, k, v = neox["gpt_neox.layers.1.attention.query_key_value.weight"].split(rows)
-    np.testing.assert_array_equal(q[0, 1], [12, 13, 14, 15])
-    np.testing.assert_array_equal(k[0, 1], [16, 17, 18, 19])
-    np.testing.assert_array_equal(v[5, 3], [44, 45, 46, 47])
-    gpt2 = families.tensors(tiny_config(family="gpt2"))
-    q, k, v = gpt2["transformer.h.0.attn.c_attn.weight"].split(rows.T)
-    np.testing.assert_array_equal(q[0, 1], [4, 5, 6, 7])
-    np.testing.assert_array_equal(k[0, 1], [20, 21, 22, 23])
-    np.testing.assert_array_equal(v[5, 3], [44, 45, 46, 47])
-
-
 def test_names_without_the_trunk_prefix_are_aliases():
     """The files of GPT-2 itself say wte.weight; GPT-NeoX has had two names for its head."""
     gpt2, neox = tiny_config(family="gpt2"), tiny_config(family="gpt_neox")

@@ -161,17 +161,6 @@ def test_bos_goes_where_the_tokenizers_own_rule_puts_it(tmp_path, adds_bos):
     np.testing.assert_array_equal(tokenizer.encode("<bos>ab a", add_bos=True), want)
 
 
-def test_special_tokens_of_a_chat_are_read(tmp_path):
-    library = byte_level(adds_bos=True, added=["<think>"])
-    tokenizer = write_folder(tmp_path, library, special=("bos", "eos"), template=TEMPLATE)
-    text = tokenizer.format_chat([{"role": "user", "content": "a <think> b"}])
-    assert text == "<bos> user: a <think> b assistant:"
-    ids = tokenizer.encode(text, add_bos=False)
-    assert (ids == BOS).sum() == 1 and ids[0] == BOS
-    assert (ids == ADDED).sum() == 1
-    assert tokenizer.decode(ids, skip_special=False) == text
-
-
 def test_chat_template_file_and_named_templates_are_read(tmp_path):
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
     user = [{"role": "user", "content": "a"}]
