@@ -31,6 +31,8 @@ from tba_jax.tasks.rows import has_split
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
 
+DEFAULT_RESPONSE = 256
+"""`search.max_new_tokens` of the preset custom, which a model with a small context lowers."""
 LENGTHS = ("task.max_prompt_tokens", "search.max_new_tokens", "task.num_eval_prompts")
 _LOOKED_AT = 2000  # number of prompts whose length is measured, evenly spaced
 _MULTIPLE = 32  # programs are compiled for few lengths
@@ -163,9 +165,9 @@ def with_lengths(config: Config) -> tuple[Config, str]:
     """Return a config with all lengths, and a text with the facts from which they were chosen.
 
     If `task.max_prompt_tokens` is 0, the function sets three limits: prompts are at most as long as
-    the longest prompt of the data, responses fit the rest of the model's context, and at most a
-    fifth of the rows is held out. The choice depends only on data, model and config, so a resumed
-    run makes the same choice.
+    the longest prompt of the data, responses of the preset's length have at most half of the
+    model's context, and at most a fifth of the rows is held out. The choice depends only on data,
+    model and config, so a resumed run makes the same choice.
 
     Raises:
         ValueError: the data or the model cannot be used.
@@ -187,7 +189,14 @@ def with_lengths(config: Config) -> tuple[Config, str]:
     texts = (text_of(task, tokenizer, "train", i) for i in range(0, size, step))
     longest = max(len(tokenizer.encode(text, add_bos)) for text, add_bos, _ in texts)
     context = model.config.max_positions
-    response = min(config.search.max_new_tokens, context // 2)
+    response = config.search.max_new_tokens
+    if response == DEFAULT_RESPONSE:  # a user's own limit stays
+        response = min(response, context // 2)
+    if response >= context:
+        raise ValueError(
+            f"search.max_new_tokens={response}: the model has a context of {context} tokens, for "
+            f"prompt and response together. Set --config.search.max_new_tokens={context // 2}"
+        )
     prompt = min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response)
     fields = {
         "task.max_prompt_tokens": prompt,

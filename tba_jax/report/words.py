@@ -48,8 +48,11 @@ def metric_label(metric: str) -> str:
 
 
 def format_metric(metric: str, value: float) -> str:
-    """Return an evaluation metric's value as text: shares in percent, else three decimals."""
-    return f"{value:.1%}" if is_share(metric) else f"{value:.3f}"
+    """Return an evaluation metric's value as text: shares in percent, else three decimals.
+
+    pass@1 is the mean reward, which other rewards than 0 and 1 may bring out of [0, 1].
+    """
+    return f"{value:.1%}" if is_share(metric) and 0 <= value <= 1 else f"{value:.3f}"
 
 
 def spaced_metric(metric: str, value: float) -> str:

@@ -47,22 +47,17 @@ class Outcome(NamedTuple):
 
     Attributes:
         rewards: one number, None or Missing per completion; empty if the call failed.
-        traceback: traceback of the function's error; empty without an error.
+        reason: name of the failure of the call; empty without a failure.
+        text: description of the failure, such as the traceback of the function's error.
         unusable: reason why no call of this function can succeed; empty if no reason is known.
         metrics: mean of the values that the function gave `log_metric`, by name.
     """
 
     rewards: Sequence[float | Missing | None]
-    traceback: str = ""
+    reason: str = ""
+    text: str = ""
     unusable: str = ""
     metrics: Mapping[str, float] = {}
-
-
-class LoadError(NamedTuple):
-    """Reason why a function is unusable, and the traceback of the user's code, if any."""
-
-    reason: str
-    traceback: str
 
 
 class _Function(NamedTuple):
@@ -143,11 +138,6 @@ def _load(function: str) -> _Function:
     return _Function(target, accepted, required)
 
 
-def forget_loaded() -> None:
-    """Forget loaded functions, so that the next call loads each function again."""
-    _load.cache_clear()
-
-
 def make_handler(functions: Sequence[str]) -> Handler:
     """Return the handler of a reward worker; it imports the functions' modules now.
 
@@ -178,8 +168,8 @@ def run_here(function: Callable[..., Any], *arguments: Any) -> Any:
     return _LOOPS.loop.run_until_complete(result)
 
 
-def load_error(functions: Sequence[str], columns: Collection[str] | None) -> LoadError | None:
-    """Return why one of the functions cannot be used; None if all can be used.
+def load_error(functions: Sequence[str], columns: Collection[str] | None) -> str:
+    """Return why one of the functions cannot be used; "" if all can be used.
 
     Args:
         columns: names of the data's columns; None: unknown, so arguments of functions are not
@@ -188,59 +178,35 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
     for function in functions:
         loaded, error, report = _attempt(_load, function)
         if error is not None:
-            what = f"reward function {function!r} cannot be loaded"
-            own = function.partition(":")[0].partition(".")[0]
-            if isinstance(error, ModuleNotFoundError) and _missing_package(error) not in ("", own):
-                missing = _missing_package(error)
-                return LoadError(f"{what}: it needs {missing!r}, which is not installed", "")
-            if isinstance(error, ImportError) and not isinstance(error, ModuleNotFoundError):
-                return LoadError(f"{what}: {error}", "")
-            *where, reason = report.rstrip().splitlines()
-            return LoadError(
-                f"{what}: {reason}. Want package.module:function importable from {os.getcwd()} or "
-                "the environment, or path/to/file.py:function",
-                report.rstrip() if where and not isinstance(error, ImportError) else "",
-            )
-        if columns is None:
-            continue
-        for name in loaded.required:
-            if name in _REFUSED and name not in columns:
-                return LoadError(
-                    f"reward function {function!r} needs TRL's argument {name!r}: {_REFUSED[name]}",
-                    "",
-                )
-            if name not in STANDARD_ARGUMENTS and (name not in columns or name == "prompt"):
+            return f"reward function {function!r} cannot be loaded: {_why(function, error, report)}"
+        for name in loaded.required if columns is not None else ():
+            if name in columns and name != "prompt":
+                continue
+            if name in _REFUSED:
+                text = f"TRL's argument {name!r}: {_REFUSED[name]}"
+                return f"reward function {function!r} needs {text}"
+            if name not in STANDARD_ARGUMENTS:
                 others = ", ".join(sorted(c for c in columns if c != "prompt")) or "none"
-                return LoadError(
+                return (
                     f"reward function {function!r} needs the argument {name!r}, but the data has "
-                    f"no such column. Its columns are: {others}",
-                    "",
+                    f"no such column. Its columns are: {others}"
                 )
-    return None
+    return ""
 
 
-async def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | None:
-    """Return why one of the functions fails on a row; None if all succeed.
-
-    Args:
-        functions: names of functions that can be loaded.
-        call: prompts, completions and keywords of `score_chunk`.
-    """
-    for function in functions:
-        outcome = await score_chunk(function, *call)
-        if outcome.unusable:
-            return LoadError(f"reward function {function!r} {outcome.unusable}", "")
-        if outcome.traceback:
-            *_, reason = outcome.traceback.rstrip().splitlines()
-            if not isinstance(call[1][0], str):
-                reason += ". Prompts are chats, so a completion is a list of messages, as in TRL: "
-                reason += "its text is completion[0]['content']"
-            return LoadError(
-                f"reward function {function!r} fails on the first row, with its answer as the "
-                f"completion: {reason}",
-                outcome.traceback.rstrip(),
-            )
-    return None
+def _why(function: str, error: BaseException, report: str) -> str:
+    """Return why a function cannot be loaded."""
+    missing = _missing_package(error)
+    if missing not in ("", function.partition(":")[0].partition(".")[0]):
+        return f"it needs {missing!r}, which is not installed"
+    if isinstance(error, ImportError) and not missing:
+        return str(error)
+    *where, reason = report.rstrip().splitlines()
+    advice = (
+        f"{reason}. Want package.module:function importable from {os.getcwd()} or the environment, "
+        "or path/to/file.py:function"
+    )
+    return f"{advice}\n{report.rstrip()}" if where and not missing else advice
 
 
 async def score_chunk(
@@ -278,21 +244,22 @@ async def score_chunk(
         missing = _missing_package(error)
         if missing and _is_in_a_file(error):
             return Outcome([], unusable=f"needs {missing!r}, which is not installed")
-        return Outcome([], _report(error))
+        return Outcome([], "reward_error", _report(error))
     if len(values) != len(completions):
         text = f"returned {len(values)} rewards for {len(completions)} completions; {_WANTED}"
         return Outcome([], unusable=text)
     rewards: list[float | Missing | None] = []
     for value in values:
-        number, error, _ = _attempt(_number, value)
+        number, error, _ = (
+            (value, None, "") if isinstance(value, Missing) else _attempt(as_number, value)
+        )
         if error is not None:
             shown, failure, _ = _attempt(repr, value)
-            return Outcome(
-                [],
-                unusable=f"returned {'an object' if failure else shown[:80]}, a "
-                f"{type(value).__name__}, as a reward ({type(error).__name__}: {error!s:.200}); "
-                f"{_WANTED}",
+            text = (
+                f"returned {'an object' if failure else shown[:80]}, a {type(value).__name__}, as "
+                f"a reward ({type(error).__name__}: {error!s:.200}); {_WANTED}"
             )
+            return Outcome([], unusable=text)
         rewards.append(number)
     return Outcome(rewards, metrics={k: sum(v) / len(v) for k, v in logged.items()})
 
@@ -310,10 +277,6 @@ def as_number(value: Any) -> float | None:
     if number is not None and not isinstance(number, numbers.Real):
         raise TypeError("not a number")
     return None if number is None else float(number)
-
-
-def _number(value: Any) -> float | Missing | None:
-    return value if isinstance(value, Missing) else as_number(value)
 
 
 def _missing_package(error: BaseException) -> str:

@@ -18,19 +18,18 @@ Invariant: a failure is never a reward of 0, and results depend on no measured t
 item that misses its deadline.
 """
 
-import dataclasses
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax import workers
 from tba_jax.rewards.functions import (
-    LoadError,
     Missing,
     Outcome,
     load_error,
@@ -39,7 +38,6 @@ from tba_jax.rewards.functions import (
     run_here,
     score_chunk,
     split_functions,
-    trial_error,
 )
 from tba_jax.rewards.source import ScoreResult, summed
 from tba_jax.workers import WorkerFailed, WorkerPool
@@ -50,6 +48,7 @@ TRIAL_S = 10.0
 CALL_ITEMS = 16
 _LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
 _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
+_STOPPED = ("reward_timeout", "reward_crash")
 _CLOSED = "the reward pool was closed"
 
 
@@ -57,31 +56,12 @@ class RewardFailure(RuntimeError):
     """Reward functions cannot start, or fail too often; the message has the cause."""
 
 
-@dataclasses.dataclass
-class _Group:
-    """Items that one function scores together.
-
-    Attributes:
-        items: items without a failure.
-        num_alone: number of items that are being tried alone.
-    """
+class _Task(NamedTuple):
+    """One call of a function, with the items that it scores together and its deadline."""
 
     function: int
-    items: list[int]
-    num_alone: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    """One call of a function.
-
-    Attributes:
-        is_last: whether a failure is final for all items.
-    """
-
-    group: _Group
-    items: tuple[int, ...]
-    is_last: bool = False
+    items: Sequence[int]
+    timeout_s: float
 
 
 class _Call:
@@ -115,6 +95,11 @@ class _Call:
         completion = answer if isinstance(answer, str) else ""
         listed = {name: [value] for name, value in columns.items()}
         return cls(functions, [prompt], [completion], listed, [np.zeros(1, np.int32)])
+
+    @property
+    def has_chats(self) -> bool:
+        """Return whether prompts and completions are lists of messages."""
+        return self._chats is not None
 
     @property
     def groups(self) -> list[list[int]]:
@@ -183,6 +168,11 @@ class _Call:
                 f"completion: {self._completions[item]!r:.500}"
             )
             self._results[function] = result._replace(first_traceback=traceback)
+
+    def without_failure(self, task: _Task) -> _Task:
+        """Return the call of the items that have not failed."""
+        reasons = self._results[task.function].reasons
+        return task._replace(items=[i for i in task.items if reasons[i] is None])
 
     def result(self, names: Sequence[str], weights: Sequence[float]) -> ScoreResult:
         """Return the weighted sum; an item that waits for a result has no reason."""
@@ -281,11 +271,13 @@ class RewardPool:
         if self._is_ready:
             return
         try:
-            error = self._load_error.result() or self._trial_error()
+            error = self._load_error.result()
         except WorkerFailed as failed:
             raise self._fatal(failed) from None
-        if error is not None:
-            raise ValueError("\n".join(filter(None, error)))
+        if error:
+            raise ValueError(error)
+        if self._row is not None:
+            self._try(_Call.on_row(self._functions, *self._row))
         self._is_ready = True
 
     def _fatal(self, error: WorkerFailed) -> Exception:
@@ -294,21 +286,25 @@ class RewardPool:
             return RuntimeError(_CLOSED)
         return RewardFailure(f"reward function {self.function}: {error}")
 
-    def _trial_error(self) -> Sequence[str] | None:
-        """Return why a function fails on the trial row; None on success or on a timeout."""
-        if self._row is None:
-            return None
-        arguments = _Call.on_row(self._functions, *self._row).arguments(range(1))
-        limit_s = min(TRIAL_S, self._timeout_s * len(self._functions))
-        try:
-            return self._submit(limit_s, trial_error, self._functions, arguments).result()
-        except WorkerFailed as error:
-            if error.name == "timeout":
-                return None
-            if error.name != "crash":
-                raise
-            text = f"reward function {self.function}: its process died on the first row"
-            return LoadError(f"{text}; its output shows the cause", "")
+    def _try(self, call: _Call) -> None:
+        """Raise ValueError if a function fails on the trial row; a late function does not fail."""
+        limit_s = min(TRIAL_S, self._timeout_s)
+        tasks = [_Task(function, [0], limit_s) for function in range(len(self._functions))]
+        for task, outcome in self._outcomes(call, tasks):
+            name = f"reward function {self._functions[task.function]!r}"
+            if outcome.reason == "reward_crash":
+                raise ValueError(
+                    f"{name}: its process died on the first row; its output shows the cause"
+                )
+            if outcome.reason == "reward_error":
+                *_, reason = outcome.text.rstrip().splitlines()
+                if call.has_chats:
+                    reason += ". Prompts are chats, so a completion is a list of messages, as in "
+                    reason += "TRL: its text is completion[0]['content']"
+                raise ValueError(
+                    f"{name} fails on the first row, with its answer as the completion: {reason}\n"
+                    f"{outcome.text.rstrip()}"
+                )
 
     def score(
         self,
@@ -339,48 +335,70 @@ class RewardPool:
         """
         call = _Call(self._functions, prompts, completions, columns, completion_ids)
         self.check()
-        pending: dict[futures.Future[Any], _Task] = {}
+        functions, limit_s = range(len(self._functions)), self._timeout_s
+        tasks = [_Task(function, items, limit_s) for function in functions for items in call.groups]
+        if broken := self._run(call, tasks):
+            alone = [_Task(task.function, [i], limit_s) for task in broken for i in task.items]
+            self._run(call, alone, is_trial=True)
+            rest = [call.without_failure(task) for task in broken]
+            rest = [task._replace(timeout_s=limit_s * len(task.items)) for task in rest]
+            self._run(call, [task for task in rest if task.items], is_last=True)
+        return call.result(self._names, self._weights)
 
-        def send(task: _Task) -> None:
-            name, arguments = self._functions[task.group.function], call.arguments(task.items)
-            limit_s = self._timeout_s * (len(task.items) if task.is_last else 1)
-            pending[self._submit(limit_s, score_chunk, name, *arguments)] = task
+    def _run(
+        self, call: _Call, tasks: Sequence[_Task], *, is_trial: bool = False, is_last: bool = False
+    ) -> list[_Task]:
+        """Run tasks and record their results; return the failed tasks of several items.
 
-        try:
-            for function in range(len(self._functions)):
-                for items in call.groups:
-                    send(_Task(_Group(function, items), tuple(items), len(items) == 1))
-            while pending:
-                done, _ = futures.wait(pending, return_when=futures.FIRST_COMPLETED)
-                # In the order of the items, so that the first failure is always the same one.
-                for future in [future for future in pending if future in done]:
-                    for task in self._after(call, pending.pop(future), future):
-                        send(task)
+        Args:
+            is_trial: whether to record failures alone.
+            is_last: whether a failure of several items is final for each of them.
+        """
+        broken = []
+        with contextlib.closing(self._outcomes(call, tasks)) as outcomes:
+            for task, outcome in outcomes:
+                self._has_met[task.function] |= outcome.reason not in _STOPPED
+                if not outcome.reason and not is_trial:
+                    call.accept(task.function, task.items, outcome)
+                elif outcome.reason and len(task.items) > 1 and not is_last:
+                    broken.append(task)
+                elif outcome.reason:
+                    for item in task.items:
+                        call.fail(task.function, item, outcome.reason, outcome.text)
+                    self._note_deadline(task.function, outcome)
                 self._check_failures(call.result(self._names, self._weights))
+        return broken
+
+    def _outcomes(self, call: _Call, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Outcome]]:
+        """Run tasks at the same time, and yield their outcomes in the order of the tasks.
+
+        Raises:
+            ValueError: a function can never succeed, or broke its contract.
+        """
+        pending = []
+        for task in tasks:
+            name, arguments = self._functions[task.function], call.arguments(task.items)
+            pending.append(self._submit(task.timeout_s, score_chunk, name, *arguments))
+        try:
+            for task, future in zip(tasks, pending, strict=True):
+                name = self._functions[task.function]
+                try:
+                    outcome = Outcome(*future.result())
+                except WorkerFailed as error:
+                    if error.name == "timeout":
+                        text = f"{name} took longer than {task.timeout_s} s and was stopped"
+                        outcome = Outcome([], "reward_timeout", text)
+                    elif error.name == "crash":
+                        text = f"the process for {name} died: {error}"
+                        outcome = Outcome([], "reward_crash", text)
+                    else:
+                        raise self._fatal(error) from None
+                if outcome.unusable:
+                    raise ValueError(f"reward function {name} {outcome.unusable}")
+                yield task, outcome
         finally:
             for future in pending:
                 future.cancel()
-        return call.result(self._names, self._weights)
-
-    def _after(self, call: _Call, task: _Task, future: "futures.Future[Any]") -> list[_Task]:
-        """Record the result of a call, and return the calls that it requires."""
-        group, items = task.group, task.items
-        is_alone = group.num_alone > 0
-        outcome, reason, text = self._outcome(future, group.function)
-        if not reason and not is_alone:
-            call.accept(group.function, items, outcome)
-        if reason and not task.is_last:
-            group.num_alone = len(items)
-            return [_Task(group, (item,), True) for item in items]
-        if reason:
-            for item in items:
-                call.fail(group.function, item, reason, text)
-                group.items.remove(item)
-            self._note_deadline(group.function, reason, text)
-        group.num_alone -= is_alone
-        if is_alone and not group.num_alone and group.items:
-            return [_Task(group, tuple(group.items), True)]
-        return []
 
     def _check_failures(self, result: ScoreResult) -> None:
         """Raise RewardFailure if more than `max_failure_rate` of the items failed."""
@@ -394,38 +412,18 @@ class RewardPool:
                 f"{result.first_traceback}"
             )
 
-    def _note_deadline(self, function: int, reason: str, text: str) -> None:
+    def _note_deadline(self, function: int, outcome: Outcome) -> None:
         """Raise RewardFailure if the first items of a function, one per process, all timed out."""
-        if reason != "reward_timeout" or self._has_met[function]:
+        if outcome.reason != "reward_timeout" or self._has_met[function]:
             return
         self._missed[function] += 1
         if self._missed[function] >= max(2, self._num_workers):  # one item alone may be hard
             raise RewardFailure(
                 f"reward function {self._functions[function]} is too slow: each of the first "
                 f"{self._missed[function]} items took longer than reward.timeout_s = "
-                f"{self._timeout_s} s. Raise --config.reward.timeout_s. First failure:\n{text}"
+                f"{self._timeout_s} s. Raise --config.reward.timeout_s. First failure:\n"
+                f"{outcome.text}"
             )
-
-    def _outcome(self, future: "futures.Future[Any]", function: int) -> tuple[Outcome, str, str]:
-        """Return the outcome of a call, and the name and text of its failure or two empty texts.
-
-        Raises:
-            ValueError: the function can never succeed, or broke its contract.
-        """
-        name = self._functions[function]
-        try:
-            outcome = Outcome(*future.result())
-        except WorkerFailed as error:
-            if error.name == "timeout":
-                text = f"{name} took longer than {self._timeout_s} s and was stopped"
-                return Outcome([]), "reward_timeout", text
-            if error.name != "crash":
-                raise self._fatal(error) from None
-            return Outcome([]), "reward_crash", f"the process for {name} died: {error}"
-        if outcome.unusable:
-            raise ValueError(f"reward function {name} {outcome.unusable}")
-        self._has_met[function] = True
-        return outcome, "reward_error" if outcome.traceback else "", outcome.traceback
 
     def on(self, site: Any) -> "RewardPool":
         """Return self: its workers serve all searchers."""

@@ -14,7 +14,6 @@ from tba_jax.rewards.functions import (
     run_here,
     score_chunk,
     split_functions,
-    trial_error,
 )
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import part_means
@@ -113,7 +112,7 @@ def path(tmp_path_factory):
 def call(path, name, completions, prompts=None, **keywords):
     prompts = prompts or [""] * len(completions)
     outcome = run_here(score_chunk, f"{path}:{name}", prompts, completions, keywords)
-    assert (outcome.traceback, outcome.unusable) == ("", "")
+    assert (outcome.reason, outcome.unusable) == ("", "")
     return outcome.rewards
 
 
@@ -172,7 +171,7 @@ def test_what_cannot_be_used_is_said_at_the_start(path, function, columns, messa
     with pytest.raises(ValueError, match=message):
         pool.check()
     pool.close()
-    assert load_error((f"{path}:optional",), ()) is None
+    assert load_error((f"{path}:optional",), ()) == ""
 
 
 def test_names_of_several_functions():
@@ -245,9 +244,16 @@ def test_a_function_of_texts_is_told_that_completions_of_chats_are_messages(tmp_
     path.write_text(
         "def first(completions, **kwargs):\n    return [ord(x[0]) for x in completions]\n"
     )
-    chat = [{"role": "assistant", "content": "a"}]
-    failure = run_here(trial_error, [f"{path}:first"], (["p"], [chat], {}))
-    assert failure is not None and "its text is completion[0]['content']" in failure[0]
-    assert run_here(trial_error, [f"{path}:first"], (["p"], ["a"], {})) is None
-    failure = run_here(trial_error, [f"{path}:first"], (["p"], [""], {}))
-    assert failure is not None and "content" not in failure[0]
+    chat = [{"role": "user", "content": "a"}]
+    for columns, is_chat in (({"answer": "a", "prompt": chat}, True), ({"answer": ""}, False)):
+        pool = RewardPool(
+            f"{path}:first",
+            num_workers=1,
+            timeout_s=5.0,
+            max_failure_rate=1.0,
+            row=("a", columns),
+        )
+        with pytest.raises(ValueError, match="fails on the first row") as error:
+            pool.check()
+        assert ("its text is completion[0]['content']" in str(error.value)) == is_chat
+        pool.close()
