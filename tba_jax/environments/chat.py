@@ -10,7 +10,7 @@ import importlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +20,16 @@ Messages = Sequence[Mapping[str, Any]]
 NONE: Mapping[str, Any] = {}
 
 
-class ChatFormat(Protocol):
-    """Conversion between chats and tokens for one model."""
+class ChatFormat:
+    """Conversion between chats and tokens by the tokenizer's chat template, without tools."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a message, in addition to the model's stop tokens."""
-        ...
+        return ()
 
     def prompt(
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
@@ -39,7 +42,14 @@ class ChatFormat(Protocol):
         Raises:
             ValueError: the format cannot express the messages or the tools.
         """
-        ...
+        if tools:
+            raise ValueError(
+                "tools: the tool format of this model is not known. Set --renderer=NAME, or in a "
+                "training run --config.task.renderer=NAME, to a format of the library renderers, "
+                "such as qwen3"
+            )
+        text = self._tokenizer.format_chat(list(map(_plain, messages)), variables=variables)
+        return self._tokenizer.encode(text, add_bos=False)
 
     def bridge(
         self,
@@ -53,68 +63,23 @@ class ChatFormat(Protocol):
 
         The result is None if the format cannot extend the tokens. The conversation then forks.
         """
-        ...
-
-    def message(
-        self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
-    ) -> dict[str, Any]:
-        """Return sampled tokens as a message; `text` is their text without the stop string."""
-        ...
-
-    def calls(
-        self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
-    ) -> list[dict[str, Any]]:
-        """Return the tool calls in sampled tokens: ID, name, and arguments or the key "error"."""
-        ...
-
-
-class TemplateFormat:
-    """The tokenizer's chat template."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return ()
-
-    def prompt(
-        self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
-    ) -> np.ndarray:
-        if tools:
-            raise ValueError(
-                "tools: the tool format of this model is not known. Set --renderer=NAME, or in a "
-                "training run --config.task.renderer=NAME, to a format of the library renderers, "
-                "such as qwen3"
-            )
-        return self._tokenizer.encode(
-            self._tokenizer.format_chat(list(map(_plain, messages)), variables=variables),
-            add_bos=False,
-        )
-
-    def bridge(
-        self,
-        prompt: np.ndarray,
-        completion: np.ndarray,
-        messages: Messages,
-        tools: Messages,
-        variables: Mapping[str, Any] = NONE,
-    ) -> np.ndarray | None:
         before = np.concatenate([prompt, completion])
         return extended(self._tokenizer, before, self.prompt(messages, tools, variables))
 
     def message(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> dict[str, Any]:
+        """Return sampled tokens as a message; `text` is their text without the stop string."""
         return {"role": "assistant", "content": text}
 
     def calls(
         self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
     ) -> list[dict[str, Any]]:
+        """Return the tool calls in sampled tokens: ID, name, and arguments or the key "error"."""
         return []
 
 
-class RendererFormat:
+class RendererFormat(ChatFormat):
     """A format of the library `renderers`, which supports tools.
 
     Args:
@@ -125,6 +90,7 @@ class RendererFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        super().__init__(tokenizer)
         try:
             library = importlib.import_module("renderers")
             configs = importlib.import_module("renderers.configs")
@@ -250,7 +216,7 @@ def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:
     Raises:
         ValueError: see `RendererFormat`.
     """
-    return RendererFormat(tokenizer, renderer) if renderer else TemplateFormat(tokenizer)
+    return RendererFormat(tokenizer, renderer) if renderer else ChatFormat(tokenizer)
 
 
 def _text(arguments: Any) -> str:

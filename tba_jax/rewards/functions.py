@@ -179,7 +179,9 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> str
         loaded, error, report = _attempt(_load, function)
         if error is not None:
             return f"reward function {function!r} cannot be loaded: {_why(function, error, report)}"
-        for name in loaded.required if columns is not None else ():
+        if columns is None:
+            continue
+        for name in loaded.required:
             if name in columns and name != "prompt":
                 continue
             if name in _REFUSED:

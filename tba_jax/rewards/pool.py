@@ -21,7 +21,7 @@ item that misses its deadline.
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -369,7 +369,9 @@ class RewardPool:
                 self._check_failures(call.result(self._names, self._weights))
         return broken
 
-    def _outcomes(self, call: _Call, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Outcome]]:
+    def _outcomes(
+        self, call: _Call, tasks: Sequence[_Task]
+    ) -> Generator[tuple[_Task, Outcome], None, None]:
         """Run tasks at the same time, and yield their outcomes in the order of the tasks.
 
         Raises:

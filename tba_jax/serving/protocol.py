@@ -189,38 +189,29 @@ class Call:
     Attributes:
         kind: kind of the route.
         served: the model.
+        request: parameters of the request.
         prompts: int32 [s] each.
-        num_samples: number of samples of each prompt.
         settings: sampling settings of each prompt; their length limits differ.
         key: uint32 [2], threefry key data; sample j of prompt i draws from fold_in(key, i n + j).
-        stop: texts that end a response and are cut from its text.
         tools: tools of a chat.
-        keeps_stop, keeps_special: whether texts have the stop string and special tokens.
-        is_streamed: whether the response is streamed.
-        has_usage: whether the stream ends with token counts.
-        has_token_ids, has_logprobs: whether responses have token IDs and log-probs.
-        names_ids: whether tokens of log-probs are written "token_id:ID".
         id: ID of the response.
         created: time of the request, in seconds.
     """
 
     kind: Kind
     served: Served
+    request: _V1
     prompts: tuple[np.ndarray, ...]
-    num_samples: int
     settings: tuple[SamplingSettings, ...]
     key: np.ndarray
-    stop: tuple[str, ...]
     tools: Sequence[Mapping[str, Any]]
-    keeps_stop: bool
-    keeps_special: bool
-    is_streamed: bool
-    has_usage: bool
-    has_token_ids: bool
-    has_logprobs: bool
-    names_ids: bool
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples of each prompt."""
+        return self.request.n
 
     def keys(self, prompt: int) -> np.ndarray:
         """Return uint32 [n 2]: the keys of a prompt's samples."""
@@ -229,10 +220,10 @@ class Call:
 
     def text(self, tokens: np.ndarray) -> str:
         """Return the text of a response, up to its first stop string."""
-        text = self.served.tokenizer.decode(tokens, skip_special=not self.keeps_special)
-        ends = [
-            i + self.keeps_stop * len(stop) for stop in self.stop if (i := text.find(stop)) >= 0
-        ]
+        request = self.request
+        text = self.served.tokenizer.decode(tokens, skip_special=request.skip_special_tokens)
+        kept = request.include_stop_str_in_output
+        ends = [i + kept * len(x) for x in request.stop if (i := text.find(x)) >= 0]
         return text[: min(ends, default=None)]
 
     def envelope(self, *, is_chunk: bool = False) -> dict[str, Any]:
@@ -262,7 +253,7 @@ class Call:
         """Return the whole response; `updates` has the samples, prompt by prompt."""
         found = self.envelope()
         found["choices"] = [self._choice(i, update) for i, update in enumerate(updates)]
-        if self.kind == "chat" and self.has_token_ids:
+        if self.kind == "chat" and self.request.return_token_ids:
             found["prompt_token_ids"] = self.prompts[0].tolist()
         found["usage"] = self.usage(sum(len(update.tokens) for update in updates))
         return found
@@ -278,16 +269,16 @@ class Call:
             choice["message"] = message
         elif self.kind == "completions":
             choice["text"] = self.text(update.tokens)
-            if self.has_token_ids:
+            if self.request.return_token_ids:
                 choice["prompt_token_ids"] = prompt.tolist()
         choice["logprobs"] = self.logprobs(update, 0)
-        if self.has_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = update.tokens.tolist()
         return choice
 
     def logprobs(self, update: Update, start: int) -> dict[str, Any] | None:
         """Return the log-probs of a sample's tokens from `start` on; None if not requested."""
-        if not self.has_logprobs:
+        if self.request.logprobs is False:
             return None
         tokens = update.tokens[start:].tolist()
         values = update.token_logprobs[start:].astype(float).tolist()
@@ -307,7 +298,7 @@ class Call:
         }
 
     def _token(self, token: int) -> str:
-        if self.names_ids:
+        if self.request.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self.served.tokenizer.decode([token], skip_special=False)
 
@@ -330,7 +321,7 @@ class Deltas:
             return None
         choice: dict[str, Any] = {"index": self._index, "finish_reason": update.finish or None}
         choice["logprobs"] = call.logprobs(update, self._num_tokens)
-        if call.has_token_ids:
+        if call.request.return_token_ids:
             choice["token_ids"] = update.tokens[self._num_tokens :].tolist()
             if self._is_first:
                 choice["prompt_token_ids"] = self._prompt.tolist()
@@ -365,7 +356,7 @@ class Deltas:
         text = self._call.text(update.tokens)
         if not update.finish:
             text = text.rstrip("\ufffd")
-            held = max((_overlap(text, stop) for stop in self._call.stop), default=0)
+            held = max((_overlap(text, stop) for stop in self._call.request.stop), default=0)
             text = text[: len(text) - held]
         added, self._text = text[len(self._text) :], max(text, self._text, key=len)
         return added
@@ -402,35 +393,23 @@ def parse(
             param="model",
             code="model_not_found",
         )
-    sampling = request.sampling_params if kind == "generate" else request
     tools = [] if kind != "chat" or request.tool_choice == "none" else request.tools
     try:
         prompts = tuple(map(extend, _prompts(kind, request, served, tools)))
-        stop_ids = _stop_ids(kind, sampling, served)
-        settings = tuple(_settings(sampling, served, prompt, stop_ids) for prompt in prompts)
+        if kind == "generate":
+            always = ("return_token_ids", "return_tokens_as_token_ids", "logprobs")
+            request = _V1.model_construct(
+                **{**dict(request.sampling_params), **dict.fromkeys(always, True)}
+            )
+        stop_ids = _stop_ids(kind, request, served)
+        settings = tuple(_settings(request, served, prompt, stop_ids) for prompt in prompts)
     except ValueError as error:
         raise ApiError(str(error)) from error
-    if sampling.n * len(prompts) > MAX_SAMPLES:
-        raise ApiError(f"n = {sampling.n}: {_WANTED['n']}", param="n")
-    seed = seed if sampling.seed is None else sampling.seed
-    is_generate = kind == "generate"
-    return Call(
-        kind=kind,
-        served=served,
-        prompts=prompts,
-        num_samples=sampling.n,
-        settings=settings,
-        key=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        stop=tuple(sampling.stop),
-        tools=tools,
-        keeps_stop=sampling.include_stop_str_in_output,
-        keeps_special=not sampling.skip_special_tokens,
-        is_streamed=not is_generate and request.stream,
-        has_usage=not is_generate and request.stream_options.include_usage,
-        has_token_ids=is_generate or request.return_token_ids,
-        has_logprobs=is_generate or sampling.logprobs is not False,
-        names_ids=is_generate or request.return_tokens_as_token_ids,
-    )
+    if request.n * len(prompts) > MAX_SAMPLES:
+        raise ApiError(f"n = {request.n}: {_WANTED['n']}", param="n")
+    seed = seed if request.seed is None else request.seed
+    key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    return Call(kind, served, request, prompts, settings, key, tools)
 
 
 def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:

@@ -194,7 +194,7 @@ class Application:
                 call = scope.parse(kind, await _body(request))
                 generations.submit(scope, call)
                 first = await generations.next()  # an earlier error has its own HTTP status
-                if call.is_streamed:
+                if call.request.stream:
                     is_streaming = True  # the stream closes them
                     events = _events(call, generations, first)
                     return StreamingResponse(events, media_type="text/event-stream")
@@ -229,7 +229,7 @@ class _Generations:
             def notify(update: Update | Exception, i: int = i) -> None:
                 loop.call_soon_threadsafe(self._updates.put_nowait, (i, update))
 
-            generation = Generation(prompt, call.keys(i), settings, call.is_streamed, notify)
+            generation = Generation(prompt, call.keys(i), settings, call.request.stream, notify)
             self._generations.append(generation)
             scope.submit(generation)
         self._gone = asyncio.ensure_future(self._until_disconnected())
@@ -352,7 +352,7 @@ async def _events(
             if len(ended) == len(samples):
                 break
             newest = await generations.next()
-        if call.has_usage:
+        if call.request.stream_options.include_usage:
             usage = call.usage(sum(len(x.tokens) for x in ended.values()))
             yield _event({**call.envelope(is_chunk=True), "choices": [], "usage": usage})
         yield "data: [DONE]\n\n"

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments in processes: what they say, and every way in which they fail."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -191,18 +188,3 @@ def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
         assert "\n" not in str(error.value)
     finally:
         pool.close()
-
-
-def test_an_environment_that_hangs_ends_with_the_run_that_was_killed():
-    script = FILE.with_name("main_that_is_killed.py")
-    command = [sys.executable, str(script), f"{FILE}:Game"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    child = int(run.stdout.readline())
-    run.kill()
-    run.wait()
-    run.stdout.close()
-    end = time.monotonic() + 30.0
-    while os.path.exists(f"/proc/{child}") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{child}")

@@ -9,7 +9,7 @@ from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_to
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
-from tba_jax.environments.chat import TemplateFormat
+from tba_jax.environments.chat import ChatFormat
 from tba_jax.environments.episodes import Episodes
 from tba_jax.environments.pool import Answer
 from tba_jax.flow.trajectory import Prompt
@@ -204,6 +204,6 @@ class Chat:
 
 def test_a_template_that_changes_sampled_turns_is_refused():
     chat = Chat()
-    episodes = Episodes(World(), chat, 2, chat=TemplateFormat(chat))
+    episodes = Episodes(World(), chat, 2, chat=ChatFormat(chat))
     with pytest.raises(ValueError, match="the chat template changes earlier turns"):
         episodes.check_template()

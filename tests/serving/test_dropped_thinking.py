@@ -11,7 +11,7 @@ import numpy as np
 from qwen_tokenizer import qwen_like_tokenizer
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.chat import TemplateFormat
+from tba_jax.environments.chat import ChatFormat
 from tba_jax.environments.episodes import Episodes
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ TURNS = [f"<think>\nhm {i}\n</think>\n\nanswer {i}<|im_end|>" for i in range(3)]
 def played(tokenizer):
     """The episode of an agent, and the session that sampled it."""
     limits = SamplingSettings(4000)
-    served = Served("policy", tokenizer, TemplateFormat(tokenizer), tokenizer.eos_ids, 4000, limits)
+    served = Served("policy", tokenizer, ChatFormat(tokenizer), tokenizer.eos_ids, 4000, limits)
     pool = AgentPool(f"{FILE}:thinking", served, timeout_s=30.0, allows_forks=True)
     inner = fake_sessions.Scripted(tokenizer, TURNS)
     try:
