@@ -38,8 +38,6 @@ START_TIMEOUT_S = 60.0
 """Seconds for the start of a worker and the import of the user's module, on a busy machine."""
 MOST_ANSWER_BYTES = 2**24
 """Maximum size of an answer; a worker that sends more is killed."""
-# A file that users' code writes by accident must not fill the disk of the run.
-MOST_FILE_BYTES = 2**32
 NOTHING = "nothing"
 """Message that an `Exchange` returns as None."""
 _TICK_S = 0.1  # longest time until a missed deadline is noticed
@@ -191,15 +189,12 @@ def _leave_with_parent() -> None:
 def _limit(max_memory_bytes: int) -> None:
     import resource
 
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: MOST_FILE_BYTES}
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if max_memory_bytes:
-        limits[resource.RLIMIT_DATA] = max_memory_bytes
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, hard))
-    # A file that is too large raises an exception instead of ending the process.
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        is_free = hard == resource.RLIM_INFINITY
+        most = max_memory_bytes if is_free else min(max_memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 # --- in the parent -------------------------------------------------------------------------------

@@ -77,31 +77,19 @@ class Episode(NamedTuple):
 
 
 class TurnSession(Protocol):
-    """Interface of a decode session; `decoding.session.Session` documents it.
-
-    Attributes:
-        num_slots: responses sampled at a time.
-        version: version of the weights.
-        statistics: counts of the session.
-    """
+    """Interface of a decode session; `decoding.session.Session` documents it."""
 
     num_slots: int
     version: int
     statistics: Statistics
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is queued or unfinished."""
-        ...
+    def is_idle(self) -> bool: ...
 
     @property
-    def room(self) -> int:
-        """Free slots minus queued responses."""
-        ...
+    def room(self) -> int: ...
 
-    def swap(self, params: Any, version: int) -> None:
-        """Continue with other weights."""
-        ...
+    def swap(self, params: Any, version: int) -> None: ...
 
     def submit(
         self,
@@ -109,21 +97,13 @@ class TurnSession(Protocol):
         keys: np.ndarray,
         settings: SamplingSettings,
         temperatures: np.ndarray | None = None,
-    ) -> int:
-        """Queue one prompt; return its number, counted from 0."""
-        ...
+    ) -> int: ...
 
-    def forget(self, conversation: np.ndarray) -> None:
-        """Drop the kept cache of a conversation."""
-        ...
+    def forget(self, conversation: np.ndarray) -> None: ...
 
-    def step(self) -> list[Response]:
-        """Return responses that have ended."""
-        ...
+    def step(self) -> list[Response]: ...
 
-    def run(self) -> Iterator[Response]:
-        """Yield responses until the session is idle."""
-        ...
+    def run(self) -> Iterator[Response]: ...
 
 
 class Sessions(Protocol):

@@ -16,7 +16,6 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,7 @@ import numpy as np
 from tba_jax.decoding.requests import Response
 from tba_jax.environments.adapters import BASE_URL
 from tba_jax.environments.chat import Messages, extended, is_same, plain_text
-from tba_jax.environments.pool import (
-    DEFAULT_WORKERS,
-    Answer,
-    Environment,
-    EnvironmentPool,
-    Request,
-)
+from tba_jax.environments.pool import Answer, Environment, EnvironmentPool, Request
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.serving.protocol import ApiError, Call, Kind, Served, parse
 from tba_jax.serving.queue import Generation, Update
@@ -273,35 +266,16 @@ class AgentPool(EnvironmentPool):
     Args:
         name: as in `EnvironmentPool`.
         served: the policy, with the sampling settings of the run.
-        timeout_s: deadline in seconds for a call, or for an agent between two turns.
-        num_workers: number of workers that episodes share.
-        max_memory_bytes: memory limit of each worker; 0: none.
         allows_forks: whether a request that continues no earlier turn begins a new path of its
             episode; if not, the episode is rejected.
-        has_schemas: whether the policy reads JSON schemas of the tools.
-        logs: folder of the workers' log files; None: their output is that of this process.
+        options: further arguments of `EnvironmentPool`; `timeout_s` is also the deadline of an
+            agent between two turns.
     """
 
     def __init__(
-        self,
-        name: str,
-        served: Served,
-        *,
-        timeout_s: float,
-        num_workers: int = DEFAULT_WORKERS,
-        max_memory_bytes: int = 0,
-        allows_forks: bool = False,
-        has_schemas: bool = False,
-        logs: Path | None = None,
+        self, name: str, served: Served, *, allows_forks: bool = False, **options: Any
     ) -> None:
-        super().__init__(
-            name,
-            timeout_s=timeout_s,
-            num_workers=num_workers,
-            max_memory_bytes=max_memory_bytes,
-            has_schemas=has_schemas,
-            logs=logs,
-        )
+        super().__init__(name, **options)
         self.allows_forks = allows_forks
         self.served = served
         self._agents: dict[str, Agent] = {}
