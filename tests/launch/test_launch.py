@@ -250,7 +250,7 @@ def test_scripts_are_clean_for_shellcheck():
     if shellcheck is None:
         pytest.skip("no shellcheck here; the extra `dev` brings it")
     scripts = [*(ROOT / "launch").glob("*.sh"), ROOT / ".ci" / "run"]
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
 

@@ -2,6 +2,7 @@
 """The pod jobs that docs/launch shows are ones that this package accepts on those machines."""
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,3 +52,23 @@ def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
     assert arrangement.placement == layout
     assert {d.process_index for d in arrangement.trainer} == set(range(HOSTS))
     assert len(arrangement.groups) == config.num_searchers // HOSTS > 0
+
+
+def test_the_slurm_script_starts_the_processes_of_a_job(tmp_path):
+    """With a fake srun that runs the tasks of two nodes one after the other."""
+    fakes = {
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; '
+        'for i in 0 1; do SLURM_PROCID=$i "$@"; done',
+        "python": 'echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS: $*"',
+    }
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    env |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NTASKS": "2"}
+    command = [ROOT / "launch/slurm.sh", "tba_jax.main", "--config=math", "--workdir=a b"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        f"{i} of 2 at node7:12345: -m tba_jax.main --config=math --workdir=a b" for i in (0, 1)
+    ], done.stderr
