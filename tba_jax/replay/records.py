@@ -81,18 +81,20 @@ class Packer:
         prompt_id, reward, *integers = _HEAD.unpack_from(packed)
         version_min, version_max, ticket, row, count, num_paths, has = integers
         shared, start = self.table[row], _HEAD.size
-        parts = struct.unpack_from(f"<{len(shared.part_names)}d", packed, start)
-        start += 8 * len(parts)
-        path_lengths = struct.unpack_from(f"<{num_paths}i", packed, start)
+        names = shared.part_names
+        parts = struct.unpack_from(f"<{len(names)}d", packed, start) if names else ()
+        start += 8 * len(names)
+        path_lengths = struct.unpack_from(f"<{num_paths}i", packed, start) if num_paths else ()
         start += 4 * num_paths
         arrays: dict[str, Any] = {}
         for bit, name, dtype in _ARRAYS:
-            arrays[name] = np.frombuffer(packed, dtype, count, start) if has & bit else None
-            start += count * dtype.itemsize if has & bit else 0
+            if has & bit:
+                arrays[name] = np.frombuffer(packed, dtype, count, start)
+                start += count * dtype.itemsize
         return Trajectory(
             prompt_id=prompt_id,
             reward=reward,
-            reward_parts=dict(zip(shared.part_names, parts, strict=True)),
+            reward_parts=dict(zip(names, parts, strict=True)),
             version_min=version_min,
             version_max=version_max,
             searcher=shared.searcher,
