@@ -3,8 +3,6 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.flow.layout import RowLayout
@@ -14,7 +12,6 @@ from tba_jax.flow.trajectory import Draw, Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.records import from_snapshot
-from tba_jax.train.groups import Groups
 
 
 def make_buffer(seed=0, **changes):
@@ -138,16 +135,3 @@ def make_draws():
         )
 
     return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1))]
-
-
-def of_sums(logp, reference, reward, log_z=None):
-    """Groups of one-token responses, sampled from the policy, with these log-probs [p k]."""
-    return Groups(
-        logp=logp[..., None],
-        behavior=jax.lax.stop_gradient(logp)[..., None],
-        reference=reference[..., None],
-        mask=jnp.ones((*reward.shape, 1), bool),
-        reward=reward,
-        staleness=jnp.zeros(reward.shape, jnp.int32),
-        log_z=log_z,
-    )

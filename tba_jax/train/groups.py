@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import chex
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -62,3 +64,21 @@ def check_groups(groups: Groups) -> None:
         if x is not None:
             shape = {"reward": (p, k), "staleness": (p, k), "log_z": (p,)}.get(name, (p, k, t))
             chex.assert_shape(x, shape, custom_message=f"Groups.{name} beside logp {(p, k, t)}")
+
+
+def of_sums(
+    logp: Float[Array, "p k"],
+    reference: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    log_z: Float[Array, " p"] | None = None,
+) -> Groups:
+    """Return groups of one-token responses, sampled from the policy, with these log-probs."""
+    return Groups(
+        logp=logp[..., None],
+        behavior=jax.lax.stop_gradient(logp)[..., None],
+        reference=reference[..., None],
+        mask=jnp.ones((*reward.shape, 1), bool),
+        reward=reward,
+        staleness=jnp.zeros(reward.shape, jnp.int32),
+        log_z=log_z,
+    )

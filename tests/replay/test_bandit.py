@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_groups import make_buffer, make_groups, of_sums
+from fake_groups import make_buffer, make_groups
 
+from tba_jax.train.groups import of_sums
 from tba_jax.train.losses import rloo
 
 LOGITS = np.array([2.0, 0.5, -0.5])

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fake_groups import make_buffer, make_groups, of_sums
+from fake_groups import make_buffer, make_groups
 
+from tba_jax.train.groups import of_sums
 from tba_jax.train.losses import tb
 
 STRINGS = list(itertools.product(range(4), repeat=4))

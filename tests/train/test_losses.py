@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_groups import of_sums
 
-from tba_jax.train.groups import Groups
+from tba_jax.train.groups import Groups, of_sums
 from tba_jax.train.objectives import make_objective, objective_names
 
 BETA = 0.3

@@ -7,11 +7,11 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from fake_groups import of_sums
 
 from tba_jax.api import load_config
 from tba_jax.config.schema import flatten, unflatten
 from tba_jax.settings import ConfigError
+from tba_jax.train.groups import of_sums
 from tba_jax.train.objectives import make_objective, own_names, own_settings
 
 GROUPS = of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))

@@ -6,23 +6,23 @@ import sys
 import jax.numpy as jnp
 import pytest
 from conftest import CHECKED
-from fake_groups import of_sums
 from jaxtyping import TypeCheckError
 
 from tba_jax.flow import layout
 from tba_jax.train import groups, losses, optimizers, ppo, rounding, vineppo
 
 MODULES = losses, groups, ppo, vineppo, optimizers, rounding, layout
-GROUPS = of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
+GROUPS = groups.of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
 
 WRONG = {
     "losses.group_mean": lambda: losses.group_mean(jnp.zeros((2, 3, 1))),
     "losses.summed": lambda: losses.summed(GROUPS, jnp.zeros((2, 3))),
     "losses.clipped": lambda: losses.clipped(jnp.zeros((2, 3)), jnp.zeros((4, 3)), 0.2, 0.2),
     "losses.tb": lambda: losses.tb(GROUPS, jnp.ones(2)),
-    "ppo.generalised_advantages": lambda: ppo.generalised_advantages(
-        GROUPS, jnp.zeros((2, 3, 1)), jnp.zeros((3, 3)), 1.0
+    "groups.of_sums": lambda: groups.of_sums(
+        jnp.zeros((2, 3)), jnp.zeros((2, 2)), jnp.ones((2, 3))
     ),
+    "ppo.ppo": lambda: ppo.ppo(GROUPS._replace(values=GROUPS.logp), jnp.ones(2)),
     "vineppo.vineppo": lambda: vineppo.vineppo(GROUPS._replace(advantages=GROUPS.logp), "0"),
     "rounding.rounding_key": lambda: rounding.rounding_key(0, 1.5),
     "layout.rows_at_once": lambda: layout.rows_at_once(2.5, 1, 1),
