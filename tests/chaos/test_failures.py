@@ -105,7 +105,7 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     )
 
     done = run(workdir, "task.reward=my_rewards:one_short", cache=cache, cwd=folder)
-    assert_one_error(done, 2, "one_short' returned 0 rewards", "want a list with one float or None")
+    assert_one_error(done, 2, "one_short returned 0 rewards", "want a list with one float or None")
 
     done = run(workdir, "task.reward=my_rewards:raises", cache=cache, cwd=folder)
     assert done.returncode == 2
