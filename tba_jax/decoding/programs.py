@@ -284,10 +284,7 @@ def run_chunk(
         x, recent = _run_layers(weights, x, at_step, uses, config, cache_sharding)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
-        is_short = carry.count < slots.min_new_tokens
-        logits = jax.lax.cond(
-            jnp.any(is_short), _mask_stops, lambda x, *_: x, logits, stop_ids, is_short
-        )
+        logits = _mask_stops(logits, stop_ids, carry.count < slots.min_new_tokens)
         tokens, logprobs = sample_tokens(
             logits, bits[step], slots.settings, is_truncated=is_truncated
         )
