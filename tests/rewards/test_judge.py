@@ -8,11 +8,7 @@ import threading
 import time
 from collections import Counter
 
-import pytest
-
 from tba_jax.rewards.functions import Missing, run_here
-
-pytest.importorskip("openai", reason="openai is not installed")
 from tba_jax.rewards.judge import Judge, conversation
 
 

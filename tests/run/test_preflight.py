@@ -14,6 +14,10 @@ REWARDS = """
 def score(completions, answer, **kwargs):
     return [float(a in c) for a, c in zip(answer, completions)]
 
+def noted(completions, answer, **kwargs):
+    open(__file__ + ".noted", "a").write(f"{completions[0]} for {answer[0]};")
+    return score(completions, answer)
+
 def wants_target(completions, target):
     return [0.0 for _ in completions]
 
@@ -81,8 +85,10 @@ def test_what_cannot_be_used_is_refused(folder, name):
         preflight(override(None, command(folder, **fields)))
 
 
-def test_a_sound_command_has_no_problems(folder):
-    preflight(override(None, command(folder)))
+def test_a_sound_command_has_no_problems_and_its_reward_was_tried_on_one_row(folder):
+    preflight(override(None, command(folder, task__reward="{}/rewards.py:noted")))
+    completion, _, answer = (folder / "rewards.py.noted").read_text().partition(" for ")
+    assert f"{completion};" == answer and completion.isdigit()
 
 
 def test_the_command_prints_the_problem_and_ends_before_weights_are_read(folder, tmp_path):
