@@ -53,8 +53,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "cispo": {"name": "cispo", "replay.equal_rewards": "skip"},
     # arXiv:1707.06347, with four updates per batch, as in TRL's PPO.
     "ppo": {"name": "ppo", "epochs": 4},
-    # arXiv:2410.01679: two updates; states are the lines of a response, with nine continuations
-    # each.
+    # arXiv:2410.01679: two updates. There states are the lines of a response, with nine
+    # continuations each; here they are pairs of tokens, with four.
     "vineppo": {"name": "vineppo", "epochs": 2, "vine_tokens": 2},
     # arXiv:2402.03300.
     "grpo": {"name": "grpo", "beta": 0.04},

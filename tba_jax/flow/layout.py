@@ -32,7 +32,7 @@ OF_GROUPS = "source mask behavior reference rewards staleness is_drawn advantage
 class Batch(NamedTuple):
     """K responses to each of p prompts, and n rows of tokens in which the model computes them.
 
-    Arrays are numpy, and become jax arrays on their way into the train step.
+    Arrays are numpy on the host, and jax arrays in the train step.
 
     A row by prompt is [prompt, left-padded | c responses, each right-padded to t], and x = c t of
     its positions are scored. A packed row has whole sequences, then padding, and x = s.

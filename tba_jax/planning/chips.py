@@ -180,7 +180,7 @@ class Topology:
         """Return the devices to compile for.
 
         Raises:
-            ValueError: the compiler is not installed, or knows no slice of this name.
+            ValueError: the compiler is not installed, or has no slice of this name.
         """
         from jax.experimental import topologies
 

@@ -90,7 +90,6 @@ def conduct(
 def _make_display(
     config: Config, cluster: Cluster, start_s: float, console: Console | None
 ) -> ProgressDisplay:
-
     task = make_task(config)
     if console is None and not cluster.is_primary:
         console = Console(quiet=True, force_terminal=False)

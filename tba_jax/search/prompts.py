@@ -2,8 +2,8 @@
 """Prompts: the training prompt of each ticket, and the held-out prompts of evaluations.
 
 Grain shuffles the indices of the training problems, with random access; this module converts a
-problem to a tokenized Prompt. Invariant: a too long prompt is left out and counted,
-never truncated (tests/search/test_prompts.py).
+problem to a tokenized Prompt. Invariant: a too long prompt is left out and counted, never truncated
+(tests/search/test_prompts.py).
 """
 
 import collections

@@ -158,7 +158,7 @@ class Searcher:
     def grade(self) -> bool:
         """Grade and return the finished tickets; return False if there are none."""
         num = min(self._num_at_once, self._ended.qsize())
-        ended = [self._ended.get() for _ in range(num)]
+        ended = [self._ended.get_nowait() for _ in range(num)]
         if ended:
             self.source.put(self.index, self._results(ended))
         return bool(ended)

@@ -25,12 +25,13 @@ STD_EPS = 1e-4
 
 Beta = Float[Array, ""] | float
 
-# Settings that several objectives have. The step reads the last two, a loss does not.
+# Settings that several objectives have. The step reads `epochs`, a loss does not.
 ClipLow = Annotated[float, About("how far a ratio may fall below 1 before it is clipped", above=0)]
 ClipHigh = Annotated[float, About("how far a ratio may rise above 1 before it is clipped", above=0)]
 Epochs = Annotated[int, About("optimiser updates with each batch", at_least=1)]
 
 _RATIO_WEIGHT = 1e-3  # of the squared log-ratio to the sampler, in `ipo`
+
 
 # --- parts of losses ---------------------------------------------------------
 

@@ -35,8 +35,8 @@ def ppo(
     A_t = R - V(s_t), the generalised advantage with lambda = 1
 
     State s_t is a prompt with the response tokens before t. V is a head on the policy's last hidden
-    state; its gradient flows into the policy. V is fitted to R. If a step makes
-    several updates, A and the target of V come from the policy at the start of the step.
+    state; its gradient flows into the policy. V is fitted to R. If a step makes several updates, A
+    and the target of V come from the policy at the start of the step.
 
     References:
         PPO, arXiv:1707.06347, eq. 7; generalised advantages, arXiv:1506.02438.

@@ -163,7 +163,7 @@ def _train_step(
         # optax looks at the gradient alone, which may be finite where the loss is not.
         grads = jax.tree.map(lambda x: jnp.where(jnp.isfinite(loss), x, jnp.nan), grads)
         key = rounding_key(settings.rounding_seed, state.step * epochs + number)
-        carry = _applied(carry, grads, optimizer, objective, lr, key)
+        carry = _applied(carry, grads, optimizer, lr, key)
         numbers = {"loss": loss, "grad_norm": norm}
         return carry, (groups, (numbers, _own_sums(terms, groups, batch)))
 
@@ -312,7 +312,6 @@ def _applied(
     old: tuple[Any, Any],
     grads: Any,
     optimizer: optax.GradientTransformation,
-    objective: Objective,
     lr: Array,
     key: Array,
 ) -> tuple[Any, Any]:
