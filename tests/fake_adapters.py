@@ -6,9 +6,9 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file
 
 from tba_jax.models.architecture import Adapters, lora_names, num_input_axes
-from tba_jax.models.hf import safetensors_file
 from tba_jax.models.hf.adapter_files import PREFIX, SETTINGS, WEIGHTS, matrices
 from tba_jax.models.transformer import abstract_params
 
@@ -16,8 +16,7 @@ from tba_jax.models.transformer import abstract_params
 def read_adapters(folder, config):
     """The architecture with the adapters of a folder, and their tree; of every layer."""
     settings = json.loads((folder / SETTINGS).read_text())
-    entries = safetensors_file.entries(folder / WEIGHTS)
-    mapped = safetensors_file.map_file(folder / WEIGHTS)
+    arrays = load_file(folder / WEIGHTS)
     rank = settings["r"]
     shapes = {name: x.shape for name, x in abstract_params(config)["layers"].items()}
     rows = {}
@@ -26,11 +25,10 @@ def read_adapters(folder, config):
         ins = 1 + num_input_axes(leaf)
         wanted = (*shapes[leaf][1:ins], rank), (rank, *shapes[leaf][ins:])
         for part, own, shape in zip("AB", lora_names(leaf), wanted, strict=True):
-            entry = entries.pop(f"{PREFIX}{module}.lora_{part}.weight", None)
-            if entry is not None:
-                array = safetensors_file.view(mapped, entry)
+            array = arrays.pop(f"{PREFIX}{module}.lora_{part}.weight", None)
+            if array is not None:
                 rows.setdefault(own, {})[tensor.layer] = array.T.reshape(shape)
-    assert not entries
+    assert not arrays
     modules = tuple(name for name in shapes if lora_names(name)[0] in rows)
     layers = {
         own: jnp.asarray(np.stack([x for _, x in sorted(found.items())]))

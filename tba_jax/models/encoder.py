@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models import attention
-from tba_jax.models.hf import config_json, folders, hf_weights
-from tba_jax.models.hf.tensors import HFTensor, linear, plain, split_vector
+from tba_jax.models.hf import config_json, folders, hf_weights, layouts
+from tba_jax.models.hf.tensors import bind
 
 Params = Mapping[str, Any]
 
@@ -148,10 +148,12 @@ def load(
     """
     folder = folders.resolve(path_or_hub_id)
     config = encoder_config(folders.load_config(folder))
+    abstract, prefix = abstract_params(config, param_dtype), "roberta." if config.labels else ""
+    table = {prefix + name: rule for name, rule in layouts.ENCODER.items()} | layouts.ENCODER_HEAD
     params = hf_weights.read(
-        folder,
-        _tensors(config),
-        abstract_params(config, param_dtype),
+        hf_weights.open_folder(folder),
+        bind(table, abstract, ("full",) * config.num_layers),
+        abstract,
         family="roberta" if config.labels else "bert",
         is_spare=lambda name: name.endswith(_SPARE),
     )
@@ -160,14 +162,30 @@ def load(
 
 def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Params:
     """Return the tree of `load` as ShapeDtypeStructs."""
-    layers: dict[str, Any] = {}
-    params: dict[str, Any] = {"layers": layers}
-    for tensor in _tensors(config).values():
-        shape = tuple(tensor.grid[axis] for axis in tensor.order[1:])
-        is_layer = tensor.layer >= 0
-        tree, stacked = (layers, (config.num_layers, *shape)) if is_layer else (params, shape)
-        tree[tensor.leaves[0]] = jax.ShapeDtypeStruct(stacked, param_dtype)
-    return params
+    d, f, n = config.hidden_size, config.mlp_size, len(config.labels)
+    heads = (config.num_heads, d // config.num_heads)
+    layers = {
+        **{name: (d, *heads) for name in "qkv"},
+        **{f"{name}_bias": heads for name in "qkv"},
+        **{"o": (*heads, d), "o_bias": (d,), "attn_norm": (d,), "attn_norm_bias": (d,)},
+        **{"up": (d, f), "up_bias": (f,), "down": (f, d), "down_bias": (d,)},
+        **{"mlp_norm": (d,), "mlp_norm_bias": (d,)},
+    }
+    shapes: dict[str, Any] = {
+        "embed": (config.vocab_size, d),
+        "positions": (config.num_positions, d),
+        "token_types": (config.num_token_types, d),
+        "embed_norm": (d,),
+        "embed_norm_bias": (d,),
+        "layers": {name: (config.num_layers, *shape) for name, shape in layers.items()},
+    }
+    if n:
+        shapes |= {"head": (d, d), "head_bias": (d,), "logits": (d, n), "logits_bias": (n,)}
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, param_dtype),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
 
 
 def classify(
@@ -305,45 +323,6 @@ def _layer_norm(
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + config.norm_eps)
     weight, bias = (p[n].astype(jnp.float32) for n in (name, name + "_bias"))
     return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
-
-
-def _tensors(config: EncoderConfig) -> dict[str, HFTensor]:
-    """Return the leaf of our tree for each Hugging Face tensor name."""
-    d, h, f, n = config.hidden_size, config.num_heads, config.mlp_size, len(config.labels)
-    heads = (h, d // h)
-    prefix = "roberta." if n else ""  # with a head, the trunk's tensors have this prefix
-    out: dict[str, HFTensor] = {}
-
-    def table(name: str, leaf: str, rows: int) -> None:
-        out[f"{prefix}embeddings.{name}.weight"] = plain(leaf, -1, (rows, d))
-
-    def dense(
-        name: str, leaf: str, ins: tuple[int, ...], outs: tuple[int, ...], layer: int = -1
-    ) -> None:
-        out[name + ".weight"] = linear(leaf, layer, ins, outs)
-        out[name + ".bias"] = split_vector(leaf + "_bias", layer, outs)
-
-    def norm(name: str, leaf: str, layer: int = -1) -> None:
-        out[name + ".LayerNorm.weight"] = plain(leaf, layer, (d,))
-        out[name + ".LayerNorm.bias"] = plain(leaf + "_bias", layer, (d,))
-
-    table("word_embeddings", "embed", config.vocab_size)
-    table("position_embeddings", "positions", config.num_positions)
-    table("token_type_embeddings", "token_types", config.num_token_types)
-    norm(f"{prefix}embeddings", "embed_norm")
-    if n:
-        dense("classifier.dense", "head", (d,), (d,))
-        dense("classifier.out_proj", "logits", (d,), (n,))
-    for i in range(config.num_layers):
-        layer = f"{prefix}encoder.layer.{i}."
-        for leaf, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            dense(f"{layer}attention.self.{name}", leaf, (d,), heads, i)
-        dense(f"{layer}attention.output.dense", "o", heads, (d,), i)
-        norm(f"{layer}attention.output", "attn_norm", i)
-        dense(f"{layer}intermediate.dense", "up", (d,), (f,), i)
-        dense(f"{layer}output.dense", "down", (f,), (d,), i)
-        norm(f"{layer}output", "mlp_norm", i)
-    return out
 
 
 def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:

@@ -61,11 +61,12 @@ class Description:
         Raises:
             ValueError: as `hf_weights.read` and `hf_weights.check_tied`.
         """
+        stored = hf_weights.open_folder(self.folder)
         if self.config.tie_embeddings and not self.config.num_labels:
-            hf_weights.check_tied(self.folder, *families.tied_names(self.config))
+            hf_weights.check_tied(stored, *families.tied_names(self.config))
         return hf_weights.read(
-            self.folder,
-            families.tensors(self.config, hf_weights.tensor_names(self.folder)),
+            stored,
+            families.tensors(self.config, stored),
             abstract_params(self.config, param_dtype),
             shardings=shardings,
             family=self.config.family,

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_adapters import read_adapters
+from safetensors.numpy import load_file
 
 from tba_jax.models import lora
 from tba_jax.models import model as models
-from tba_jax.models.hf import adapter_files, hf_weights, safetensors_file
+from tba_jax.models.hf import adapter_files, hf_weights
 from tba_jax.run.model_parts import START_MODEL
 
 MODULES = ("q", "k", "o", "gate", "down")
@@ -50,15 +51,10 @@ def test_a_file_adds_what_peft_adds_to_each_tensor_of_a_checkpoint(start, tmp_pa
     }.items():
         hf_weights.save(tmp_path / name, plain, tree, {})
 
-    def tensors(path):
-        mapped = safetensors_file.map_file(path)
-        entries = safetensors_file.entries(path)
-        return {name: safetensors_file.view(mapped, entry) for name, entry in entries.items()}
-
-    base = tensors(tmp_path / "base" / "model.safetensors")
-    added = tensors(tmp_path / "a" / "adapter_model.safetensors")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    added = load_file(tmp_path / "a" / "adapter_model.safetensors")
     num_changed = 0
-    for name, wanted in tensors(tmp_path / "merged" / "model.safetensors").items():
+    for name, wanted in load_file(tmp_path / "merged" / "model.safetensors").items():
         start_of = f"base_model.model.{name.removesuffix('.weight')}.lora_"
         found = base[name]
         if f"{start_of}A.weight" in added:

@@ -13,7 +13,8 @@ import numpy as np
 
 from tba_jax.models.architecture import lora_names
 from tba_jax.models.config import MATRICES
-from tba_jax.models.hf import families, safetensors_file
+from tba_jax.models.hf import families
+from tba_jax.models.hf.hf_weights import write_file
 from tba_jax.models.hf.tensors import HFTensor
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -65,8 +66,7 @@ def write(folder: Path, config: TransformerConfig, adapters: Params, base: str) 
         arrays[f"{PREFIX}{module}.lora_A.weight"] = a.reshape(-1, own.rank).T
         arrays[f"{PREFIX}{module}.lora_B.weight"] = b.reshape(own.rank, -1).T
     folder.mkdir(parents=True)
-    header = {name: (x.dtype, x.shape) for name, x in arrays.items()}
-    safetensors_file.write(folder / WEIGHTS, header, arrays.values())
+    write_file(folder / WEIGHTS, arrays)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -88,6 +88,5 @@ def matrices(config: TransformerConfig) -> Iterator[tuple[str, HFTensor]]:
     """Yield the tensors that are one matrix of a layer with outputs first, as torch stores them."""
     for name, tensor in families.tensors(config).items():
         is_alone = len(tensor.leaves) == 1 and not (tensor.num_experts or tensor.is_mxfp4)
-        is_torch = tensor.order != tuple(range(len(tensor.order)))
-        if is_alone and is_torch and tensor.leaves[0] in MATRICES:
+        if is_alone and tensor.is_transposed and tensor.leaves[0] in MATRICES:
             yield name, tensor

@@ -7,18 +7,14 @@ family. `layouts` has the names and shapes of tensors.
 """
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.hf import layouts
-from tba_jax.models.hf.tensors import HFTensor, plain
-from tba_jax.models.transformer import TransformerConfig
-
-Table = Callable[[TransformerConfig, int | None], dict[str, HFTensor]]
-"""Name -> tensor of one layer, or (layer None) of the parts outside the layers."""
+from tba_jax.models.hf.tensors import HFTensor, Rule, Table, bind
+from tba_jax.models.transformer import TransformerConfig, abstract_params
 
 
 class Rotary(NamedTuple):
@@ -62,7 +58,6 @@ class Family:
         prefix: prefix of the trunk's tensors.
         more_prefixes: further prefixes that can be read.
         spare: prefixes of tensors that are not part of the language model.
-        layers: prefix of a layer's tensors, before the number of the layer.
         heads: names of the output matrix; the first name is written, and all can be read.
     """
 
@@ -82,7 +77,6 @@ class Family:
     prefix: str = "model."
     more_prefixes: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
-    layers: str = "layers"
     heads: tuple[str, ...] = ("lm_head.weight",)
 
 
@@ -97,26 +91,19 @@ def tensors(config: TransformerConfig, found: Collection[str] = ()) -> dict[str,
         found: names of tensors in files, which select one of the layouts of the family; empty: the
             layout that is written.
     """
-    family = FAMILIES[config.family]
-    bare = {name.rpartition(f"{family.layers}.0.")[2] for name in found}
+    family, abstract = FAMILIES[config.family], abstract_params(config)
+    bare = {name.rpartition("layers.")[2] for name in found}
 
-    def num_found(table: Table) -> int:
-        of_layer = table(config, 0).items()
-        return sum(part in bare for name, tensor in of_layer for part in tensor.parts(name))
+    def num_found(layout: dict[str, HFTensor]) -> int:
+        parts = (part for name, tensor in layout.items() for part in tensor.parts(name))
+        return sum(part.rpartition("layers.")[2] in bare for part in parts)
 
-    table = max((family.tensors, *family.more_tensors), key=num_found)
-    out = {family.prefix + name: tensor for name, tensor in family.tensors(config, None).items()}
-    d, v = config.hidden_size, config.vocab_size
-    if config.num_labels:
-        out["score.weight"] = plain("score", -1, (config.num_labels, d))
-    elif not config.tie_embeddings:
-        out[family.heads[0]] = plain("unembed", -1, (v, d))
-    for i in range(config.num_layers):
-        for name, tensor in table(config, i).items():
-            row = config.row(tensor.leaves[0], i)
-            tensor = tensor if row == i else dataclasses.replace(tensor, layer=row)
-            out[f"{family.prefix}{family.layers}.{i}.{name}"] = tensor
-    return out
+    heads = {"score.weight": Rule("score"), family.heads[0]: Rule("unembed")}
+    candidates = []
+    for table in (family.tensors, *family.more_tensors):
+        rules = {family.prefix + name: rule for name, rule in table.items()} | heads
+        candidates.append(bind(rules, abstract, config.layer_kinds))
+    return max(candidates, key=num_found)
 
 
 def aliases(name: str, config: TransformerConfig) -> tuple[str, ...]:
@@ -173,7 +160,7 @@ LLAMA = Family(
     keys=_LLAMA_KEYS | _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"},
     traits={"norm": "rms", "gated_mlp": True},
-    tensors=layouts.llama,
+    tensors=layouts.LLAMA,
 )
 QWEN2 = Family(
     name="qwen2",
@@ -182,7 +169,7 @@ QWEN2 = Family(
     defaults=_QWEN_DEFAULTS,
     traits={"norm": "rms", "gated_mlp": True, "qkv_bias": True},
     covered={"mlp_bias": False},
-    tensors=layouts.llama,
+    tensors=layouts.LLAMA,
 )
 QWEN3 = Family(
     name="qwen3",
@@ -191,7 +178,7 @@ QWEN3 = Family(
     defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     traits={"norm": "rms", "gated_mlp": True, "qk_norm": True},
     covered={"mlp_bias": False},
-    tensors=layouts.llama,
+    tensors=layouts.LLAMA,
 )
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -208,7 +195,7 @@ GPT_NEOX = Family(
     },
     traits={"norm": "layer", "gated_mlp": False, "mlp_bias": True},
     rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25, may_be_partial=True),
-    tensors=layouts.gpt_neox,
+    tensors=layouts.GPT_NEOX,
     prefix="gpt_neox.",
     # transformers renamed this setting in version 5 and reads both names.
     heads=("embed_out.weight", "lm_head.weight"),
@@ -242,9 +229,8 @@ GPT2 = Family(
         "mlp_bias": True,
     },
     rotary=None,
-    tensors=layouts.gpt2,
+    tensors=layouts.GPT2,
     prefix="transformer.",
-    layers="h",
 )
 
 _EXPERT_KEYS = {"experts_per_token": "num_experts_per_tok"}
@@ -264,8 +250,8 @@ QWEN3_MOE = Family(
     traits={"norm": "rms", "gated_mlp": True, "qk_norm": True},
     # Every layer has experts.
     covered={"mlp_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    tensors=functools.partial(layouts.llama, feed_forward=layouts.separate_experts),
-    more_tensors=(functools.partial(layouts.llama, feed_forward=layouts.fused_experts),),
+    tensors=layouts.QWEN3_MOE,
+    more_tensors=(layouts.QWEN3_MOE_FUSED,),
 )
 _WINDOW = {"window": "sliding_window"}
 _GEMMA_TRAITS = {
@@ -313,7 +299,7 @@ GEMMA2 = Family(
     },
     traits=_GEMMA_TRAITS,
     covered={"use_bidirectional_attention": False},
-    tensors=layouts.llama,
+    tensors=layouts.GEMMA,
     pattern=("window", "full"),
 )
 GEMMA3 = Family(
@@ -330,7 +316,7 @@ GEMMA3 = Family(
     traits=_GEMMA_TRAITS | {"qk_norm": True},
     covered={"use_bidirectional_attention": False},
     rotary=Rotary(window_theta="rope_local_base_freq"),
-    tensors=layouts.llama,
+    tensors=layouts.GEMMA,
     pattern=("window", "window", "window", "window", "window", "full"),
     # The language model inside a multimodal model of two generations of transformers.
     more_prefixes=("language_model.model.", "model.language_model."),
@@ -347,7 +333,7 @@ MISTRAL = Family(
         "sliding_window": 4096,
     },
     traits={"norm": "rms", "gated_mlp": True},
-    tensors=layouts.llama,
+    tensors=layouts.LLAMA,
     pattern=("window",),
 )
 OLMO3 = Family(
@@ -369,7 +355,7 @@ OLMO3 = Family(
         "qk_norm_is_whole": True,
     },
     rotary=Rotary(window_theta="rope_theta"),
-    tensors=layouts.llama,
+    tensors=layouts.OLMO3,
     pattern=("window", "window", "window", "full"),
 )
 GPT_OSS = Family(
@@ -399,12 +385,8 @@ GPT_OSS = Family(
         "normalised_experts": True,
     },
     covered={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-    tensors=functools.partial(layouts.llama, feed_forward=layouts.gpt_oss_experts),
-    more_tensors=(
-        functools.partial(
-            layouts.llama, feed_forward=functools.partial(layouts.gpt_oss_experts, is_mxfp4=True)
-        ),
-    ),
+    tensors=layouts.GPT_OSS,
+    more_tensors=(layouts.GPT_OSS_MXFP4,),
     pattern=("window", "full"),
     quantization="mxfp4",
 )
@@ -439,7 +421,7 @@ QWEN3_5 = Family(
         "attention_gate": True,
     },
     rotary=Rotary(default_fraction=0.25, may_be_partial=True),
-    tensors=layouts.llama,
+    tensors=layouts.QWEN3_5,
     pattern=("delta", "delta", "delta", "full"),
     # The language model inside a multimodal model; mtp: heads that draft several tokens.
     more_prefixes=("model.language_model.",),
@@ -465,13 +447,8 @@ QWEN3_5_MOE = dataclasses.replace(
         "num_experts_per_tok": 8,
     },
     traits={**QWEN3_5.traits, "normalised_experts": True},
-    tensors=functools.partial(layouts.llama, feed_forward=layouts.shared_expert),
-    more_tensors=(
-        functools.partial(
-            layouts.llama,
-            feed_forward=functools.partial(layouts.shared_expert, experts=layouts.fused_experts),
-        ),
-    ),
+    tensors=layouts.QWEN3_5_MOE,
+    more_tensors=(layouts.QWEN3_5_MOE_FUSED,),
 )
 
 _DECODERS = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, MISTRAL, OLMO3, GPT_OSS)

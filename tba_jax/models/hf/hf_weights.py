@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing of weights in Hugging Face model folders: safetensors, single or sharded.
 
-Parameters are read one leaf and saved one tensor at a time, so that little memory is needed besides
-them. No pickle is read, and no code of a checkpoint runs. Invariant: weights that are read and
-saved again are unchanged, bit for bit.
+Tensors are read as views of mapped files, whose pages the system can drop. No pickle is read, and
+no code of a checkpoint runs. Invariant: weights that are read and saved again are unchanged, bit
+for bit.
 """
 
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Int32
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from tba_jax.models.hf import families, folders, safetensors_file
+from tba_jax.models.hf import families, folders
 from tba_jax.models.hf.folders import read_json
-from tba_jax.models.hf.safetensors_file import Entry
 from tba_jax.models.hf.tensors import HFTensor
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -37,6 +37,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# Storage dtypes of parameters. Integers and 8-bit floats have scales in other tensors, so their
+# values alone would be wrong.
+DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": jnp.dtype(jnp.bfloat16),
+}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _UNFINISHED = ".unfinished"
@@ -46,280 +54,30 @@ _MAX_FILE_BYTES = 5 * 10**9  # larger weights are split into several files, as t
 # as long with blocks of 32 MiB.
 _BLOCK_BYTES = 2 * 2**20
 
-# Unsigned integer of each dtype's width, and the bits of its exponent.
-_EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger], Any]] = {
-    np.dtype(np.float32): (np.uint32, np.uint32(0x7F800000)),
-    np.dtype(np.float16): (np.uint16, np.uint16(0x7C00)),
-    np.dtype(jnp.bfloat16): (np.uint16, np.uint16(0x7F80)),
-}
+
+class Stored(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        path: the file.
+        code: dtype code in the file; `DTYPES` has the codes of floating point.
+        array: view of the mapped file; the bytes of a dtype that cannot be read.
+    """
+
+    path: Path
+    code: str
+    array: np.ndarray
 
 
-def read(
-    folder: Path,
-    tensors: Mapping[str, HFTensor],
-    abstract: Params,
-    *,
-    shardings: Params | None = None,
-    family: str,
-    aliases: Callable[[str], tuple[str, ...]] = lambda name: (),
-    is_spare: Callable[[str], bool] = lambda name: False,
-) -> Params:
-    """Return the parameters in a folder, for any architecture.
-
-    Each process reads the parts that its own devices store. Besides the parameters, host memory has
-    these parts of one leaf (all layers of a matrix). If the files have a tensor for each expert, or
-    four-bit experts, it also has one matrix of a layer's experts.
-
-    Args:
-        folder: folder with safetensors.
-        tensors: required tensors, by name.
-        abstract: the tree to fill, with the leaves of layers under "layers"; its dtypes are storage
-            dtypes, to which the checkpoint is converted.
-        shardings: tree of shardings, one per leaf; None: default device.
-        family: name of the architecture in errors.
-        aliases: function that returns other names of a tensor.
-        is_spare: whether a tensor that is not in `tensors` may be present.
+def open_folder(folder: Path) -> dict[str, Stored]:
+    """Return the tensors in a folder by name, without reading them.
 
     Raises:
-        ValueError: pickled weights, a damaged file, missing, unexpected or misshaped tensors (all
-            named in one message), or values that are not finite.
+        ValueError: no weights, pickled weights, or a damaged index or file.
     """
-    sources = _sources(folder, tensors, family, aliases, is_spare)
-    mapped: dict[Path, np.ndarray] = {}
-    pieces: dict[tuple[bool, str], list[tuple[list[Entry], HFTensor]]] = {}
-    for parts, tensor in sources:
-        mapped |= {x.path: safetensors_file.map_file(x.path) for x in parts if x.path not in mapped}
-        for leaf in tensor.leaves:
-            pieces.setdefault((tensor.layer >= 0, leaf), []).append((parts, tensor))
-
-    def load(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return _load(name, spec, sharding, pieces[len(path) > 1, path[-1].key], mapped)
-
-    return jax.tree_util.tree_map_with_path(
-        load, abstract, *([] if shardings is None else [shardings])
-    )
-
-
-def _load(
-    name: str,
-    spec: jax.ShapeDtypeStruct,
-    sharding: Any,
-    pieces: Sequence[tuple[list[Entry], HFTensor]],
-    mapped: Mapping[Path, np.ndarray],
-) -> Array:
-    """Return a leaf, put together on the host.
-
-    Args:
-        name: path of the leaf in the tree.
-        spec: shape and dtype.
-        sharding: sharding of the leaf; None: the default device.
-        pieces: tensors with the layers of the leaf, or with the whole leaf.
-        mapped: bytes of the files.
-    """
-
-    shape, leaf = spec.shape, name.rpartition("/")[2]
-    if sharding is None:
-        indices: Mapping[Any, Any] = {None: (slice(None),) * len(shape)}
-    else:
-        indices = sharding.addressable_devices_indices_map(shape)
-    bounds = {
-        device: tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
-        for device, index in indices.items()
-    }
-    # Devices with equal parts share them.
-    shards = {
-        at: np.empty([end - first for first, end in at], spec.dtype)
-        for at in dict.fromkeys(bounds.values())
-    }
-    for parts, tensor in pieces if shards else ():
-        arrays = tensor.leaf_arrays([safetensors_file.view(mapped[x.path], x) for x in parts])
-        array, layer = arrays[tensor.leaves.index(leaf)], tensor.layer
-        for at, shard in shards.items():
-            slices = tuple(slice(*x) for x in at)
-            if layer < 0:
-                is_finite = _copy(shard, array[slices])
-            elif at[0][0] <= layer < at[0][1]:
-                is_finite = _copy(shard[layer - at[0][0]], array[slices[1:]])
-            else:
-                continue
-            if not is_finite:
-                where = "" if layer < 0 else f" of layer {layer}"
-                raise ValueError(
-                    f"{parts[0].path}: {name}{where} has values that are not finite. Download the "
-                    "file again, or use an earlier checkpoint of these weights"
-                )
-    if sharding is None:
-        return jax.device_put(*shards.values())
-    arrays = [jax.device_put(shards[at], device) for device, at in bounds.items()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=spec.dtype)
-
-
-def save(
-    folder: str | os.PathLike[str],
-    config: TransformerConfig,
-    params: Params,
-    hf_config: Mapping[str, Any],
-    tokenizer_files_from: str | os.PathLike[str] | None = None,
-) -> None:
-    """Write config.json and safetensors that transformers can load.
-
-    Readers find the old weights, the new weights, or (while several files are replaced) no weights.
-    With several processes, all must call this function, and process 0 writes.
-
-    Args:
-        folder: created if missing; its weights are replaced.
-        params: parameters in our layout, on any devices; gathered one tensor at a time.
-        hf_config: contents for config.json, from a source model or `config_json.hf_config`; the
-            dtype of the parameters replaces its dtype.
-        tokenizer_files_from: model folder whose tokenizer files are copied.
-    """
-    folder = Path(folder)
-    tensors = families.tensors(config)
-    headers = _headers(tensors, params)
-    if jax.process_index() != 0:
-        for header in headers.values():
-            for _ in _arrays(header, tensors, params):
-                pass  # every process must take part in the gathering
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        for file, header in headers.items():
-            unfinished = folder / (file + _UNFINISHED)
-            safetensors_file.write(unfinished, header, _arrays(header, tensors, params))
-        _publish(folder, headers)
-    finally:
-        for file in headers:
-            (folder / (file + _UNFINISHED)).unlink(missing_ok=True)
-    # Weights are written as they are in memory, not quantised.
-    dropped = ("torch_dtype", "quantization_config")
-    written = {k: v for k, v in hf_config.items() if k not in dropped}
-    written["dtype"] = str(np.dtype(params["embed"].dtype))
-    _write_json(folder / "config.json", written)
-    if tokenizer_files_from is not None:
-        source = folders.resolve(tokenizer_files_from)
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file() and (source / name) != folder / name:
-                shutil.copyfile(source / name, folder / name)
-
-
-def _copy(target: np.ndarray, source: np.ndarray) -> bool:
-    """Copy an array block by block, and return whether all of its values are finite."""
-    rows = max(1, _BLOCK_BYTES // max(1, target[:1].nbytes))
-    for start in range(0, len(target), rows):
-        block = source[start : start + rows]
-        if not _is_finite(block):
-            return False
-        target[start : start + rows] = block
-    return True
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    """Return whether no value is nan or infinite, according to the bits of the exponents."""
-    if values.dtype not in _EXPONENTS:
-        return bool(np.isfinite(values).all())
-    # numpy handles bfloat16 by a slow function per value; integers of this width are fast.
-    integer, exponent = _EXPONENTS[values.dtype]
-    return not ((values.view(integer) & exponent) == exponent).any()
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Return the names of the tensors in a folder.
-
-    Raises:
-        ValueError: no weights, or a damaged file.
-    """
-    return set(_entries(folder)[0])
-
-
-def _sources(
-    folder: Path,
-    tensors: Mapping[str, HFTensor],
-    family: str,
-    aliases: Callable[[str], tuple[str, ...]],
-    is_spare: Callable[[str], bool],
-) -> list[tuple[list[Entry], HFTensor]]:
-    """Return the file entries of each tensor of the architecture.
-
-    Raises:
-        ValueError: names every disagreement between the files and the architecture.
-    """
-    found, lost = _entries(folder)
-    missing, misshaped, unreadable, out = [], [], [], []
-    unexpected = {name for name in found if not is_spare(name)}
-    for whole_name, tensor in tensors.items():
-        parts = []
-        for name, shape in tensor.parts(whole_name).items():
-            names = (name, *aliases(name))
-            there = next((x for x in names if x in found), None)
-            if there is None:
-                if not any(x in lost for x in names):
-                    missing.append(name)
-                continue
-            unexpected.discard(there)
-            entry = found[there]
-            if entry.shape != shape:
-                misshaped.append(f"{there} (got {list(entry.shape)}, wanted {list(shape)})")
-            readable = ("U8",) if tensor.is_mxfp4 else safetensors_file.DTYPES
-            if entry.dtype not in readable:
-                unreadable.append(f"{there} ({entry.dtype})")
-            parts.append(entry)
-        out.append((parts, tensor))
-    problems = [
-        f"{kind}: {_listed(sorted(names))}"
-        for kind, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshaped", misshaped),
-            (f"of a dtype other than {', '.join(safetensors_file.DTYPES)}", unreadable),
-            ("named by the index but absent from their file", lost.values()),
-        )
-        if names
-    ]
-    if problems:
-        raise ValueError(
-            f"{folder}: the weights do not fit config.json ({family}): {'; '.join(problems)}. Use "
-            "the config.json that belongs to these weights, or download them again"
-        )
-    return out
-
-
-def check_tied(folder: Path, heads: Sequence[str], embedding: Sequence[str]) -> None:
-    """Check that an output matrix in the files equals the embedding to which config.json ties it.
-
-    Args:
-        heads: possible names of the output matrix.
-        embedding: possible names of the embedding.
-
-    Raises:
-        ValueError: they differ. transformers would use the output matrix.
-    """
-    found, _ = _entries(folder)
-    head = next((found[name] for name in heads if name in found), None)
-    table = next((found[name] for name in embedding if name in found), None)
-    if head is None or table is None:
-        return
-    ours, theirs = (
-        safetensors_file.view(safetensors_file.map_file(x.path), x) for x in (table, head)
-    )
-    if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
-        raise ValueError(
-            f"{folder}: config.json has tie_word_embeddings = true, but {heads[0]} in the files is "
-            "not the embedding. Set it to false to use this matrix, or remove it from the files"
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names as text, followed by the number of the others."""
-    more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
-
-
-def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return (tensors by name, {tensor that the index lists and its file lacks: that file})."""
     if not (folder / _INDEX).is_file():
         if (folder / _SINGLE).is_file():
-            return safetensors_file.entries(folder / _SINGLE), {}
+            return open_file(folder / _SINGLE)
         pickled = sorted(p.name for kind in ("*.bin", "*.pt*") for p in folder.glob(kind))
         if pickled:
             raise ValueError(
@@ -333,12 +91,43 @@ def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise ValueError(
             f"{folder}: {_INDEX} lists missing files: {', '.join(absent)}. Download them"
         )
-    in_file = {f: safetensors_file.entries(folder / f) for f in sorted(set(files.values()))}
+    in_file = {f: open_file(folder / f) for f in sorted(set(files.values()))}
+    if lost := [f"{name} ({f})" for name, f in files.items() if name not in in_file[f]]:
+        raise ValueError(
+            f"{folder}: {_INDEX} lists tensors that are absent from their file: {_listed(lost)}. "
+            "Download index and files again"
+        )
     # Tensors that the index omits are also found, and so reported or used.
-    found = {name: entry for tensors in in_file.values() for name, entry in tensors.items()}
-    found |= {name: in_file[f][name] for name, f in files.items() if name in in_file[f]}
-    lost = {name: f"{name} ({f})" for name, f in files.items() if name not in in_file[f]}
-    return {name: entry for name, entry in found.items() if name not in lost}, lost
+    found = {name: x for tensors in in_file.values() for name, x in tensors.items()}
+    return found | {name: in_file[f][name] for name, f in files.items()}
+
+
+def open_file(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a file by name, as views of the mapped file.
+
+    The library safetensors copies every tensor that it reads.
+
+    Raises:
+        ValueError: the file is truncated or is not in the format.
+    """
+    try:
+        with safe_open(path, framework="np"):
+            pass  # the library checks header and file size when it opens a file
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: not a complete safetensors file ({error}). Download it again"
+        ) from error
+    data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    start = 8 + int(data[:8].view("<u8")[0])
+    found = {}
+    for name, x in json.loads(data[8:start].tobytes()).items():
+        if name != "__metadata__":
+            first, end = x["data_offsets"]
+            array = data[start + first : start + end]
+            if x["dtype"] in ("U8", *DTYPES):
+                array = array.view(DTYPES.get(x["dtype"], np.uint8)).reshape(x["shape"])
+            found[name] = Stored(path, x["dtype"], array)
+    return found
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -355,73 +144,292 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
-def _headers(
-    tensors: Mapping[str, HFTensor], params: Params
-) -> dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """Return file name -> dtype and shape of each of its tensors, in the order of writing."""
-    files: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
-    file_bytes = 0
-    for name, tensor in tensors.items():
-        tree = params["layers"] if tensor.layer >= 0 else params
-        dtype = np.dtype(tree[tensor.leaves[0]].dtype)
-        parts = tensor.parts(name)
-        num_bytes = sum(map(math.prod, parts.values())) * dtype.itemsize
-        if files[-1] and file_bytes + num_bytes > _MAX_FILE_BYTES:
-            files.append({})
-            file_bytes = 0
-        files[-1] |= {part: (dtype, shape) for part, shape in parts.items()}
-        file_bytes += num_bytes
-    # Wide dtypes are first, so that every tensor is aligned.
-    files = [dict(sorted(f.items(), key=lambda x: -x[1][0].itemsize)) for f in files]
-    if len(files) == 1:
-        return {_SINGLE: files[0]}
-    return {f"model-{i:05}-of-{len(files):05}.safetensors": f for i, f in enumerate(files, 1)}
+def read(
+    stored: Mapping[str, Stored],
+    tensors: Mapping[str, HFTensor],
+    abstract: Params,
+    *,
+    shardings: Params | None = None,
+    family: str,
+    aliases: Callable[[str], tuple[str, ...]] = lambda name: (),
+    is_spare: Callable[[str], bool] = lambda name: False,
+) -> Params:
+    """Return the parameters in a folder, for any architecture.
+
+    Each process reads the parts that its own devices store. Besides the parameters, host memory has
+    these parts of one leaf (all layers of a matrix). If the files have a tensor for each expert, or
+    four-bit experts, it also has one matrix of a layer's experts.
+
+    Args:
+        stored: return value of `open_folder`.
+        tensors: required tensors, by name.
+        abstract: the tree to fill, with the leaves of layers under "layers"; its dtypes are storage
+            dtypes, to which the checkpoint is converted.
+        shardings: tree of shardings, one per leaf; None: default device.
+        family: name of the architecture in errors.
+        aliases: function that returns other names of a tensor.
+        is_spare: whether a tensor that is not in `tensors` may be present.
+
+    Raises:
+        ValueError: missing, unexpected or misshaped tensors (all named in one message), or values
+            that are not finite.
+    """
+    pieces: dict[tuple[bool, str], list[tuple[list[Stored], HFTensor]]] = {}
+    for parts, tensor in _sources(stored, tensors, family, aliases, is_spare):
+        for leaf in tensor.leaves:
+            pieces.setdefault((tensor.layer >= 0, leaf), []).append((parts, tensor))
+
+    def load(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return _load(name, spec, sharding, pieces[len(path) > 1, path[-1].key])
+
+    return jax.tree_util.tree_map_with_path(
+        load, abstract, *([] if shardings is None else [shardings])
+    )
 
 
-def _arrays(
-    names: Mapping[str, Any], tensors: Mapping[str, HFTensor], params: Params
-) -> Iterator[np.ndarray]:
-    """Yield the tensors of these names on the host, one at a time."""
-    # Parts of a tensor are adjacent.
-    whole = {part: name for name, tensor in tensors.items() for part in tensor.parts(name)}
-    for tensor in (tensors[name] for name in dict.fromkeys(whole[part] for part in names)):
-        arrays = []
-        for name in tensor.leaves:
-            leaf = params[name] if tensor.layer < 0 else params["layers"][name]
-            if tensor.layer >= 0:
-                is_host = isinstance(leaf, np.ndarray)
-                leaf = leaf[tensor.layer] if is_host else _layer(leaf, np.int32(tensor.layer))
-            arrays.append(_on_host(leaf))
-        yield from tensor.file_arrays(arrays)
+def _load(
+    name: str,
+    spec: jax.ShapeDtypeStruct,
+    sharding: Any,
+    pieces: Sequence[tuple[list[Stored], HFTensor]],
+) -> Array:
+    """Return a leaf, put together on the host.
+
+    Args:
+        name: path of the leaf in the tree.
+        spec: shape and dtype.
+        sharding: sharding of the leaf; None: the default device.
+        pieces: tensors with the layers of the leaf, or with the whole leaf.
+    """
+    whole = np.empty(spec.shape, spec.dtype)  # parts of no device of this process use no memory
+    regions = {"": (slice(None),) * len(spec.shape)}
+    if sharding is not None:
+        # Devices with equal parts share them.
+        indices = sharding.addressable_devices_indices_map(spec.shape).values()
+        regions = {str(index): index for index in indices}
+    for parts, tensor in pieces if regions else ():
+        arrays = tensor.leaf_arrays([x.array for x in parts])
+        array, row = arrays[tensor.leaves.index(name.rpartition("/")[2])], tensor.layer
+        for region in regions.values():
+            if row < 0:
+                is_finite = _copy(whole[region], array[region])
+            elif row in range(*region[0].indices(len(whole))):
+                is_finite = _copy(whole[row][region[1:]], array[region[1:]])
+            else:
+                continue
+            if not is_finite:
+                where = "" if row < 0 else f" of layer {row}"
+                raise ValueError(
+                    f"{parts[0].path}: {name}{where} has values that are not finite. Download the "
+                    "file again, or use an earlier checkpoint of these weights"
+                )
+    if sharding is None:
+        return jax.device_put(whole)
+    return jax.make_array_from_callback(spec.shape, sharding, whole.__getitem__)
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> bool:
+    """Copy an array block by block, and return whether all of its values are finite."""
+    rows = max(1, _BLOCK_BYTES // max(1, target[:1].nbytes))
+    for start in range(0, len(target), rows):
+        block = source[start : start + rows]
+        if not _is_finite(block):
+            return False
+        target[start : start + rows] = block
+    return True
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Return whether no value is nan or infinite."""
+    if values.dtype != jnp.bfloat16:
+        return bool(np.isfinite(values).all())
+    # numpy handles bfloat16 by a slow function per value; the bits of the exponents are fast.
+    exponent = np.uint16(0x7F80)
+    return not ((values.view(np.uint16) & exponent) == exponent).any()
+
+
+def _sources(
+    stored: Mapping[str, Stored],
+    tensors: Mapping[str, HFTensor],
+    family: str,
+    aliases: Callable[[str], tuple[str, ...]],
+    is_spare: Callable[[str], bool],
+) -> list[tuple[list[Stored], HFTensor]]:
+    """Return the stored parts of each tensor of the architecture.
+
+    Raises:
+        ValueError: names every disagreement between the files and the architecture.
+    """
+    missing, misshaped, unreadable, out = [], [], [], []
+    unexpected = {name for name in stored if not is_spare(name)}
+    for whole_name, tensor in tensors.items():
+        parts = []
+        for name, shape in tensor.parts(whole_name).items():
+            there = next((x for x in (name, *aliases(name)) if x in stored), None)
+            if there is None:
+                missing.append(name)
+                continue
+            unexpected.discard(there)
+            found = stored[there]
+            if found.code not in (("U8",) if tensor.is_mxfp4 else DTYPES):
+                unreadable.append(f"{there} ({found.code})")
+            elif found.array.shape != shape:
+                got = list(found.array.shape)
+                misshaped.append(f"{there} (got {got}, wanted {list(shape)})")
+            parts.append(found)
+        out.append((parts, tensor))
+    problems = [
+        f"{kind}: {_listed(sorted(names))}"
+        for kind, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("misshaped", misshaped),
+            (f"of a dtype other than {', '.join(DTYPES)}", unreadable),
+        )
+        if names
+    ]
+    if problems:
+        folder = next(iter(stored.values())).path.parent
+        raise ValueError(
+            f"{folder}: the weights do not fit config.json ({family}): {'; '.join(problems)}. Use "
+            "the config.json that belongs to these weights, or download them again"
+        )
+    return out
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names as text, followed by the number of the others."""
+    more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def check_tied(
+    stored: Mapping[str, Stored], heads: Sequence[str], embedding: Sequence[str]
+) -> None:
+    """Check that an output matrix in the files equals the embedding to which config.json ties it.
+
+    Args:
+        stored: return value of `open_folder`.
+        heads: possible names of the output matrix.
+        embedding: possible names of the embedding.
+
+    Raises:
+        ValueError: they differ. transformers would use the output matrix.
+    """
+    head = next((stored[name] for name in heads if name in stored), None)
+    table = next((stored[name] for name in embedding if name in stored), None)
+    if head is not None and table is not None and not np.array_equal(head.array, table.array):
+        raise ValueError(
+            f"{head.path.parent}: config.json has tie_word_embeddings = true, but {heads[0]} in "
+            "the files is not the embedding. Set it to false to use this matrix, or remove it "
+            "from the files"
+        )
+
+
+def save(
+    folder: str | os.PathLike[str],
+    config: TransformerConfig,
+    params: Params,
+    hf_config: Mapping[str, Any],
+    tokenizer_files_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """Write config.json and safetensors that transformers can load.
+
+    Readers find the old weights, the new weights, or (while several files are replaced) no weights.
+    With several processes, all must call this function, and process 0 writes. The host holds the
+    tensors of one file, at most 5 GB, or one tensor if it is larger.
+
+    Args:
+        folder: created if missing; its weights are replaced.
+        params: parameters in our layout, on any devices; gathered one tensor at a time.
+        hf_config: contents for config.json, from a source model or `config_json.hf_config`; the
+            dtype of the parameters replaces its dtype.
+        tokenizer_files_from: model folder whose tokenizer files are copied.
+    """
+    folder, is_writer = Path(folder), jax.process_index() == 0
+    if is_writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    files: list[dict[str, int]] = []  # size in bytes of each tensor of each file
+    batch: dict[str, np.ndarray] = {}
+
+    def write() -> None:
+        files.append({name: x.nbytes for name, x in batch.items()})
+        write_file(folder / f"{len(files)}{_UNFINISHED}", batch)
+        batch.clear()
+
+    try:
+        for name, tensor in families.tensors(config).items():
+            # Every process must take part in the gathering.
+            arrays = tensor.file_arrays([_on_host(params, x, tensor.layer) for x in tensor.leaves])
+            if not is_writer:
+                continue
+            num_bytes = sum(x.nbytes for x in (*batch.values(), *arrays))
+            if batch and num_bytes > _MAX_FILE_BYTES:
+                write()
+            batch |= zip(tensor.parts(name), arrays, strict=True)
+        if not is_writer:
+            return
+        write()
+        _publish(folder, files)
+    finally:
+        for i in range(1, len(files) + 1):
+            (folder / f"{i}{_UNFINISHED}").unlink(missing_ok=True)
+    # Weights are written as they are in memory, not quantised.
+    dropped = ("torch_dtype", "quantization_config")
+    written = {k: v for k, v in hf_config.items() if k not in dropped}
+    written["dtype"] = str(np.dtype(params["embed"].dtype))
+    _write_json(folder / "config.json", written)
+    if tokenizer_files_from is not None:
+        source = folders.resolve(tokenizer_files_from)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file() and (source / name) != folder / name:
+                shutil.copyfile(source / name, folder / name)
+
+
+def write_file(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write tensors to a file, which is readable as other files of the user are."""
+    path.touch()
+    mode = path.stat().st_mode
+    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    save_file(arrays, path, metadata={"format": "pt"})
+    path.chmod(mode)  # the library makes a new file that only its owner may read
+
+
+def _on_host(params: Params, name: str, layer: int) -> np.ndarray:
+    """Return a leaf, or its row of a layer, gathered from all devices."""
+    leaf = params[name] if layer < 0 else params["layers"][name]
+    if layer >= 0:
+        is_host = isinstance(leaf, np.ndarray)
+        leaf = leaf[layer] if is_host else _row(leaf, np.int32(layer))
+    if isinstance(leaf, Array) and not leaf.is_fully_addressable:
+        return multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
 
 
 @jax.jit
-def _layer(leaf: Array, layer: Int32[Array, ""]) -> Array:
-    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+def _row(leaf: Array, row: Int32[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
 
 
-def _on_host(x: Array | np.ndarray) -> np.ndarray:
-    if isinstance(x, Array) and not x.is_fully_addressable:
-        return multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x)
-
-
-def _publish(folder: Path, headers: Mapping[str, Mapping[str, Any]]) -> None:
+def _publish(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
     """Rename complete files to their final names and remove those of an earlier save."""
-    index = folder / _INDEX
+    index, num = folder / _INDEX, len(files)
+    names = [f"model-{i:05}-of-{num:05}.safetensors" for i in range(1, num + 1)]
+    names = names if num > 1 else [_SINGLE]
     old = set(_read_index(index).values()) if index.is_file() else set()
     # Without an index, several files are no model, so readers never mix old and new files.
     index.unlink(missing_ok=True)
-    if len(headers) > 1:
+    if num > 1:
         (folder / _SINGLE).unlink(missing_ok=True)
-    for file in headers:
-        os.replace(folder / (file + _UNFINISHED), folder / file)
-    for file in old - headers.keys():
-        (folder / file).unlink(missing_ok=True)
-    if len(headers) > 1:
-        weight_map = {name: file for file, header in headers.items() for name in header}
-        sizes = [d.itemsize * math.prod(s) for h in headers.values() for d, s in h.values()]
-        _write_json(index, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+    for i, name in enumerate(names, 1):
+        os.replace(folder / f"{i}{_UNFINISHED}", folder / name)
+    for name in old.difference(names):
+        (folder / name).unlink(missing_ok=True)
+    if num > 1:
+        weight_map = {x: name for name, file in zip(names, files, strict=True) for x in file}
+        total = sum(sum(file.values()) for file in files)
+        _write_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_json(path: Path, contents: Any) -> None:

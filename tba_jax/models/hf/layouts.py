@@ -1,251 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and layouts of the tensors of Hugging Face checkpoints, with one function per layout.
+"""Names and layouts of the tensors of Hugging Face checkpoints, below the prefix of the family.
 
-A function returns the tensors of one layer, or of the parts outside the layers, by their names
-below the family's prefix. Invariant: every element of every leaf of `transformer.init_params`
-belongs to exactly one tensor.
+A table may name tensors that only some models of a family have. Axes: d hidden size, h heads
+(query or key/value heads), e size of a head, f width of the MLP, E experts, t taps.
+Invariant: every element of every leaf of `transformer.init_params` belongs to exactly one tensor.
 """
 
-import dataclasses
-import math
-from collections.abc import Callable
+from tba_jax.models.hf.tensors import Rule, Table
 
-from tba_jax.models.hf.tensors import (
-    HFTensor,
-    conv1d,
-    each_expert,
-    linear,
-    linear_parts,
-    plain,
-    split_vector,
-)
-from tba_jax.models.transformer import TransformerConfig
 
-_QKV = ("q", "k", "v")
-_QKV_BIAS = ("q_bias", "k_bias", "v_bias")
+def _layer(rules: Table, prefix: str = "") -> Table:
+    """Return the rules with the names of layers."""
+    return {f"layers.#.{prefix}{name}": rule for name, rule in rules.items()}
 
-# Norms of the residual stream: `norms` of the architecture -> names in the files and in params.
-_NORMS = {
-    "pre": {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
-    "post": {
-        "post_attention_layernorm": "attn_out_norm",
-        "post_feedforward_layernorm": "mlp_out_norm",
-    },
-    "both": {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "attn_out_norm",
-        "pre_feedforward_layernorm": "mlp_norm",
-        "post_feedforward_layernorm": "mlp_out_norm",
+
+def _linear(name: str, leaf: str, pattern: str, bias: str = "") -> Table:
+    """Return the rules of a matrix and its bias; the axes of both are in `pattern` and `bias`."""
+    return {f"{name}.weight": Rule(leaf, pattern), f"{name}.bias": Rule(f"{leaf}_bias", bias)}
+
+
+def _llama(*mlps: Table, norms: dict[str, str], whole_norm: bool = False) -> Table:
+    heads = ("(h e) d -> d h e", "(h e) -> h e")
+    of_heads = heads[1] if whole_norm else ""
+    attention = {
+        **_linear("q_proj", "q", *heads),
+        **_linear("k_proj", "k", *heads),
+        **_linear("v_proj", "v", *heads),
+        **_linear("o_proj", "o", "d (h e) -> h e d"),
+        "q_norm.weight": Rule("q_norm", of_heads),
+        "k_norm.weight": Rule("k_norm", of_heads),
+        "sinks": Rule("sinks"),
+    }
+    rules = {
+        "embed_tokens.weight": Rule("embed"),
+        "norm.weight": Rule("final_norm"),
+        **_layer({f"{name}.weight": Rule(leaf) for name, leaf in norms.items()}),
+        **_layer(attention, "self_attn."),
+    }
+    for mlp in mlps:
+        rules |= _layer(mlp, "mlp.")
+    return rules
+
+
+def _mlp(prefix: str = "") -> Table:
+    return {
+        **_linear(f"{prefix}gate_proj", "gate", "f d -> d f"),
+        **_linear(f"{prefix}up_proj", "up", "f d -> d f"),
+        **_linear(f"{prefix}down_proj", "down", "d f -> f d"),
+    }
+
+
+_PRE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+_POST = {
+    "post_attention_layernorm": "attn_out_norm",
+    "post_feedforward_layernorm": "mlp_out_norm",
+}
+_BOTH = {**_POST, "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "mlp_norm"}
+
+_SEPARATE_EXPERTS = {
+    "gate.weight": Rule("router", "E d -> d E"),
+    "experts.*.gate_proj.weight": Rule("expert_gate", "f d -> d f"),
+    "experts.*.up_proj.weight": Rule("expert_up", "f d -> d f"),
+    "experts.*.down_proj.weight": Rule("expert_down", "d f -> f d"),
+}
+# The layout of transformers 5 in memory, with all experts in one tensor.
+_FUSED_EXPERTS = {
+    "gate.weight": Rule("router", "E d -> d E"),
+    "experts.gate_up_proj": Rule("expert_gate expert_up", "E (n f) d -> n E d f"),
+    "experts.down_proj": Rule("expert_down", "E d f -> E f d"),
+}
+# A dense MLP that every token passes in addition to its experts.
+_SHARED_EXPERT = {
+    **_mlp("shared_expert."),
+    "shared_expert_gate.weight": Rule("shared_router", "1 d -> d"),
+}
+# Gate and up of gpt-oss are interleaved.
+_GPT_OSS_EXPERTS = {
+    "router.weight": Rule("router", "E d -> d E"),
+    "router.bias": Rule("router_bias"),
+    "experts.gate_up_proj": Rule("expert_gate expert_up", "E d (f n) -> n E d f"),
+    "experts.gate_up_proj_bias": Rule("expert_gate_bias expert_up_bias", "E (f n) -> n E f"),
+    "experts.down_proj": Rule("expert_down"),
+    "experts.down_proj_bias": Rule("expert_down_bias"),
+}
+# Four-bit files store outputs before inputs.
+_MXFP4_EXPERTS = {
+    **_GPT_OSS_EXPERTS,
+    "experts.gate_up_proj": Rule("expert_gate expert_up", "E (f n) d -> n E d f", is_mxfp4=True),
+    "experts.down_proj": Rule("expert_down", "E d f -> E f d", is_mxfp4=True),
+}
+_GATED_ATTENTION = {
+    "layers.#.self_attn.q_proj.weight": Rule("q q_gate", "(h n e) d -> n d h e"),
+}
+_DELTA = {
+    "in_proj_qkv.weight": Rule("delta_q delta_k delta_v", "(h e) d -> d h e"),
+    "conv1d.weight": Rule("delta_taps_q delta_taps_k delta_taps_v", "(h e) 1 t -> h e t"),
+    "in_proj_z.weight": Rule("delta_gate", "(h e) d -> d h e"),
+    "in_proj_b.weight": Rule("delta_rate", "h d -> d h"),
+    "in_proj_a.weight": Rule("delta_decay", "h d -> d h"),
+    "dt_bias": Rule("delta_decay_bias"),
+    "A_log": Rule("delta_log_decay"),
+    "norm.weight": Rule("delta_norm"),
+    "out_proj.weight": Rule("delta_o", "d (h e) -> h e d"),
+}
+_QWEN3_5 = {**_GATED_ATTENTION, **_layer(_DELTA, "linear_attn.")}
+
+LLAMA = _llama(_mlp(), norms=_PRE)
+GEMMA = _llama(_mlp(), norms=_BOTH)
+OLMO3 = _llama(_mlp(), norms=_POST, whole_norm=True)
+QWEN3_MOE = _llama(_SEPARATE_EXPERTS, norms=_PRE)
+QWEN3_MOE_FUSED = _llama(_FUSED_EXPERTS, norms=_PRE)
+GPT_OSS = _llama(_GPT_OSS_EXPERTS, norms=_PRE)
+GPT_OSS_MXFP4 = _llama(_MXFP4_EXPERTS, norms=_PRE)
+QWEN3_5 = {**LLAMA, **_QWEN3_5}
+QWEN3_5_MOE = {**_llama(_SEPARATE_EXPERTS, _SHARED_EXPERT, norms=_PRE), **_QWEN3_5}
+QWEN3_5_MOE_FUSED = {**_llama(_FUSED_EXPERTS, _SHARED_EXPERT, norms=_PRE), **_QWEN3_5}
+
+GPT_NEOX = {
+    "embed_in.weight": Rule("embed"),
+    **_linear("final_layer_norm", "final_norm", ""),
+    **_linear("layers.#.input_layernorm", "attn_norm", ""),
+    **_linear("layers.#.post_attention_layernorm", "mlp_norm", ""),
+    # Query, key and value are adjacent within each head.
+    "layers.#.attention.query_key_value.weight": Rule("q k v", "(h n e) d -> n d h e"),
+    "layers.#.attention.query_key_value.bias": Rule("q_bias k_bias v_bias", "(h n e) -> n h e"),
+    **_linear("layers.#.attention.dense", "o", "d (h e) -> h e d"),
+    **_linear("layers.#.mlp.dense_h_to_4h", "up", "f d -> d f"),
+    **_linear("layers.#.mlp.dense_4h_to_h", "down", "d f -> f d"),
+}
+# The matrices of GPT-2 are [in, out].
+GPT2 = {
+    "wte.weight": Rule("embed"),
+    "wpe.weight": Rule("position_embed"),
+    **_linear("ln_f", "final_norm", ""),
+    **_linear("h.#.ln_1", "attn_norm", ""),
+    **_linear("h.#.ln_2", "mlp_norm", ""),
+    # All queries, then all keys, then all values.
+    "h.#.attn.c_attn.weight": Rule("q k v", "d (n h e) -> n d h e"),
+    "h.#.attn.c_attn.bias": Rule("q_bias k_bias v_bias", "(n h e) -> n h e"),
+    **_linear("h.#.attn.c_proj", "o", "(h e) d -> h e d"),
+    **_linear("h.#.mlp.c_fc", "up", ""),
+    **_linear("h.#.mlp.c_proj", "down", ""),
+}
+
+ENCODER = {
+    "embeddings.word_embeddings.weight": Rule("embed"),
+    "embeddings.position_embeddings.weight": Rule("positions"),
+    "embeddings.token_type_embeddings.weight": Rule("token_types"),
+    **_linear("embeddings.LayerNorm", "embed_norm", ""),
+    **{
+        f"encoder.layer.#.{name}": rule
+        for name, rule in {
+            **_linear("attention.self.query", "q", "(h e) d -> d h e", "(h e) -> h e"),
+            **_linear("attention.self.key", "k", "(h e) d -> d h e", "(h e) -> h e"),
+            **_linear("attention.self.value", "v", "(h e) d -> d h e", "(h e) -> h e"),
+            **_linear("attention.output.dense", "o", "d (h e) -> h e d"),
+            **_linear("attention.output.LayerNorm", "attn_norm", ""),
+            **_linear("intermediate.dense", "up", "f d -> d f"),
+            **_linear("output.dense", "down", "d f -> f d"),
+            **_linear("output.LayerNorm", "mlp_norm", ""),
+        }.items()
     },
 }
-FeedForward = Callable[[TransformerConfig, int], dict[str, HFTensor]]
-
-
-def _dense(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    d, f = config.hidden_size, config.mlp_size
-    out = {
-        "mlp.gate_proj.weight": linear("gate", i, (d,), (f,)),
-        "mlp.up_proj.weight": linear("up", i, (d,), (f,)),
-        "mlp.down_proj.weight": linear("down", i, (f,), (d,)),
-    }
-    if config.mlp_bias:
-        out["mlp.gate_proj.bias"] = plain("gate_bias", i, (f,))
-        out["mlp.up_proj.bias"] = plain("up_bias", i, (f,))
-        out["mlp.down_proj.bias"] = plain("down_bias", i, (d,))
-    return out
-
-
-def separate_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    d, f, num = config.hidden_size, config.mlp_size, config.num_experts
-    return {
-        "mlp.gate.weight": linear("router", i, (d,), (num,)),
-        "mlp.experts.*.gate_proj.weight": each_expert(num, linear("expert_gate", i, (d,), (f,))),
-        "mlp.experts.*.up_proj.weight": each_expert(num, linear("expert_up", i, (d,), (f,))),
-        "mlp.experts.*.down_proj.weight": each_expert(num, linear("expert_down", i, (f,), (d,))),
-    }
-
-
-def fused_experts(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    """Return the layout of transformers 5 in memory, with all experts in one tensor."""
-    d, f, num = config.hidden_size, config.mlp_size, config.num_experts
-    return {
-        "mlp.gate.weight": linear("router", i, (d,), (num,)),
-        "mlp.experts.gate_up_proj": HFTensor(
-            (num, 2 * f, d), i, ("expert_gate", "expert_up"), (num, 2, f, d), (1, 0, 3, 2)
-        ),
-        "mlp.experts.down_proj": HFTensor(
-            (num, d, f), i, ("expert_down",), (1, num, d, f), (0, 1, 3, 2)
-        ),
-    }
-
-
-def shared_expert(
-    config: TransformerConfig, i: int, experts: FeedForward = separate_experts
-) -> dict[str, HFTensor]:
-    """Return the tensors of routed experts and of the shared expert, which every token passes."""
-    d, shared = config.hidden_size, dataclasses.replace(config, mlp_size=config.shared_size)
-    out = experts(config, i)
-    for name, tensor in _dense(shared, i).items():
-        out[name.replace("mlp.", "mlp.shared_expert.")] = tensor
-    out["mlp.shared_expert_gate.weight"] = HFTensor((1, d), i, ("shared_router",), (1, d), (0, 1))
-    return out
-
-
-def gpt_oss_experts(
-    config: TransformerConfig, i: int, *, is_mxfp4: bool = False
-) -> dict[str, HFTensor]:
-    """Return the tensors of experts with interleaved gate and up.
-
-    Four-bit files store outputs before inputs.
-    """
-    d, f, num = config.hidden_size, config.mlp_size, config.num_experts
-    gate_up, down = ("expert_gate", "expert_up"), ("expert_down",)
-    if is_mxfp4:
-        matrices = (
-            HFTensor((num, 2 * f, d), i, gate_up, (num, f, 2, d), (2, 0, 3, 1), is_mxfp4=True),
-            HFTensor((num, d, f), i, down, (1, num, d, f), (0, 1, 3, 2), is_mxfp4=True),
-        )
-    else:
-        matrices = (
-            HFTensor((num, d, 2 * f), i, gate_up, (num, d, f, 2), (3, 0, 1, 2)),
-            plain("expert_down", i, (num, f, d)),
-        )
-    biases = ("expert_gate_bias", "expert_up_bias")
-    return {
-        "mlp.router.weight": linear("router", i, (d,), (num,)),
-        "mlp.router.bias": plain("router_bias", i, (num,)),
-        "mlp.experts.gate_up_proj": matrices[0],
-        "mlp.experts.gate_up_proj_bias": HFTensor((num, 2 * f), i, biases, (num, f, 2), (2, 0, 1)),
-        "mlp.experts.down_proj": matrices[1],
-        "mlp.experts.down_proj_bias": plain("expert_down_bias", i, (num, d)),
-    }
-
-
-def llama(
-    config: TransformerConfig, layer: int | None, feed_forward: FeedForward = _dense
-) -> dict[str, HFTensor]:
-    """Return the tensors of a Llama-like layer by name; layer None: those outside the layers."""
-    d = config.hidden_size
-    if layer is None:
-        return {
-            "embed_tokens.weight": plain("embed", -1, (config.vocab_size, d)),
-            "norm.weight": plain("final_norm", -1, (d,)),
-        }
-    e, i = config.head_dim, layer
-    q, kv = (config.num_heads, e), (config.num_kv_heads, e)
-    norms = _NORMS[config.norms].items()
-    out = {f"{theirs}.weight": plain(ours, i, (d,)) for theirs, ours in norms}
-    if config.layer_kinds[i] == "delta":
-        return out | _delta(config, i) | feed_forward(config, i)
-    out |= {
-        "self_attn.q_proj.weight": linear_parts({"q": q, "q_gate": q}, i, d, groups=q[0])
-        if config.attention_gate
-        else linear("q", i, (d,), q),
-        "self_attn.k_proj.weight": linear("k", i, (d,), kv),
-        "self_attn.v_proj.weight": linear("v", i, (d,), kv),
-        "self_attn.o_proj.weight": linear("o", i, q, (d,)),
-    }
-    out |= feed_forward(config, i)
-    if config.qkv_bias:
-        out["self_attn.q_proj.bias"] = split_vector("q_bias", i, q)
-        out["self_attn.k_proj.bias"] = split_vector("k_bias", i, kv)
-        out["self_attn.v_proj.bias"] = split_vector("v_bias", i, kv)
-    if config.o_bias:
-        out["self_attn.o_proj.bias"] = plain("o_bias", i, (d,))
-    if config.qk_norm:
-        q, kv = (q, kv) if config.qk_norm_is_whole else ((e,), (e,))
-        out["self_attn.q_norm.weight"] = split_vector("q_norm", i, q)
-        out["self_attn.k_norm.weight"] = split_vector("k_norm", i, kv)
-    if config.sinks:
-        out["self_attn.sinks"] = plain("sinks", i, (config.num_heads,))
-    return out
-
-
-def _delta(config: TransformerConfig, i: int) -> dict[str, HFTensor]:
-    d, taps = config.hidden_size, config.delta_taps
-    keys = (config.delta_key_heads, config.delta_key_dim)
-    values = (config.delta_value_heads, config.delta_value_dim)
-    sizes = {"q": keys, "k": keys, "v": values}
-    widths = tuple(math.prod(size) for size in sizes.values())
-    convolution = HFTensor(
-        (sum(widths), 1, taps),
-        i,
-        tuple(f"delta_taps_{name}" for name in sizes),
-        (1, sum(widths), taps),
-        (0, 1, 2),
-        widths=widths,
-        shapes=tuple((*size, taps) for size in sizes.values()),
-    )
-    tensors = {
-        "in_proj_qkv.weight": linear_parts({f"delta_{x}": y for x, y in sizes.items()}, i, d),
-        "conv1d.weight": convolution,
-        "in_proj_z.weight": linear("delta_gate", i, (d,), values),
-        "in_proj_b.weight": linear("delta_rate", i, (d,), values[:1]),
-        "in_proj_a.weight": linear("delta_decay", i, (d,), values[:1]),
-        "dt_bias": plain("delta_decay_bias", i, values[:1]),
-        "A_log": plain("delta_log_decay", i, values[:1]),
-        "norm.weight": plain("delta_norm", i, values[1:]),
-        "out_proj.weight": linear("delta_o", i, values, (d,)),
-    }
-    return {f"linear_attn.{name}": tensor for name, tensor in tensors.items()}
-
-
-def gpt_neox(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
-    """Return the tensors of a GPT-NeoX layer by name; layer None: those outside the layers."""
-    d, f = config.hidden_size, config.mlp_size
-    if layer is None:
-        return {
-            "embed_in.weight": plain("embed", -1, (config.vocab_size, d)),
-            "final_layer_norm.weight": plain("final_norm", -1, (d,)),
-            "final_layer_norm.bias": plain("final_norm_bias", -1, (d,)),
-        }
-    h, e, i = config.num_heads, config.head_dim, layer
-    out = {
-        "input_layernorm.weight": plain("attn_norm", i, (d,)),
-        "input_layernorm.bias": plain("attn_norm_bias", i, (d,)),
-        # Query, key and value are adjacent within each head.
-        "attention.query_key_value.weight": HFTensor(
-            (3 * h * e, d), i, _QKV, (h, 3, e, d), (1, 3, 0, 2)
-        ),
-        "attention.dense.weight": linear("o", i, (h, e), (d,)),
-        "post_attention_layernorm.weight": plain("mlp_norm", i, (d,)),
-        "post_attention_layernorm.bias": plain("mlp_norm_bias", i, (d,)),
-        "mlp.dense_h_to_4h.weight": linear("up", i, (d,), (f,)),
-        "mlp.dense_h_to_4h.bias": plain("up_bias", i, (f,)),
-        "mlp.dense_4h_to_h.weight": linear("down", i, (f,), (d,)),
-        "mlp.dense_4h_to_h.bias": plain("down_bias", i, (d,)),
-    }
-    if config.qkv_bias:
-        out["attention.query_key_value.bias"] = HFTensor(
-            (3 * h * e,), i, _QKV_BIAS, (h, 3, e), (1, 0, 2)
-        )
-        out["attention.dense.bias"] = plain("o_bias", i, (d,))
-    return out
-
-
-def gpt2(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
-    """Return the tensors of a GPT-2 layer by name; layer None: those outside the layers."""
-    d, f = config.hidden_size, config.mlp_size
-    if layer is None:
-        return {
-            "wte.weight": plain("embed", -1, (config.vocab_size, d)),
-            "wpe.weight": plain("position_embed", -1, (config.max_positions, d)),
-            "ln_f.weight": plain("final_norm", -1, (d,)),
-            "ln_f.bias": plain("final_norm_bias", -1, (d,)),
-        }
-    h, e, i = config.num_heads, config.head_dim, layer
-    return {
-        "ln_1.weight": plain("attn_norm", i, (d,)),
-        "ln_1.bias": plain("attn_norm_bias", i, (d,)),
-        # All queries, then all keys, then all values.
-        "attn.c_attn.weight": HFTensor((d, 3 * h * e), i, _QKV, (d, 3, h, e), (1, 0, 2, 3)),
-        "attn.c_attn.bias": HFTensor((3 * h * e,), i, _QKV_BIAS, (3, h, e), (0, 1, 2)),
-        "attn.c_proj.weight": conv1d("o", i, (h, e), (d,)),
-        "attn.c_proj.bias": plain("o_bias", i, (d,)),
-        "ln_2.weight": plain("mlp_norm", i, (d,)),
-        "ln_2.bias": plain("mlp_norm_bias", i, (d,)),
-        "mlp.c_fc.weight": conv1d("up", i, (d,), (f,)),
-        "mlp.c_fc.bias": plain("up_bias", i, (f,)),
-        "mlp.c_proj.weight": conv1d("down", i, (f,), (d,)),
-        "mlp.c_proj.bias": plain("down_bias", i, (d,)),
-    }
+"""RoBERTa and BERT."""
+ENCODER_HEAD = {
+    **_linear("classifier.dense", "head", "o d -> d o"),
+    **_linear("classifier.out_proj", "logits", "o d -> d o"),
+}
+"""Classifier behind an encoder; its names have no prefix."""
