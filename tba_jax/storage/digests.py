@@ -8,7 +8,7 @@ Invariant: `damage` names every listed file whose content changed (tests/storage
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
@@ -19,7 +19,7 @@ NAME = "digests.json"
 _PIECE = 2**20  # bytes read at a time
 _READERS = 4  # files read at a time
 # Orbax writes these after the files are complete. They hold a time, and are not restored.
-_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA", NAME})
+_LATER = ("commit_success.txt", "_CHECKPOINT_METADATA", NAME)
 
 
 def write(folder: epath.Path, run_id: str = "") -> None:
@@ -52,15 +52,13 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
     """
     try:
         listed = json.loads((folder / NAME).read_text())
-        files: dict[str, Any] = listed["files"]
-        own = _own(listed)
+        files, own = listed["files"], _own(listed)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         return [f"{NAME}, which lists its files, is missing or unreadable ({type(error).__name__})"]
     if own != listed.get("crc32c"):
         return [f"{NAME} has the digest {own}, not {listed.get('crc32c')}"]
-    names = [name for name in files if name.startswith(below)]
     # By descending size, the shares have similar total sizes.
-    names.sort(key=lambda name: (-files[name][0], name))
+    names = sorted((x for x in files if x.startswith(below)), key=lambda x: (-files[x][0], x))
 
     def compare(name: str) -> str:
         size, digest = files[name]
@@ -73,10 +71,10 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
         return "" if now == digest else f"{name} has the digest {now}, not {digest}"
 
     with futures.ThreadPoolExecutor(_READERS, "digest") as readers:
-        return [found for found in readers.map(compare, names[share[0] :: share[1]]) if found]
+        return list(filter(None, readers.map(compare, names[share[0] :: share[1]])))
 
 
-def _own(listed: dict[str, Any]) -> str:
+def _own(listed: Mapping[str, Any]) -> str:
     """Return the digest of the content of digests.json."""
     content = {"run": listed["run"], "files": listed["files"]}
     return f"{google_crc32c.value(json.dumps(content, sort_keys=True).encode()):08x}"

@@ -2,17 +2,15 @@
 """Numbered folders that Orbax writes: checkpoints and published weights.
 
 A folder is complete or invisible, and has the digests of its files and the ID of its run.
-Invariants: only folders of this run are deleted. The directories of a save exist before `write`
-returns: with directories that Orbax 0.12 creates in the background, a save waits for a signal that
-has the number of the newest save of the process, and two saves that begin at the same time fail
-after five minutes (tests/storage/test_saved_steps.py).
+Invariant: only folders of this run are deleted (tests/storage/test_saved_steps.py).
 """
 
+import contextlib
 import os
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,10 +41,7 @@ READ_ERRORS = (
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager without its check for preemption, which needs JAX's preemption service.
-
-    `devices.cluster` turns that service off: the step plan stops all processes together.
-    """
+    """Orbax's manager without JAX's preemption service, which `devices.cluster` turns off."""
 
     def reached_preemption(self, step: int) -> bool:
         """Return False."""
@@ -54,27 +49,16 @@ class _Manager(ocp.CheckpointManager):
         return False
 
 
-class _KeepNewest(PreservationPolicy):
-    """Orbax policy: keep the newest folders, the wanted ones, and all that the run did not write.
+class _Preserved(PreservationPolicy):
+    """Folders that Orbax keeps: `is_kept` takes a step and the newest steps."""
 
-    Args:
-        wanted: returns further steps to keep.
-    """
-
-    def __init__(
-        self, folder: epath.Path, run_id: str, wanted: Callable[[], Collection[int]]
-    ) -> None:
-        self._folder, self._run_id, self._wanted = folder, run_id, wanted
+    def __init__(self, is_kept: Callable[[int, Sequence[int]], bool]) -> None:
+        self._is_kept = is_kept
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         del context
-        steps, wanted = [each.step for each in checkpoints], self._wanted()
-        return [
-            step in steps[-NUM_KEPT:]
-            or step in wanted
-            or digests.run_of(self._folder / str(step)) != self._run_id
-            for step in steps
-        ]
+        steps = [each.step for each in checkpoints]
+        return [self._is_kept(step, steps[-NUM_KEPT:]) for step in steps]
 
 
 class SavedSteps:
@@ -109,16 +93,25 @@ class SavedSteps:
         wanted: Callable[[], Collection[int]] = tuple,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self.run_id = absolute(folder), run_id
+        folder = epath.Path(folder)  # Orbax needs an absolute path
+        self.folder = folder if is_address(folder) else epath.Path(os.path.abspath(folder))
+        self.run_id = run_id
         self._item, self._error, self._timeout_s = item, error, timeout_s
         self._before_commit = before_commit
         self._write_files: Callable[[epath.Path], Any] = lambda folder: None
         self._saving: int | None = None
-        self._since = time.monotonic()  # start of the current save
         members = (jax.process_index(),) if members is None else members
         if not read_only and jax.process_index() == members[0]:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            for path in _children(self.folder):  # remove what interrupted saves left
+                name, is_unfinished, _ = path.name.partition(_UNFINISHED)
+                if is_unfinished and name.isdigit():
+                    path.rmtree()
+
+        def is_kept(step: int, newest: Sequence[int]) -> bool:
+            is_own = digests.run_of(self.path(step)) == run_id
+            return step in newest or step in wanted() or not is_own
+
         processes = ocp.options.MultiprocessingOptions(
             primary_host=members[0],
             active_processes=None if jax.process_count() == 1 else set(members),
@@ -128,25 +121,20 @@ class SavedSteps:
             self.folder,
             item_handlers={item: ocp.StandardCheckpointHandler(multiprocessing_options=processes)},
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=_KeepNewest(self.folder, run_id, wanted),
+                preservation_policy=_Preserved(is_kept),
                 save_interval_steps=0 if read_only else 1,
                 create=False,
                 read_only=read_only,
                 async_options=ocp.options.AsyncOptions(
                     timeout_secs=timeout_s,
                     post_finalization_callback=self._finish_files,
+                    # Orbax 0.12 lets a background save wait for the number of the newest save of
+                    # the process: of two saves that begin at the same time, one would wait forever.
                     create_directories_asynchronously=False,
                 ),
                 multiprocessing_options=processes,
             ),
         )
-
-    def _sweep(self) -> None:
-        """Remove unfinished folders of interrupted saves."""
-        for folder in list(self.folder.iterdir()) if self.folder.is_dir() else ():
-            final, is_unfinished, _ = folder.name.partition(_UNFINISHED)
-            if is_unfinished and final.isdigit() and not os.path.islink(folder):
-                folder.rmtree()
 
     def _finish_files(self) -> None:
         """Write small files and digests; Orbax calls this in the first process before the commit.
@@ -163,12 +151,6 @@ class SavedSteps:
     def path(self, step: int) -> epath.Path:
         """Return the folder of a step."""
         return self.folder / str(step)
-
-    def steps(self) -> list[int]:
-        """Return the steps of the complete folders, ascending."""
-        # Orbax lists the step of a save as soon as the save begins.
-        current = self._saving if self._manager.is_saving_in_progress() else None
-        return [step for step in sorted(self._manager.all_steps()) if step != current]
 
     def newest(self) -> int | None:
         """Return the newest step; None if there is none."""
@@ -196,13 +178,15 @@ class SavedSteps:
             error: this save or the previous save failed.
         """
         self.wait()  # here the error of the previous save still names its own step
-        self._saving, self._since, self._write_files = step, time.monotonic(), write_files
+        self._saving, self._write_files = step, write_files
         args = ocp.args.Composite(**{self._item: ocp.args.StandardSave(tree)})
-        self._guard(lambda: self._manager.save(step, args=args, force=True))
+        with self._write_errors():
+            self._manager.save(step, args=args, force=True)
 
     def check(self) -> None:
         """Raise the error of a failed background save."""
-        self._guard(self._manager.check_for_errors)
+        with self._write_errors():
+            self._manager.check_for_errors()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the current save is complete.
@@ -216,32 +200,26 @@ class SavedSteps:
             error: the save failed, or takes longer.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-
-        def wait() -> None:
-            deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
+        with self._write_errors():
             while self._manager.is_saving_in_progress():
                 if time.monotonic() > deadline:
-                    raise TimeoutError
+                    raise TimeoutError(f"not complete after {limit_s:.0f} s")
                 time.sleep(_POLL_S)
             self._manager.wait_until_finished()
 
-        self._guard(wait)
-
-    def _guard(self, action: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def _write_errors(self) -> Iterator[None]:
         # Orbax reports failures of storage as OSError, ValueError (TensorStore) or RuntimeError.
         try:
-            action()
+            yield
         except (OSError, ValueError, RuntimeError) as error:
             complete = [step for step in self._manager.all_steps() if step != self._saving]
             where = self.folder if self._saving is None else self.path(self._saving)
-            why = f"{type(error).__name__}: {brief(error)}"
-            if isinstance(error, TimeoutError):
-                reason = f" ({brief(error)})" if str(error) else ""
-                why = f"not complete after {time.monotonic() - self._since:.0f} s{reason}"
             raise self._error(
-                f"writing {where} failed: {why}. Complete {self.folder.name}: "
-                f"{complete or 'none'}. Free space or repair the storage, then run the same "
-                "command again to continue from the newest checkpoint"
+                f"writing {where} failed: {type(error).__name__}: {brief(error)}. Complete "
+                f"{self.folder.name}: {complete or 'none'}. Free space or repair the storage, then "
+                "run the same command again to continue from the newest checkpoint"
             ) from error
 
     def read(self, step: int, abstract: Any) -> Any:
@@ -278,8 +256,7 @@ class SavedSteps:
 
     def way_out(self, step: int) -> str:
         """Return the remedy for a folder that cannot be used."""
-        older = [s for s in self._manager.all_steps() if s < step]
-        if older:
+        if older := [s for s in self._manager.all_steps() if s < step]:
             return f"Move that folder away to continue from {self.path(max(older))}"
         return "There is no older one; start again in another work directory"
 
@@ -291,16 +268,14 @@ class SavedSteps:
 
 def delete_own(folder: epath.Path, run_id: str) -> None:
     """Delete the numbered folders that a run wrote; called before their `SavedSteps` is opened."""
-    for path in list(folder.iterdir()) if folder.is_dir() else ():
-        is_own = path.name.isdigit() and digests.run_of(path) == run_id
-        if is_own and not os.path.islink(path):
+    for path in _children(folder):
+        if path.name.isdigit() and digests.run_of(path) == run_id:
             path.rmtree()
 
 
-def absolute(folder: epath.PathLike) -> epath.Path:
-    """Return an absolute path, which Orbax needs; an address in an object store is unchanged."""
-    path = epath.Path(folder)
-    return path if is_address(path) else epath.Path(os.path.abspath(path))
+def _children(folder: epath.Path) -> list[epath.Path]:
+    """Return what a folder holds except links; nothing if an object store has no such folder."""
+    return [x for x in folder.iterdir() if not os.path.islink(x)] if folder.is_dir() else []
 
 
 def brief(error: BaseException) -> str:

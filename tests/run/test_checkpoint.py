@@ -172,7 +172,7 @@ def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_
     with pytest.raises(CheckpointError) as caught:
         checkpoints.wait()
     assert time.monotonic() - start < 20
-    assert "checkpoints/20 failed: not complete after 1 s" in str(caught.value)
+    assert "checkpoints/20 failed: TimeoutError: not complete after 1 s" in str(caught.value)
     assert "Complete checkpoints: [10]" in str(caught.value)
     monkeypatch.undo()
     assert load_host_state(str(tmp_path))[0] == 10  # what did not complete is invisible

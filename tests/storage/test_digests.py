@@ -11,7 +11,7 @@ from etils import epath
 from tba_jax.storage import digests
 
 
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
+@pytest.mark.parametrize("size", [0, 1, 100, 101])
 def test_a_changed_byte_is_found(size, tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "_PIECE", 100)
     data = bytearray(np.random.default_rng(size).bytes(size))
