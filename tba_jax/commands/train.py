@@ -26,7 +26,7 @@ from tba_jax.config.methods import written_out
 from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
-from tba_jax.devices.cluster import Address, FailureNotice, PeerError, resolve_address
+from tba_jax.devices.cluster import Address, PeerError, resolve_address
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
@@ -175,7 +175,6 @@ def _run_job(config: Config, workdir: Path, job: Address) -> int:
 
     interrupted = Interruption()
     everyone = start_cluster(config, job)
-    notice = FailureNotice(everyone)
     held = contextlib.ExitStack()
     try:
         from tba_jax.planning.choices import choose_together, lines
@@ -199,7 +198,6 @@ def _run_job(config: Config, workdir: Path, job: Address) -> int:
             code = _say(outcome, config, workdir, interrupted.signal_number, is_job=True)
         everyone.close()  # the others may still request steps or tickets
         held.close()
-        notice.withdraw()
         # A pod that stops on SIGTERM exits with status 0.
         return code if everyone.num_processes == 1 else 0
     except BaseException as error:
@@ -214,7 +212,6 @@ def _run_job(config: Config, workdir: Path, job: Address) -> int:
                 f"ends the others within {HEARTBEAT_S} s",
                 file=sys.stderr,
             )
-        notice.withdraw()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -2,24 +2,18 @@
 """Cluster: the processes of one run under `jax.distributed`, and small values that they exchange.
 
 A job runs the same program on every host. This module starts `jax.distributed` from flags, from
-environment variables, or from the metadata of a TPU pod. Values are exchanged by collectives before
-searchers start and after they stop; in between, processes send messages (room `remote`).
-
-Invariant: when a process is lost, the others end with a message that says what to do.
+environment variables, or from the metadata of a TPU pod. Values pass through the key-value store of
+its coordination service, before searchers start and after they stop; in between, processes send
+messages (room `remote`). A process whose peer is lost is ended by `jax.distributed`.
 """
 
+import collections
 import contextlib
+import dataclasses
 import ipaddress
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
-from jaxtyping import Int
-
-from tba_jax.devices.placement import accepts_one_of_each_host
 
 _ENVIRONMENT = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -31,6 +25,9 @@ AUTO = "auto"
 CONTINUE = (
     "The newest checkpoint is intact: run the same command again on every host to continue from it"
 )
+_EXCHANGE_S = 3600
+"""Longest wait for a value of another process, which may be reading its data or its model."""
+_num_exchanges = collections.Counter[tuple[int, ...]]()  # by members, equal in all of them
 
 
 class PeerError(RuntimeError):
@@ -64,14 +61,11 @@ def resolve_address(
     Raises:
         ValueError: the address is incomplete or contradictory.
     """
-    given: dict[str, Any] = {
-        "coordinator": coordinator,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
+    flags = (coordinator, num_processes, process_id)
+    given: dict[str, Any] = dict(zip(_ENVIRONMENT, flags, strict=True))
     for name, variable in _ENVIRONMENT.items():
-        if given[name] is None and environment.get(variable):
-            text = environment[variable]
+        text = environment.get(variable)
+        if given[name] is None and text:
             if name != "coordinator" and not text.isdigit():
                 raise ValueError(f"{variable}={text!r}: must be a whole number. Correct it")
             given[name] = text if name == "coordinator" else int(text)
@@ -79,14 +73,13 @@ def resolve_address(
         return Address(given["coordinator"] or "", 1, given["process_id"] or 0)
     if given["coordinator"] == AUTO:
         return Address("", 0, -1)
-    missing = [name for name, value in given.items() if value is None]
+    missing = [f"--{x} (or {_ENVIRONMENT[x]})" for x, value in given.items() if value is None]
     if len(missing) == len(given):
         return Address()
     if missing:
         raise ValueError(
-            f"a run over several processes needs --coordinator, --num_processes and --process_id; "
-            f"missing: {', '.join(f'--{name} (or {_ENVIRONMENT[name]})' for name in missing)}. "
-            f"Give all three, or on a TPU pod --coordinator={AUTO}"
+            "a run over several processes needs --coordinator, --num_processes and --process_id; "
+            f"missing: {', '.join(missing)}. Give all three, or on a TPU pod --coordinator={AUTO}"
         )
     address = Address(**given)
     if not 0 <= address.process_id < address.num_processes:
@@ -102,78 +95,63 @@ def resolve_address(
     return address
 
 
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """The processes of a run that work in lock-step; possibly a single process.
 
-    Args:
-        members: numbers of the processes in `jax.distributed`; (): all processes, in order.
-        is_primary: as the attribute; None: True in process 0 only.
-        coordinator: HOST:PORT of process 0 of the job; "" if the platform provides it.
-
     Attributes:
-        process_id, num_processes, members, coordinator: values of the arguments.
+        number: number of this process in `jax.distributed`.
+        members: numbers of the processes of the cluster in `jax.distributed`.
         is_primary: whether this process writes the files of which a run has one: metrics, report.
+        coordinator: HOST:PORT of process 0 of the job; "" if the platform provides it.
     """
 
-    def __init__(
-        self,
-        process_id: int = 0,
-        num_processes: int = 1,
-        members: Sequence[int] = (),
-        is_primary: bool | None = None,
-        coordinator: str = "",
-    ) -> None:
-        self.process_id, self.num_processes = process_id, num_processes
-        self.members = tuple(members) or tuple(range(num_processes))
-        self.is_primary = process_id == 0 if is_primary is None else is_primary
-        self.coordinator = coordinator
+    number: int = 0
+    members: tuple[int, ...] = (0,)
+    is_primary: bool = True
+    coordinator: str = ""
 
     @property
-    def number(self) -> int:
-        """Number of this process in `jax.distributed`."""
-        return self.members[self.process_id]
+    def process_id(self) -> int:
+        """Index of this process in the cluster."""
+        return self.members.index(self.number)
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of the cluster."""
+        return len(self.members)
 
     def among(self, members: Sequence[int]) -> "Cluster":
-        """Return the cluster of some processes, of which the first is primary.
-
-        Args:
-            members: numbers of the processes in `jax.distributed`, including this process.
-        """
-        return Cluster(members.index(self.number), len(members), members)
+        """Return the cluster of some processes, including this one; the first is primary."""
+        return Cluster(self.number, tuple(members), self.number == members[0], self.coordinator)
 
     def alone(self) -> "Cluster":
         """Return a cluster of this process alone, in which it is not primary."""
-        return Cluster(0, 1, [self.number], is_primary=False)
-
-    def _gather(self, row: Int[np.ndarray, " n"]) -> Int[np.ndarray, "h n"]:
-        """Return every member's int32 values, the same number each, in order of process IDs."""
-        import jax
-        from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-        devices = [jax.local_devices(process_index=i) for i in self.members]
-        if accepts_one_of_each_host(devices[0]):
-            devices = [own[:1] for own in devices]
-        mesh = Mesh(np.array(devices), ("process", "device"))
-        rows = jax.make_array_from_process_local_data(
-            NamedSharding(mesh, PartitionSpec("process")), np.asarray(row, np.int32)[None]
-        )
-        whole = NamedSharding(mesh, PartitionSpec())
-        return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
+        return Cluster(self.number, (self.number,), False, self.coordinator)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return every process's JSON-compatible value."""
+        """Return the JSON-compatible value of every process, by process ID; all call this.
+
+        Raises:
+            PeerError: another process gave no value for an hour.
+        """
         if self.num_processes == 1:
             return [value]
-        data = json.dumps(value).encode()
-        sizes = self._gather(np.array([len(data)]))[:, 0]
-        # Pad to a power of two, so that few shapes are compiled.
-        width = 1 << max(6, int(sizes.max() - 1).bit_length())
-        rows = self._gather(np.frombuffer(data.ljust(width, b" "), np.int32))
-        return [json.loads(row.tobytes()) for row in rows]
+        from jax._src.distributed import global_state  # Orbax's barriers use the same client
+
+        store = global_state.client
+        assert store is not None, "a cluster of several processes is connected"
+        _num_exchanges[self.members] += 1
+        of_members = "-".join(map(str, self.members))
+        key = f"tba_jax/{of_members}/{_num_exchanges[self.members]}"
+        with peer_errors(self):
+            store.key_value_set(f"{key}/{self.number}", json.dumps(value))
+            keys = [f"{key}/{number}" for number in self.members]
+            return [json.loads(store.blocking_key_value_get(x, _EXCHANGE_S * 1000)) for x in keys]
 
     def broadcast_json(self, value: Any) -> Any:
         """Return the JSON-compatible value of process 0; other processes' values are ignored."""
-        return self.gather_json(value if self.is_primary else None)[0]
+        return self.gather_json(value if self.process_id == 0 else None)[0]
 
     def close(self) -> None:
         """Disconnect, and wait until the other processes disconnect, too."""
@@ -206,6 +184,7 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     known = address.num_processes > 0
     # Processes of one machine use a loopback address, which other machines cannot reach.
     is_local = is_loopback(address.coordinator.rpartition(":")[0])
+    _num_exchanges.clear()
     try:
         jax.distributed.initialize(
             coordinator_address=address.coordinator or None,
@@ -227,7 +206,8 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
             f"joining the other processes at {address.coordinator or 'the pod'} failed: "
             f"{_brief(error)}. Start the same command on every host"
         ) from error
-    return Cluster(jax.process_index(), jax.process_count(), coordinator=address.coordinator)
+    number, members = jax.process_index(), tuple(range(jax.process_count()))
+    return Cluster(number, members, number == 0, address.coordinator)
 
 
 def is_loopback(host: str) -> bool:
@@ -240,7 +220,7 @@ def is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def peer_errors(cluster: Cluster) -> Iterator[None]:
-    """Convert the failure of a collective operation to a PeerError with a remedy.
+    """Convert the failure of an operation of several processes to a PeerError with a remedy.
 
     Raises:
         PeerError: the transport lost the connection to a process.
@@ -248,7 +228,7 @@ def peer_errors(cluster: Cluster) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        words = ("Gloo", "NCCL", "coordination service", "UNAVAILABLE")
+        words = ("Gloo", "NCCL", "coordination service", "UNAVAILABLE", "DEADLINE_EXCEEDED")
         if cluster.num_processes == 1 or not any(word in str(error) for word in words):
             raise
         raise PeerError(
@@ -259,34 +239,3 @@ def peer_errors(cluster: Cluster) -> Iterator[None]:
 
 def _brief(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-class FailureNotice:
-    """Message that a shell prints if this process is killed.
-
-    When a peer is lost, `jax.distributed` aborts the process from native code, without exception or
-    handler. A shell therefore waits on a pipe; if the pipe closes before `withdraw`, the shell
-    writes the notice to standard error.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        notice = (
-            f"error: process {cluster.process_id} of {cluster.num_processes} was killed, "
-            "or aborted by JAX because it lost another process (the lines above say which). "
-            f"{CONTINUE}"
-        )
-        self._shell: subprocess.Popen[bytes] | None = None
-        if cluster.num_processes > 1:
-            self._shell = subprocess.Popen(
-                ["sh", "-c", 'trap "" INT TERM; read -r word || printf "%s\\n" "$0" >&2', notice],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=sys.stderr,
-            )
-
-    def withdraw(self) -> None:
-        """Cancel the notice: this process ends normally or has printed its own error."""
-        if self._shell is not None:
-            with contextlib.suppress(OSError):  # the shell was killed
-                self._shell.communicate(b"withdrawn\n", timeout=5.0)
-            self._shell = None
