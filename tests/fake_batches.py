@@ -12,7 +12,7 @@ import pytest
 from fake_models import random_params, tiny_config
 from jax.sharding import Mesh
 
-from tba_jax.devices.sharding import MESH_AXES
+from tba_jax.devices.placement import MESH_AXES
 from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
-from tba_jax.devices.sharding import MESH_AXES
+from tba_jax.devices.placement import MESH_AXES
 from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory

@@ -30,8 +30,7 @@ from jaxtyping import Array, Float
 
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.schema import Config, difference, flatten, replace
-from tba_jax.devices.placement import MeshShape
-from tba_jax.devices.sharding import trainer_mesh
+from tba_jax.devices.placement import MeshShape, trainer_mesh
 from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory

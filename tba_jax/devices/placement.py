@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division of devices among trainer and searchers.
+"""Division of devices among trainer and searchers, and their meshes.
 
 `divide` is the one function that assigns devices. A device is any object with `platform`,
 `device_kind`, `process_index` and `id`, and on large TPU v5e slices `coords`. Rules of TPU
@@ -13,10 +13,16 @@ compilers, found by compiling with libtpu 0.0.51 and 0.0.52:
 Invariant: the compiler accepts every division (tests/devices/test_placement.py).
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from tba_jax.settings import ConfigError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 PlacementName = Literal["auto", "shared", "split", "hosts", "fleet"]
 PLACEMENTS: dict[PlacementName, str] = {
@@ -27,7 +33,14 @@ PLACEMENTS: dict[PlacementName, str] = {
     "fleet": "searchers in separate processes on machines that join and leave (section fleet)",
 }
 """Value of config.placement -> description in the documentation of the setting."""
-_PRODUCT = "mesh.data x mesh.fsdp x mesh.expert x mesh.model"
+
+MESH_AXES = ("data", "fsdp", "model")
+"""Axes of the trainer's mesh. data: copies of the parameters, rows divided; fsdp: rows and
+parameters divided, parameters gathered layer by layer; model: every matrix product divided. With
+mesh.expert, the axis `expert` comes before `model`: rows and experts divided."""
+
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Mesh axes that divide the rows of a batch."""
 
 
 class PlacementError(ConfigError):
@@ -63,6 +76,19 @@ class MeshShape(NamedTuple):
     def __str__(self) -> str:
         expert = (self.expert,) * (self.expert > 1)
         return " x ".join(map(str, (self.data, self.fsdp, *expert, self.model)))
+
+
+def trainer_mesh(devices: Any, shape: MeshShape) -> "Mesh":
+    """Return the trainer's mesh; it has the axis `expert` only if it is requested.
+
+    Args:
+        devices: array or sequence of the devices, those of one process adjacent.
+    """
+    from jax.sharding import Mesh
+
+    sizes = {axis: getattr(shape, axis) for axis in (*BATCH_AXES, "model")}
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in MESH_AXES}
+    return Mesh(np.asarray(devices).reshape(*sizes.values()), tuple(sizes))
 
 
 class Asked(NamedTuple):
@@ -103,6 +129,34 @@ class Division(NamedTuple):
         """Whether searchers use the trainer's devices instead of separate devices."""
         return self.placement == "shared"
 
+    @property
+    def trainer_mesh(self) -> "Mesh":
+        """Mesh of the trainer."""
+        return trainer_mesh(self.trainer, self.mesh)
+
+    @property
+    def searcher_meshes(self) -> "tuple[Mesh, ...]":
+        """Mesh with the axis `model` for each searcher of the process."""
+        from jax.sharding import Mesh
+
+        return tuple(Mesh(np.array(group), ("model",)) for group in self.groups)
+
+    @property
+    def publication_mesh(self) -> "Mesh":
+        """Mesh on which the publish program leaves the weights.
+
+        The trainer's mesh, unless a copy of the parameters spans several processes. Then each
+        process gets a whole copy, divided over as many of its devices as the other axes permit,
+        because searchers cannot read arrays of other hosts.
+        """
+        local = len(self.trainer) // len(hosts_of(self.trainer))
+        sizes = dict[str, int]()
+        for axis in ("model", "expert", "fsdp"):
+            sizes[axis] = math.gcd(getattr(self.mesh, axis), local)
+            local //= sizes[axis]
+        data = len(self.trainer) // math.prod(sizes.values())
+        return trainer_mesh(self.trainer, MeshShape(data, **sizes))
+
 
 def divide(
     placement: str, devices: Sequence[Any], asked: Asked, process_index: int = 0
@@ -114,94 +168,79 @@ def divide(
 
     Args:
         placement: one of PLACEMENTS.
-        devices: devices of all processes of the job.
+        devices: devices of all processes of the job, the same number on each.
         process_index: index of the process whose searchers get devices.
 
     Raises:
         PlacementError: there are too few devices, or the chips do not permit this division.
     """
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
-    hosts, mesh = hosts_of(devices), asked.mesh
+    hosts, mesh, each = hosts_of(devices), asked.mesh, asked.searcher_devices
     if len(hosts) > 1 and placement not in ("hosts", "fleet"):
         if mesh.data == 1 and mesh.size % len(hosts):
             mesh = mesh._replace(data=len(hosts))
-    options = ("shared", "split") if placement == "auto" else (placement,)
-    if placement == "auto" and len(hosts) == 1:
-        is_apart = len(devices) >= mesh.size + asked.num_searchers * asked.searcher_devices
-        options = ("split",) if is_apart else ("shared",)
-    placement, trainer = _trainer(options, devices, mesh)
+    options = [placement]
+    if placement == "auto":
+        is_apart = len(devices) >= mesh.size + asked.num_searchers * each
+        options = ["shared", "split"] if len(hosts) > 1 else ["split" if is_apart else "shared"]
+    placement = next((p for p in options if trainer_on(p, devices, mesh.size)), "")
+    if not placement:
+        raise _misfit(options, devices, mesh)
+    trainer = tuple(trainer_on(placement, devices, mesh.size))
+    if (len(trainer) // len(hosts_of(trainer))) % mesh.model:
+        raise PlacementError(
+            f"config.mesh.model = {mesh.model}: must divide the trainer devices of each process, "
+            "so that a process has whole rows. Lower mesh.model and raise mesh.fsdp"
+        )
     if placement == "fleet":
         return Division(placement, mesh, trainer, (), 0, asked.num_searchers)
     searching = left_to_search(devices, trainer) if placement == "hosts" else hosts
-    each, num_searchers = asked.searcher_devices, max(1, asked.num_searchers // len(searching))
+    num_searchers = max(1, asked.num_searchers // len(searching))
     if asked.num_searchers > len(searching) and asked.num_searchers % len(searching):
         raise PlacementError(
             f"config.num_searchers = {asked.num_searchers}: cannot be divided evenly over "
             f"{len(searching)} searching hosts. Set --config.num_searchers to a multiple of "
             f"{len(searching)}"
         )
+    searches, taken = process_index in searching, {d.id for d in trainer}
+    host = process_index if searches else searching[0]
+    own = [d for d in devices if d.process_index == host]
+    pool = [d for d in own if (d.id in taken) == (placement == "shared")]
+    groups = [tuple(pool[i : i + each]) for i in range(0, len(pool) - each + 1, each)]
+    is_short = placement == "split" and len(hosts) == 1 and len(groups) < num_searchers
+    if not groups or is_short or (placement == "shared" and len(pool) % each):
+        left = "shares" if placement == "shared" else "leaves"
+        raise PlacementError(
+            f"config.placement = {placement!r}: {num_searchers} searchers of {each} devices "
+            f"(search.num_devices), and the trainer of {mesh} devices {left} {len(pool)} of "
+            f"{len(own)}. Lower num_searchers, search.num_devices or the trainer's mesh, or "
+            "set --config.placement=shared"
+        )
     total = num_searchers * len(searching)
-    taken = {d.id for d in trainer}
-    groups: dict[int, list[tuple[Any, ...]]] = {}
-    for host in searching:
-        own = [d for d in devices if d.process_index == host]
-        pool = [d for d in own if (d.id in taken) == (placement == "shared")]
-        groups[host] = [tuple(pool[i : i + each]) for i in range(0, len(pool) - each + 1, each)]
-        is_short = placement == "split" and len(hosts) == 1 and len(groups[host]) < num_searchers
-        is_uneven = placement == "shared" and len(pool) % each
-        if not groups[host] or is_short or is_uneven:
-            left = "shares" if placement == "shared" else "leaves"
-            raise PlacementError(
-                f"config.placement = {placement!r}: {num_searchers} searchers of {each} devices "
-                f"(search.num_devices), and the trainer of {mesh} devices {left} {len(pool)} of "
-                f"{len(own)}. Lower num_searchers, search.num_devices or the trainer's mesh, or "
-                "set --config.placement=shared"
-            )
-    own_groups = groups.get(process_index, [])
-    return Division(
-        placement,
-        mesh,
-        trainer,
-        tuple(own_groups[s % len(own_groups)] for s in range(num_searchers)) if own_groups else (),
-        searching.index(process_index) * num_searchers if own_groups else 0,
-        total,
-    )
+    if not searches:
+        return Division(placement, mesh, trainer, (), 0, total)
+    of_searchers = tuple(groups[s % len(groups)] for s in range(num_searchers))
+    first = searching.index(process_index) * num_searchers
+    return Division(placement, mesh, trainer, of_searchers, first, total)
 
 
-def _trainer(
-    options: Sequence[str], devices: Sequence[Any], mesh: MeshShape
-) -> tuple[str, tuple[Any, ...]]:
-    """Return the first of these placements that suits the mesh, and the trainer's devices.
+def _misfit(options: Sequence[str], devices: Sequence[Any], mesh: MeshShape) -> PlacementError:
+    """Return the error for a mesh that no placement suits, with sizes and placements that do."""
 
-    Raises:
-        PlacementError: the mesh does not fit; the message has sizes that fit.
-    """
-    for placement in options:
-        if found := trainer_on(placement, devices, mesh.size):
-            if (len(found) // len(hosts_of(found))) % mesh.model:
-                raise PlacementError(
-                    f"config.mesh.model = {mesh.model}: must divide the trainer devices of each "
-                    "process, so that a process has whole rows. Lower mesh.model and raise "
-                    "mesh.fsdp"
-                )
-            return placement, tuple(found)
-    sizes = [
-        n for n in range(1, len(devices) + 1) if any(trainer_on(p, devices, n) for p in options)
-    ]
-    others = [
-        p
-        for p in ("shared", "split", "hosts")
-        if p not in options and trainer_on(p, devices, mesh.size)
-    ]
+    def fits(placement: str, size: int) -> bool:
+        return bool(trainer_on(placement, devices, size))
+
+    sizes = [n for n in range(1, len(devices) + 1) if any(fits(p, n) for p in options)]
+    others = {"shared", "split", "hosts"} - set(options)
     remedies = [f"set the product to one of {sizes}"] if sizes else []
-    remedies += [f"set --config.placement={p}" for p in others]
+    remedies += [f"set --config.placement={p}" for p in sorted(others) if fits(p, mesh.size)]
     remedy = ", or ".join(remedies) or "give the run more devices"
     kind = getattr(devices[0], "device_kind", "") or devices[0].platform
     hosts = len(hosts_of(devices))
-    raise PlacementError(
-        f"config.mesh = {mesh}: {_PRODUCT} = {mesh.size} trainer devices do not fit placement="
-        f"{' or '.join(options)} on {hosts} host(s) with {len(devices) // hosts} {kind} devices "
-        f"each. {remedy[0].upper()}{remedy[1:]}"
+    return PlacementError(
+        f"config.mesh = {mesh}: mesh.data x mesh.fsdp x mesh.expert x mesh.model = {mesh.size} "
+        f"trainer devices do not fit placement={' or '.join(options)} on {hosts} host(s) with "
+        f"{len(devices) // hosts} {kind} devices each. {remedy[0].upper()}{remedy[1:]}"
     )
 
 
@@ -220,7 +259,7 @@ def trainer_on(placement: str, devices: Sequence[Any], n: int) -> list[Any]:
         return list(devices[:n]) if n <= len(devices) - (placement == "split") else []
     if placement in ("shared", "fleet"):
         return list(devices) if n == len(devices) else []
-    if n % len(hosts) or n == len(devices) or not accepts_one_of_each_host(devices):
+    if n % len(hosts) or n == len(devices) or _is_tpu(devices, "lite", "v6", "v5e"):
         return []
     own = ([d for d in devices if d.process_index == host] for host in hosts)
     return [d for host in own for d in host[: n // len(hosts)]]
@@ -232,11 +271,6 @@ def trainer_on(placement: str, devices: Sequence[Any], n: int) -> list[Any]:
 def hosts_of(devices: Sequence[Any]) -> list[int]:
     """Return the sorted process indices of the devices; each host runs one process."""
     return sorted({d.process_index for d in devices})
-
-
-def accepts_one_of_each_host(devices: Sequence[Any]) -> bool:
-    """Return whether some devices of each of several hosts may form a mesh."""
-    return not _is_tpu(devices, "lite", "v6", "v5e")
 
 
 def _is_tpu(devices: Sequence[Any], *kinds: str) -> bool:
@@ -260,16 +294,16 @@ def _on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
         return []
     if not _is_large_v5e(devices):
         return list(devices[:n])
-    places = {h: min(d.coords[:2] for d in devices if d.process_index == h) for h in hosts}
-    rows = sorted({y for _, y in places.values()})
-    columns = sorted({x for x, _ in places.values()})
+    corners = {h: min(d.coords[:2] for d in devices if d.process_index == h) for h in hosts}
+    columns, rows = (sorted(set(along)) for along in zip(*corners.values(), strict=True))
     for height in range(len(rows), 0, -1):
         width, rest = divmod(n // per_host, height)
         if rest or width > len(columns):
             continue
-        corner = set(columns[-width:]), set(rows[-height:])
-        chosen = {h for h, (x, y) in places.items() if x in corner[0] and y in corner[1]}
-        if hosts[0] not in chosen and chosen:
+        chosen = {
+            h for h, (x, y) in corners.items() if x in columns[-width:] and y in rows[-height:]
+        }
+        if chosen and hosts[0] not in chosen:
             return [d for d in devices if d.process_index in chosen]
     return []
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.devices.device_lock import DeviceLock, Program
+from tba_jax.devices.placement import MESH_AXES
 from tba_jax.devices.platform import Platform, platform_of
-from tba_jax.devices.sharding import MESH_AXES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,11 +121,11 @@ def _gather(x: Array, stored: NamedSharding, is_end: bool) -> Array:
 
 
 def _gathered(stored: NamedSharding) -> NamedSharding:
-    gathered = AXIS_RULES["embed"].axes_of(stored.mesh)
+    gathered = AXIS_RULES["embed"].mesh_axis
 
     def kept(entry: Any) -> tuple[str, ...]:
         names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        return tuple(name for name in names if name not in gathered)
+        return tuple(name for name in names if name != gathered)
 
     return NamedSharding(stored.mesh, PartitionSpec(*(kept(x) or None for x in stored.spec)))
 

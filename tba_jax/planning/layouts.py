@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the devices of a slice that train and of those that search.
 
-`place_run` builds the meshes of a given placement, and refuses placements that compilers or runs of
+`divide` builds the meshes of a given placement, and refuses placements that compilers or runs of
 several hosts refuse. This module chooses a placement and returns it as config fields, so that a run
 with these fields has the same placement. It compares estimated bytes, without compiling.
 
@@ -15,17 +15,10 @@ from typing import Any, NamedTuple
 from tba_jax.config.devices import asked
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten, replace
-from tba_jax.devices.placement import (
-    PlacementError,
-    divide,
-    hosts_of,
-    trainer_on,
-)
+from tba_jax.devices.placement import Division, PlacementError, divide, hosts_of, trainer_on
 from tba_jax.devices.platform import platform_of
-from tba_jax.devices.sharding import Placement
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates, sizes
-from tba_jax.run.shared import place_run
 
 
 class Choice(NamedTuple):
@@ -39,7 +32,7 @@ class Choice(NamedTuple):
     """
 
     name: str
-    placement: Placement
+    placement: Division
     num_groups: int
     shares_devices: bool
 
@@ -50,8 +43,9 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     Raises:
         PlacementError: the placement does not fit the devices.
     """
-    by_host = [place_run(config, devices, process) for process in hosts_of(devices)]
-    searching = [p for p in by_host if p.searcher_meshes]
+    hosts = hosts_of(devices)
+    by_host = [divide(config.placement, devices, asked(config), host) for host in hosts]
+    searching = [p for p in by_host if p.groups]
     if not searching:
         raise PlacementError(
             f"search.num_devices={config.search.num_devices}: a searcher does not fit on any "
@@ -59,9 +53,8 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
         )
     # libtpu 0.0.52 refuses groups that hold the first chip of a slice, so plan for the last group.
     chosen = searching[-1]
-    found = divide(config.placement, devices, asked(config))
-    groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
-    return Choice(found.placement, chosen, len(groups), found.shares_devices)
+    groups = {tuple(d.id for d in group) for p in searching for group in p.groups}
+    return Choice(chosen.placement, chosen, len(groups), chosen.shares_devices)
 
 
 def choose(

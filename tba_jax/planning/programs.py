@@ -21,7 +21,8 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.session import ADDED_TOKENS, EXTEND_TOKENS, PREFILL_TOKENS
-from tba_jax.devices.sharding import Placement, placed_shapes
+from tba_jax.devices.placement import Division
+from tba_jax.devices.sharding import placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.flow.layout import Batch
 from tba_jax.flow.padding import padded_lengths
@@ -74,7 +75,7 @@ class Planned:
 
 
 def plan_programs(
-    config: Config, model_config: TransformerConfig, placement: Placement
+    config: Config, model_config: TransformerConfig, placement: Division
 ) -> list[Planned]:
     """Return every program, the trainer's first.
 
@@ -86,7 +87,7 @@ def plan_programs(
 
 
 def groups_of(
-    config: Config, model_config: TransformerConfig, placement: Placement
+    config: Config, model_config: TransformerConfig, placement: Division
 ) -> tuple[Group, Group]:
     """Return the trainer and a searcher, with the bytes per device of what they hold."""
     run = _Run(config, model_config, placement)
@@ -136,7 +137,7 @@ class _Run:
 
     config: Config
     model_config: TransformerConfig
-    placement: Placement
+    placement: Division
 
     @functools.cached_property
     def policy(self) -> TransformerConfig:

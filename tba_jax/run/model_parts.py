@@ -122,7 +122,7 @@ def make_publication_program(
     files keep the trainer's layout. The caller holds the device lock (`locked`).
 
     Args:
-        where: `Placement.publication_mesh`.
+        where: `Division.publication_mesh`.
     """
     policy, layout, shardings = policy_config(config, model_config), None, None
     quantization: Quantization = "none"

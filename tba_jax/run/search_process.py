@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError
 from tba_jax.devices.device_lock import device_lock_for
-from tba_jax.devices.placement import PlacementError
-from tba_jax.devices.sharding import MESH_AXES
+from tba_jax.devices.placement import MESH_AXES, PlacementError
 from tba_jax.devices.site import Site, Sites
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.remote.channel import Refused, Rewind, RunEnded, Unreachable

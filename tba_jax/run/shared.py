@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
-from tba_jax.devices.sharding import MESH_AXES, Placement, hand_over, place
+from tba_jax.devices.placement import MESH_AXES, Division, divide
+from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site, Sites
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora
@@ -188,20 +189,8 @@ class Shared:
         return load(self.config, self.model.config, source.mesh, site.mesh)
 
 
-def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
-    """Place the meshes of the trainer and of each searcher.
-
-    Args:
-        process_index: process whose searchers are placed.
-
-    Raises:
-        PlacementError: the devices cannot be divided as config.placement requests.
-    """
-    return place(config.placement, devices, asked(config), process_index)
-
-
-def open_sites(config: Config, placement: Placement) -> Sites:
-    """Return the sites of a placement, with device locks for the asynchronous driver."""
+def open_sites(config: Config, placement: Division) -> Sites:
+    """Return the sites of a division, with device locks for the asynchronous driver."""
     trainer, publication = placement.trainer_mesh, placement.publication_mesh
     trains = bool(trainer.local_devices)
     if writes_versions(config):
@@ -248,7 +237,8 @@ def open_shared(
     folder = workdir.absolute()
     if sites is None:
         # In a job of one process these are the local devices.
-        sites = open_sites(config, place_run(config, jax.devices(), cluster.number))
+        found = divide(config.placement, jax.devices(), asked(config), cluster.number)
+        sites = open_sites(config, found)
     task = make_task(config)
     # Read the data before the model, which may take minutes to load: unreadable data ends the run.
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""

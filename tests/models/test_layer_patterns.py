@@ -15,8 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.placement import MeshShape
-from tba_jax.devices.sharding import trainer_mesh
+from tba_jax.devices.placement import MeshShape, trainer_mesh
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import activations, experts, quantized, transformer
 from tba_jax.models.hf import config_json

@@ -9,13 +9,15 @@ from pathlib import Path
 import jax
 import pytest
 
+from tba_jax.config.devices import asked
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
+from tba_jax.devices.placement import divide
 from tba_jax.run.errors import FleetError, UserError, is_mendable
 from tba_jax.run.fleet import Failures, connected, train_fleet
-from tba_jax.run.shared import open_sites, place_run
+from tba_jax.run.shared import open_sites
 
 FLEET = {"placement": "fleet", "task.name": "arithmetic"}
 
@@ -53,7 +55,7 @@ def test_a_trainer_group_has_all_devices_of_its_processes():
     config = make_config({**FLEET, "fleet.trainer_hosts": 2, "mesh.fsdp": 2})
     validate(config)
     assert writes_versions(config) and writes_versions(make_config(FLEET))
-    sites = open_sites(config, place_run(config, jax.devices()[:2]))
+    sites = open_sites(config, divide(config.placement, jax.devices()[:2], asked(config)))
     assert sites.trainer.mesh.shape == {"data": 1, "fsdp": 2, "model": 1}
     assert sites.publication.mesh == sites.trainer.mesh
     assert sites.searchers == () and sites.num_searchers == 4
