@@ -11,7 +11,7 @@ from tba_jax.report.files import Run, load_run
 from tba_jax.report.page import headline
 from tba_jax.run.errors import UserError
 from tba_jax.run.object_store import run_folder
-from tba_jax.run.workdir import check_for_report
+from tba_jax.run.workdir import saved_config
 
 
 def _check_metrics(run: Run) -> None:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_parent()
         os.nice(19)  # the lowest priority, so that a run on this machine is not slowed
     folder = run_folder(arguments.workdir, "WORKDIR")
-    check_for_report(folder)
+    saved_config(folder)  # refuses the folder of another program
     run = load_run(folder)
     _check_metrics(run)
     page = write_report(run)

@@ -62,7 +62,7 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     step = checkpoints.newest_required()
     if found := checkpoints.damage(step):
         raise checkpoints.damaged(step, found)
-    params = checkpoints.restore(step, abstract_state(config, model_config, mesh)).params
+    params = checkpoints.read(step, abstract_state(config, model_config, mesh)).params
     if policy.adapters is not None:
         base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),

@@ -235,7 +235,7 @@ def _start_state(
             params = lora.init_adapters(policy, config.seed, shardings.state.params)
         return make_init_state(make_optimizer(config.optimizer), shardings)(params), base
     phase("restoring the newest checkpoint")
-    state = checkpoints.restore(step, abstract_state(config, shared.model.config, mesh))
+    state = checkpoints.read(step, abstract_state(config, shared.model.config, mesh))
     return TrainState(*state), base
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: all state of a step, saved and restored as one atomic unit.
 
-A checkpoint is a folder that Orbax writes: the train state as sharded arrays, and one npz file with
-the host state: replay buffer, tickets of the owner, counters. Processes synchronise only through
+A checkpoint is a folder that Orbax writes: the train state as sharded arrays, and one file with the
+host state: replay buffer, tickets of the owner, counters. Processes synchronise only through
 the coordination service of `jax.distributed`, because searchers may be using the devices.
 
 Invariants: a checkpoint is complete or invisible; no file has pickled objects; the restored state
@@ -10,8 +10,6 @@ equals the saved state; a checkpoint of another run is refused (tests/run/test_c
 """
 
 import contextlib
-import io
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,66 +17,56 @@ import numpy as np
 from etils import epath
 
 from tba_jax.devices.sharding import storable
-from tba_jax.flow.state import PartState
+from tba_jax.flow.state import PartState, pack_arrays, unpack_arrays
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.object_store import storage_of
 from tba_jax.storage import digests
-from tba_jax.storage.steps import READ_ERRORS, SavedSteps, brief
+from tba_jax.storage.steps import SavedSteps
 
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints in a work directory."""
-HOST_STATE = "host_state.npz"
-_META = "__meta__"
+HOST_STATE = "host_state.bin"
 
 
 def pack(parts: Mapping[str, PartState]) -> bytes:
-    """Return states of parts, by name, as npz bytes: arrays as `part/key`, metadata as JSON."""
+    """Return states of parts, by name, as bytes; arrays have the names `part/key`."""
     arrays = {
-        f"{name}/{key}": np.asarray(value)
-        for name, part in parts.items()
-        for key, value in part.arrays.items()
+        f"{name}/{key}": value for name, part in parts.items() for key, value in part.arrays.items()
     }
-    metas = json.dumps({name: part.meta for name, part in parts.items()})
-    arrays[_META] = np.frombuffer(metas.encode(), np.uint8)
-    out = io.BytesIO()
-    np.savez(out, allow_pickle=False, **arrays)
-    return out.getvalue()
+    return pack_arrays(arrays, {name: part.meta for name, part in parts.items()})
 
 
 def unpack(data: bytes) -> dict[str, PartState]:
     """Return the states that `pack` converted to bytes.
 
     Raises:
-        ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile: the bytes are not intact.
+        ValueError: the bytes are not intact.
     """
-    with np.load(io.BytesIO(data), allow_pickle=False) as entries:
-        metas = json.loads(entries[_META].tobytes().decode())
-        arrays: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
-        for full_key in entries.files:
-            if full_key != _META:
-                name, key = full_key.split("/", 1)
-                arrays[name][key] = entries[full_key]
-        return {name: PartState(arrays[name], meta) for name, meta in metas.items()}
+    arrays, metas = unpack_arrays(data)
+    own: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
+    for full_key, array in arrays.items():
+        name, key = full_key.split("/", 1)
+        own[name][key] = array
+    return {name: PartState(own[name], meta) for name, meta in metas.items()}
 
 
 class Checkpoints(SavedSteps):
     """The checkpoints of one run.
 
     Args:
-        workdir: work directory of the run.
+        workdir: folder of the run in storage.
         options: further arguments of `SavedSteps`.
     """
 
     def __init__(self, workdir: epath.PathLike, **options: Any) -> None:
-        super().__init__(
-            epath.Path(workdir) / FOLDER, "train_state", error=CheckpointError, **options
-        )
+        folder = epath.Path(workdir) / FOLDER
+        super().__init__(folder, "train_state", error=CheckpointError, **options)
 
     def save(self, step: int, train_state: Any, parts: Mapping[str, PartState]) -> None:
-        """Copy the arrays, then write arrays and host state in the background.
+        """Copy the arrays to host memory, then write arrays and host state in the background.
 
-        The copy is in host memory, so the caller may donate the arrays. On CPU no copy is made: JAX
-        does not reuse a donated buffer while it is written.
+        The caller may donate the arrays afterwards. On CPU no copy is made: JAX does not reuse a
+        donated buffer while it is written.
 
         Args:
             parts: host state, copied already; only the first process writes it.
@@ -86,17 +74,16 @@ class Checkpoints(SavedSteps):
         Raises:
             CheckpointError: this save or the previous save failed.
         """
-        self.write(
-            step,
-            storable(train_state),
-            lambda folder: (folder / HOST_STATE).write_bytes(pack(parts)),
-        )
+
+        def write_host_state(folder: epath.Path) -> None:
+            (folder / HOST_STATE).write_bytes(pack(parts))
+
+        self.write(step, storable(train_state), write_host_state)
 
     def abandon(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the current save, after the run failed.
+        """Wait at most `timeout_s` for the current save after the run failed; raise no error.
 
-        An error of the save is not raised, because the failure of the run is reported. An
-        incomplete save stays invisible, and the next start removes it.
+        An incomplete save stays invisible, and the next start removes it.
         """
         with contextlib.suppress(CheckpointError):
             self.wait(timeout_s)
@@ -115,39 +102,15 @@ class Checkpoints(SavedSteps):
                 "config.json of its run"
             )
 
-    def restore(self, step: int, abstract_state: Any) -> Any:
-        """Read a train state with the shardings of `abstract_state`; does not check digests.
-
-        Args:
-            abstract_state: tree of jax.ShapeDtypeStruct with shardings.
-
-        Raises:
-            CheckpointError: the checkpoint is missing, unreadable, or of another step.
-        """
-        state = self.read(step, abstract_state)
-        inside = int(getattr(state, "step", step))
-        if inside != step:
-            raise CheckpointError(
-                f"{self.path(step)} holds step {inside}: the folder was renamed. Name it "
-                f"{self.path(inside)} again"
-            )
-        return state
-
     def host_state(self, step: int) -> dict[str, PartState]:
         """Return the host state of a checkpoint: states of parts by name.
 
         Raises:
-            CheckpointError: it is missing, damaged or unreadable.
+            CheckpointError: it is missing or damaged.
         """
         if found := self.damage(step, below=HOST_STATE):
             raise self.damaged(step, found)
-        try:
-            return unpack((self.path(step) / HOST_STATE).read_bytes())
-        except READ_ERRORS as error:
-            raise CheckpointError(
-                f"{self.path(step) / HOST_STATE} cannot be read: {type(error).__name__}: "
-                f"{brief(error)}. {self.way_out(step)}"
-            ) from error
+        return unpack((self.path(step) / HOST_STATE).read_bytes())
 
     def newest_required(self) -> int:
         """Return the step of the newest checkpoint.
@@ -158,7 +121,8 @@ class Checkpoints(SavedSteps):
         step = self.newest()
         if step is None:
             raise CheckpointError(
-                f"no complete checkpoint in {self.folder}; the run has not saved one yet"
+                f"no complete checkpoint in {self.folder}: the run has not saved one yet. Wait for "
+                "it, or give the --workdir of another run"
             )
         return step
 
@@ -169,10 +133,6 @@ def load_host_state(workdir: str) -> tuple[int, dict[str, PartState]]:
     Raises:
         CheckpointError: the folder has no readable checkpoint.
     """
-    storage = storage_of(workdir)
-    folder = storage / FOLDER
-    if not folder.is_dir():
-        raise CheckpointError(f"{workdir} holds no run: there is no folder {folder}")
-    checkpoints = Checkpoints(storage, read_only=True)
+    checkpoints = Checkpoints(storage_of(workdir), read_only=True)
     step = checkpoints.newest_required()
     return step, checkpoints.host_state(step)

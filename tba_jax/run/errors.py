@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of a run, and their output at the command-line entry points.
 
-Invariant: a command that fails prints one line. The traceback of an unexpected error is in a file.
+Invariant: a command that fails prints one line, and the traceback of an unexpected error is in a
+file (tests/commands/test_entry_point.py).
 """
 
 import errno
@@ -14,7 +15,6 @@ import traceback
 from pathlib import Path
 
 from tba_jax.devices.worker import WorkerError
-from tba_jax.settings import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
 # Expected errors of storage and operating system, with what the user can do.
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 class UserError(Exception):
-    """An error that the user can fix; printed as one line without a traceback."""
+    """An error that the user can fix."""
 
 
 class StarvedError(RuntimeError):
@@ -52,22 +52,19 @@ class WorkdirLost(RuntimeError):
 
 def tell(error: BaseException) -> int:
     """Print an error as one line, write an unexpected traceback to a file; return the exit code."""
-    cause = error.__cause__ if isinstance(error, WorkerError) else None
-    if isinstance(cause, ConfigError):  # of the user's settings or code, in any thread
-        error, cause = cause, None
-    if isinstance(error, WorkerError):
-        text = str(error) + ("" if cause is None or is_mendable(cause) else _kept(cause))
-    elif isinstance(error, OSError) and error.errno in _REMEDIES:
+    whole = error
+    while isinstance(error, WorkerError) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         where = " or ".join(names) or "standard output or a file"
-        remedy = _REMEDIES[error.errno]
-        text = f"{where} cannot be used: {os.strerror(error.errno)}. {remedy}, then run the same "
-        text += "command again"
+        text = f"{where} cannot be used: {os.strerror(error.errno)}. {_REMEDIES[error.errno]}, "
+        text += "then run the same command again"
     elif is_mendable(error):
         text = str(error)
     else:
         first, *_ = str(error).splitlines() or [""]
-        text = f"{type(error).__name__}: {first:.300}{_kept(error)}"
+        text = f"{type(error).__name__}: {first:.300}{_kept(whole)}"
     print(f"error: {text}", file=sys.stderr)
     return 2 if isinstance(error, UserError | ValueError) and is_mendable(error) else 1
 
@@ -89,17 +86,14 @@ def _kept(error: BaseException) -> str:
 def is_mendable(error: BaseException) -> bool:
     """Return whether the message of an error tells the user what to do.
 
-    Return True for a RuntimeError that this package defines and for a ValueError that this package
-    raised. A ValueError from numpy or jax is a bug of this package, and its traceback is kept.
+    It does if the error is a UserError, a RuntimeError that this package defines, or a ValueError
+    that this package raised. A ValueError from numpy or jax is a bug of this package.
     """
-    if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in _REMEDIES):
-        return True
     if isinstance(error, RuntimeError):
-        is_own = type(error).__module__.startswith(f"{_PACKAGE.name}.")
-        return is_own and not isinstance(error, WorkerError)  # `tell` prints its cause
+        return type(error).__module__.startswith(f"{_PACKAGE.name}.")
     frames = traceback.extract_tb(error.__traceback__)
-    raised_in = Path(frames[-1].filename) if frames else Path()
-    return isinstance(error, ValueError) and _PACKAGE in raised_in.parents
+    is_ours = bool(frames) and _PACKAGE in Path(frames[-1].filename).parents
+    return isinstance(error, UserError) or (isinstance(error, ValueError) and is_ours)
 
 
 def out_of_memory(error: BaseException | None) -> OutOfMemory | None:
@@ -122,20 +116,19 @@ class Watchdog:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._last = time.monotonic()
+        self.kick()
 
     def kick(self) -> None:
         """Record that the run makes progress."""
-        self._last = time.monotonic()
+        self._last_s = time.monotonic()
 
     def step(self) -> bool:
         """End the process if the limit has passed; a worker calls this repeatedly."""
-        if time.monotonic() - self._last > self._limit_s:
+        if time.monotonic() - self._last_s > self._limit_s:
             print(
                 f"error: no step, ticket or evaluation ended for {self._limit_s:.0f} s "
-                "(config.log.watchdog_s); the "
-                "stacks of all threads follow. The newest checkpoint is intact: run the same "
-                "command again to continue from it",
+                "(config.log.watchdog_s); the stacks of all threads follow. The newest checkpoint "
+                "is intact: run the same command again to continue from it",
                 file=sys.stderr,
                 flush=True,
             )

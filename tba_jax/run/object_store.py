@@ -15,18 +15,16 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from etils import epath
 
 from tba_jax.config.command_line import local_folder
 from tba_jax.run.errors import UserError
-from tba_jax.run.lock import HEARTBEAT, Hold
+from tba_jax.run.lock import Hold
+from tba_jax.run.workdir import ADDRESS, CONFIG, refuse_foreign
 from tba_jax.storage.whole_files import is_address
 
-ADDRESS = "address"
-"""Name of the local file that holds the address of a work directory in an object store."""
-_PATTERNS = ("config.json", "*.jsonl", "report.json", "report.html", "trace.json", "plots/*")
+_SMALL = (CONFIG, "*.jsonl", "report.json", "report.html", "trace.json", "plots/*")
 
 
 def storage_of(workdir: str | os.PathLike[str]) -> epath.Path:
@@ -51,14 +49,9 @@ def opened(address: str) -> Iterator[tuple[Path, Hold]]:
     name = hashlib.sha256(str(root).encode()).hexdigest()[:16]
     local = cache / "tba_jax" / "buckets" / name
     with _reading(root):
-        names = {path.name for path in root.iterdir()} if root.is_dir() else set[str]()
-    names -= {HEARTBEAT}
-    if names and "config.json" not in names:
-        raise UserError(
-            f"{root} has {min(names)} and no config.json: it is not empty, and not the work "
-            "directory of a run. Give a new --workdir"
-        )
+        refuse_foreign(root)
     with Hold(local, root) as hold:
+        shutil.rmtree(local / "run", ignore_errors=True)
         _fetch(root, local / "run")
         try:
             yield local / "run", hold
@@ -76,12 +69,12 @@ def upload(workdir: Path) -> None:
         OSError: the store refuses.
     """
     root = storage_of(workdir)
-    for path in _files(workdir) if is_address(root) else ():
-        stored = root / str(path.relative_to(workdir))
+    for path in _files(epath.Path(workdir)) if is_address(root) else ():
+        stored = root / path.relative_to(workdir)
         # A log only grows, and other files are rewritten with another size or seldom.
         is_log = path.suffix == ".jsonl"
-        if not (is_log and stored.exists() and stored.stat().length == path.stat().st_size):
-            _copy(epath.Path(path), stored)
+        if not (is_log and stored.exists() and stored.stat().length == path.stat().length):
+            path.copy(stored, overwrite=True)
 
 
 def run_folder(text: str | os.PathLike[str], what: str) -> Path:
@@ -98,9 +91,9 @@ def run_folder(text: str | os.PathLike[str], what: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tba_jax-run-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _fetch(_root(str(text)), folder)
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise UserError(
-            f"{what}={text} holds no run: there is no config.json. Give the --workdir of a run"
+            f"{what}={text} holds no run: there is no {CONFIG}. Give the --workdir of a run"
         )
     return folder
 
@@ -116,31 +109,25 @@ def _root(address: str) -> epath.Path:
 
 
 def _fetch(root: epath.Path, folder: Path) -> None:
-    """Replace a local folder by the small files of a run."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Copy the small files of a run into a local folder."""
+    (folder / "plots").mkdir(parents=True, exist_ok=True)
     with _reading(root):
         for path in _files(root):
-            file = epath.Path(folder) / str(path.relative_to(root))
-            file.parent.mkdir(exist_ok=True)
-            _copy(path, file)
+            path.copy(epath.Path(folder) / path.relative_to(root), overwrite=True)
     (folder / ADDRESS).write_text(str(root))
 
 
-def _files(folder: Any) -> list[Any]:
-    """Return the small files in a work directory, which is a Path or an epath.Path."""
-    return [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
-
-
-def _copy(path: epath.Path, target: epath.Path) -> None:
-    with path.open("rb") as source, target.open("wb") as copy:
-        shutil.copyfileobj(source, copy, 2**20)
+def _files(folder: epath.Path) -> list[epath.Path]:
+    """Return the small files in a work directory."""
+    return [path for pattern in _SMALL for path in sorted(folder.glob(pattern))]
 
 
 @contextlib.contextmanager
 def _reading(root: epath.Path) -> Iterator[None]:
     try:
         yield
+    except UserError:
+        raise
     except ImportError as error:
         raise UserError(f"{root}: {error}. Install it with: pip install 'tba_jax[gcs]'") from error
     except Exception as error:  # each store has its own exception classes

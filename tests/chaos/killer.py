@@ -173,7 +173,7 @@ class Killer:
         model = describe_model(config).config
         mesh = reading_mesh(model.hidden_size, jax.local_devices())
         checkpoints = Checkpoints(workdir, read_only=True)
-        return checkpoints.restore(self.num_steps, abstract_state(config, model, mesh))
+        return checkpoints.read(self.num_steps, abstract_state(config, model, mesh))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from tba_jax.flow.state import PartState
 from tba_jax.report.files import load_run
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
 from tba_jax.report.page import render
+from tba_jax.run import lock
 from tba_jax.run.checkpoint import pack, unpack
 from tba_jax.run.errors import UserError, is_mendable
 from tba_jax.run.lock import Hold
@@ -55,7 +56,7 @@ few = settings(
 
 
 def hold(folder):
-    with Hold(folder, beat_s=0.02, expire_s=0.05):
+    with Hold(folder):
         return True
 
 
@@ -85,7 +86,9 @@ TOLD = {"checkpoints/3/host.npz": READ_ERRORS}
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_any_contents_are_read_or_refused_in_a_line(name, tmp_path):
+def test_any_contents_are_read_or_refused_in_a_line(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    monkeypatch.setattr(lock, "EXPIRE_S", 0.05)
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "report.html").write_text("")

@@ -172,7 +172,7 @@ def test_a_checkpoint_of_eight_devices_restores_on_any_number(tmp_path):
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings.state
         )
-        restored = Checkpoints(tmp_path).restore(0, target)
+        restored = Checkpoints(tmp_path).read(0, target)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), wanted)
         assert restored.params["embed"].sharding == shardings.state.params["embed"]
 

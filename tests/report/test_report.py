@@ -175,7 +175,7 @@ def test_command_reports_and_refuses(tmp_path, capsys):
     assert main([str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "run" / "report.html")
     assert run_command(lambda: main([str(tmp_path / "nothing")])) == 2
-    assert "wanted the work directory of a run" in capsys.readouterr().err
+    assert "nothing holds no run: there is no" in capsys.readouterr().err
     (tmp_path / "run" / "report.json").write_text("{")
     assert run_command(lambda: main([str(tmp_path / "run")])) == 2
     assert "report.json is damaged (Expecting" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work directories at gs:// addresses, in a store that renames nothing and appends to nothing."""
 
+import contextlib
 import json
 
 import fake_store
@@ -13,7 +14,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.run import object_store
 from tba_jax.run.checkpoint import Checkpoints, load_host_state
 from tba_jax.run.errors import CheckpointError, UserError
-from tba_jax.run.object_store import opened, run_folder, storage_of, upload
+from tba_jax.run.object_store import opened, run_folder, storage_of
 from tba_jax.run.run import train
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 
@@ -28,15 +29,26 @@ def store(tmp_path, monkeypatch):
     return fake_store.use(monkeypatch, tmp_path / "store")
 
 
-def checkpoints_of(folder):
-    return Checkpoints(
-        storage_of(folder), run_id="f00d", before_commit=lambda: upload(folder), timeout_s=60
-    )
+@contextlib.contextmanager
+def opened_run():
+    """The local folder of the run at ADDRESS, and its checkpoints."""
+    with opened(ADDRESS) as (folder, _):
+        (folder / "config.json").write_text("{}")
+        checkpoints = Checkpoints(
+            storage_of(folder),
+            run_id="f00d",
+            before_commit=lambda: object_store.upload(folder),
+            timeout_s=60,
+        )
+        yield folder, checkpoints
+        checkpoints.close()
 
 
-def log(folder, step):
+def save(checkpoints, folder, step):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step}) + "\n")
+    checkpoints.save(step, {"w": jnp.full(8, float(step))}, {})
+    checkpoints.wait()
 
 
 def steps(folder):
@@ -44,45 +56,27 @@ def steps(folder):
     return [json.loads(line)["step"] for line in text.splitlines()]
 
 
-def save(checkpoints, step):
-    checkpoints.save(step, {"w": jnp.full(8, float(step))}, {})
-    checkpoints.wait()
-
-
 def test_a_run_continues_on_another_machine(store, tmp_path, monkeypatch):
-    with opened(ADDRESS) as (folder, _):
-        (folder / "config.json").write_text("{}")
-        with pytest.raises(UserError, match="is working on gs://bucket/runs/a"):
-            with opened(ADDRESS):
-                pass
-        checkpoints = checkpoints_of(folder)
+    with opened_run() as (folder, checkpoints):
+        with pytest.raises(UserError, match="is working on gs://bucket/runs/a"), opened(ADDRESS):
+            pass
         for step in (1, 2, 3):
-            log(folder, step)
-            save(checkpoints, step)
-        checkpoints.close()
-        log(folder, 4)
+            save(checkpoints, folder, step)
     assert not (store / "bucket/runs/a/heartbeat.json").exists()
     stored = sorted(path.name for path in (store / "bucket/runs/a/checkpoints").iterdir())
     assert stored == ["2", "3"] and not (folder / "checkpoints").exists()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
-    with opened(ADDRESS) as (other, _):
-        assert other != folder and steps(other) == [1, 2, 3, 4]
-        again = checkpoints_of(other)
+    with opened_run() as (other, again):
+        assert other != folder and steps(other) == [1, 2, 3]
         assert again.newest() == 3 and again.damage(3) == []
-        state = again.restore(3, ABSTRACT)
-        np.testing.assert_array_equal(state["w"], np.full(8, 3.0))
-        save(again, 5)
-        again.close()
+        np.testing.assert_array_equal(again.read(3, ABSTRACT)["w"], np.full(8, 3.0))
+        save(again, other, 5)
     assert load_host_state(str(run_folder(ADDRESS, "--workdir")))[0] == 5
 
 
 def test_a_process_that_is_killed_leaves_a_checkpoint_and_the_lines_of_its_steps(store):
-    with opened(ADDRESS) as (folder, _):
-        (folder / "config.json").write_text("{}")
-        checkpoints = checkpoints_of(folder)
-        log(folder, 1)
-        save(checkpoints, 1)
-        checkpoints.close()
+    with opened_run() as (folder, checkpoints):
+        save(checkpoints, folder, 1)
     step = store / "bucket/runs/a/checkpoints/2"
     step.mkdir()
     (step / "_CHECKPOINT_METADATA").write_text("{}")  # killed before the commit file
@@ -90,36 +84,18 @@ def test_a_process_that_is_killed_leaves_a_checkpoint_and_the_lines_of_its_steps
     assert steps(found) == [1] and load_host_state(str(found))[0] == 1
 
 
-def test_a_store_that_refuses_the_log_ends_the_save_and_keeps_the_older_checkpoint(monkeypatch):
+def test_a_store_that_refuses_the_log_fails_the_save(monkeypatch):
+    def refuse(folder):
+        raise OSError("full")
+
     with pytest.raises(CheckpointError, match="checkpoints/2 failed: OSError: full"):
-        with opened(ADDRESS) as (folder, _):
-            (folder / "config.json").write_text("{}")
-            checkpoints = checkpoints_of(folder)
-            save(checkpoints, 1)
-
-            def refuse(folder):
-                raise OSError("full")
-
+        with opened_run() as (folder, checkpoints):
+            save(checkpoints, folder, 1)
             monkeypatch.setattr(object_store, "upload", refuse)
-            monkeypatch.setitem(globals(), "upload", refuse)
-            save(checkpoints, 2)
-    monkeypatch.undo()
+            save(checkpoints, folder, 2)
 
 
-def test_a_flipped_bit_in_the_store_is_named(store):
-    with opened(ADDRESS) as (folder, _):
-        (folder / "config.json").write_text("{}")
-        checkpoints = checkpoints_of(folder)
-        save(checkpoints, 1)
-        files = [p for p in (store / "bucket/runs/a/checkpoints/1").rglob("d/*") if p.is_file()]
-        data = bytearray(files[0].read_bytes())
-        data[len(data) // 2] ^= 1
-        files[0].write_bytes(data)
-        assert files[0].name in checkpoints.damage(1)[0]
-        checkpoints.close()
-
-
-def test_weights_are_published_to_the_store(store):
+def test_weights_are_published_to_the_store():
     folder = WeightFolder(ADDRESS, lambda params: params, run_id="f00d", timeout_s=60)
     for version in (1, 2, 3):
         folder.publish(version, {"w": jnp.full(8, float(version))})
@@ -142,17 +118,16 @@ def test_a_missing_package_names_the_extra(monkeypatch):
     def fail(*args, **options):
         raise ImportError("Please install gcsfs to access Google Storage")
 
-    monkeypatch.setattr("fsspec.filesystem", fail)
     monkeypatch.setattr("etils.epath.backend.fsspec_backend._get_filesystem", fail)
     with pytest.raises(UserError, match=r"install gcsfs.*pip install 'tba_jax\[gcs\]'"):
         run_folder(ADDRESS, "--workdir")
 
 
-def test_objects_of_another_program_are_refused_or_left_alone(store):
+def test_objects_of_another_program_are_refused_and_left_alone(store):
     theirs = store / "bucket/runs/a/weights/notes/a.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("theirs")
-    with pytest.raises(UserError, match="has weights and no config.json"):
+    with pytest.raises(UserError, match="holds 'weights' and no config.json"):
         train(make_config({"task.name": "arithmetic"}), ADDRESS)
     with pytest.raises(UserError, match="gs://bucket/runs/b holds no run"):
         run_folder("gs://bucket/runs/b", "--workdir")

@@ -11,9 +11,9 @@ import pytest
 from tba_jax.commands import report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.config.schema import make_config
+from tba_jax.run import lock
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import begin_run, claim, run_id_of, saved_config
 from tba_jax.storage.whole_files import write_json
 
@@ -54,7 +54,7 @@ def run_with_another_config(workdir):
 
 REFUSED = {
     file_of_another_program: r"run holds 'metrics\.jsonl' and no config\.json: it is not empty",
-    model_folder: r"config\.json is not readable as the config of a run of tba_jax \(there is no",
+    model_folder: r"config\.json is not readable as the config of a run of tba_jax \(it has no",
     cut_config: r"config\.json is not readable as the config of a run .* Restore the file",
     run_with_another_config: r"holds a run with another config: seed: 1 -> 0",
 }
@@ -77,7 +77,8 @@ def test_a_folder_that_holds_no_such_run_is_refused_and_left_alone(tmp_path, mak
 )
 def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left, monkeypatch):
     # The heartbeat may be that of another host.
-    monkeypatch.setitem(Hold.__init__.__kwdefaults__, "expire_s", 1.0)
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "EXPIRE_S", 0.5)
     for name in left:
         (tmp_path / name).write_text("")
     with claim(tmp_path, CONFIG):
@@ -110,5 +111,5 @@ def test_a_report_is_not_written_over_files_of_another_program(tmp_path, capsys)
     (tmp_path / "report.html").write_text("theirs")
     before = tree(tmp_path)
     assert run_command(lambda: report.main([str(tmp_path)])) == 2
-    assert "has neither config.json nor report.json" in capsys.readouterr().err
+    assert "holds no run: there is no" in capsys.readouterr().err
     assert tree(tmp_path) == before
