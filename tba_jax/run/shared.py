@@ -63,8 +63,7 @@ from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer, make_start_program
 from tba_jax.serving.agents import AgentPool
-from tba_jax.serving.inference_server import InferenceServer
-from tba_jax.serving.server_session import ServerDecoder
+from tba_jax.serving.vllm import InferenceServer, ServerDecoder
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.registry import Task
 from tba_jax.weights.folder import StoredWeights, WeightFolder

@@ -47,8 +47,8 @@ from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import PromptReader, text_of
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.agents import AgentPool
-from tba_jax.serving.inference_server import InferenceServer
 from tba_jax.serving.protocol import Served
+from tba_jax.serving.vllm import InferenceServer
 from tba_jax.settings import ConfigError
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.registry import Task, entry_of, get_task

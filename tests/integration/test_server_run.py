@@ -9,7 +9,7 @@ from commands import SYNC, lines, run
 from tba_jax.run.model_parts import START_MODEL
 from tests.serving.faulty_server import FaultyServer
 
-# The limit of a command is 600 s. serving/test_inference_server.py has the parts.
+# The limit of a command is 600 s. serving/test_vllm.py has the parts.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 LORA = ("lora.rank=4", "optimizer.learning_rate=0.003")
 

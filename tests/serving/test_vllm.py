@@ -15,8 +15,7 @@ from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import lora
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.serving.inference_server import InferenceServer, ServerError
-from tba_jax.serving.server_session import ServerDecoder
+from tba_jax.serving.vllm import InferenceServer, ServerDecoder, ServerError
 
 PROMPT = np.array([1, 28, 16, 26, 18, 24, 34], np.int32)
 SETTINGS = SamplingSettings(9)
