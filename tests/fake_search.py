@@ -8,7 +8,7 @@ import numpy as np
 from fake_tickets import House
 
 from tba_jax.decoding.requests import Response, Statistics
-from tba_jax.environments.episode import SingleTurnSession
+from tba_jax.environments.episodes import SingleTurnSession
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult

@@ -6,6 +6,7 @@ import time
 import numpy as np
 
 from tba_jax.decoding.requests import Response, SamplingSettings
+from tba_jax.environments.episodes import EpisodeSession
 
 
 class Scripted:
@@ -32,9 +33,9 @@ class Scripted:
         return [Response(number, 0, tokens, logprobs, True, 7, 7, 1.0)]
 
 
-def played(episodes, session, prompt):
+def played(environments, session, prompt):
     """The one episode of a prompt."""
-    over = episodes.over(session)
+    over = EpisodeSession(session, environments)
     over.submit(prompt, np.zeros((1, 2), np.uint32), SamplingSettings(4000), np.ones(1))
     found, end = [], time.monotonic() + 60
     while not found:

@@ -38,8 +38,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
     from tba_jax.run.task_parts import (
+        check_environments,
         make_environments,
-        make_episodes,
         make_evaluator,
         make_gold,
         make_grader,
@@ -72,8 +72,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         judging = make_judging(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, site)
         grader = make_grader(config, task, tokenizer, rewards)
-        episodes = make_episodes(config, task, tokenizer, environments)
-        answer = make_shard_evaluator(config, decoder, grader, judging.measures[0], episodes)
+        check_environments(config, task, environments)
+        answer = make_shard_evaluator(config, decoder, grader, judging.measures[0], environments)
         evaluator = make_evaluator(config, task, tokenizer, judging.metrics)
         # A large model takes minutes. Standard output is for the result alone.
         count = f"{len(evaluator.prompts):,}"

@@ -77,10 +77,10 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.devices.site import any_device
     from tba_jax.devices.worker import StopFlag, Worker
-    from tba_jax.environments.chat import make_chat_format
     from tba_jax.flow.padding import length_buckets
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.remote.http_server import HttpServer
+    from tba_jax.serving.chat import make_chat_format
     from tba_jax.serving.protocol import MAX_STOP_IDS, Served
     from tba_jax.serving.queue import RequestQueue
     from tba_jax.serving.server import Application, PlainScope

@@ -18,7 +18,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from tba_jax.rewards.functions import as_number
 from tba_jax.settings import import_file
@@ -28,8 +28,8 @@ BASE_URL = "base_url"
 """First argument of an agent, and name of the row's column that has its value."""
 MOST_CHARACTERS = 2**18
 """Maximum length of an observation; a longer observation is a failure."""
-_ERROR = "error: "  # the result of a failed tool call begins with this text
-_MOST_TEXT = 4000  # maximum characters of a failure's text
+ERROR = "error: "
+"""Start of the result of a failed tool call."""
 
 
 class _Failure(Exception):
@@ -44,40 +44,27 @@ class _Failure(Exception):
         self.name = name
 
 
-class Turn(NamedTuple):
-    """A turn of the policy: its text, or its tool calls."""
-
-    text: str
-    calls: Sequence[Mapping[str, Any]] = ()
-
-
 class Policy:
     """The policy, as an environment sees it in one episode."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
-    async def turn(self, observation: Any = None, results: Sequence[str] = ()) -> Turn | None:
-        """Give the policy an observation or results of its calls; return its next turn.
+    async def turn(self, text: Any = None, results: Sequence[str] = ()) -> Any:
+        """Give the policy a text or the results of its tool calls.
 
-        None if the episode has reached a limit.
+        Returns:
+            (text, tool calls) of the policy's next turn; None if the episode has reached a limit.
         """
-        _checked(observation)
-        _checked("".join(results))
-        failed = [result for result in results if result.startswith(_ERROR)]
-        answer = {"observation": observation, "results": list(results), "failed_calls": failed}
-        return await self._exchange.answer_and_wait(answer)
-
-
-class Adapter(Protocol):
-    """Interface of environments: one object runs one episode at a time."""
-
-    has_reward: bool
-    finish: str
-
-    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
-        """Run an episode; return its reward."""
-        ...
+        for observation in (text, "".join(results)):
+            if observation is not None and not isinstance(observation, str):
+                kind = type(observation).__name__
+                reason = f"the observation is a {kind}; return a text or None"
+                raise _Failure("environment_type", reason)
+            if observation is not None and len(observation) > MOST_CHARACTERS:
+                reason = f"the observation has {len(observation):,} characters; return at most "
+                raise _Failure("environment_flood", f"{reason}{MOST_CHARACTERS:,}")
+        return await self._exchange.answer_and_wait({"text": text or "", "results": list(results)})
 
 
 class Tools:
@@ -121,23 +108,24 @@ class Tools:
         return [library.get_json_schema(tool) for tool in self._tools.values()]
 
     async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+        """Run an episode; return its reward."""
         reset = getattr(self._environment, "reset", None)
-        text = None if reset is None else await _result(reset(**accepted(reset, row)))
+        text = None if reset is None else await _result(reset(**_accepted(reset, row)))
         turn = await policy.turn(text)
-        while turn is not None and turn.calls:
-            turn = await policy.turn(results=[await self._called(call) for call in turn.calls])
+        while turn is not None and turn[1]:
+            turn = await policy.turn(results=[await self._called(call) for call in turn[1]])
         return await _result(self._environment.get_reward()) if self.has_reward else None
 
     async def _called(self, call: Mapping[str, Any]) -> str:
         try:
             if "error" in call:
-                return f"{_ERROR}{call['error']}"
+                return f"{ERROR}{call['error']}"
             name, arguments = call["name"], call.get("arguments") or {}
             if name not in self._tools:
-                return f"{_ERROR}no tool {name!r}; there are {', '.join(self._tools)}"
+                return f"{ERROR}no tool {name!r}; there are {', '.join(self._tools)}"
             return str(await _result(self._tools[name](**arguments)))
         except Exception as error:  # as in TRL, the policy sees the error
-            return f"{_ERROR}{type(error).__name__}: {error!s:.200}"
+            return f"{ERROR}{type(error).__name__}: {error!s:.200}"
 
 
 class Steps:
@@ -145,23 +133,20 @@ class Steps:
 
     `step` returns (observation, reward, done, ...); an observation is a text or None. The reward of
     an episode is the sum over its steps.
-
-    Args:
-        environment: an instance of the user's class.
     """
 
-    has_reward = True
-    finish = "done"
+    has_reward, finish = True, "done"
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
     async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+        """Run an episode; return its reward."""
         await _result(self._environment.init(row["prompt"]))
         rewards: list[Any] = []
         turn = await policy.turn()
         while turn is not None:
-            observation, reward, done, *_ = await _result(self._environment.step(turn.text))
+            observation, reward, done, *_ = await _result(self._environment.step(turn[0]))
             rewards.append(_number(reward))
             turn = None if done else await policy.turn(observation)
         known = [reward for reward in rewards if reward is not None]
@@ -169,24 +154,20 @@ class Steps:
 
 
 class Agent:
-    """Adapter of an agent, which requests its turns from the policy over HTTP.
+    """Adapter of an agent `run(base_url, row)`, which requests its turns over HTTP."""
 
-    Args:
-        run: (base URL, row) -> reward; possibly a coroutine function.
-    """
-
-    has_reward = True
-    finish = "done"
+    has_reward, finish = True, "done"
 
     def __init__(self, run: Callable[[str, Mapping[str, Any]], Any]) -> None:
         self._run = run
 
     async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
-        row = dict(row)
-        return await _result(self._run(row.pop(BASE_URL), row))
+        """Run an episode; return its reward."""
+        own = {name: value for name, value in row.items() if name != BASE_URL}
+        return await _result(self._run(row[BASE_URL], own))
 
 
-def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments among `offered` that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -211,18 +192,9 @@ def _number(value: Any) -> float | None:
     return found
 
 
-def _checked(observation: Any) -> None:
-    if observation is not None and not isinstance(observation, str):
-        text = f"the observation is a {type(observation).__name__}; return a text or None"
-        raise _Failure("environment_type", text)
-    if observation is not None and len(observation) > MOST_CHARACTERS:
-        text = f"the observation has {len(observation):,} characters; return at most "
-        raise _Failure("environment_flood", f"{text}{MOST_CHARACTERS:,}")
-
-
 @functools.cache
-def load(name: str) -> Callable[[], Adapter]:
-    """Return a function that makes an environment.
+def load(name: str) -> Callable[[], Any]:
+    """Return a function that makes an environment: an object of an adapter class above.
 
     Args:
         name: package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
@@ -232,14 +204,16 @@ def load(name: str) -> Callable[[], Adapter]:
         AttributeError, TypeError: the object is not an environment. The import may raise any
             exception.
     """
-    found = list(map(_imported, name.split(",")))
-    if len(found) > 1 or _is_tool(found[0]):
+    found = [_imported(each) for each in name.split(",")]
+    factory = found[0]
+    is_function = inspect.isfunction(factory) or inspect.ismethod(factory)
+    first = list(inspect.signature(factory).parameters)[:1] if is_function else []
+    if first == [BASE_URL]:
+        return lambda: Agent(factory)
+    if len(found) > 1 or first:
         return lambda: Tools(None, found)
-    (factory,) = found
     if hasattr(factory, "init") and hasattr(factory, "step"):
         return lambda: Steps(factory())
-    if inspect.isfunction(factory) and BASE_URL in _parameters(factory)[:1]:
-        return lambda: Agent(factory)
     if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "reset")):
         raise TypeError(
             f"{name} has neither reset() and tools, nor init() and step(); add the "
@@ -254,23 +228,13 @@ def _imported(name: str) -> Any:
     return getattr(found, own)
 
 
-def _is_tool(found: Any) -> bool:
-    """Return whether an object is a function with arguments, but not an agent."""
-    is_function = inspect.isfunction(found) or inspect.ismethod(found)
-    return is_function and _parameters(found)[:1] not in ([], [BASE_URL])
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
 def make_handler(name: str) -> Handler:
     """Return the handler of a worker; it reuses objects of the class, one for each open episode.
 
     The first message is ("describe", whether schemas are wanted) or ("begin", row), the later ones
     are turns.
     """
-    free: list[Adapter] = []
+    free: list[Any] = []
 
     async def handle(exchange: Exchange, message: Any) -> None:
         kind, value = message
@@ -285,19 +249,18 @@ def make_handler(name: str) -> Handler:
         except asyncio.CancelledError:
             raise
         except _Failure as failure:
-            answer = {"failure": failure.name, "text": str(failure)}
+            answer = {"failure": failure.name, "reason": str(failure)}
         except BaseException as error:  # users' code may raise anything, even SystemExit
             traceback.print_exception(error)  # into the log file of the worker
             *_, last = traceback.format_exception_only(error)
-            answer = {"failure": "environment_error", "text": last.strip()[:_MOST_TEXT]}
+            answer = {"failure": "environment_error", "reason": last.strip()[:4000]}
         exchange.answer(answer)
 
     return handle
 
 
-def _described(adapter: Adapter, name: str, has_schemas: bool) -> dict[str, Any]:
-    is_agent = isinstance(adapter, Agent)
-    has_tools = isinstance(adapter, Tools)
+def _described(adapter: Any, name: str, has_schemas: bool) -> dict[str, Any]:
+    is_agent, has_tools = isinstance(adapter, Agent), isinstance(adapter, Tools)
     return {
         "has_reward": adapter.has_reward,
         "has_tools": has_tools,

@@ -19,7 +19,8 @@ import numpy as np
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.episodes import Episodes, open_session
+from tba_jax.environments.episodes import open_session
+from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
@@ -98,7 +99,7 @@ class ShardEvaluator:
     num_samples: int
     num_slots: int
     measures: tuple[Measure, ...] = ()
-    episodes: Episodes | None = None
+    environments: EnvironmentPool | None = None
 
     def evaluate(self, params: Any, ticket: EvaluationTicket) -> EvaluationShard:
         """Return the graded responses to the prompts of a shard.
@@ -108,7 +109,7 @@ class ShardEvaluator:
         """
         n, prompts, params = self.num_samples, ticket.prompts, self.decoder.weights(params)
         session = open_session(
-            self.decoder, params, self.episodes, num_slots=self.num_slots, num_samples=n
+            self.decoder, params, self.environments, num_slots=self.num_slots, num_samples=n
         )
         numbers = np.arange(ticket.first * n, (ticket.first + len(prompts)) * n)
         keys = fold_in(key_data(jax.random.key(0)), numbers).reshape(-1, n, 2)

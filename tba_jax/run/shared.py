@@ -26,6 +26,7 @@ from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MESH_AXES, Division, divide
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site, Sites
+from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora
 from tba_jax.models import model as models
@@ -48,8 +49,8 @@ from tba_jax.run.model_parts import (
 from tba_jax.run.object_store import storage_of
 from tba_jax.run.task_parts import (
     Judging,
+    check_environments,
     make_environments,
-    make_episodes,
     make_gold,
     make_grader,
     make_judging,
@@ -62,7 +63,6 @@ from tba_jax.run.workdir import run_id_of
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer, make_start_program
-from tba_jax.serving.agents import AgentPool
 from tba_jax.serving.vllm import InferenceServer, ServerDecoder
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.registry import Task
@@ -129,7 +129,7 @@ class Rewards(NamedTuple):
 
     source: RewardSource | None = None
     gold: RewardSource | None = None
-    environments: AgentPool | None = None
+    environments: EnvironmentPool | None = None
     server: InferenceServer | None = None
 
     def check(self) -> None:
@@ -375,7 +375,8 @@ def make_searchers(
     objective = config.objective.built
     states = StateValues(objective.value("vine_tokens", 0))
     key = jax.random.key(config.seed)
-    episodes = make_episodes(config, shared.task, shared.tokenizer, rewards.environments)
+    environments = rewards.environments
+    check_environments(config, shared.task, environments)
     # Searchers on the same devices share a decoder, and so do all searchers on single devices.
     decoders = {
         site: make_decoder(config, shared.model.config, shared.tokenizer, site)
@@ -397,15 +398,15 @@ def make_searchers(
                 index=shared.sites.first_searcher + i,
                 weights=latest,
                 evaluated=functools.partial(_evaluated, shared, weights, i),
-                sampler=Sampler(engine, config.search, key, episodes, states),
+                sampler=Sampler(engine, config.search, key, environments, states),
                 grader=grader,
                 evaluator=make_shard_evaluator(
-                    config, decoder, grader, judging.measures[i], episodes
+                    config, decoder, grader, judging.measures[i], environments
                 ),
                 given=given[site],
                 clock=shared.clock,
                 swaps_in_flight=swaps_in_flight(config),
-                waits_for_all=config.driver == "sync" and episodes is not None,
+                waits_for_all=config.driver == "sync" and environments is not None,
             )
         )
     return tuple(parts)

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba_jax.config.devices import asked
-from tba_jax.config.resolved import allows_forks
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.placement import divide
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.environments.chat import make_chat_format
-from tba_jax.environments.episodes import Episodes
-from tba_jax.environments.pool import DEFAULT_WORKERS
+from tba_jax.environments.pool import DEFAULT_WORKERS, EnvironmentPool
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
@@ -46,7 +43,7 @@ from tba_jax.run.model_parts import (
 from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import PromptReader, text_of
 from tba_jax.search.sampler import sampling_settings
-from tba_jax.serving.agents import AgentPool
+from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import Served
 from tba_jax.serving.vllm import InferenceServer
 from tba_jax.settings import ConfigError
@@ -204,7 +201,7 @@ def try_rewards(config: Config, task: Task) -> None:
 
 def make_environments(
     config: Config, tokenizer: Tokenizer, logs: Path | None = None
-) -> AgentPool | None:
+) -> EnvironmentPool | None:
     """Return the processes of the configured environment; None without one."""
     if not config.task.environment:
         return None
@@ -217,28 +214,26 @@ def make_environments(
         1 + search.max_new_tokens,
         sampling_settings(search),
     )
-    return AgentPool(
+    return EnvironmentPool(
         config.task.environment,
         served,
+        max_turns=search.max_turns,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
         max_memory_bytes=MAX_MEMORY_BYTES,
-        allows_forks=allows_forks(config),
         has_schemas=bool(renderer),
         logs=logs,
     )
 
 
-def make_episodes(
-    config: Config, task: Task, tokenizer: Tokenizer, environments: AgentPool | None
-) -> Episodes | None:
-    """Return the settings of episodes; None without an environment.
+def check_environments(config: Config, task: Task, environments: EnvironmentPool | None) -> None:
+    """Refuse an environment that cannot be used with this task; None is accepted.
 
     Raises:
-        ValueError: the environment, or the chat template with it, cannot be used.
+        ValueError: the environment, or the chat format with it, cannot be used.
     """
     if environments is None:
-        return None
+        return
     environments.check()
     has_other = config.task.reward or task.reward or config.reward.model_path
     if not (environments.has_reward or has_other):
@@ -246,38 +241,26 @@ def make_episodes(
             f"task.environment = {environments.name!r} has no get_reward(), and no other reward is "
             "set. Add the method, or set --config.task.reward=my_rewards.py:score"
         )
-    is_agent = environments.is_agent
-    is_chat = not is_agent and isinstance(task.eval_problem(0)[0], list)
-    chat = environments.served.chat
+    is_chat = not environments.is_agent and isinstance(task.eval_problem(0)[0], list)
     if environments.has_tools and not (is_chat and config.task.renderer):
         raise ValueError(
             f"task.environment = {environments.name!r} has tools, which need chat prompts and the "
             "tool format of the model. Set --config.task.chat=True, and --config.task.renderer="
             "qwen3 or another format of the library renderers"
         )
-    missing = tuple(sorted(set(chat.stop_ids) - set(environments.served.eos_ids)))
+    served = environments.served
+    missing = tuple(sorted(set(served.chat.stop_ids) - set(served.eos_ids)))
     if is_chat and missing:
         raise ValueError(
             f"task.renderer = {config.task.renderer!r}: a message also ends with the tokens "
             f"{list(missing)}. Set --config.search.stop_ids={missing}"
         )
-    episodes = Episodes(
-        environments,
-        tokenizer,
-        config.search.max_turns,
-        chat if is_chat else None,
-        is_agent,
-        environments.schemas if is_chat else (),
-    )
-    if is_chat:
-        episodes.check_template()
-    if episodes.first_token_only and config.objective.built.needs.head == "log_z":
+    if environments.first_token_only and config.objective.built.needs.head == "log_z":
         raise ValueError(
             "objective.log_z = learned reads the prompt, which is one token for agents and for "
             "tools of chat models: log Z would be equal for all prompts. Set "
             "--config.objective.log_z=vargrad"
         )
-    return episodes
 
 
 def make_server(
@@ -358,7 +341,7 @@ def make_shard_evaluator(
     decoder: Decoder,
     grader: Grader,
     measures: tuple[Measure, ...],
-    episodes: Episodes | None,
+    environments: EnvironmentPool | None,
 ) -> ShardEvaluator:
     """Make the evaluator of shards on one set of devices."""
     sampling = SamplingSettings(
@@ -368,7 +351,7 @@ def make_shard_evaluator(
     )
     n, slots = config.eval.num_samples, config.search.slots
     num_slots = min(max(1, slots // n) * n, slots)
-    return ShardEvaluator(decoder, grader, sampling, n, num_slots, measures, episodes)
+    return ShardEvaluator(decoder, grader, sampling, n, num_slots, measures, environments)
 
 
 def make_evaluator(

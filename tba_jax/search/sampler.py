@@ -16,8 +16,8 @@ import numpy as np
 from tba_jax.decoding.engine import row_keys
 from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.episode import Episode, Sessions, SingleTurnSession
-from tba_jax.environments.episodes import Episodes, open_session
+from tba_jax.environments.episodes import Episode, Sessions, SingleTurnSession, open_session
+from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.state_values import Continuation, states_of
@@ -79,7 +79,7 @@ class Sampler:
     decoder: Sessions
     settings: SearchSettings
     key: jax.Array
-    episodes: Episodes | None = None
+    environments: EnvironmentPool | None = None
     states: StateValues = StateValues(0)
 
     def open(self, published: Published) -> "GroupSession":
@@ -87,7 +87,7 @@ class Sampler:
         session = open_session(
             self.decoder,
             published.params,
-            self.episodes,
+            self.environments,
             num_slots=self.settings.slots,
             num_samples=self.settings.samples_per_prompt,
             version=published.version,
@@ -128,8 +128,8 @@ class GroupSession:
         Args:
             number: number of the ticket; it selects the random numbers.
         """
-        episodes, key = self._sampler.episodes, self._sampler.key_of(number)
-        if episodes is not None and episodes.first_token_only:  # agents write the others
+        environments, key = self._sampler.environments, self._sampler.key_of(number)
+        if environments is not None and environments.first_token_only:  # agents write the others
             prompt = dataclasses.replace(prompt, tokens=prompt.tokens[:1])
         temperatures = self._sampler.temperatures(key)
         size = len(temperatures)

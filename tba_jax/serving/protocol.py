@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.environments.chat import ChatFormat
 from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.serving.chat import ChatFormat
 from tba_jax.serving.queue import Update
 
 Kind = Literal["generate", "completions", "chat"]

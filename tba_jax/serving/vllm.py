@@ -29,9 +29,9 @@ import numpy as np
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.environments.failures import FailureLines
 from tba_jax.models.architecture import TransformerConfig
 from tba_jax.models.hf import adapter_files
+from tba_jax.serving.failures import FailureLines
 
 T = TypeVar("T")
 

@@ -9,50 +9,44 @@ import pytest
 from fake_sessions import Scripted
 from qwen_tokenizer import qwen_like_tokenizer
 
-from tba_jax.environments.chat import RendererFormat
-from tba_jax.environments.episodes import Episodes
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.source import Verdict
+from tba_jax.serving.chat import RendererFormat
+from tba_jax.serving.protocol import Served
 
 pytest.importorskip("renderers", reason="the extra `chat-tools` is not installed")
 FILE = Path(__file__).with_name("environments_for_tests.py")
 END = "<|im_end|>"
 
 
-@pytest.fixture(scope="module")
-def pools():
-    made = [
-        EnvironmentPool(name, timeout_s=30.0, has_schemas=True)
-        for name in (f"{FILE}:Counter", "tba_jax.environments.tools:calculator")
-    ]
-    for pool in made:
-        pool.check()
-    yield made
-    for pool in made:
-        pool.close()
-
-
-def played(pool, tokenizer, turns, messages):
-    """The episode of these turns, and the session."""
+@pytest.fixture
+def played(tmp_path):
+    """Returns the episode of turns of the policy, and the session that sampled it."""
+    tokenizer = qwen_like_tokenizer(tmp_path)
     chat = RendererFormat(tokenizer, "qwen3")
-    inner = Scripted(tokenizer, turns)
-    episodes = Episodes(pool, tokenizer, 8, chat=chat, schemas=pool.schemas)
-    episodes.check_template()
-    tokens = tokenizer.encode("<|im_start|>", add_bos=False)
-    prompt = Prompt(0, "", tokens, {"prompt": messages, "start": 3})
-    return fake_sessions.played(episodes, inner, prompt), inner
+    served = Served("policy", tokenizer, chat, tokenizer.eos_ids, 4000)
+    pool = EnvironmentPool(f"{FILE}:Counter", served, max_turns=8, timeout_s=30.0, has_schemas=True)
+    pool.check()
+
+    def play(turns):
+        inner = Scripted(tokenizer, turns)
+        tokens = tokenizer.encode("<|im_start|>", add_bos=False)
+        messages = [{"role": "user", "content": "Count "}]
+        prompt = Prompt(0, "", tokens, {"prompt": messages, "start": 3})
+        return fake_sessions.played(pool, inner, prompt), inner, tokenizer
+
+    yield play
+    pool.close()
 
 
 def call(name, arguments):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>{END}'
 
 
-def test_a_class_with_tools_runs_in_the_format_of_the_model(pools, tmp_path, capsys):
-    tokenizer = qwen_like_tokenizer(tmp_path)
+def test_a_class_with_tools_runs_in_the_format_of_the_model(played, capsys):
     turns = [call("add", '{"n": 4}'), call("add", "4x"), f"7{END}"]
-    messages = [{"role": "user", "content": "Count "}]
-    y, session = played(pools[0], tokenizer, turns, messages)
+    y, session, tokenizer = played(turns)
     text = tokenizer.decode(y.tokens, skip_special=False)
     # `reset` continued the user's message, and the schema of the tool is in the system's.
     assert "user\nCount from 3" + END in text and '"name": "add"' in text.partition(END)[0]
@@ -70,13 +64,9 @@ def test_a_class_with_tools_runs_in_the_format_of_the_model(pools, tmp_path, cap
     assert "invalid_json; 1 times failed_tool_call" in line
 
 
-def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episode(
-    pools, tmp_path, capsys
-):
+def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episode(played, capsys):
     """The library cannot read the second turn; the first one's call has been executed."""
-    tokenizer = qwen_like_tokenizer(tmp_path)
     turns = [call("add", '{"n": 4}'), call("add", '{"n": 5}')]
-    messages = [{"role": "user", "content": "Count "}]
     with pytest.MonkeyPatch.context() as patch:
         parse = RendererFormat.__dict__["calls"]
         num = iter(range(2))
@@ -91,10 +81,10 @@ def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episod
             return parse(self, tokens, *others)
 
         patch.setattr(RendererFormat, "calls", fails)
-        y, session = played(pools[0], tokenizer, turns, messages)
+        y, session, _ = played(turns)
     assert y.verdict == Verdict(None, "environment_template")
     assert len(session.contexts) == 2 and y.num_sampled > 2
     error = capsys.readouterr().err
     assert "rejected as environment_template" in error and "KeyError: 'name'" in error
-    again, _ = played(pools[0], tokenizer, [call("add", '{"n": 4}'), f"7{END}"], messages)
+    again, *_ = played([call("add", '{"n": 4}'), f"7{END}"])
     assert again.verdict == Verdict(7.0, None)  # the process serves the next episode

@@ -9,9 +9,8 @@ from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_to
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
-from tba_jax.environments.chat import ChatFormat
-from tba_jax.environments.episodes import Episodes
-from tba_jax.environments.pool import Answer
+from tba_jax.environments.episodes import EpisodeSession
+from tba_jax.environments.pool import Ended, Request
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
@@ -25,25 +24,29 @@ LIMIT = 20
 class Environment:
     """Says a z and how long a turn was; ends with the third turn. Answers when asked often."""
 
-    def __init__(self, world, delay):
-        self.world, self.delay = world, delay
+    num_failed_calls = 0
+
+    def __init__(self, world, prompt, delay):
+        self.world, self.prompt, self.delay = world, prompt.tokens, delay
         self.num_turns = 0
 
-    def begin(self, row):
-        assert row["prompt"]
-        self._asked, self._answer = 0, Answer()
+    def begin(self):
+        self._asked, self._answer = 0, Request(self.prompt)
 
-    def turn(self, text, response):
+    def turn(self, response):
+        encode, text = self.world.tokenizer.encode, self.world.tokenizer.decode(response.tokens)
         self.num_turns += 1
         self.world.texts.append(text)
-        self._asked = 0
-        is_over = self.num_turns == self.world.most
-        self._answer = Answer(f"z{len(text)}", "done" if is_over else "", 1.0 if is_over else None)
+        observed = encode(f"z{len(text)}", add_bos=False)
+        self.prompt = np.concatenate([self.prompt, response.tokens, observed])
+        self._asked, self._answer = 0, Request(self.prompt)
+        if self.num_turns == self.world.most:
+            self._answer = Ended("done", 1.0)
         if text in self.world.fails:
-            self._answer = Answer(failure="environment_error")
+            self._answer = Ended(failure="environment_error")
 
     def end(self):
-        self._asked, self._answer = 0, Answer(finish="end", reward=0.5)
+        self._asked, self._answer = 0, Ended("done", 0.5)
 
     @property
     def is_answered(self):
@@ -51,27 +54,24 @@ class Environment:
         return self._asked > self.delay
 
     def poll(self):
-        return self._answer if self.is_answered else None
-
-    def release(self):
-        self.world.released += 1
+        if not self.is_answered:
+            return None
+        self.world.released += isinstance(self._answer, Ended)
+        return self._answer
 
 
 class World:
     """In the place of a pool."""
 
-    has_reward = True
+    has_reward, is_agent = True, False
 
     def __init__(self, delays=(0,), most=3, fails=()):
         self.delays, self.most, self.fails = delays, most, fails
-        self.texts, self.lines, self.opened, self.released = [], [], 0, 0
+        self.texts, self.opened, self.released = [], 0, 0
 
-    def open(self):
+    def open(self, prompt):
         self.opened += 1
-        return Environment(self, self.delays[self.opened % len(self.delays)])
-
-    def report(self, name, text):
-        self.lines.append((name, text))
+        return Environment(self, prompt, self.delays[self.opened % len(self.delays)])
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,8 @@ def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
         version=3,
         keeps_caches=keeps_caches,
     )
-    session = Episodes(world, tokenizer, max_turns).over(inner)
+    world.tokenizer, world.max_turns = tokenizer, max_turns
+    session = EpisodeSession(inner, world)
     sampling = sampling_settings(settings.search)
     keys = row_keys(jax.random.key(5), 6).reshape(3, 2, 2)
     for prompt, own in zip(prompts_of(tokenizer), keys, strict=True):
@@ -187,23 +188,3 @@ def test_a_failure_is_a_rejection_of_its_episode_alone(model):
     assert failed and {y.verdict for y in failed} == {Verdict(None, "environment_error")}
     for y, z in zip(good, bad, strict=True):
         assert z.verdict.reason or y.tokens.tolist() == z.tokens.tolist()
-
-
-class Chat:
-    """A tokenizer of characters with a template that drops what was thought before."""
-
-    def encode(self, text, add_bos):
-        return np.array([ord(c) for c in text], np.int32)
-
-    def decode(self, ids, skip_special=True):
-        return "".join(map(chr, ids))
-
-    def format_chat(self, messages, *, variables):
-        return "".join(m["role"][0] + m["content"].replace("b", "") for m in messages) + "a"
-
-
-def test_a_template_that_changes_sampled_turns_is_refused():
-    chat = Chat()
-    episodes = Episodes(World(), chat, 2, chat=ChatFormat(chat))
-    with pytest.raises(ValueError, match="the chat template changes earlier turns"):
-        episodes.check_template()

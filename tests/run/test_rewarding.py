@@ -16,7 +16,13 @@ from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult, Verdict
-from tba_jax.run.task_parts import make_episodes, make_gold, make_grader, make_rewards, make_task
+from tba_jax.run.task_parts import (
+    check_environments,
+    make_gold,
+    make_grader,
+    make_rewards,
+    make_task,
+)
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"
@@ -90,7 +96,7 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
     assert (grades.rewards, grades.reasons) == ([1.0, None], [None, "reward_none"])
     environments = types.SimpleNamespace(check=lambda: None, has_reward=False, name="game")
     with pytest.raises(ValueError, match=r"has no get_reward\(\), and no other reward is set"):
-        make_episodes(config, task, tokenizer, environments)
+        check_environments(config, task, environments)
 
 
 def test_rewards_that_the_user_names_are_added_to_those_of_the_environment(tokenizer):
@@ -122,14 +128,14 @@ def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp
         name="game",
         is_agent=True,
         served=served,
-        schemas=(),
+        first_token_only=True,
     )
-    make_episodes(config, task, tokenizer, environments)
+    check_environments(config, task, environments)
     learned = replace(config, {"objective.log_z": "learned"})
     with pytest.raises(ValueError, match=r"objective\.log_z = learned reads the prompt"):
-        make_episodes(learned, task, tokenizer, environments)
-    environments.is_agent = False
-    make_episodes(learned, task, tokenizer, environments)
+        check_environments(learned, task, environments)
+    environments.first_token_only = False
+    check_environments(learned, task, environments)
 
 
 def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from tba_jax.environments.episode import Episode
+from tba_jax.environments.episodes import Episode
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult

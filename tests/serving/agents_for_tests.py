@@ -81,9 +81,6 @@ def misbehave(base_url, row):
             complete(base_url, prompt, temperature="hot")
         case "no turn":
             return 1.0
-        case "fork":
-            complete(base_url, prompt)
-            assert refused(base_url, "2+2") == "environment_fork"
         case "two at once":
             for _ in range(2):
                 threading.Thread(target=refused, args=(base_url, prompt)).start()

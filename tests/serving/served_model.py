@@ -13,13 +13,13 @@ from fake_adapters import read_adapters
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.environments.chat import make_chat_format
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
+from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import MAX_STOP_IDS, Served
 from tba_jax.serving.queue import RequestQueue
 from tba_jax.serving.server import Application, PlainScope

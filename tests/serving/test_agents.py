@@ -16,14 +16,14 @@ from served_model import folder_with_template
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
 from tba_jax.decoding.requests import Response
-from tba_jax.environments.episodes import Episodes
+from tba_jax.environments.episodes import EpisodeSession
+from tba_jax.environments.pool import continues
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_environments
 from tba_jax.search.sampler import sampling_settings
-from tba_jax.serving.agents import continues
 from tba_jax.serving.protocol import ApiError
 from tba_jax.serving.queue import Generation
 
@@ -78,7 +78,8 @@ def pool_of(model, name):
 def drawn(model, environments, rows, *, max_turns=8, swap=None):
     """The episodes of the rows, in order; weights change to `swap` after the first turns."""
     inner = model.session()
-    session = Episodes(environments, model.tokenizer, max_turns, is_agent=True).over(inner)
+    environments.max_turns = max_turns
+    session = EpisodeSession(inner, environments)
     for i, (row, key) in enumerate(zip(rows, row_keys(jax.random.key(5), len(rows)), strict=True)):
         tokens = model.tokenizer.encode(row["prompt"], add_bos=True)[:1]
         prompt = Prompt(i, row["prompt"], tokens, row)
@@ -193,7 +194,6 @@ FAILURES = {
     "crash": "environment_crash",
     "error": "environment_error",
     "no turn": "environment_no_turn",
-    "fork": "environment_fork",
     "two at once": "environment_fork",
     "nonsense": "environment_request",
     "first token": "environment_first_token",
@@ -208,7 +208,7 @@ def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(mode
     file = tmp_path / "late"
     rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in FAILURES]
     environments = pool_of(model, "misbehave")
-    environments.timeout_s, environments.allows_forks = 4.0, False
+    environments.timeout_s = 4.0
     try:
         environments.check()
         episodes = drawn(model, environments, rows, max_turns=3)
@@ -234,14 +234,14 @@ def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
     environments, received = pool_of(model, "misbehave"), []
     try:
         environments.check()
-        agent = environments.open()
-        agent.begin({"prompt": "1", "kind": "idle"})
+        agent = environments.open(Prompt(0, "1", np.ones(1, np.int32), {"kind": "idle"}))
+        agent.begin()
         agent.submit(own := generation(received))
-        assert agent.is_answered and agent.poll().request.tokens == [1, 2, 3]
+        assert agent.is_answered and agent.poll().prompt.tolist() == [1, 2, 3]
         assert not agent.is_answered and agent.poll() is None
         agent.cancel(own)
         tokens = np.array([4, 2], np.int32)
-        agent.turn("", Response(0, 0, tokens, np.zeros(2, np.float32), True, 0, 0))
+        agent.turn(Response(0, 0, tokens, np.zeros(2, np.float32), True, 0, 0))
         assert agent.is_answered and agent.poll().failure == "environment_disconnect"
         agent.submit(generation(received))
         assert isinstance(received[-1], ApiError) and received[-1].code == "episode_ended"

@@ -11,11 +11,10 @@ import numpy as np
 from qwen_tokenizer import qwen_like_tokenizer
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.chat import ChatFormat
-from tba_jax.environments.episodes import Episodes
+from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.serving.agents import AgentPool
+from tba_jax.serving.chat import ChatFormat
 from tba_jax.serving.protocol import Served
 
 FILE = Path(__file__).with_name("agents_for_tests.py")
@@ -28,14 +27,13 @@ def played(tokenizer):
     """The episode of an agent, and the session that sampled it."""
     limits = SamplingSettings(4000)
     served = Served("policy", tokenizer, ChatFormat(tokenizer), tokenizer.eos_ids, 4000, limits)
-    pool = AgentPool(f"{FILE}:thinking", served, timeout_s=30.0, allows_forks=True)
+    pool = EnvironmentPool(f"{FILE}:thinking", served, max_turns=8, timeout_s=30.0)
     inner = fake_sessions.Scripted(tokenizer, TURNS)
     try:
         pool.check()
-        episodes = Episodes(pool, tokenizer, 8, is_agent=True)
         start = tokenizer.encode(START, add_bos=False)
         prompt = Prompt(0, "", start, {"prompt": "7+5"})
-        return fake_sessions.played(episodes, inner, prompt), inner
+        return fake_sessions.played(pool, inner, prompt), inner
     finally:
         pool.close()
 

@@ -18,7 +18,7 @@ from fake_sessions import Scripted
 from qwen_tokenizer import qwen_like_tokenizer
 from served_model import TEMPLATE, ServedModel, folder_with_template
 
-from tba_jax.environments.chat import RendererFormat
+from tba_jax.serving.chat import RendererFormat
 from tests.integration import commands
 
 PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]

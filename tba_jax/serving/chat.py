@@ -8,7 +8,7 @@ Invariant: sampled tokens are never re-encoded from text.
 
 import importlib
 import json
-import uuid
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,15 +21,16 @@ NONE: Mapping[str, Any] = {}
 
 
 class ChatFormat:
-    """Conversion between chats and tokens by the tokenizer's chat template, without tools."""
+    """Conversion between chats and tokens by the tokenizer's chat template, without tools.
+
+    Attributes:
+        stop_ids: tokens that end a message, in addition to the model's stop tokens.
+    """
+
+    stop_ids: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a message, in addition to the model's stop tokens."""
-        return ()
 
     def prompt(
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
@@ -48,7 +49,8 @@ class ChatFormat:
                 "training run --config.task.renderer=NAME, to a format of the library renderers, "
                 "such as qwen3"
             )
-        text = self._tokenizer.format_chat(list(map(_plain, messages)), variables=variables)
+        plain = [{"role": x["role"], "content": text_of(x)} for x in messages]
+        text = self._tokenizer.format_chat(plain, variables=variables)
         return self._tokenizer.encode(text, add_bos=False)
 
     def bridge(
@@ -103,10 +105,7 @@ class RendererFormat(ChatFormat):
             raise ValueError("renderer='auto': give the name of a format, such as qwen3 or llama-3")
         config = configs.config_from_name(name)
         self._renderer: Any = library.create_renderer(tokenizer.library, config)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return tuple(self._renderer.get_stop_token_ids())
+        self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
     def prompt(
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
@@ -116,12 +115,10 @@ class RendererFormat(ChatFormat):
                 f"chat_template_kwargs {sorted(variables)}: a format of the library renderers has "
                 "no variables. Leave chat_template_kwargs out"
             )
-        ids = self._renderer.render_ids(
-            list(map(_checked, messages)),
-            tools=list(tools) or None,
-            add_generation_prompt=True,
+        rendered = self._renderer.render_ids(
+            list(map(_checked, messages)), tools=list(tools) or None, add_generation_prompt=True
         )
-        return np.array(ids, np.int32)
+        return np.array(rendered, np.int32)
 
     def bridge(
         self,
@@ -148,28 +145,26 @@ class RendererFormat(ChatFormat):
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> dict[str, Any]:
         parsed = self._parsed(tokens, prompt, tools)
-        calls = [
-            {
-                "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": _text(call.arguments)},
-            }
-            for call in parsed.tool_calls
-            if call.status == "ok"
-        ]
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        calls = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": _text(call["arguments"])},
+            }
+            for call in self.calls(tokens, prompt, tools)
+            if "error" not in call
+        ]
+        return {**message, "tool_calls": calls} if calls else message
 
     def calls(
         self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
     ) -> list[dict[str, Any]]:
-        found = []
+        found, turn = [], zlib.crc32(prompt.tobytes() + tokens.tobytes())
         for i, call in enumerate(self._parsed(tokens, prompt, tools).tool_calls):
-            named = {"id": call.id or f"call_{i}", "name": call.name or "unknown"}
+            named = {"id": call.id or f"call_{turn:08x}_{i}", "name": call.name or "unknown"}
             if call.status == "ok":
                 found.append({**named, "arguments": call.arguments})
             else:
@@ -187,29 +182,6 @@ class RendererFormat(ChatFormat):
             ) from error
 
 
-def extended(
-    tokenizer: Tokenizer, before: np.ndarray, whole: np.ndarray, *, skip_special: bool = False
-) -> np.ndarray | None:
-    """Return tokens that begin with `before` and have the text of `whole`.
-
-    None if the text of `whole` does not begin with the text of `before`.
-
-    Args:
-        tokenizer: tokenizer of both.
-        before: int32 [s].
-        whole: int32 [t].
-        skip_special: whether to ignore the text of special tokens.
-    """
-    if np.array_equal(whole[: len(before)], before):
-        return whole
-    text = tokenizer.decode(whole, skip_special)
-    text_before = tokenizer.decode(before, skip_special)
-    if not text.startswith(text_before):
-        return None
-    rest = tokenizer.encode(text[len(text_before) :], add_bos=False)
-    return np.concatenate([before, rest])
-
-
 def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:
     """Return the format of this name in the library `renderers`; "": the chat template.
 
@@ -219,38 +191,45 @@ def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:
     return RendererFormat(tokenizer, renderer) if renderer else ChatFormat(tokenizer)
 
 
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+def extended(
+    tokenizer: Tokenizer, before: np.ndarray, whole: np.ndarray, *, skip_special: bool = False
+) -> np.ndarray | None:
+    """Return tokens that begin with `before`, int32 [s], and have the text of `whole`, int32 [t].
+
+    None if the text of `whole` does not begin with the text of `before`.
+
+    Args:
+        skip_special: whether to ignore the text of special tokens.
+    """
+    if np.array_equal(whole[: len(before)], before):
+        return whole
+    text, start = (tokenizer.decode(ids, skip_special) for ids in (whole, before))
+    if not text.startswith(start):
+        return None
+    return np.concatenate([before, tokenizer.encode(text[len(start) :], add_bos=False)])
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return a message whose content is one text.
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose content may have several parts.
 
     Raises:
         ValueError: a part of the content is not text.
     """
     content = message.get("content") or ""
-    if not isinstance(content, str):
-        if any(part.get("type") != "text" for part in content):
-            raise ValueError("messages: only parts of type text are supported. Send text alone")
-        content = "".join(part["text"] for part in content)
-    return {"role": message["role"], "content": content}
+    if isinstance(content, str):
+        return content
+    if any(part.get("type") != "text" for part in content):
+        raise ValueError("messages: only parts of type text are supported. Send text alone")
+    return "".join(part["text"] for part in content)
 
 
-def plain_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message."""
-    return _plain(message)["content"]
-
-
-def is_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two messages have the same role, text and tool calls."""
-    return _plain(a) == _plain(b) and (a.get("tool_calls") or []) == (b.get("tool_calls") or [])
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
 
 
 def _checked(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message whose content is one text and whose tool calls are well formed."""
-    found = {**message, **_plain(message)}
-    for call in found.get("tool_calls") or ():
+    for call in message.get("tool_calls") or ():
         if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
             raise ValueError("messages: every tool call needs a function with name and arguments")
-    return found
+    return {**message, "role": message["role"], "content": text_of(message)}
