@@ -2,7 +2,7 @@
 """Processes that run users' code: reward functions and environments.
 
 Users' code may hang, raise, crash, or start other processes. A worker is a process with a private
-pipe, a log file and a process group of its own, which is killed with it. Jobs (calls of rewards,
+socket, a log file and a process group of its own, which is killed with it. Jobs (calls of rewards,
 episodes of environments) share the workers of a pool. Every message to a worker gets an answer or a
 named failure. Workers import neither jax nor transformers. This is no sandbox: a child process can
 leave the process group.
@@ -12,23 +12,20 @@ that worker and nothing else.
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing import connection as pipes
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +35,13 @@ START_TIMEOUT_S = 60.0
 """Seconds for the start of a worker and the import of the user's module, on a busy machine."""
 MOST_ANSWER_BYTES = 2**24
 """Maximum size of an answer; a worker that sends more is killed."""
+MAX_MEMORY_BYTES = 16 * 2**30
+"""Limit of the memory that a worker allocates."""
 NOTHING = "nothing"
 """Message that an `Exchange` returns as None."""
-_TICK_S = 0.1  # longest time until a missed deadline is noticed
+_SIZE_BYTES = 8  # a message to a worker begins with its size
+_START = -1  # number of the message that a worker sends after its start
+_START_TEXT = "the import of its module (move slow work from its top level into the function)"
 
 
 class WorkerFailed(Exception):
@@ -67,12 +68,8 @@ class Exchange:
     """
 
     def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send = send
+        self.answer = send  # answers the newest message with a value that can be written as JSON
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
-
-    def answer(self, value: Any) -> None:
-        """Answer the newest message; the value can be written as JSON."""
-        self._send(value)
 
     async def answer_and_wait(self, value: Any) -> Any:
         """Answer the newest message, and return the next one; None for `NOTHING`."""
@@ -86,25 +83,24 @@ Handler = Callable[[Exchange, Any], Awaitable[None]]
 
 
 def _serve(
-    connection: pipes.Connection,
+    connection: socket.socket,
     make: Callable[..., Handler],
     arguments: Sequence[Any],
     folder: str,
     environment: Mapping[str, str],
-    max_memory_bytes: int,
     log: str,
 ) -> None:
-    """Run the jobs of the parent on one event loop, until the parent closes the pipe."""
-    _enter(connection, folder, environment, max_memory_bytes, log)
+    """Run the jobs of the parent on one event loop, until the parent closes the socket."""
+    connection.set_inheritable(False)  # else users' child processes would hide the worker's end
+    _enter(folder, environment, log)
     handler = make(*arguments)  # imports the user's module, before the first deadline runs
-    connection.send_bytes(b"null")
     jobs: dict[int, tuple[Exchange, asyncio.Task[None]]] = {}
 
     def receive() -> None:
-        try:
-            number, message = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            leave()
+        size = int.from_bytes(connection.recv(_SIZE_BYTES, socket.MSG_WAITALL))
+        if not size:  # the parent has closed the socket
+            _leave()
+        number, message = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
         if message is None:  # the parent has closed the job
             if number in jobs:
                 jobs[number][1].cancel()
@@ -112,58 +108,47 @@ def _serve(
             jobs[number][0].messages.put_nowait(message)
         else:
             exchange = Exchange(lambda value: send([number, value]))
-            task = loop.create_task(_job(handler(exchange, message)))
+            task = loop.create_task(_run(handler, exchange, message))
             task.add_done_callback(lambda _: jobs.pop(number, None))
             jobs[number] = exchange, task
 
     def send(value: Any) -> None:
-        try:
-            connection.send_bytes(json.dumps(value).encode())
-        except OSError:
-            leave()
+        connection.sendall(json.dumps(value).encode() + b"\n")
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     loop.add_reader(connection.fileno(), receive)
+    send([_START, None])
     while True:
         # Users' code may raise SystemExit or KeyboardInterrupt, which stop a loop.
         with contextlib.suppress(BaseException):
             loop.run_forever()
 
 
-async def _job(handled: Awaitable[None]) -> None:
+async def _run(handler: Handler, exchange: Exchange, message: Any) -> None:
     with contextlib.suppress(asyncio.CancelledError):
-        await handled
+        await handler(exchange, message)
 
 
-def _enter(
-    connection: pipes.Connection,
-    folder: str,
-    environment: Mapping[str, str],
-    max_memory_bytes: int,
-    log: str,
-) -> None:
+def _enter(folder: str, environment: Mapping[str, str], log: str) -> None:
     """Prepare a new process for users' code; it ends with its group when its parent ends.
 
     Args:
-        connection: pipe to the parent; children of this process do not inherit it, so the parent
-            sees when this process ends.
         folder: folder from which user modules can be imported.
         environment: environment variables of the parent.
-        max_memory_bytes: limit of the memory that the process allocates; 0: no limit.
         log: file to which standard output and standard error are appended; "": no change.
     """
-    if sys.platform != "win32":
-        os.setpgid(0, 0)
-        _limit(max_memory_bytes)
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     os.environ.update(environment)
-    os.set_inheritable(connection.fileno(), False)
     sys.stdin = open(os.devnull)
     if log:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     # A parent that was killed cannot stop a process that hangs in users' code.
     threading.Thread(target=_leave_with_parent, name="exit-with-parent", daemon=True).start()
     if folder not in sys.path:
@@ -172,29 +157,16 @@ def _enter(
     numpy.random.seed()
 
 
-def leave() -> None:
-    """End this process and its process group."""
-    if sys.platform != "win32":
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
-
 def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    leave()
+    _leave()
 
 
-def _limit(max_memory_bytes: int) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    if max_memory_bytes:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        is_free = hard == resource.RLIM_INFINITY
-        most = max_memory_bytes if is_free else min(max_memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+def _leave() -> None:
+    """End this process and its process group."""
+    os.killpg(0, signal.SIGKILL)
 
 
 # --- in the parent -------------------------------------------------------------------------------
@@ -204,18 +176,117 @@ def _limit(max_memory_bytes: int) -> None:
 class _Sent:
     """A message without an answer."""
 
-    future: "Future[Any]"
-    doing: str
+    future: "asyncio.Future[Any]"
     timeout_s: float
-    since_s: float  # start of the deadline; inf: suspended
-    is_call: bool  # whether the answer ends the job
+    doing: str
+    is_suspended: bool = False
+
+
+class _Worker:
+    """A process with its jobs; only the thread of the pool's loop uses it."""
+
+    def __init__(self, pool: "WorkerPool", number: int) -> None:
+        self.number, self.jobs, self.is_ended = number, set[int](), False
+        self.sent: dict[int, _Sent] = {}  # by the number of the job, oldest message first
+        self._pool, self._loop = pool, asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        ours, theirs = socket.socketpair()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([pool.make.__module__])
+        log = _log_file(pool.logs, pool.kind, number)
+        arguments = (theirs, pool.make, pool.arguments, os.getcwd(), dict(os.environ), log)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        connecting = asyncio.open_connection(sock=ours, limit=MOST_ANSWER_BYTES)
+        self._streams = self._loop.create_task(connecting)
+        self._expect(_START, START_TIMEOUT_S, _START_TEXT)
+        self._task = self._loop.create_task(self._receive(log or "standard error"))
+
+    async def ask(self, number: int, message: Any, timeout_s: float, doing: str) -> Any:
+        """Send a message of a job and return the answer; arguments as of `Job.send`."""
+        sent = self._expect(number, timeout_s, doing)
+        await self.write(number, message)
+        return await sent.future
+
+    async def write(self, number: int, message: Any) -> None:
+        """Send a message of a job; None closes the job."""
+        data = pickle.dumps((number, message))
+        (await self._streams)[1].write(len(data).to_bytes(_SIZE_BYTES) + data)
+
+    def _expect(self, number: int, timeout_s: float, doing: str) -> _Sent:
+        self.sent[number] = _Sent(self._loop.create_future(), timeout_s, doing)
+        if self._timer is None:
+            self.restart_timer()
+        return self.sent[number]
+
+    @property
+    def _head(self) -> _Sent | None:
+        """Message whose deadline runs: the oldest that is not suspended."""
+        return next((sent for sent in self.sent.values() if not sent.is_suspended), None)
+
+    def restart_timer(self) -> None:
+        """Begin the deadline of the oldest message: the worker is free for it now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if (head := self._head) is not None:
+            text = f"{head.doing} took longer than {head.timeout_s:g} s"
+            self._timer = self._loop.call_later(head.timeout_s, self.end, "timeout", text)
+
+    async def _receive(self, output: str) -> None:
+        """Receive answers until the process ends; `output` is the place of its output."""
+        reader, writer = await self._streams
+        try:
+            while line := await reader.readline():
+                number, value = json.loads(line)
+                sent = self.sent.pop(number, None)
+                if sent is not None and not sent.future.done():
+                    sent.future.set_result(value)
+                self.restart_timer()
+        except ValueError:  # the line is too long, or no JSON
+            text = f"an answer has more than {MOST_ANSWER_BYTES} bytes, or users' code wrote it"
+            self.end("crash", text)
+        except OSError:  # the process was killed while it wrote
+            pass
+        finally:
+            writer.transport.abort()
+        self.process.join(1.0)
+        code = f"exit code {self.process.exitcode}"
+        if _START in self.sent:
+            code = 'at its start; a script that starts one needs `if __name__ == "__main__":`'
+        self.end("crash", f"its process ended ({code}); see {output}")
+
+    def end(self, name: str, text: str) -> None:
+        """Kill the process and its group; the message whose deadline runs fails by this name."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        self._pool.workers.remove(self)
+        # Before the process itself, whose ID could otherwise become that of another process.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
+        self.process.join(1.0)
+        name = "start" if _START in self.sent and name != "closed" else name
+        lost = WorkerFailed("lost", f"another job ended the {self._pool.kind} worker: {text}")
+        head = self._head
+        for sent in self.sent.values():
+            if not sent.future.done():
+                is_own = sent is head or name in ("start", "closed")
+                sent.future.set_exception(WorkerFailed(name, text) if is_own else lost)
+                sent.future.exception()  # nobody may wait for it; asyncio would print a warning
+        self.sent.clear()
+        self.restart_timer()
+        self._task.cancel()
 
 
 class Job:
     """One call of a reward, or one episode of an environment, in a worker; one thread uses it."""
 
-    def __init__(self, pool: "WorkerPool", worker: "_Worker", number: int) -> None:
-        self._pool, self.worker, self.number = pool, worker, number
+    def __init__(self, pool: "WorkerPool", number: int) -> None:
+        self._pool, self._number = pool, number
+        self._worker: _Worker | None = None
 
     def send(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
         """Send a message; the result of the future is the answer, or a `WorkerFailed`.
@@ -225,47 +296,50 @@ class Job:
             timeout_s: deadline, counted from the time at which the worker is free for the message.
             doing: subject for the text of a failure, as in "reset took longer than 2 s".
         """
-        return self._pool._send(self, message, timeout_s, doing)
+        return self._pool.run(self.ask(message, timeout_s, doing))
 
     def suspend_deadline(self) -> None:
         """Suspend the deadline: the job owes an answer, but waits for the parent."""
-        self._pool._set_deadline(self, math.inf)
+        self._pool.run(self._suspend(True))
 
     def restart_deadline(self) -> None:
         """Restart the deadline of the message without an answer."""
-        self._pool._set_deadline(self, time.monotonic())
+        self._pool.run(self._suspend(False))
 
     def close(self) -> None:
         """Give the place in the worker back. A job that has not ended is cancelled."""
-        self._pool._close_job(self)
+        self._pool.run(self.leave())
 
+    # Coroutines of the pool's loop.
 
-class _Worker:
-    """A process, its pipe and its jobs; the lock of the pool guards all fields."""
+    async def ask(self, message: Any, timeout_s: float, doing: str) -> Any:
+        """Send a message and return its answer, as `send`."""
+        if self._worker is None:
+            self._worker = self._pool.idlest()
+            self._worker.jobs.add(self._number)
+        if self._worker.is_ended:
+            text = f"the {self._pool.kind} worker of this job was ended by another job"
+            raise WorkerFailed("lost", text)
+        return await self._worker.ask(self._number, message, timeout_s, doing)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.process: Any = None  # None: there is no process
-        self.connection: Any = None
-        self.is_started = False
-        self.start_s = 0.0
-        self.jobs: set[int] = set()
-        self.sent: dict[int, _Sent] = {}  # by the number of the job, oldest message first
+    async def _suspend(self, is_suspended: bool) -> None:
+        worker = self._worker
+        if worker is not None and (sent := worker.sent.pop(self._number, None)) is not None:
+            sent.is_suspended = is_suspended
+            worker.sent[self._number] = sent
+            worker.restart_timer()
 
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the process runs."""
-        return self.process is not None and self.process.is_alive()
-
-    @property
-    def is_ready(self) -> bool:
-        """Return whether the process has imported the user's module."""
-        return self.is_started and self.is_alive
-
-    @property
-    def head(self) -> _Sent | None:
-        """Return the oldest message without an answer whose deadline runs."""
-        return next((sent for sent in self.sent.values() if sent.since_s < math.inf), None)
+    async def leave(self) -> None:
+        """Give the place back, as `close`."""
+        worker = self._worker
+        if worker is None or worker.is_ended or self._number not in worker.jobs:
+            return
+        worker.jobs.remove(self._number)
+        is_open = worker.sent.pop(self._number, None) is not None
+        if is_open and not worker.jobs:  # it may hang, and nothing else runs there
+            worker.end("lost", "its job was closed")
+        else:
+            await worker.write(self._number, None)
 
 
 class WorkerPool:
@@ -277,7 +351,6 @@ class WorkerPool:
         arguments: arguments of `make`.
         num_workers: maximum number of workers. If all have a job, `call` waits, and `open` takes
             the worker with the fewest jobs.
-        max_memory_bytes: memory limit of each worker; 0: none.
         logs: folder of the log files; None: the output is that of this process.
     """
 
@@ -288,271 +361,91 @@ class WorkerPool:
         arguments: Sequence[Any],
         *,
         num_workers: int,
-        max_memory_bytes: int = 0,
         logs: Path | None = None,
     ) -> None:
+        self.kind, self.make, self.arguments, self.logs = kind, make, arguments, logs
         self.num_workers = num_workers
-        self._kind, self._make, self._arguments = kind, make, arguments
-        self._max_memory_bytes, self._logs = max_memory_bytes, logs
-        self._lock = threading.RLock()
-        self._workers: list[_Worker] = []
+        self.workers: list[_Worker] = []
+        self._idle = asyncio.Semaphore(num_workers)
         self._numbers = itertools.count()
-        self._waiting: collections.deque[tuple[Future[Any], Any, float, str]] = collections.deque()
-        self._dropped: list[Any] = []  # connections that the reader closes
-        self._woken, self._wake = multiprocessing.Pipe(duplex=False)
+        self._lock = threading.Lock()
         self._is_closed = False
-        self._reader: threading.Thread | None = None
-
-    @property
-    def pids(self) -> list[int]:
-        """Return the process IDs of the workers that run."""
-        with self._lock:
-            return [w.process.pid for w in self._workers if w.process is not None]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=f"{kind}-workers", daemon=True)
+        self._thread.start()
 
     def open(self) -> Job:
-        """Return a new job.
+        """Return a new job."""
+        return Job(self, next(self._numbers))
 
-        Raises:
-            WorkerFailed: the pool was closed.
-        """
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Run a coroutine on the pool's loop; its result is `WorkerFailed` in a closed pool."""
         with self._lock:
-            self._check_open()
-            worker = min(self._workers, key=lambda w: len(w.jobs), default=None)
-            is_busy = worker is not None and bool(worker.jobs)
-            if worker is None or (is_busy and len(self._workers) < self.num_workers):
-                worker = self._add_worker()
-            return self._open_on(worker)
-
-    def call(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
-        """Run a job of one message in the next idle worker; arguments and result as of `Job.send`.
-
-        Raises:
-            WorkerFailed: the pool was closed.
-        """
-        future: Future[Any] = Future()
-        with self._lock:
-            self._check_open()
-            self._waiting.append((future, message, timeout_s, doing))
-            self._start_waiting()
-        return future
-
-    def end_idle(self) -> None:
-        """End the workers without jobs; later jobs start new ones."""
-        with self._lock:
-            for worker in self._workers:
-                if not worker.jobs:
-                    self._end(worker, "lost", "it was idle")
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        failed: Future[Any] = Future()
+        failed.set_exception(self._closed())
+        return failed
 
     def close(self) -> None:
         """Kill all workers, even during a call; messages without an answer fail as "closed"."""
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for worker in self._workers:
-                self._end(worker, "closed", "the workers were closed")
-            self._fail_waiting("closed", "the workers were closed")
-            reader = self._reader
-        self._wake.send_bytes(b"")
-        if reader is not None and reader is not threading.current_thread():
-            reader.join()
-        self._wake.close()
-        self._woken.close()
+            if not self._is_closed:
+                self._is_closed = True
+                asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
+        self._thread.join(10.0)
 
-    # Methods from here on need the lock.
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise WorkerFailed("closed", f"the {self._kind} workers were closed")
+    # Methods for the pool's loop.
 
-    def _add_worker(self) -> _Worker:
-        self._workers.append(_Worker(len(self._workers)))
-        return self._workers[-1]
+    async def call(self, message: Any, timeout_s: float, doing: str) -> Any:
+        """Return the answer to a job of one message, which runs in the next idle worker.
 
-    def _ensure_alive(self, worker: _Worker) -> None:
-        """Start the worker's process if there is none, or if it was killed."""
-        if worker.process is not None and not worker.process.is_alive():
-            self._end(worker, "crash", "the process ended")
-        if worker.process is not None:
-            return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([self._make.__module__])
-        worker.connection, theirs = context.Pipe()
-        arguments = (theirs, self._make, self._arguments, os.getcwd(), dict(os.environ))
-        log = _log_file(self._logs, self._kind, worker.number)
-        worker.process = context.Process(
-            target=_serve, args=(*arguments, self._max_memory_bytes, log), daemon=True
-        )
-        worker.is_started, worker.start_s = False, time.monotonic()
-        worker.process.start()
-        theirs.close()
-        if self._reader is None:
-            name = f"{self._kind}-workers"
-            self._reader = threading.Thread(target=self._read, name=name, daemon=True)
-            self._reader.start()
-        self._wake.send_bytes(b"")
+        Raises:
+            WorkerFailed: the worker gave no answer.
+        """
+        async with self._idle:
+            job = self.open()
+            try:
+                return await job.ask(message, timeout_s, doing)
+            finally:
+                await job.leave()
 
-    def _open_on(self, worker: _Worker) -> Job:
-        self._ensure_alive(worker)
-        job = Job(self, worker, next(self._numbers))
-        worker.jobs.add(job.number)
-        return job
-
-    def _start_waiting(self) -> None:
-        """Give waiting calls to idle workers, and start workers for the others."""
-        for worker in self._workers:
-            if self._waiting and worker.is_ready and not worker.jobs:
-                future, message, timeout_s, doing = self._waiting.popleft()
-                if future.set_running_or_notify_cancel():
-                    self._send(self._open_on(worker), message, timeout_s, doing, future)
-        num_starting = sum(w.process is not None and not w.is_started for w in self._workers)
-        while num_starting < len(self._waiting):
-            worker = next((w for w in self._workers if not w.is_alive), None)
-            if worker is None and len(self._workers) == self.num_workers:
-                return
-            self._ensure_alive(worker or self._add_worker())
-            num_starting += 1
-
-    def _fail_waiting(self, name: str, text: str) -> None:
-        waiting, self._waiting = self._waiting, collections.deque()
-        for future, *_ in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(WorkerFailed(name, text))
-
-    def _end(self, worker: _Worker, name: str, text: str) -> None:
-        """Kill a worker and its process group; its oldest message fails by this name."""
-        process, worker.process = worker.process, None
-        if process is None:
-            return
-        self._dropped.append(worker.connection)
-        head, sent = worker.head, worker.sent
-        worker.sent, worker.jobs = {}, set()
-        if process.pid is not None and sys.platform != "win32":
-            # Before the process itself, whose ID could otherwise become that of another process.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join(1.0)
-        lost = WorkerFailed("lost", f"another job ended the {self._kind} worker: {text}")
-        if name in ("closed", "start"):
-            lost = WorkerFailed(name, text)
-        for each in sent.values():
-            own = WorkerFailed(name, text) if each is head else lost
-            each.future.set_exception(own)
-
-    # Methods from here on take the lock.
-
-    def _send(
-        self, job: Job, message: Any, timeout_s: float, doing: str, call: Any = None
-    ) -> "Future[Any]":
-        future = call or Future()
-        with self._lock:
-            worker = job.worker
-            if job.number not in worker.jobs:
-                name, text = "lost", f"the {self._kind} worker of this job was ended by another job"
-                if self._is_closed:
-                    name, text = "closed", f"the {self._kind} workers were closed"
-                future.set_exception(WorkerFailed(name, text))
-                return future
-            worker.sent[job.number] = _Sent(
-                future, doing, timeout_s, time.monotonic(), call is not None
-            )
-            connection = worker.connection
-        # Without the lock: a worker that hangs may not read, and its end needs the lock.
-        with contextlib.suppress(OSError):  # the reader finds that the process has ended
-            connection.send_bytes(pickle.dumps((job.number, message)))
-        return future
-
-    def _set_deadline(self, job: Job, since_s: float) -> None:
-        with self._lock:
-            if (sent := job.worker.sent.pop(job.number, None)) is not None:
-                sent.since_s = since_s
-                job.worker.sent[job.number] = sent
-
-    def _close_job(self, job: Job) -> None:
-        with self._lock:
-            worker = job.worker
-            if job.number not in worker.jobs:
-                return
-            worker.jobs.remove(job.number)
-            is_open = worker.sent.pop(job.number, None) is not None
-            if is_open and not worker.jobs:  # it may hang, and nothing else runs there
-                self._end(worker, "lost", "its job was closed")
-                return
-            connection = worker.connection
-        with contextlib.suppress(OSError):
-            connection.send_bytes(pickle.dumps((job.number, None)))
-
-    def _read(self) -> None:
-        """Receive answers and end late workers, until the pool is closed."""
+    def idlest(self) -> _Worker:
+        """Return the worker with the fewest jobs; a new one, if all have jobs and more may run."""
         while True:
-            with self._lock:
-                for connection in self._dropped:
-                    connection.close()
-                self._dropped = []
-                if self._is_closed:
-                    return
-                live = {w.connection: w for w in self._workers if w.process is not None}
-            for ready in pipes.wait([*live, self._woken], _TICK_S):
-                if ready is self._woken:
-                    self._woken.recv_bytes()
-                else:
-                    self._receive(live[ready], ready)  # pyright: ignore[reportArgumentType]
-            with self._lock:
-                for worker in self._workers:
-                    self._check_deadline(worker)
-                self._start_waiting()
+            worker = min(self.workers, key=lambda w: len(w.jobs), default=None)
+            if worker is None or (worker.jobs and len(self.workers) < self.num_workers):
+                taken = {w.number for w in self.workers}
+                number = next(n for n in itertools.count() if n not in taken)
+                self.workers.append(_Worker(self, number))
+                return self.workers[-1]
+            if worker.process.is_alive():
+                return worker
+            worker.end("crash", "its process ended")
 
-    def _receive(self, worker: _Worker, connection: Any) -> None:
-        try:
-            found = json.loads(connection.recv_bytes(MOST_ANSWER_BYTES))
-        except (EOFError, OSError):
-            with self._lock:
-                if worker.connection is connection and worker.process is not None:
-                    self._crashed(worker)
-            return
-        with self._lock:
-            if worker.connection is not connection or worker.process is None:
-                return
-            if found is None:
-                worker.is_started = True
-            else:
-                number, value = found
-                sent = worker.sent.pop(number, None)
-                if sent is not None and sent.is_call:
-                    worker.jobs.discard(number)
-                if sent is not None:
-                    sent.future.set_result(value)
-            if worker.head is not None:  # the worker begins this message now
-                worker.head.since_s = max(worker.head.since_s, time.monotonic())
+    async def end_idle(self) -> None:
+        """End the workers without jobs; later jobs start new ones."""
+        for worker in [w for w in self.workers if not w.jobs]:
+            worker.end("lost", "it was idle")
 
-    def _crashed(self, worker: _Worker) -> None:
-        worker.process.join(1.0)
-        output = _log_file(self._logs, self._kind, worker.number) or "standard error"
-        if worker.is_started:
-            code = worker.process.exitcode
-            self._end(worker, "crash", f"its process ended (exit code {code}); see {output}")
-            return
-        text = (
-            f"its process ended while it was starting; see {output} "
-            '(a script that starts one needs `if __name__ == "__main__":`)'
-        )
-        self._end(worker, "start", text)
-        self._fail_waiting("start", text)
+    def _closed(self) -> WorkerFailed:
+        return WorkerFailed("closed", f"the {self.kind} workers were closed")
 
-    def _check_deadline(self, worker: _Worker) -> None:
-        now, head = time.monotonic(), worker.head
-        if worker.process is None:
-            return
-        if not worker.is_started and now > worker.start_s + START_TIMEOUT_S:
-            text = (
-                f"its module was not imported within {START_TIMEOUT_S:.0f} s. Move slow work from "
-                "the module's top level into the function"
-            )
-            self._end(worker, "start", text)
-            self._fail_waiting("start", text)
-        elif worker.is_started and head is not None and now > head.since_s + head.timeout_s:
-            self._end(worker, "timeout", f"{head.doing} took longer than {head.timeout_s:g} s")
+    async def _end_all(self) -> None:
+        for worker in list(self.workers):
+            worker.end("closed", f"the {self.kind} workers were closed")
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.sleep(0)  # jobs receive their failure
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # sockets are closed
+        self._loop.stop()
 
 
 def _log_file(folder: Path | None, kind: str, number: int) -> str:

@@ -6,7 +6,7 @@ from functools import partial
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
-from tba_jax.rewards.kinds import KINDS, kind_of
+from tba_jax.rewards.kinds import LEARNED, check_reward
 from tba_jax.settings import check_all, need
 from tba_jax.tasks.registry import entry_of
 
@@ -143,15 +143,14 @@ def _start_data(config: Config) -> None:
 
 def _reward(config: Config) -> None:
     """Refuse a config without a reward."""
-    name, entry = config.task.name, entry_of(config.task.name)
-    kind_of(config, config.task.reward, entry.task.reward, name).check(config)
+    check_reward(config, entry_of(config.task.name).task.reward, config.task.name)
 
 
 def _reward_weights(config: Config) -> None:
     """Refuse a number of weights that differs from the number of rewards."""
     reward, weights = config.task.reward, config.task.reward_weights
     has_model = bool(reward and config.reward.model_path)
-    is_learned = reward in KINDS
+    is_learned = reward in LEARNED
     num = len(reward.split(",")) if reward and not is_learned else 0
     named = f"names {num} functions" if num else "names no function"
     rule = f"task.reward {named}, and each needs a weight"

@@ -468,7 +468,9 @@ class EnvironmentPool:
         if not answer["shares_workers"]:
             self.workers.num_workers = sys.maxsize
         if self._has_schemas:
-            self.workers.end_idle()  # describing tools has imported transformers there
+            self.workers.run(
+                self.workers.end_idle()
+            )  # describing tools has imported transformers there
         if self.is_agent:
             application = Application(
                 self._scope, self.served, prefix="/{episode}", max_requests=_MAX_REQUESTS
@@ -478,15 +480,8 @@ class EnvironmentPool:
         self._is_checked = True
 
     def open(self, prompt: Prompt) -> Environment:
-        """Return the environment of a new episode.
-
-        Raises:
-            RuntimeError: the pool was closed.
-        """
-        try:
-            return Agent(self, prompt) if self.is_agent else Environment(self, prompt)
-        except WorkerFailed:
-            raise RuntimeError(f"the environments of {self.name} were closed") from None
+        """Return the environment of a new episode."""
+        return Agent(self, prompt) if self.is_agent else Environment(self, prompt)
 
     def report(self, name: str, text: str, what: str = "episode(s) rejected as") -> None:
         """Print a line about a failure; repeated failures of one name are printed at intervals."""

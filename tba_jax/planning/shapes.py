@@ -18,7 +18,7 @@ from tba_jax.models import encoder
 from tba_jax.models.hf import config_json, folders
 from tba_jax.models.transformer import abstract_params
 from tba_jax.planning.estimates import shard_bytes
-from tba_jax.rewards.kinds import kind_of
+from tba_jax.rewards.kinds import reward_models
 from tba_jax.tasks.registry import entry_of
 
 _EMBEDDER = "sentence embedder"  # on the trainer's first device
@@ -44,7 +44,7 @@ def judge_paths(config: Config) -> dict[str, str]:
     """Return role -> model folder or hub ID of every model that computes rewards or metrics."""
     task = entry_of(config.task.name)
     named = {
-        **kind_of(config, config.task.reward, task.task.reward, config.task.name).models(config),
+        **reward_models(config, task.task.reward),
         "gold reward model": config.eval.gold_model,
         _EMBEDDER: config.eval.embedding_path if "attacks" in task.metrics else "",
     }

@@ -13,8 +13,6 @@ DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
 # Responses per call of a reward model or classifier.
 JUDGE_ROWS = 32
-# Memory limit of each process of a reward or environment.
-MAX_MEMORY_BYTES = 16 * 2**30
 # Length limits of a classifier's input.
 ENCODER_TOKENS = 128
 GUARD_TOKENS = 512

@@ -11,21 +11,22 @@ no exception.
 import asyncio
 import functools
 import importlib
-import importlib.util
 import inspect
 import numbers
 import os
-import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tba_jax import settings
 from tba_jax.settings import GIVEN, import_file
 from tba_jax.workers import Exchange, Handler
 
+UNUSABLE = "unusable"
 # Arguments that every function can take besides the columns.
-STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "log_metric")
+_STANDARD = ("prompts", "completions", "completion_ids", "log_metric")
 # Arguments of TRL that are not passed, and what to do instead.
 _REFUSED = {
     "environments": "objects of environments are in other processes. Give the class a method "
@@ -33,6 +34,8 @@ _REFUSED = {
     "trainer_state": "reward processes do not see the trainer. Leave the argument out",
     "log_extra": "no table of completions is logged. Leave the argument out, or use log_metric",
 }
+_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
+_MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 
 
 class Missing(NamedTuple):
@@ -46,22 +49,22 @@ class Outcome(NamedTuple):
     """Result of one call of a reward function; it can be written as JSON.
 
     Attributes:
-        rewards: one number, None or Missing per completion; empty if the call failed.
-        reason: name of the failure of the call; empty without a failure.
-        text: description of the failure, such as the traceback of the function's error.
-        unusable: reason why no call of this function can succeed; empty if no reason is known.
+        rewards: a finite number per completion, or None; empty if the call failed.
+        reasons: name of the failure of each completion without a reward, else None.
+        text: description of the first failure, such as the traceback of the function's error.
+        failure: name of the failure of the call; `UNUSABLE` if no call can succeed.
         metrics: mean of the values that the function gave `log_metric`, by name.
     """
 
-    rewards: Sequence[float | Missing | None]
-    reason: str = ""
+    rewards: Sequence[float | None]
+    reasons: Sequence[str | None]
     text: str = ""
-    unusable: str = ""
+    failure: str = ""
     metrics: Mapping[str, float] = {}
 
 
 class _Function(NamedTuple):
-    """A loaded function and the keywords that it accepts; `keywords` None: every keyword."""
+    """A loaded function and the keywords that it accepts; `accepted` None: every keyword."""
 
     call: Callable[..., Any]
     accepted: frozenset[str] | None
@@ -77,7 +80,7 @@ def split_functions(text: str) -> tuple[str, ...]:
     functions = tuple(part.strip() for part in text.split(","))
     for function in functions:
         module, _, name = function.rpartition(":")
-        if not module or not name or (":" in module and not _is_file(module)):
+        if not module or not name or (":" in module and not module.endswith(".py")):
             raise ValueError(
                 f"reward function {function!r}: want package.module:function or "
                 "path/to/file.py:function, for example tba_jax.rewards.numeric:gsm8k_reward"
@@ -97,25 +100,21 @@ def part_names(functions: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _is_file(module: str) -> bool:
-    return module.endswith(".py")
-
-
-def _found(function: str) -> Any:
-    """Import and return the function with this name."""
-    module_name, _, name = function.rpartition(":")
-    module = import_file(module_name) if _is_file(module_name) else None
-    target: Any = module or importlib.import_module(module_name)
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise AttributeError(f"there is no {name!r} in {module_name}")
-        target = getattr(target, part)
-    return target
-
-
 @functools.cache
 def _load(function: str) -> _Function:
-    target = GIVEN[function] if function in GIVEN else _found(function)
+    """Import the function with this name.
+
+    Raises:
+        AttributeError, TypeError: there is no such function. The import may raise any exception.
+    """
+    module, _, name = function.rpartition(":")
+    target: Any = GIVEN.get(function)
+    if target is None:
+        target = import_file(module) if module.endswith(".py") else importlib.import_module(module)
+        for part in name.split("."):
+            if not hasattr(target, part):
+                raise AttributeError(f"there is no {name!r} in {module}")
+            target = getattr(target, part)
     if isinstance(target, type):
         target = target()  # a class whose instances are the function
     if not callable(target):
@@ -124,48 +123,30 @@ def _load(function: str) -> _Function:
         parameters = inspect.signature(target).parameters.values()
     except ValueError:  # some built-in functions have no signature
         return _Function(target, None, ())
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        accepted = None
-    else:
-        accepted = frozenset(
-            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        )
-    required = tuple(
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    )
-    return _Function(target, accepted, required)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepted = None if takes_all else frozenset(p.name for p in named)
+    return _Function(target, accepted, tuple(p.name for p in named if p.default is p.empty))
 
 
 def make_handler(functions: Sequence[str]) -> Handler:
     """Return the handler of a reward worker; it imports the functions' modules now.
 
-    A message is (function of this module, arguments); a failed import is reported by `load_error`.
+    A message is (function of this module, *arguments); a failed import is reported by `load_error`.
     """
     _load.cache_clear()  # a notebook may define another function of the same name
-    for function in functions:
-        _attempt(_load, function)
+    load_error(functions, None)
 
     async def handle(exchange: Exchange, message: Any) -> None:
-        function, arguments = message
-        result = function(*arguments)
-        exchange.answer(await result if inspect.iscoroutine(result) else result)
+        exchange.answer(await run(*message))
 
     return handle
 
 
-_LOOPS = threading.local()
-
-
-def run_here(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of this module in this process, on one event loop for each thread."""
+async def run(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of this module, which may be a coroutine function."""
     result = function(*arguments)
-    if not inspect.iscoroutine(result):
-        return result
-    if not hasattr(_LOOPS, "loop"):
-        _LOOPS.loop = asyncio.new_event_loop()
-    return _LOOPS.loop.run_until_complete(result)
+    return await result if inspect.isawaitable(result) else result
 
 
 def load_error(functions: Sequence[str], columns: Collection[str] | None) -> str:
@@ -176,52 +157,49 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> str
             checked.
     """
     for function in functions:
-        loaded, error, report = _attempt(_load, function)
-        if error is not None:
-            return f"reward function {function!r} cannot be loaded: {_why(function, error, report)}"
+        try:
+            required = _load(function).required
+        except BaseException as error:  # users' code may even call sys.exit()
+            return f"reward function {function!r} cannot be loaded: {_why(function, error)}"
         if columns is None:
             continue
-        for name in loaded.required:
-            if name in columns and name != "prompt":
+        for name in required:
+            subject = f"reward function {function!r} needs"
+            if name in _STANDARD or (name in columns and name != "prompt"):
                 continue
             if name in _REFUSED:
-                text = f"TRL's argument {name!r}: {_REFUSED[name]}"
-                return f"reward function {function!r} needs {text}"
-            if name not in STANDARD_ARGUMENTS:
-                others = ", ".join(sorted(c for c in columns if c != "prompt")) or "none"
-                return (
-                    f"reward function {function!r} needs the argument {name!r}, but the data has "
-                    f"no such column. Its columns are: {others}"
-                )
+                return f"{subject} TRL's argument {name!r}: {_REFUSED[name]}"
+            others = ", ".join(sorted(c for c in columns if c != "prompt")) or "none"
+            return (
+                f"{subject} the argument {name!r}, but the data has no such column. Its columns "
+                f"are: {others}"
+            )
     return ""
 
 
-def _why(function: str, error: BaseException, report: str) -> str:
+def _why(function: str, error: BaseException) -> str:
     """Return why a function cannot be loaded."""
-    missing = _missing_package(error)
-    if missing not in ("", function.partition(":")[0].partition(".")[0]):
-        return f"it needs {missing!r}, which is not installed"
-    if isinstance(error, ImportError) and not missing:
+    missing = ""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = error.name.partition(".")[0]
+        if missing != function.partition(":")[0].partition(".")[0]:
+            return f"it needs {missing!r}, which is not installed"
+    elif isinstance(error, ImportError):
         return str(error)
-    *where, reason = report.rstrip().splitlines()
+    *where, reason = report_of(error).rstrip().splitlines()
     advice = (
         f"{reason}. Want package.module:function importable from {os.getcwd()} or the environment, "
         "or path/to/file.py:function"
     )
-    return f"{advice}\n{report.rstrip()}" if where and not missing else advice
+    return "\n".join([advice, *where]) if where and not missing else advice
 
 
-async def score_chunk(
-    function: str,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    keywords: Mapping[str, Sequence[Any]],
-) -> Outcome:
+async def score_chunk(function: str, columns: Mapping[str, Sequence[Any]]) -> Outcome:
     """Call the function once.
 
     Args:
-        prompts, completions: texts, or lists of chat messages.
-        keywords: further arguments; those that the function does not take are left out.
+        columns: `prompts` and `completions`, which are texts or lists of chat messages, and further
+            arguments; those that the function does not take are left out.
     """
     logged: dict[str, list[float]] = {}
 
@@ -229,44 +207,54 @@ async def score_chunk(
         logged.setdefault(str(name), []).append(float(value))
 
     try:
-        loaded, accepted = _load(function), _load(function).accepted
-        offered: dict[str, Any] = {"prompts": prompts, "completions": completions, **keywords}
-        offered = {k: v for k, v in offered.items() if accepted is None or k in accepted}
-        if accepted is not None and "log_metric" in accepted:
-            offered["log_metric"] = log_metric
-        result = loaded.call(**offered)
-        if inspect.isawaitable(result):
-            result = await result
+        call, accepted, _ = _load(function)
+        offered = dict(columns)
+        if accepted is not None:
+            offered = {
+                k: v for k, v in {**offered, "log_metric": log_metric}.items() if k in accepted
+            }
+        result = await run(functools.partial(call, **offered))
         if isinstance(result, str | bytes | Mapping | set | frozenset):
-            return Outcome([], unusable=f"returned a {type(result).__name__}; {_WANTED}")
+            return _unusable(f"returned a {type(result).__name__}")
         values = list(result)
+        n = len(columns["completions"])
+        if len(values) != n:
+            return _unusable(f"returned {len(values)} rewards for {n} completions")
+        rewards = []
+        for value in values:
+            try:
+                rewards.append(value if isinstance(value, Missing) else as_number(value))
+            except TypeError:
+                shown = f"{value!r:.80}"
+                return _unusable(
+                    f"returned {shown}, a {type(value).__name__}, as a reward (not a number)"
+                )
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # users' code may even call sys.exit(); the caller gets a text
-        missing = _missing_package(error)
-        if missing and _is_in_a_file(error):
-            return Outcome([], unusable=f"needs {missing!r}, which is not installed")
-        return Outcome([], "reward_error", _report(error))
-    if len(values) != len(completions):
-        text = f"returned {len(values)} rewards for {len(completions)} completions; {_WANTED}"
-        return Outcome([], unusable=text)
-    rewards: list[float | Missing | None] = []
-    for value in values:
-        number, error, _ = (
-            (value, None, "") if isinstance(value, Missing) else _attempt(as_number, value)
-        )
-        if error is not None:
-            shown, failure, _ = _attempt(repr, value)
-            text = (
-                f"returned {'an object' if failure else shown[:80]}, a {type(value).__name__}, as "
-                f"a reward ({type(error).__name__}: {error!s:.200}); {_WANTED}"
-            )
-            return Outcome([], unusable=text)
-        rewards.append(number)
-    return Outcome(rewards, metrics={k: sum(v) / len(v) for k, v in logged.items()})
+        return Outcome([], [], report_of(error), "reward_error")
+    failures = [_failure(reward) for reward in rewards]
+    return Outcome(
+        [None if failure else reward for reward, failure in zip(rewards, failures, strict=True)],
+        [failure and failure.reason for failure in failures],
+        next((failure.text for failure in failures if failure), ""),
+        metrics={name: sum(found) / len(found) for name, found in logged.items()},
+    )
 
 
-_WANTED = "want a list with one float or None per completion"
+def _unusable(text: str) -> Outcome:
+    return Outcome([], [], f"{text}; want a list with one float or None per completion", UNUSABLE)
+
+
+def _failure(reward: float | Missing | None) -> Missing | None:
+    """Return why a response has no reward; None if it has one."""
+    if reward is None:
+        return Missing("reward_none", "the function returned None")
+    if isinstance(reward, Missing):
+        return reward
+    if not abs(reward) <= _LARGEST:
+        return Missing("reward_nan", f"the function returned {reward}")
+    return None
 
 
 def as_number(value: Any) -> float | None:
@@ -281,33 +269,12 @@ def as_number(value: Any) -> float | None:
     return None if number is None else float(number)
 
 
-def _missing_package(error: BaseException) -> str:
-    """Return the package that an import did not find; "" if the error has another cause."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return error.name.partition(".")[0]
-    return ""
-
-
-def _is_in_a_file(error: BaseException) -> bool:
-    """Return whether code in a file raised the error, not text that a function executes."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    return bool(frames) and os.path.isfile(frames[-1].filename)
-
-
-def _report(error: BaseException) -> str:
+def report_of(error: BaseException) -> str:
     """Return the traceback of the user's frames, without those of this package and of imports."""
     report = traceback.TracebackException.from_exception(error)
     ours = (__file__, settings.__file__)
     users = [f for f in report.stack if f.filename not in ours and "importlib" not in f.filename]
     report.stack = traceback.StackSummary.from_list(users)
     text = "".join(report.format() if users else report.format_exception_only())
-    # The message may have megabytes.
-    return text if len(text) <= 8000 else f"{text[:4000]}\n...\n{text[-4000:]}"
-
-
-def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None, str]:
-    """Return (value, None, "") of a call, or (None, exception, its traceback as text)."""
-    try:
-        return call(*args), None, ""
-    except BaseException as error:  # users' code may even call sys.exit()
-        return None, error, _report(error)
+    half = _MOST_TEXT // 2
+    return text if len(text) <= _MOST_TEXT else f"{text[:half]}\n... (cut) ...\n{text[-half:]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of reward sources, which searchers and evaluations call.
+"""Interface of reward sources, which searchers and evaluations call, and sums of rewards.
 
 `RewardPool` runs a text reward in processes; learned rewards score on a device. Invariant: every
 response gets a reward or a named reason.
@@ -14,17 +14,14 @@ import numpy as np
 if TYPE_CHECKING:
     from tba_jax.devices.site import Site
 
-# Prefix of the metrics of each of several rewards: reward_part_NAME.
-PART_PREFIX = "reward_part_"
-
 
 class ScoreResult(NamedTuple):
-    """Rewards of one call, in the order of its items.
+    """Rewards of some responses, in their order.
 
     Attributes:
         rewards: a finite number, or None if the item has a reason.
         reasons: name of the failure, or None if the item has a reward.
-        first_traceback: traceback of the first failure; empty without a failure.
+        first_traceback: text or traceback of the first failure; empty without a failure.
         parts: with several rewards, name -> unweighted values, one per item; nan for no reward.
             Empty with one reward.
     """
@@ -45,48 +42,6 @@ class Verdict(NamedTuple):
 
     reward: float | None
     reason: str | None
-
-
-def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of each part over the items to which it applies, by metric name."""
-    means = {}
-    for name, values in parts.items():
-        known = [v for v in values if not math.isnan(v)]
-        means[f"{PART_PREFIX}{name}"] = float(np.mean(known)) if known else math.nan
-    return means
-
-
-def summed(
-    names: Sequence[str], results: Sequence[ScoreResult], weights: Sequence[float]
-) -> ScoreResult:
-    """Return the weighted sum of several rewards of the same items.
-
-    An item on which one reward fails has no reward: a partial sum would be a different reward. A
-    reward that does not apply to an item (`reward_none`) is left out of the item's sum.
-
-    Args:
-        names: name of each reward among the parts of the sum; "": not a part, but a sum itself.
-    """
-    rewards: list[float | None] = []
-    reasons: list[str | None] = []
-    for values, causes in zip(
-        zip(*(result.rewards for result in results), strict=True),
-        zip(*(result.reasons for result in results), strict=True),
-        strict=True,
-    ):
-        failed = [cause for cause in causes if cause not in (None, "reward_none")]
-        reasons.append(failed[0] if failed else None if None in causes else "reward_none")
-        known = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
-        rewards.append(math.fsum(known) if known and reasons[-1] is None else None)
-    parts: dict[str, Sequence[float]] = {}
-    for name, result in zip(names, results, strict=True):
-        parts.update(result.parts)
-        if len(results) > 1 and name:
-            parts[name] = [math.nan if v is None else v for v in result.rewards]
-    tracebacks = [result.first_traceback for result in results if result.first_traceback]
-    # A reward that does not apply to some items needs no traceback.
-    traceback = tracebacks[0] if tracebacks and any(reasons) else ""
-    return ScoreResult(rewards, reasons, traceback, parts)
 
 
 class RewardSource(Protocol):
@@ -127,3 +82,67 @@ class RewardSource(Protocol):
     def close(self) -> None:
         """Release all resources; a concurrent `score` ends with an error."""
         ...
+
+
+class WeightedSum(NamedTuple):
+    """The weighted sum of reward sources; a reward source."""
+
+    names: Sequence[str]
+    sources: Sequence[RewardSource]
+    weights: Sequence[float]
+
+    def check(self) -> None:
+        for source in self.sources:
+            source.check()
+
+    def score(self, *responses: Any, **options: Any) -> ScoreResult:
+        results = [source.score(*responses, **options) for source in self.sources]
+        return summed(self.names, results, self.weights)
+
+    def on(self, site: "Site") -> "WeightedSum":
+        return self._replace(sources=[source.on(site) for source in self.sources])
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+def summed(
+    names: Sequence[str], results: Sequence[ScoreResult], weights: Sequence[float]
+) -> ScoreResult:
+    """Return the weighted sum of several rewards of the same items.
+
+    An item on which one reward fails has no reward: a partial sum would be a different reward. A
+    reward that does not apply to an item (`reward_none`) is left out of the item's sum.
+
+    Args:
+        names: name of each reward among the parts of the sum; "": not a part, but a sum itself.
+    """
+    rewards: list[float | None] = []
+    reasons: list[str | None] = []
+    for i in range(len(results[0].rewards)):
+        causes = [result.reasons[i] for result in results]
+        failed = [cause for cause in causes if cause not in (None, "reward_none")]
+        reasons.append(failed[0] if failed else None if None in causes else "reward_none")
+        values = zip(weights, [result.rewards[i] for result in results], strict=True)
+        known = [weight * value for weight, value in values if value is not None]
+        rewards.append(math.fsum(known) if known and reasons[-1] is None else None)
+    parts: dict[str, Sequence[float]] = {}
+    for name, result in zip(names, results, strict=True):
+        parts.update(result.parts)
+        if len(results) > 1 and name:
+            parts[name] = [math.nan if value is None else value for value in result.rewards]
+    tracebacks = [result.first_traceback for result in results if result.first_traceback]
+    # A reward that does not apply to some items needs no traceback.
+    return ScoreResult(
+        rewards, reasons, tracebacks[0] if tracebacks and any(reasons) else "", parts
+    )
+
+
+def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each part over the items to which it applies, as `reward_part_NAME`."""
+    means = {}
+    for name, values in parts.items():
+        known = [value for value in values if not math.isnan(value)]
+        means[f"reward_part_{name}"] = float(np.mean(known)) if known else math.nan
+    return means

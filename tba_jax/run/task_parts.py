@@ -25,9 +25,14 @@ from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.report.writers import TRACKER_PACKAGES
-from tba_jax.rewards.config import MAX_MEMORY_BYTES
 from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.kinds import FUNCTIONS, KINDS, Use, kind_of, workers_by_cores
+from tba_jax.rewards.kinds import (
+    LEARNED,
+    make_pool,
+    make_source,
+    reward_models,
+    workers_by_cores,
+)
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.reward_models import RewardModel, judge_dtype
 from tba_jax.rewards.source import RewardSource
@@ -102,16 +107,7 @@ def make_rewards(
     Raises:
         ValueError: the reward function or model cannot be used, or no reward is set.
     """
-    kind = kind_of(config, config.task.reward, task.reward, task.name)
-    use = Use(
-        config.task.reward or task.reward,
-        config.task.reward_weights,
-        first_row(task),
-        policy_tokenizer,
-        sites,
-        logs=logs,
-    )
-    return kind.make(config, use._replace(is_part=bool(config.task.environment)))
+    return make_source(config, task.reward, first_row(task), policy_tokenizer, sites, logs)
 
 
 def make_grader(
@@ -163,15 +159,14 @@ def make_gold(
         return RewardModel.load(
             model, site=site, param_dtype=dtype, policy_tokenizer=policy_tokenizer
         )
-    use = Use(function, (), first_row(task), policy_tokenizer, [site], logs=logs)
-    return FUNCTIONS.make(config, use)
+    return make_pool(config, function, first_row(task), logs=logs)
 
 
 def reward_functions(config: Config) -> list[str]:
     """Return the names of the reward functions and of the function that judges."""
     own = "" if config.reward.model_path else entry_of(config.task.name).task.reward
     named = config.task.reward or own
-    if named in KINDS:
+    if named in LEARNED:
         return []
     return [part.strip() for part in f"{named},{config.eval.gold_reward}".split(",") if part]
 
@@ -220,7 +215,6 @@ def make_environments(
         max_turns=search.max_turns,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
-        max_memory_bytes=MAX_MEMORY_BYTES,
         has_schemas=bool(renderer),
         logs=logs,
     )
@@ -399,9 +393,8 @@ def preflight(config: Config) -> None:
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
     try_rewards(config, task)
-    own = entry_of(config.task.name).task.reward
-    kind = kind_of(config, config.task.reward, own, config.task.name)
-    for path in (*kind.models(config).values(), config.eval.gold_model):
+    models = reward_models(config, entry_of(config.task.name).task.reward)
+    for path in (*models.values(), config.eval.gold_model):
         if path:
             folders.load_config(folders.resolve(path, with_weights=False))
     server = make_server(config, policy, tokenizer, Path())

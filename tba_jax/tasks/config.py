@@ -4,7 +4,7 @@
 import os
 from dataclasses import dataclass
 
-from tba_jax.rewards.kinds import KINDS
+from tba_jax.rewards.kinds import LEARNED
 from tba_jax.settings import ConfigError, Section, check_all, field, need
 from tba_jax.tasks.mixture import data_sets
 from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, entry_of
@@ -33,7 +33,7 @@ class TaskSettings(Section):
     reward: str = field(
         "",
         "package.module:function or path/to/file.py:function, several separated by commas: their "
-        f"weighted sum; or a learned reward: {', '.join(KINDS)}; with reward.model_path, that "
+        f"weighted sum; or a learned reward: {', '.join(LEARNED)}; with reward.model_path, that "
         "model's reward is added; empty: the task's own reward, else that of task.environment",
     )
     reward_weights: tuple[float, ...] = field(
@@ -145,9 +145,9 @@ class TaskSettings(Section):
 
     def _check_functions(self) -> None:
         rule = "must read package.module:NAME or path/to/file.py:NAME, several separated by commas"
-        reward = "" if self.reward in KINDS else self.reward
+        reward = "" if self.reward in LEARNED else self.reward
         for field_name, value, more, example in (
-            ("reward", reward, f"; or be one of {', '.join(KINDS)}", "my_rewards:length"),
+            ("reward", reward, f"; or be one of {', '.join(LEARNED)}", "my_rewards:length"),
             ("environment", self.environment, "", "my_game.py:Game"),
         ):
             names = [name.strip().rpartition(":") for name in value.split(",") if value]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions in every form that TRL takes, called directly and through the pool."""
 
+import asyncio
 import math
 import os
 import textwrap
@@ -11,7 +12,7 @@ import pytest
 from tba_jax.rewards.functions import (
     load_error,
     part_names,
-    run_here,
+    run,
     score_chunk,
     split_functions,
 )
@@ -79,15 +80,6 @@ def begun(prompts, completions, **kwargs):
     return [float(c[0]["content"] == "yes, it is" and len(p) == 1)
             for p, c in zip(prompts, completions)]
 
-def executes(completions, **kwargs):
-    for c in completions:
-        exec(c)  # a policy may write anything
-    return [1.0] * len(completions)
-
-def imports_late(completions, **kwargs):
-    import no_such_package.inner
-    return [1.0] * len(completions)
-
 class Reward:
     __name__ = "reward_of_a_class"
 
@@ -111,8 +103,9 @@ def path(tmp_path_factory):
 
 def call(path, name, completions, prompts=None, **keywords):
     prompts = prompts or [""] * len(completions)
-    outcome = run_here(score_chunk, f"{path}:{name}", prompts, completions, keywords)
-    assert (outcome.reason, outcome.unusable) == ("", "")
+    columns = {"prompts": prompts, "completions": completions, **keywords}
+    outcome = asyncio.run(run(score_chunk, f"{path}:{name}", columns))
+    assert outcome.failure == ""
     return outcome.rewards
 
 
@@ -224,18 +217,6 @@ def test_chats_reach_the_function_as_messages(path):
     messages = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": "yes, "}]
     pool = make_pool(path, "begun")
     assert pool.score(["..."], ["it is"], {"prompt": [messages]}).rewards == [1.0]
-    pool.close()
-
-
-def test_a_package_missed_by_the_function_stops_the_run_and_one_missed_by_a_response_does_not(path):
-    pool = make_pool(path, "imports_late")
-    message = r"rewards\.py:imports_late needs 'no_such_package', which is not installed"
-    with pytest.raises(ValueError, match=message):
-        pool.score([""], ["a"], {})
-    pool.close()
-    pool = make_pool(path, "executes")
-    result = pool.score([""] * 2, ["import no_such_package", "pass"], {})
-    assert result.reasons == ["reward_error", None]
     pool.close()
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge over the network that is slow, down, rate-limited, or answers nonsense."""
 
+import asyncio
 import contextlib
 import http.server
 import json
@@ -8,7 +9,7 @@ import threading
 import time
 from collections import Counter
 
-from tba_jax.rewards.functions import Missing, run_here
+from tba_jax.rewards.functions import Missing
 from tba_jax.rewards.judge import Judge, conversation
 
 
@@ -62,13 +63,14 @@ def moody(text, attempt):
     return 200, {"nonsense": "I would rather not say"}.get(text, f"Rating: {text[-1:]}"), {}
 
 
+LOOP = asyncio.new_event_loop()
 TEXTS = ["good 8", "slow", "limited", "always limited", "refused", "broken once", "nonsense", "9"]
 REASONS = [None, "judge_timeout", None, "judge_rate_limit", "judge_error", None, "judge_nonsense"]
 
 
 def ask(judge, completions):
     """The rewards, as a reward worker asks for them: always on one event loop."""
-    return run_here(judge, ["p"] * len(completions), completions)
+    return LOOP.run_until_complete(judge(["p"] * len(completions), completions))
 
 
 def test_failures_are_named_and_answers_that_came_are_kept():

@@ -36,7 +36,7 @@ def score_one(text):
     if text == "none":
         return None
     if text == "memory":
-        return float(len(bytearray(2**31)))
+        return float(len(bytearray(2**35)))
     if text == "message":
         raise ValueError("x" * 10**7)
     if text.startswith("child "):  # a shell, and what it starts, outlive a killed Python
@@ -77,13 +77,6 @@ def one_short(prompts, completions, **columns):
 
 def sizes(prompts, completions, **columns):
     return [float(len(completions))] * len(completions)
-
-class Odd(float):
-    def __float__(self):
-        raise KeyError("no number today")
-
-def odd(prompts, completions, **columns):
-    return [Odd(1.0) for _ in completions]
 
 ranked = []
 
@@ -133,7 +126,7 @@ def folder(tmp_path_factory):
 
 def make_pool(function="user_rewards:by_text", **options):
     defaults = {"num_workers": 1, "timeout_s": TIMEOUT_S, "max_failure_rate": 1.0}
-    return RewardPool(function, **{**defaults, "max_memory_bytes": 2**30, **options})
+    return RewardPool(function, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +273,6 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback():
         ("user_rewards:one_short", "user_rewards:one_short returned 7 rewards for 8 completions"),
         ("user_rewards:words", "words returned 'good', a str, as a reward .*not a number.; want"),
         ("user_rewards:as_dict", "as_dict returned a dict; want a list with one float or None"),
-        ("user_rewards:odd", "odd returned 1.0, a Odd, as a reward .KeyError: 'no number today'"),
     ],
 )
 def test_a_function_that_can_never_work_is_an_error_not_a_reward(function, message):
@@ -292,12 +284,12 @@ def test_a_function_that_can_never_work_is_an_error_not_a_reward(function, messa
 
 def test_imports_that_hang_or_end_the_process_are_named(monkeypatch):
     pool = make_pool("ends_at_import:f")
-    with pytest.raises(RewardFailure, match="ends_at_import:f: its process ended while it was"):
+    with pytest.raises(RewardFailure, match="ends_at_import:f: its process ended .at its start"):
         pool.check()
     pool.close()
     monkeypatch.setattr(workers, "START_TIMEOUT_S", 1.0)
     pool = make_pool("slow_to_import:f")
-    with pytest.raises(RewardFailure, match="its module was not imported within 1 s"):
+    with pytest.raises(RewardFailure, match="the import of its module .* took longer than 1 s"):
         pool.check()
     pool.close()
 
