@@ -275,7 +275,7 @@ class _Worker:
             if not sent.future.done():
                 is_own = sent is head or name in ("start", "closed")
                 sent.future.set_exception(WorkerFailed(name, text) if is_own else lost)
-                sent.future.exception()  # nobody may wait for it; asyncio would print a warning
+                sent.future.exception()  # read, or asyncio warns of a job that was closed
         self.sent.clear()
         self.restart_timer()
         self._task.cancel()
