@@ -83,7 +83,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.serving.chat import make_chat_format
     from tba_jax.serving.protocol import MAX_STOP_IDS, Served
     from tba_jax.serving.queue import RequestQueue
-    from tba_jax.serving.server import Application, PlainScope
+    from tba_jax.serving.server import Application
 
     open_cache()
     site = any_device(platform_of(jax.local_devices()[0]))
@@ -110,15 +110,14 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         num_stop_ids=MAX_STOP_IDS,
         version=version,
     )
-    queue = RequestQueue()
-    scope = PlainScope(served, queue)
+    queue = RequestQueue(served)
     application = Application(
-        lambda episode: scope,
+        lambda episode: queue,
         served,
         queue=queue,
         token=args.token,
         max_requests=args.max_requests,
-        info=lambda: {"model": name, "weight_version": version, "num_slots": args.num_slots},
+        info={"model": name, "weight_version": version, "num_slots": args.num_slots},
     )
     server = HttpServer(application, "http-server", bound)
     stop = StopFlag()

@@ -31,8 +31,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.serving.chat import Messages, extended, text_of
 from tba_jax.serving.failures import FailureLines
-from tba_jax.serving.protocol import ApiError, Call, Kind, Served, parse
-from tba_jax.serving.queue import Generation, Update
+from tba_jax.serving.protocol import ApiError, Call, Generation, Kind, Served, Update, parse
 from tba_jax.serving.server import Application
 from tba_jax.workers import WorkerFailed, WorkerPool
 
@@ -294,7 +293,7 @@ class Agent(Environment):
                 self._failure = "environment_fork", text
                 raise ApiError(text, code="environment_fork")
             call = parse(kind, body, served, 0, functools.partial(self._continued, kind, body))
-        if len(call.prompts) * call.num_samples > 1:
+        if call.num_samples > 1:
             raise ApiError("n: a turn of an episode has one sample. Set 1", param="n")
         if body.get("seed") is not None:
             raise ApiError("seed: the seed is that of the training run. Leave it out", param="seed")

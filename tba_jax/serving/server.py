@@ -12,11 +12,12 @@ type JSON. A client that disconnects frees its slots.
 """
 
 import asyncio
+import contextlib
+import functools
 import hmac
 import json
-import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,13 +26,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import tba_jax
-from tba_jax.serving.protocol import ApiError, Call, Deltas, Kind, Served, parse
-from tba_jax.serving.queue import Generation, RequestQueue, Update
+from tba_jax.serving.protocol import ApiError, Call, Choice, Generation, Kind, Served, Update
+from tba_jax.serving.queue import RequestQueue
 
 MAX_BODY_BYTES = 4 * 2**20
-# A refused body up to this size is read and dropped, so that the client can read the refusal.
-_MAX_DISCARDED_BYTES = 64 * 2**20
-_BODY_TIMEOUT_S = 30.0
 _ROUTES: dict[Kind, str] = {
     "generate": "/inference/v1/generate",
     "completions": "/v1/completions",
@@ -40,39 +38,13 @@ _ROUTES: dict[Kind, str] = {
 
 
 class Scope(Protocol):
-    """Requests below one base URL: independent requests, or the turns of one episode."""
+    """Requests below one base URL: a `RequestQueue`, or the turns of one agent."""
 
-    def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
-        """Return the call of a request.
+    def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call: ...
 
-        Raises:
-            ApiError: the request is refused.
-        """
-        ...
+    def submit(self, generation: Generation) -> None: ...
 
-    def submit(self, generation: Generation) -> None:
-        """Queue one generation of a call."""
-        ...
-
-    def cancel(self, generation: Generation) -> None:
-        """Drop a generation, if it has not ended."""
-        ...
-
-
-class PlainScope(NamedTuple):
-    """Scope of independent requests."""
-
-    served: Served
-    queue: RequestQueue
-
-    def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
-        return parse(kind, body, self.served, int.from_bytes(os.urandom(7), "big"))
-
-    def submit(self, generation: Generation) -> None:
-        self.queue.submit(generation)
-
-    def cancel(self, generation: Generation) -> None:
-        self.queue.cancel(generation)
+    def cancel(self, generation: Generation) -> None: ...
 
 
 class Application:
@@ -97,12 +69,12 @@ class Application:
         queue: RequestQueue | None = None,
         token: str = "",
         max_requests: int = 256,
-        info: Callable[[], Mapping[str, Any]] = dict,
+        info: Mapping[str, Any] | None = None,
     ) -> None:
         self._scopes, self._served, self._queue = scopes, served, queue
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._max_requests, self._num_requests = max_requests, 0
-        self._info = info
+        self._info = {"version": tba_jax.__version__, **(info or {})}
         routes = [
             Route(f"{prefix}{path}", self._sampler(kind), methods=["POST"])
             for kind, path in _ROUTES.items()
@@ -115,44 +87,37 @@ class Application:
         ]
         if queue is not None:
             routes += [Route(path, self._pause, methods=["POST"]) for path in ("/pause", "/resume")]
-        self._app = Starlette(
-            routes=routes, exception_handlers={ApiError: _refusal, HTTPException: _no_route}
-        )
+        handlers = {ApiError: _refusal, HTTPException: _no_route}
+        self._app = Starlette(routes=routes, exception_handlers=handlers)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             return
-        headers = dict(scope["headers"])
-        own = headers.get(b"authorization", b"")
+        own = dict(scope["headers"]).get(b"authorization", b"")
         if self._authorization and not hmac.compare_digest(own, self._authorization):
-            error = ApiError(
-                "the request has no valid token. Send the header Authorization: Bearer TOKEN",
-                status=401,
-                code="invalid_api_key",
-            )
+            text = "the request has no valid token. Send the header Authorization: Bearer TOKEN"
+            error = ApiError(text, status=401, code="invalid_api_key")
             await _refusal(None, error)(scope, receive, send)
             return
-        try:
+        with contextlib.suppress(ClientDisconnect, OSError):
             await self._app(scope, receive, send)
-        except (ClientDisconnect, OSError):
-            """The client has disconnected."""
 
     async def _health(self, request: Request) -> Response:
         is_paused = self._queue is not None and self._queue.is_paused
         return JSONResponse({"status": "paused" if is_paused else "ok"})
 
     async def _server_info(self, request: Request) -> Response:
-        return JSONResponse({"version": tba_jax.__version__, **self._info()})
+        return JSONResponse(self._info)
 
     async def _pause(self, request: Request) -> Response:
         assert self._queue is not None
         self._check_write(request)
-        self._queue.pause(request.url.path == "/pause")
+        self._queue.is_paused = request.url.path == "/pause"
         return JSONResponse({"is_paused": self._queue.is_paused})
 
     async def _models(self, request: Request) -> Response:
-        self._scopes(request.path_params.get("episode", ""))
+        self._scopes(request.path_params.get("episode", ""))  # refuses an episode that has ended
         card = {
             "id": self._served.model,
             "object": "model",
@@ -168,11 +133,7 @@ class Application:
         return JSONResponse(card)
 
     def _check_write(self, request: Request) -> None:
-        """Refuse content types that a web page may send to this machine (CORS).
-
-        Raises:
-            ApiError: the request has no token, and another content type than JSON.
-        """
+        """Refuse content types that a web page may send to this machine (CORS)."""
         if not self._authorization and "json" not in request.headers.get("content-type", ""):
             raise ApiError("the content type is not JSON. Send Content-Type: application/json")
 
@@ -186,131 +147,119 @@ class Application:
                     status=429,
                     code="rate_limit_exceeded",
                 )
-            self._num_requests += 1
-            generations, is_streaming = _Generations(self, request), False
-            try:
+            with contextlib.ExitStack() as at_end:
+                self._num_requests += 1
+                at_end.callback(self._leave)
                 scope = self._scopes(request.path_params.get("episode", ""))
                 self._check_write(request)
                 call = scope.parse(kind, await _body(request))
-                generations.submit(scope, call)
-                first = await generations.next()  # an earlier error has its own HTTP status
-                if call.request.stream:
-                    is_streaming = True  # the stream closes them
-                    events = _events(call, generations, first)
-                    return StreamingResponse(events, media_type="text/event-stream")
-                return JSONResponse(call.response(await _collect(call, generations, first)))
-            finally:
-                if not is_streaming:
-                    generations.close()
+                updates = _updates(request, scope, call)
+                if not call.request.stream:
+                    found = {i: update async for i, update in updates if update.finish}
+                    return JSONResponse(call.response([found[i] for i in sorted(found)]))
+                first = await anext(updates)  # an earlier error has its own HTTP status
+                events = _events(call, first, updates, at_end.pop_all())
+                return StreamingResponse(events, media_type="text/event-stream")
 
         return sample
 
-    def leave(self) -> None:
-        """Count a request that has ended."""
+    def _leave(self) -> None:
         self._num_requests -= 1
 
 
-class _Generations:
-    """The generations of one request, and their updates."""
+async def _updates(
+    request: Request, scope: Scope, call: Call
+) -> AsyncGenerator[tuple[int, Update]]:
+    """Submit the generations of a call; yield (index of the sample, update) until all have ended.
 
-    def __init__(self, application: Application, request: Request) -> None:
-        self._application, self._request = application, request
-        self._updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
-        self._generations: list[Generation] = []
-        self._gone: asyncio.Future[None] | None = None
-        self._is_closed = False
+    At the end, also an early one, generations that have not ended are cancelled.
 
-    def submit(self, scope: Scope, call: Call) -> None:
-        """Queue the generations of a call."""
-        loop = asyncio.get_running_loop()
-        self._scope = scope
-        for i, (prompt, settings) in enumerate(zip(call.prompts, call.settings, strict=True)):
+    Raises:
+        ClientDisconnect: the client has disconnected.
+        ApiError: a generation was refused or failed.
+    """
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
 
-            def notify(update: Update | Exception, i: int = i) -> None:
-                loop.call_soon_threadsafe(self._updates.put_nowait, (i, update))
-
-            generation = Generation(prompt, call.keys(i), settings, call.request.stream, notify)
-            self._generations.append(generation)
-            scope.submit(generation)
-        self._gone = asyncio.ensure_future(self._until_disconnected())
-
-    async def next(self) -> tuple[int, Update]:
-        """Return the next update and the number of its prompt.
-
-        Raises:
-            ClientDisconnect: the client has disconnected.
-            ApiError: the generation was refused or failed.
-        """
-        assert self._gone is not None
-        waiting = asyncio.ensure_future(self._updates.get())
-        await asyncio.wait((waiting, self._gone), return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            waiting.cancel()
-            raise ClientDisconnect
-        i, update = waiting.result()
-        if isinstance(update, ApiError):
-            raise update
-        if isinstance(update, ValueError):
-            raise ApiError(str(update))
-        if isinstance(update, Exception):
-            raise ApiError(f"decoding failed: {type(update).__name__}", status=500)
-        return i, update
-
-    def close(self) -> None:
-        """Cancel what has not ended."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._gone is not None:
-            self._gone.cancel()
-        for generation in self._generations:
-            self._scope.cancel(generation)
-        self._application.leave()
-
-    async def _until_disconnected(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
+    async def until_disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
             pass
+        arrived.put_nowait((0, ClientDisconnect()))
+
+    def notify(i: int, update: Update | Exception) -> None:
+        loop.call_soon_threadsafe(arrived.put_nowait, (i, update))
+
+    generations = [
+        call.generation(i, functools.partial(notify, i)) for i in range(len(call.prompts))
+    ]
+    watcher = asyncio.ensure_future(until_disconnected())
+    try:
+        for generation in generations:
+            scope.submit(generation)
+        left = call.num_samples
+        while left:
+            i, update = await arrived.get()
+            if isinstance(update, ApiError | ClientDisconnect):
+                raise update
+            if isinstance(update, ValueError):
+                raise ApiError(str(update))
+            if isinstance(update, Exception):
+                raise ApiError(f"decoding failed: {type(update).__name__}", status=500)
+            left -= bool(update.finish)
+            yield i * call.request.n + update.sample, update
+    finally:
+        watcher.cancel()
+        for generation in generations:
+            scope.cancel(generation)
 
 
-def _refusal(request: Any, error: Any) -> Response:
-    headers = {"retry-after": "1"} if error.status == 429 else None
-    return JSONResponse(error.body(), error.status, headers)
+async def _events(
+    call: Call,
+    first: tuple[int, Update],
+    updates: AsyncGenerator[tuple[int, Update]],
+    at_end: contextlib.ExitStack,
+) -> AsyncIterator[str]:
+    """Yield server-sent events as tokens are sampled."""
+    choices = [Choice(call, i) for i in range(call.num_samples)]
+    newest: dict[int, Update] = {}
+    arrived: tuple[int, Update] | None = first
+    with at_end:
+        async with contextlib.aclosing(updates):
+            try:
+                while arrived is not None:
+                    i, newest[i] = arrived
+                    if (choice := choices[i].next(newest[i])) is not None:
+                        yield _event(call.envelope([choice]))
+                    arrived = await anext(updates, None)
+            except ApiError as error:  # the status was sent before, so the error is an event
+                yield _event(error.body())
+                return
+        if call.request.stream_options.include_usage:
+            usage = call.usage(list(newest.values()))
+            yield _event({**call.envelope([]), "usage": usage})
+        yield "data: [DONE]\n\n"
 
 
-def _no_route(request: Request, error: Any) -> Response:
-    what = f"{request.method} {request.url.path:.200}"
-    if error.status_code == 405:
-        text = f"{what} is not supported"
-    else:
-        text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
-    return _refusal(request, ApiError(text, status=error.status_code))
+def _event(data: Any) -> str:
+    return f"data: {json.dumps(data, allow_nan=False)}\n\n"
 
 
 async def _body(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request.
 
     Raises:
-        ApiError: the body is too large, too slow, or not a JSON object.
+        ApiError: the body is too large, or not a JSON object.
         ClientDisconnect: the client disconnected before the end of the body.
     """
-    too_large = ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
-    length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > _MAX_DISCARDED_BYTES:
-        raise too_large
     chunks, size = [], 0
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > _MAX_DISCARDED_BYTES:
-                    raise too_large
-                if size <= MAX_BODY_BYTES:
-                    chunks.append(chunk)
-    except TimeoutError:
-        text = f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
-        raise ApiError(text, status=413) from None
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        elif size > 16 * MAX_BODY_BYTES:  # the end of a smaller body is dropped, so that its
+            break  # client can read the refusal
     if size > MAX_BODY_BYTES:
-        raise too_large
+        raise ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
     try:
         found = json.loads(b"".join(chunks))
     except (ValueError, RecursionError) as error:
@@ -320,47 +269,12 @@ async def _body(request: Request) -> dict[str, Any]:
     return found
 
 
-async def _collect(
-    call: Call, generations: _Generations, newest: tuple[int, Update]
-) -> list[Update]:
-    """Return all samples of a call, prompt by prompt."""
-    found: dict[int, Update] = {}
-    while True:
-        i, update = newest
-        if update.finish:
-            found[i * call.num_samples + update.sample] = update
-        if len(found) == len(call.prompts) * call.num_samples:
-            return [update for _, update in sorted(found.items())]
-        newest = await generations.next()
+def _refusal(request: Any, error: Any) -> Response:
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
-async def _events(
-    call: Call, generations: _Generations, newest: tuple[int, Update]
-) -> AsyncIterator[str]:
-    """Yield server-sent events as tokens are sampled."""
-    samples = [(i, j) for i in range(len(call.prompts)) for j in range(call.num_samples)]
-    deltas = {at: Deltas(call, at[1], at[0]) for at in samples}
-    ended: dict[tuple[int, int], Update] = {}
-    try:
-        while True:
-            i, update = newest
-            choice = deltas[i, update.sample].next(update)
-            if update.finish:
-                ended[i, update.sample] = update
-            if choice is not None:
-                yield _event({**call.envelope(is_chunk=True), "choices": [choice]})
-            if len(ended) == len(samples):
-                break
-            newest = await generations.next()
-        if call.request.stream_options.include_usage:
-            usage = call.usage(sum(len(x.tokens) for x in ended.values()))
-            yield _event({**call.envelope(is_chunk=True), "choices": [], "usage": usage})
-        yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status was sent before, so the error is an event
-        yield _event(error.body())
-    finally:
-        generations.close()
-
-
-def _event(data: Any) -> str:
-    return f"data: {json.dumps(data, allow_nan=False)}\n\n"
+def _no_route(request: Request, error: Any) -> Response:
+    what = f"{request.method} {request.url.path:.200}"
+    text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
+    return _refusal(request, ApiError(text, status=error.status_code))

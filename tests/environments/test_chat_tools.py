@@ -64,15 +64,17 @@ def test_a_class_with_tools_runs_in_the_format_of_the_model(played, capsys):
     assert "invalid_json; 1 times failed_tool_call" in line
 
 
-def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episode(played, capsys):
+def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episode(
+    played, tmp_path, capsys
+):
     """The library cannot read the second turn; the first one's call has been executed."""
     turns = [call("add", '{"n": 4}'), call("add", '{"n": 5}')]
+    tokenizer = qwen_like_tokenizer(tmp_path)
+    parse = RendererFormat._parsed
     with pytest.MonkeyPatch.context() as patch:
-        parse = RendererFormat.__dict__["calls"]
-        num = iter(range(2))
 
         def fails(self, tokens, *others):
-            if next(num):
+            if "5" in tokenizer.decode(tokens):
 
                 def unreadable(tokens, **options):
                     raise KeyError("name")
@@ -80,7 +82,7 @@ def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episod
                 patch.setattr(self._renderer, "parse_response", unreadable)
             return parse(self, tokens, *others)
 
-        patch.setattr(RendererFormat, "calls", fails)
+        patch.setattr(RendererFormat, "_parsed", fails)
         y, session, _ = played(turns)
     assert y.verdict == Verdict(None, "environment_template")
     assert len(session.contexts) == 2 and y.num_sampled > 2

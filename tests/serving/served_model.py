@@ -22,7 +22,7 @@ from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import MAX_STOP_IDS, Served
 from tba_jax.serving.queue import RequestQueue
-from tba_jax.serving.server import Application, PlainScope
+from tba_jax.serving.server import Application
 
 MAX_LENGTH = 256
 NUM_SLOTS = 8
@@ -49,12 +49,11 @@ class ServedModel:
         self.session = self.open_session(params)
         chat = make_chat_format(self.tokenizer, renderer)
         self.served = Served("start", self.tokenizer, chat, self.tokenizer.eos_ids, MAX_LENGTH)
-        self.queue = RequestQueue()
-        self.scope = scope = PlainScope(self.served, self.queue)
+        self.queue = queue = RequestQueue(self.served)
         self.application = Application(
-            lambda episode: scope,
+            lambda episode: queue,
             self.served,
-            queue=self.queue,
+            queue=queue,
             token=token,
             max_requests=max_requests,
         )
@@ -123,9 +122,9 @@ class ServedAdapters(ServedModel):
     def load(self, name, path):
         config, adapters = read_adapters(Path(path), self.config)
         session = self.open_session(lora.merge(self.params, adapters, config=config))
-        queue = RequestQueue()
-        scope = PlainScope(self.served._replace(model=name), queue)
-        self.loaded[name] = Application(lambda episode: scope, scope.served, queue=queue)
+        served = self.served._replace(model=name)
+        queue = RequestQueue(served)
+        self.loaded[name] = Application(lambda episode: queue, served, queue=queue)
         self.entries.append((queue, session))
 
     def unload(self, name):
@@ -133,7 +132,7 @@ class ServedAdapters(ServedModel):
 
     def pause(self, is_paused):
         for queue, _ in self.entries:
-            queue.pause(is_paused)
+            queue.is_paused = is_paused
 
     def step(self):
         return any([queue.step(session) for queue, session in self.entries])

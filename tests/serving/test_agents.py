@@ -24,8 +24,7 @@ from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_environments
 from tba_jax.search.sampler import sampling_settings
-from tba_jax.serving.protocol import ApiError
-from tba_jax.serving.queue import Generation
+from tba_jax.serving.protocol import ApiError, Generation
 
 FILE = Path(__file__).with_name("agents_for_tests.py")
 LIMIT = 48

@@ -152,7 +152,7 @@ def test_a_client_calls_tools(python, tmp_path):
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
     served = model.served._replace(tokenizer=tokenizer, chat=chat, eos_ids=tokenizer.eos_ids)
     served = served._replace(max_length=4096)
-    model.application._scopes = lambda episode: model.scope._replace(served=served)
+    model.queue._served = served
     model.session = ToolCalls(tokenizer, [call] * 3)
     with model.running():
         assert client(python, model, "tools") == "tools: all checks passed\n"
