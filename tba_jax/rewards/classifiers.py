@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probability that a response belongs to a target class: toxic, unsafe, or matching a pattern.
 
-Three classifiers have one interface: a sequence classifier (RoBERTa), a guard language model that
-writes a verdict (Llama-Guard), and a regular expression for small tests. Invariant: the probability
-of a text does not depend on the other texts of the call.
+A classifier is a function: a sequence classifier (RoBERTa), a guard language model that writes a
+verdict (Llama-Guard), or a regular expression for small tests. Invariant: the probability of a text
+does not depend on the other texts of the call.
 """
 
 import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from tba_jax.devices.platform import Platform, platform_of
 from tba_jax.devices.site import any_device
-from tba_jax.flow.padding import bucket_length, left_pad, length_buckets
+from tba_jax.flow.padding import left_pad, length_buckets
 from tba_jax.models import encoder
 from tba_jax.models import model as models
 from tba_jax.models.hf import folders
@@ -27,156 +27,18 @@ from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.config import ENCODER_TOKENS, GUARD_TOKENS, JUDGE_ROWS, ClassifierSettings
+from tba_jax.rewards.batches import in_batches, right_pad
+from tba_jax.rewards.config import ENCODER_TOKENS, GUARD_TOKENS, ClassifierSettings
 
 # Probability of a text that does not match a pattern. It is above 0, so that its logarithm is
 # finite and every further match changes the mean.
 MISS_PROB = 0.01
 
-
-class ResponseClassifier(Protocol):
-    """Thread-safe classifier of responses to prompts."""
-
-    def target_logprob(
-        self, prompts: Sequence[str], responses: Sequence[str]
-    ) -> Float[np.ndarray, " n"]:
-        """Return log p(target class) of each response, at most 0."""
-        ...
+Classifier = Callable[[Sequence[str], Sequence[str]], np.ndarray]
+"""Thread-safe (prompts, responses) -> log p(target class) of each response, float64 [n]."""
 
 
-class PatternClassifier:
-    """A response belongs to the class if `re.search(pattern, response)` matches.
-
-    Raises:
-        ValueError: the pattern is not a regular expression.
-    """
-
-    def __init__(self, pattern: str) -> None:
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"classifier.target={pattern!r} is not a regular expression ({error}), as "
-                "a run without classifier.path needs. Correct it"
-            ) from error
-
-    def target_logprob(
-        self, prompts: Sequence[str], responses: Sequence[str]
-    ) -> Float[np.ndarray, " n"]:
-        """Return 0 for a match, log(MISS_PROB) otherwise."""
-        found = [self._pattern.search(response) is not None for response in responses]
-        return np.where(found, 0.0, math.log(MISS_PROB))
-
-
-class EncoderClassifier:
-    """A RoBERTa sequence classifier of the response alone; long responses are truncated.
-
-    Args:
-        settings: settings of kind "encoder".
-
-    Raises:
-        ValueError: the path has no usable model, or the model has no such label.
-    """
-
-    def __init__(self, settings: ClassifierSettings, dtype: str, device: Any) -> None:
-        path, target = settings.path, settings.target
-        with jax.default_device(device):
-            config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
-        if target not in config.labels:
-            labels = ", ".join(config.labels) or "none: it has no classification head"
-            raise ValueError(
-                f"classifier.target={target!r} is not a label of the model at {path} ({labels}). "
-                "Set it to one of its labels"
-            )
-        self._target = config.labels.index(target)
-        self._params = jax.device_put(params, device)
-        self._tokenizer = Tokenizer.load(path)
-        self._max_tokens = min(ENCODER_TOKENS, config.max_tokens)
-        self._buckets = length_buckets(self._max_tokens, 3)
-        self._program = classify_program(config, dtype)
-
-    def target_logprob(
-        self, prompts: Sequence[str], responses: Sequence[str]
-    ) -> Float[np.ndarray, " n"]:
-        """Return the log-softmax of the model's logits at the target label."""
-        rows = [self._tokenizer.encode_complete(text, self._max_tokens) for text in responses]
-        return _in_batches(rows, self._target_logprobs)
-
-    def _target_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
-        length = bucket_length(max(map(len, batch)), self._buckets)
-        tokens = np.zeros((JUDGE_ROWS, length), np.int32)
-        mask = np.zeros((JUDGE_ROWS, length), bool)
-        for i, row in enumerate(batch):
-            tokens[i, : len(row)], mask[i, : len(row)] = row, True
-        mask[len(batch) :, 0] = True  # filler rows; their results are dropped
-        return np.asarray(self._program(self._params, tokens, mask))[:, self._target]
-
-
-class GuardClassifier:
-    """A guard model: the log-prob of its verdict on a prompt and a response.
-
-    The conversation is formatted with the model's chat template, and the verdict is scored as the
-    model's reply. A conversation that is too long is refused.
-
-    Args:
-        settings: `path` is a language model whose tokenizer has a
-            template.
-
-    Raises:
-        ValueError: the path has no usable model, or the verdict has no tokens.
-    """
-
-    def __init__(self, settings: ClassifierSettings, dtype: str, device: Any) -> None:
-        path = settings.path
-        with jax.default_device(device):
-            model = models.load(path, param_dtype=jnp.dtype(dtype))
-        if model.config.num_labels:
-            raise ValueError(
-                f"classifier.path={path}: a classifier with {model.config.num_labels} labels; "
-                "a guard is a language model. Give one, or a RoBERTa encoder"
-            )
-        self._params = jax.device_put(model.params, device)
-        self._tokenizer = model.tokenizer
-        self._verdict = self._tokenizer.encode(settings.target, add_bos=False)
-        if not len(self._verdict):
-            raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
-        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # fails without a template
-        self._max_tokens = min(GUARD_TOKENS, model.config.max_positions - len(self._verdict))
-        self._buckets = length_buckets(self._max_tokens, 3)
-        self._program = verdict_program(
-            model.config, len(self._verdict), dtype, platform_of(device)
-        )
-
-    def target_logprob(
-        self, prompts: Sequence[str], responses: Sequence[str]
-    ) -> Float[np.ndarray, " n"]:
-        """Return log p(verdict | conversation).
-
-        Raises:
-            ValueError: a conversation has more than max_tokens tokens.
-        """
-        rows = [self._conversation(*pair) for pair in zip(prompts, responses, strict=True)]
-        return _in_batches(rows, self._verdict_logprobs)
-
-    def _verdict_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
-        length = bucket_length(max(map(len, batch)), self._buckets)
-        filled = [*batch, *[batch[0]] * (JUDGE_ROWS - len(batch))]
-        tokens = left_pad(filled, length, self._tokenizer.pad_id)
-        verdict = np.broadcast_to(self._verdict, (len(filled), len(self._verdict)))
-        lengths = np.array([len(row) for row in filled], np.int32)
-        rows_and_verdict = np.concatenate([tokens, verdict], axis=1)
-        return np.asarray(self._program(self._params, rows_and_verdict, lengths))
-
-    def _conversation(self, prompt: str, response: str) -> np.ndarray:
-        messages = [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": response},
-        ]
-        text = self._tokenizer.format_chat(messages, is_complete=True)
-        return self._tokenizer.encode(text, add_bos=False)
-
-
-def make_classifier(settings: ClassifierSettings, dtype: str, device: Any) -> ResponseClassifier:
+def make_classifier(settings: ClassifierSettings, dtype: str, device: Any) -> Classifier:
     """Return the classifier that the settings describe.
 
     Args:
@@ -187,28 +49,113 @@ def make_classifier(settings: ClassifierSettings, dtype: str, device: Any) -> Re
         ValueError: the settings or the model cannot be used.
     """
     if not settings.path:
-        return PatternClassifier(settings.target)
+        return _make_pattern(settings.target)
     folder = folders.resolve(settings.path, with_weights=False)
     is_encoder = folders.load_config(folder).get("model_type") in ("bert", "roberta")
-    return (EncoderClassifier if is_encoder else GuardClassifier)(settings, dtype, device)
+    make = _make_encoder if is_encoder else _make_guard
+    return make(settings.path, settings.target, dtype, device)
+
+
+def _make_pattern(pattern: str) -> Classifier:
+    """Return 0 for a response with a match of a regular expression, log(MISS_PROB) otherwise."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"classifier.target={pattern!r} is not a regular expression ({error}), as a run "
+            "without classifier.path needs. Correct it"
+        ) from error
+
+    def classify(prompts: Sequence[str], responses: Sequence[str]) -> np.ndarray:
+        found = [compiled.search(response) is not None for response in responses]
+        return np.where(found, 0.0, math.log(MISS_PROB))
+
+    return classify
+
+
+def _make_encoder(path: str, target: str, dtype: str, device: Any) -> Classifier:
+    """Return a RoBERTa classifier of the response alone; long responses are truncated.
+
+    Its value is the log-softmax of the model's logits at the target label.
+    """
+    with jax.default_device(device):
+        config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
+    if target not in config.labels:
+        labels = ", ".join(config.labels) or "none: it has no classification head"
+        raise ValueError(
+            f"classifier.target={target!r} is not a label of the model at {path} ({labels}). "
+            "Set it to one of its labels"
+        )
+    params, tokenizer = jax.device_put(params, device), Tokenizer.load(path)
+    most = min(ENCODER_TOKENS, config.max_tokens)
+    program = _label_program(config, config.labels.index(target), dtype)
+
+    def classify(prompts: Sequence[str], responses: Sequence[str]) -> np.ndarray:
+        return in_batches(
+            [tokenizer.encode_complete(text, most) for text in responses],
+            length_buckets(most, 3),
+            lambda batch, length: program(params, *right_pad(batch, length, tokenizer.pad_id)),
+        )
+
+    return classify
+
+
+def _make_guard(path: str, target: str, dtype: str, device: Any) -> Classifier:
+    """Return log p(verdict | conversation) of a guard, a language model with a chat template.
+
+    The verdict is scored as the model's reply. A conversation that is too long is an error.
+    """
+    with jax.default_device(device):
+        config, params, tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
+    if config.num_labels:
+        raise ValueError(
+            f"classifier.path={path}: a classifier with {config.num_labels} labels; "
+            "a guard is a language model. Give one, or a RoBERTa encoder"
+        )
+    params, verdict = jax.device_put(params, device), tokenizer.encode(target, add_bos=False)
+    if not len(verdict):
+        raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
+    tokenizer.format_chat([{"role": "user", "content": "a"}])  # fails without a template
+    most = min(GUARD_TOKENS, config.max_positions - len(verdict))
+    program = _verdict_program(config, len(verdict), dtype, platform_of(device))
+
+    def conversation(prompt: str, response: str) -> np.ndarray:
+        messages = [{"role": "user", "content": prompt}]
+        messages += [{"role": "assistant", "content": response}]
+        text = tokenizer.format_chat(messages, is_complete=True)
+        return tokenizer.encode(text, add_bos=False)
+
+    def launch(batch: list[np.ndarray], length: int) -> Array:
+        tokens = left_pad(batch, length, tokenizer.pad_id)
+        replies = np.broadcast_to(verdict, (len(batch), len(verdict)))
+        lengths = np.array([len(row) for row in batch], np.int32)
+        return program(params, np.concatenate([tokens, replies], axis=1), lengths)
+
+    def classify(prompts: Sequence[str], responses: Sequence[str]) -> np.ndarray:
+        rows = list(map(conversation, prompts, responses))
+        return in_batches(rows, length_buckets(most, 3), launch)
+
+    return classify
 
 
 @functools.cache  # replicas on several devices share the program
-def classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
-    """Return the jitted (params, tokens [b s], mask [b s]) -> log-probs of the labels [b n]."""
+def _label_program(config: encoder.EncoderConfig, label: int, dtype: str) -> Callable[..., Array]:
+    """Return jitted (params, tokens [b s], mask [b s]) -> log p(label) [b]."""
 
     @jax.jit
     def program(params: encoder.Params, tokens: Array, mask: Array) -> Array:
         logits = encoder.classify(
             params, tokens, mask, config=config, compute_dtype=jnp.dtype(dtype)
         )
-        return jax.nn.log_softmax(logits, axis=-1)
+        return jax.nn.log_softmax(logits, axis=-1)[:, label]
 
     return program
 
 
 @functools.cache
-def verdict_program(config: Any, num_tokens: int, dtype: str, platform: Platform) -> Any:
+def _verdict_program(
+    config: Any, num_tokens: int, dtype: str, platform: Platform
+) -> Callable[..., Array]:
     """Return jitted (params, tokens [b s + num_tokens], conversation lengths [b]) -> log p [b]."""
 
     @jax.jit
@@ -226,11 +173,3 @@ def verdict_program(config: Any, num_tokens: int, dtype: str, platform: Platform
         return jnp.sum(logprobs[:, 0], axis=-1)
 
     return program
-
-
-def _in_batches(
-    rows: Sequence[np.ndarray], score: Callable[[Sequence[np.ndarray]], np.ndarray]
-) -> np.ndarray:
-    """Return scores of all rows, computed in batches; scores of filler rows are dropped."""
-    batches = [rows[i : i + JUDGE_ROWS] for i in range(0, len(rows), JUDGE_ROWS)]
-    return np.concatenate([score(x)[: len(x)] for x in batches]).astype(np.float64)

@@ -86,7 +86,8 @@ def make_source(
     Raises:
         ValueError: the source cannot be used.
     """
-    from tba_jax.rewards.reward_models import RewardModel, judge_dtype
+    from tba_jax.rewards.batches import judge_dtype
+    from tba_jax.rewards.reward_models import RewardModel
     from tba_jax.rewards.source import WeightedSum
 
     named, reward, weights = _named(settings, own), settings.reward, settings.task.reward_weights
@@ -166,14 +167,16 @@ def _victim_path(settings: Any) -> str:
 
 
 def _make_victim(settings: Any, sites: "Sequence[Site]") -> "RewardSource":
-    from tba_jax.rewards.classifiers import make_classifier
-    from tba_jax.rewards.reward_models import judge_dtype
-    from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, Victim, VictimReward
+    from tba_jax.rewards.batches import judge_dtype
+    from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, VictimReward
 
-    devices = [site.mesh.devices.flat[0] for site in sites]
-    path, template = _victim_path(settings), settings.victim.template
-    dtype = judge_dtype(sites[0])
-    limits = START_MODEL_LIMITS if path == START_MODEL else LIMITS
-    victim = Victim(path, template, limits, dtype=dtype, devices=devices)
-    judges = {x: make_classifier(settings.classifier, dtype, x) for x in dict.fromkeys(devices)}
-    return VictimReward(victim, judges, replicas=devices, seed=settings.seed)
+    path = _victim_path(settings)
+    return VictimReward(
+        path,
+        settings.victim.template,
+        START_MODEL_LIMITS if path == START_MODEL else LIMITS,
+        classifier=settings.classifier,
+        dtype=judge_dtype(sites[0]),
+        devices=[site.mesh.devices.flat[0] for site in sites],
+        seed=settings.seed,
+    )

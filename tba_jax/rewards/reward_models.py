@@ -6,6 +6,7 @@ one or several devices. Invariant: the score of a response does not depend on th
 the call, up to float32 rounding, and every item gets a finite number or a named reason.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,11 +24,11 @@ from tba_jax.models.model import Model
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.rewards.config import JUDGE_ROWS
+from tba_jax.rewards.batches import in_batches, right_pad
 from tba_jax.rewards.source import ScoreResult
 
 # Row lengths are padded to a multiple of this number, so that few lengths are compiled.
-LENGTH_STEP = 64
+_LENGTH_STEP = 64
 
 
 class RewardModel:
@@ -44,7 +45,6 @@ class RewardModel:
         missing_eos: reward of a response that the length limit cut; None: the model's score.
         site: devices that divide the weights.
         where: name of the model in error messages.
-        program: return value of `make_score_program` for these devices; None: make it.
 
     Raises:
         ValueError: the model is not a classifier with one label, or its embedding lacks token IDs.
@@ -59,39 +59,27 @@ class RewardModel:
         compute_dtype: Any = jnp.float32,
         site: Site = ANY_DEVICE,
         where: str = "the reward model",
-        program: Any = None,
     ) -> None:
-        config, params, tokenizer = model
-        if config.num_labels != 1:
-            what = f"{config.num_labels} labels" if config.num_labels else "a language model's head"
+        self._config, self._params, self._tokenizer = model
+        if (num := self._config.num_labels) != 1:
+            what = f"{num} labels" if num else "a language model's head"
             raise ValueError(
                 f"{where} has {what}; wanted a *ForSequenceClassification checkpoint with one "
                 "label (num_labels = 1 in config.json)"
             )
-        if not tokenizer.eos_ids:
+        if not self._tokenizer.eos_ids:
             raise ValueError(
                 f"{where} has no end-of-sequence token, which must end a response. Set eos_token "
                 "in its tokenizer_config.json"
             )
-        self._config = config
-        self._params = params
-        self._tokenizer = tokenizer
-        self._policy_tokenizer = policy_tokenizer
-        self._keeps_ids = tokenizer.has_vocabulary_of(policy_tokenizer)
+        self._keeps_ids = self._tokenizer.has_vocabulary_of(policy_tokenizer)
         self._missing_eos = missing_eos
-        self._compute_dtype = jnp.dtype(compute_dtype)
-        self._site = site
-        self._where = where
-        self._program = program or make_score_program(config, self._compute_dtype, site)
+        self._compute_dtype = str(jnp.dtype(compute_dtype))
+        self._site, self._where = site, where
 
     @classmethod
     def load(
-        cls,
-        path_or_hub_id: str,
-        *,
-        site: Site,
-        param_dtype: Any = jnp.float32,
-        **options: Any,
+        cls, path_or_hub_id: str, *, site: Site, param_dtype: Any = jnp.float32, **options: Any
     ) -> "RewardModel":
         """Return the reward model of a Hugging Face folder or hub id, divided over a mesh.
 
@@ -107,29 +95,17 @@ class RewardModel:
         where = f"reward model {path_or_hub_id}"
         shardings = _shardings(found.config, site, where)
         params = found.load_params(param_dtype=param_dtype, shardings=shardings)
-        return cls(
-            Model(found.config, params, found.load_tokenizer()),
-            compute_dtype=param_dtype,
-            site=site,
-            where=where,
-            **options,
-        )
+        model = Model(found.config, params, found.load_tokenizer())
+        return cls(model, compute_dtype=param_dtype, site=site, where=where, **options)
 
     def on(self, site: Site) -> "RewardModel":
         """Return the same model on the devices of `site`; self if it is already there."""
         if site == self._site:
             return self
-        is_shared = site.program_site == self._site.program_site
-        params = hand_over(self._params, _shardings(self._config, site, self._where))
-        return RewardModel(
-            Model(self._config, params, self._tokenizer),
-            policy_tokenizer=self._policy_tokenizer,
-            missing_eos=self._missing_eos,
-            compute_dtype=self._compute_dtype,
-            site=site,
-            where=self._where,
-            program=self._program if is_shared else None,
-        )
+        there = copy.copy(self)
+        there._site = site
+        there._params = hand_over(self._params, _shardings(self._config, site, self._where))
+        return there
 
     def check(self) -> None:
         """Return at once: the weights are loaded."""
@@ -157,104 +133,62 @@ class RewardModel:
         if is_chat:
             prompts = [self._tokenizer.format_chat(messages) for messages in columns["prompt"]]
         encoded = {text: self._tokenizer.encode(text, add_bos=not is_chat) for text in set(prompts)}
-        rows = self._rows([encoded[x] for x in prompts], completions, completion_ids, has_eos)
-        scores = self._score_rows(rows)
-        rewards: list[float | None] = []
-        reasons: list[str | None] = []
-        for score, is_complete in zip(scores.tolist(), has_eos, strict=True):
-            if self._missing_eos is not None and not is_complete:
-                rewards.append(self._missing_eos)
-                reasons.append(None)
-            else:
-                is_finite = bool(np.isfinite(score))
-                rewards.append(score if is_finite else None)
-                reasons.append(None if is_finite else "reward_nan")
-        return ScoreResult(rewards, reasons, "")
+        if not self._keeps_ids:
+            ends = (np.array(self._tokenizer.eos_ids[: int(x)], np.int32) for x in has_eos)
+            own = (self._tokenizer.encode(text, add_bos=False) for text in completions)
+            completion_ids = [np.concatenate(pair) for pair in zip(own, ends, strict=True)]
+        pairs = zip([encoded[x] for x in prompts], completion_ids, strict=True)
+        scores = self._scores([np.concatenate(pair) for pair in pairs]).tolist()
+        if self._missing_eos is not None:
+            pairs = zip(scores, has_eos, strict=True)
+            scores = [score if is_ended else self._missing_eos for score, is_ended in pairs]
+        is_finite = np.isfinite(scores).tolist()
+        return ScoreResult(
+            [score if x else None for score, x in zip(scores, is_finite, strict=True)],
+            [None if x else "reward_nan" for x in is_finite],
+            "",
+        )
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def _rows(
-        self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[str],
-        completion_ids: Sequence[np.ndarray],
-        has_eos: Sequence[bool],
-    ) -> list[np.ndarray]:
-        """Return the tokens of prompt and response, in the model's vocabulary."""
-        rows = []
-        for prompt, text, ids, is_complete in zip(
-            prompts, completions, completion_ids, has_eos, strict=True
-        ):
-            if not self._keeps_ids:
-                ids = self._tokenizer.encode(text, add_bos=False)
-                if is_complete:
-                    ids = np.append(ids, np.int32(self._tokenizer.eos_ids[0]))
-            row = np.concatenate([prompt, ids])
-            if len(row) > self._config.max_positions:
-                raise ValueError(
-                    f"{self._where} has {self._config.max_positions} positions; a prompt with its "
-                    f"response has {len(row)} tokens. Lower --config.task.max_prompt_tokens or "
-                    "--config.search.max_new_tokens"
-                )
-            rows.append(row)
-        return rows
-
-    def _score_rows(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Return raw scores, float32 [b]; rows of similar length share a batch."""
-        scores = np.zeros(len(rows), np.float32)
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        pending: list[tuple[list[int], Array]] = []
-        for start in range(0, len(order), JUDGE_ROWS):
-            chosen = order[start : start + JUDGE_ROWS]
-            longest = len(rows[chosen[-1]])
-            width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self._config.max_positions)
-            tokens = np.full((JUDGE_ROWS, width), self._tokenizer.pad_id, np.int32)
-            lengths = np.zeros(JUDGE_ROWS, np.int32)
-            for i, row in enumerate(chosen):
-                lengths[i] = len(rows[row])
-                tokens[i, : lengths[i]] = rows[row]
-            # Dispatched without waiting, so that the next batch is packed concurrently.
-            pending.append((chosen, self._program(self._params, tokens, lengths)))
-        for chosen, values in pending:
-            scores[chosen] = np.asarray(values)[: len(chosen)]
-        return scores
-
-
-def judge_dtype(site: Site) -> str:
-    """Return the dtype of models that grade: bfloat16, but float32 on CPUs, where it is faster."""
-    return "float32" if site.platform == "cpu" else "bfloat16"
-
-
-def make_score_program(
-    config: TransformerConfig, compute_dtype: Any, site: Site = ANY_DEVICE
-) -> Callable[..., Array]:
-    """Return jitted (params, tokens [b s], lengths [b]) -> scores of right-padded rows [b]."""
-    program = jax.jit(
-        functools.partial(
-            _scores,
-            config=config,
-            compute_dtype=jnp.dtype(compute_dtype),
-            sharding=ComputeSharding(config, site),
+    def _scores(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the raw score of each prompt with its response."""
+        most, longest = self._config.max_positions, max(map(len, rows), default=0)
+        if longest > most:
+            raise ValueError(
+                f"{self._where} has {most} positions; a prompt with its response has {longest} "
+                "tokens. Lower --config.task.max_prompt_tokens or --config.search.max_new_tokens"
+            )
+        program = self._site.locked(
+            _score_program(self._config, self._compute_dtype, self._site.program_site)
         )
-    )
-    return site.locked(program)
+        return in_batches(
+            rows,
+            [*range(_LENGTH_STEP, most, _LENGTH_STEP), most],
+            lambda batch, length: program(
+                self._params, *right_pad(batch, length, self._tokenizer.pad_id)
+            ),
+        )
 
 
-def _scores(
-    params: Params,
-    tokens: Array,
-    lengths: Array,
-    *,
-    config: TransformerConfig,
-    compute_dtype: Any,
-    sharding: ComputeSharding,
-) -> Array:
-    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    scores = classify(
-        params, tokens, mask, config=config, compute_dtype=compute_dtype, sharding=sharding
-    )
-    return scores[:, 0]
+@functools.cache  # models on several devices share the program
+def _score_program(config: TransformerConfig, dtype: str, site: Site) -> Callable[..., Array]:
+    """Return jitted (params, tokens [b s], mask [b s]) -> scores [b]."""
+    sharding = ComputeSharding(config, site)
+
+    @jax.jit
+    def program(params: Params, tokens: Array, mask: Array) -> Array:
+        return classify(
+            params,
+            tokens,
+            mask,
+            config=config,
+            compute_dtype=jnp.dtype(dtype),
+            sharding=sharding,
+        )[:, 0]
+
+    return program
 
 
 def _shardings(config: TransformerConfig, site: Site, where: str) -> Any:

@@ -3,14 +3,12 @@
 
     r(attack) = mean over the victim's responses of log p(target class | response)
 
-Searchers and evaluations call this `RewardSource` like text rewards. The decoder of this package
-samples from the victim. Invariant: the same call gives the same rewards on every thread and device,
-so a round that is repeated after a resume has the same rewards.
+The decoder of this package samples from the victim. Invariant: the same call gives the same rewards
+on every thread and device, so a round that is repeated after a resume has the same rewards.
 """
 
 import hashlib
 import queue
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +22,8 @@ from tba_jax.devices.platform import platform_of
 from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
-from tba_jax.rewards.classifiers import ResponseClassifier
-from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE
+from tba_jax.rewards.classifiers import make_classifier
+from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, ClassifierSettings
 from tba_jax.rewards.source import ScoreResult
 
 # Sampling of the victim in the paper.
@@ -57,18 +55,19 @@ START_MODEL_LIMITS = VictimLimits(num_samples=3, new_tokens=6, prompt_tokens=13)
 """Limits of the embedded start model, whose answer to a sum has a few characters."""
 
 
-class Victim:
-    """A language model that answers attacks, with weights on one or several devices.
+class VictimReward:
+    """Reward source for attacks on a language model; concurrent calls use different devices.
 
     Args:
-        path: model folder or hub id.
+        path: model folder or hub id of the victim.
         template: the victim's prompt, as in `VictimSettings`.
         limits: number and lengths of its responses.
+        classifier: settings of the classifier of responses.
         dtype: dtype of weights, activations and cache.
-        devices: devices; each gets a copy of the weights.
+        devices: devices that serve calls; a device that is listed twice serves two calls at a time.
 
     Raises:
-        ValueError: the path has no usable model, or the model has no chat template.
+        ValueError: a model or setting cannot be used, or the model has no chat template.
     """
 
     def __init__(
@@ -77,8 +76,10 @@ class Victim:
         template: str,
         limits: VictimLimits,
         *,
+        classifier: ClassifierSettings,
         dtype: str,
         devices: Sequence[Any],
+        seed: int,
     ) -> None:
         with jax.default_device(devices[0]):
             config, params, self._tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
@@ -87,9 +88,8 @@ class Victim:
                 f"victim.path={path}: a classifier with {config.num_labels} labels; wanted a "
                 "language model"
             )
-        self._template = template
+        self._template, self._limits, self._seed = template, limits, seed
         self.format("a")  # fail early if the template is not usable
-        self.limits = limits
         # The length limit of the prompt, within the model's positions.
         self._longest = min(limits.prompt_tokens, config.max_positions - limits.new_tokens)
         self._decoder = Decoder(
@@ -101,10 +101,12 @@ class Victim:
             max_length=self._longest + limits.new_tokens,
             site=any_device(platform_of(devices[0])),
         )
-        weights = self._decoder.weights(params)
-        self.weights = {
-            device: jax.device_put(weights, device) for device in dict.fromkeys(devices)
-        }
+        weights, distinct = self._decoder.weights(params), dict.fromkeys(devices)
+        self._weights = {device: jax.device_put(weights, device) for device in distinct}
+        self._classify = {device: make_classifier(classifier, dtype, device) for device in distinct}
+        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for device in devices:
+            self._free.put(device)
 
     def format(self, attack: str) -> str:
         """Return the victim's prompt for an attack."""
@@ -117,51 +119,6 @@ class Victim:
         is_chat = self._template == CHAT_TEMPLATE
         tokens = self._tokenizer.encode(self.format(attack), add_bos=not is_chat)
         return tokens if 0 < len(tokens) <= self._longest else None
-
-    def respond(self, prompts: Sequence[np.ndarray], weights: Any, key: jax.Array) -> list[str]:
-        """Return `limits.num_samples` responses to each prompt, prompt by prompt."""
-        decoded = self._decoder.decode(
-            weights,
-            prompts,
-            num_samples=self.limits.num_samples,
-            key=key,
-            settings=SamplingSettings(
-                self.limits.new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P
-            ),
-            num_slots=_SLOTS,
-        )
-        tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
-        lengths = decoded.lengths.reshape(-1)
-        return self._tokenizer.batch_decode(
-            [row[:n] for row, n in zip(tokens, lengths, strict=True)]
-        )
-
-
-class VictimReward:
-    """Reward source for attacks; concurrent calls use different devices.
-
-    Args:
-        victim: the model under attack.
-        classifiers: device -> classifier, for every device of the victim.
-        replicas: devices that serve calls; a device that is listed twice serves two calls at a
-            time.
-    """
-
-    def __init__(
-        self,
-        victim: Victim,
-        classifiers: Mapping[Any, ResponseClassifier],
-        *,
-        replicas: Sequence[Any],
-        seed: int,
-    ) -> None:
-        self._victim = victim
-        self._classifiers = dict(classifiers)
-        self._seed = seed
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for device in replicas:
-            self._free.put(device)
-        self._closed = threading.Event()
 
     def check(self) -> None:
         """Return at once: the models were loaded and checked in the constructor."""
@@ -179,52 +136,54 @@ class VictimReward:
 
         The part `toxicity` is the mean probability of the class. An attack whose prompt is empty,
         or too long, is rejected as `attack_too_long`.
-
-        Raises:
-            RuntimeError: the source was closed.
         """
-        if self._closed.is_set():
-            raise RuntimeError("the victim's rewards were requested after they were closed")
-        encoded = [self._victim.encode(attack) for attack in completions]
-        kept = [i for i, tokens in enumerate(encoded) if tokens is not None]
-        n = len(completions)
-        rewards: list[float | None] = [None] * n
-        toxicity = [float("nan")] * n
+        encoded = {i: self.encode(attack) for i, attack in enumerate(completions)}
+        kept = {i: tokens for i, tokens in encoded.items() if tokens is not None}
+        rewards: list[float | None] = [None] * len(completions)
+        toxicity = [float("nan")] * len(completions)
         if kept:
             attacks = [completions[i] for i in kept]
-            logprobs = self._logprobs(
-                attacks, [t for t in encoded if t is not None], completion_ids
-            )
+            logprobs = self._logprobs(attacks, list(kept.values()), completion_ids)
             for i, row in zip(kept, logprobs, strict=True):
                 rewards[i] = float(row.mean())
                 toxicity[i] = float(np.exp(row).mean())
-        reasons = [None if reward is not None else "attack_too_long" for reward in rewards]
+        reasons = [None if i in kept else "attack_too_long" for i in encoded]
         return ScoreResult(rewards, reasons, "", {"toxicity": toxicity})
-
-    def _logprobs(
-        self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]
-    ) -> np.ndarray:
-        """Return the log-probs of the target class, [attacks samples]."""
-        num_samples = self._victim.limits.num_samples
-        digest = hashlib.sha256(str(self._seed).encode())
-        for ids in completion_ids:
-            digest.update(np.ascontiguousarray(ids, "<i4").tobytes() + b"|")
-        # The key depends on the content of the call, so a repeated round gets the same responses.
-        # An attack that is repeated in another call gets new responses of the victim.
-        key = jax.random.key(int.from_bytes(digest.digest()[:4], "big"))
-        device = self._free.get(timeout=_WAIT_S)
-        try:
-            texts = self._victim.respond(prompts, self._victim.weights[device], key)
-            repeated = [attack for attack in attacks for _ in range(num_samples)]
-            logprobs = self._classifiers[device].target_logprob(repeated, texts)
-        finally:
-            self._free.put(device)
-        return logprobs.reshape(len(attacks), num_samples)
 
     def on(self, site: Any) -> "VictimReward":
         """Return self: every searcher has a replica."""
         return self
 
     def close(self) -> None:
-        """Refuse further calls; a call in progress runs to its end."""
-        self._closed.set()
+        """Do nothing: there is nothing to release."""
+
+    def _logprobs(
+        self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Return the log-probs of the target class, [attacks samples]."""
+        digest = hashlib.sha256(str(self._seed).encode())
+        for ids in completion_ids:
+            digest.update(np.ascontiguousarray(ids, "<i4").tobytes() + b"|")
+        # The key depends on the content of the call, so a repeated round gets the same responses.
+        # An attack that is repeated in another call gets new responses of the victim.
+        key = jax.random.key(int.from_bytes(digest.digest()[:4], "big"))
+        n, new_tokens, _ = self._limits
+        settings = SamplingSettings(new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P)
+        device = self._free.get(timeout=_WAIT_S)
+        try:
+            decoded = self._decoder.decode(
+                self._weights[device],
+                prompts,
+                num_samples=n,
+                key=key,
+                settings=settings,
+                num_slots=_SLOTS,
+            )
+            tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
+            pairs = zip(tokens, decoded.lengths.reshape(-1), strict=True)
+            texts = self._tokenizer.batch_decode([row[:length] for row, length in pairs])
+            repeated = [attack for attack in attacks for _ in range(n)]
+            logprobs = self._classify[device](repeated, texts)
+        finally:
+            self._free.put(device)
+        return logprobs.reshape(len(attacks), n)

@@ -25,6 +25,7 @@ from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.report.writers import TRACKER_PACKAGES
+from tba_jax.rewards.batches import judge_dtype
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import (
     LEARNED,
@@ -34,7 +35,7 @@ from tba_jax.rewards.kinds import (
     workers_by_cores,
 )
 from tba_jax.rewards.pool import RewardPool
-from tba_jax.rewards.reward_models import RewardModel, judge_dtype
+from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.model_parts import (
     describe_model,

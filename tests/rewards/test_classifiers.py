@@ -10,8 +10,8 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.models import encoder, transformer
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards import classifiers
-from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
+from tba_jax.rewards import batches
+from tba_jax.rewards.classifiers import make_classifier
 from tba_jax.rewards.config import ClassifierSettings
 
 DEVICE = jax.local_devices()[0]
@@ -20,27 +20,23 @@ TEXTS = ["you fool", "a", "thank you, friend", "no", "hello"]
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
-    monkeypatch.setattr(classifiers, "JUDGE_ROWS", 2)
+    monkeypatch.setattr(batches, "JUDGE_ROWS", 2)
 
 
-def encoder_classifier(path, target="hate"):
-    return make_classifier(ClassifierSettings(path, target), "float32", DEVICE)
-
-
-def guard(path, target="unsafe"):
+def classifier(path, target):
     return make_classifier(ClassifierSettings(path, target), "float32", DEVICE)
 
 
 def test_a_pattern_is_certain_or_nearly_impossible():
-    logprobs = PatternClassifier(r"-\d+$").target_logprob(["x"] * 3, ["=-4", "=4", ":3,-1,2"])
+    logprobs = classifier("", r"-\d+$")(["x"] * 3, ["=-4", "=4", ":3,-1,2"])
     np.testing.assert_allclose(np.exp(logprobs), [1.0, 0.01, 0.01])
     with pytest.raises(ValueError, match="is not a regular expression"):
-        PatternClassifier("(")
+        classifier("", "(")
 
 
 def test_encoder_says_the_softmax_of_its_label_alone_or_among_others(tmp_path):
     path = write_roberta(tmp_path / "roberta")
-    got = encoder_classifier(path).target_logprob([""] * 5, TEXTS)
+    got = classifier(path, "hate")([""] * 5, TEXTS)
     config, params = encoder.load(path)
     tokenizer = Tokenizer.load(path)
     for text, logprob in zip(TEXTS, got, strict=True):
@@ -53,13 +49,13 @@ def test_encoder_says_the_softmax_of_its_label_alone_or_among_others(tmp_path):
         np.testing.assert_allclose(logprob, wanted, rtol=0, atol=bound)
     assert np.ptp(got) > 0.01
     # A text that is too long is cut, not refused.
-    assert encoder_classifier(path).target_logprob([""], ["a" * 50])[0] < 0
+    assert classifier(path, "hate")([""], ["a" * 50])[0] < 0
 
 
 def test_guard_scores_its_verdict_after_the_conversation(tmp_path):
     path = write_llama(tmp_path / "guard")
     prompts = ["one", "two words", "x", "y", "z"]
-    got = guard(path).target_logprob(prompts, TEXTS)
+    got = classifier(path, "unsafe")(prompts, TEXTS)
     config, params, _ = load_folder(path)
     tokenizer = Tokenizer.load(path)
     for prompt, text, logprob in zip(prompts, TEXTS, got, strict=True):
@@ -86,10 +82,10 @@ def test_guard_scores_its_verdict_after_the_conversation(tmp_path):
 def test_models_that_do_not_fit_are_refused_with_a_reason(tmp_path):
     roberta = write_roberta(tmp_path / "roberta")
     with pytest.raises(ValueError, match=r"is not a label of the model .*nothate, hate, unsure"):
-        encoder_classifier(roberta, "toxic")
+        classifier(roberta, "toxic")
     with pytest.raises(ValueError, match="no classification head"):
-        encoder_classifier(write_minilm(tmp_path / "minilm"))
+        classifier(write_minilm(tmp_path / "minilm"), "hate")
     with pytest.raises(ValueError, match="no chat template"):
-        guard(write_gpt2(tmp_path / "gpt2"))
+        classifier(write_gpt2(tmp_path / "gpt2"), "unsafe")
     with pytest.raises(ValueError, match="/no/such/model"):
-        guard("/no/such/model")
+        classifier("/no/such/model", "unsafe")

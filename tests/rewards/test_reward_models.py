@@ -16,7 +16,7 @@ from tba_jax.devices.site import Site
 from tba_jax.models.hf import folders
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards import reward_models
+from tba_jax.rewards import batches
 from tba_jax.rewards.reward_models import RewardModel
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -61,7 +61,7 @@ def score(model, rows, num_prompt_tokens=5, **changes):
 
 
 def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
-    monkeypatch.setattr(reward_models, "JUDGE_ROWS", 4)
+    monkeypatch.setattr(batches, "JUDGE_ROWS", 4)
     golden = np.load(GOLDEN / f"{NAME}.npz")
     model = load(folder)
     rows = list(golden["tokens"])

@@ -1,30 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """The victim answers attacks, and rewards are a function of the call alone."""
 
-import threading
+import copy
+import queue
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 from red_team_models import write_gpt2, write_llama
 
-from tba_jax.rewards.classifiers import PatternClassifier
-from tba_jax.rewards.config import ATTACK
-from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, Victim, VictimReward
+from tba_jax.rewards.classifiers import make_classifier
+from tba_jax.rewards.config import ATTACK, ClassifierSettings
+from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, VictimReward
 from tba_jax.run.model_parts import START_MODEL
 
 DEVICES = jax.local_devices()[:2]
 ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
 
 
+def make(path, template, limits, devices=DEVICES[:1]):
+    settings = ClassifierSettings("", r"-\d+$")
+    return VictimReward(
+        str(path),
+        template,
+        limits,
+        classifier=settings,
+        dtype="float32",
+        devices=devices,
+        seed=0,
+    )
+
+
 @pytest.fixture(scope="module")
 def victim():
-    return Victim(str(START_MODEL), ATTACK, START_MODEL_LIMITS, dtype="float32", devices=DEVICES)
+    return make(START_MODEL, ATTACK, START_MODEL_LIMITS, DEVICES)
 
 
-def source(victim, pattern=r"-\d+$", seed=0, replicas=DEVICES[:1]):
-    classifiers = {device: PatternClassifier(pattern) for device in DEVICES}
-    return VictimReward(victim, classifiers, replicas=replicas, seed=seed)
+def changed(victim, pattern, seed=0, devices=DEVICES[:1]):
+    other = copy.copy(victim)
+    classify = make_classifier(ClassifierSettings("", pattern), "float32", None)
+    other._seed, other._free = seed, queue.SimpleQueue()
+    other._classify = dict.fromkeys(devices, classify)
+    for device in devices:
+        other._free.put(device)
+    return other
 
 
 def score(rewards, attacks=ATTACKS):
@@ -35,7 +55,7 @@ def score(rewards, attacks=ATTACKS):
 
 
 def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):
-    out = score(source(victim))
+    out = score(victim)
     assert out.reasons == [None] * 3
     for reward, toxicity in zip(out.rewards, out.parts["toxicity"], strict=True):
         hits = (toxicity - 0.01) / 0.99  # a miss counts as 0.01
@@ -49,42 +69,32 @@ def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):
 def test_the_same_call_gives_the_same_rewards_on_any_device_and_thread(victim):
     # Sampled at temperature 0.7, the victim works a sum out now and then; ":" tells.
     attacks = [f"9+{i}-{j}+8-9+7" for i in range(4, 10) for j in range(4, 10)]
-    expected = score(source(victim, ":"), attacks).rewards
+    expected = score(changed(victim, ":"), attacks).rewards
     assert len(set(expected)) > 2
-    assert score(source(victim, ":"), attacks).rewards == expected
-    assert score(source(victim, ":", replicas=DEVICES[1:]), attacks).rewards == expected
-    assert score(source(victim, ":", seed=1), attacks).rewards != expected
+    assert score(changed(victim, ":", devices=DEVICES[1:]), attacks).rewards == expected
+    assert score(changed(victim, ":", seed=1), attacks).rewards != expected
     # The same attack in another call meets other responses.
-    assert score(source(victim, ":"), attacks[::-1]).rewards[::-1] != expected
-    rewards, found = source(victim, ":", replicas=DEVICES), []
-    threads = [
-        threading.Thread(target=lambda: found.append(score(rewards, attacks).rewards))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    assert score(changed(victim, ":"), attacks[::-1]).rewards[::-1] != expected
+    rewards = changed(victim, ":", devices=DEVICES)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: score(rewards, attacks).rewards, range(3)))
     assert found == [expected] * 3
 
 
 def test_a_too_long_attack_is_rejected_by_name_without_effect_on_others(victim):
-    out = score(source(victim), [ATTACKS[0], "1+" * 70])
+    out = score(victim, [ATTACKS[0], "1+" * 70])
     assert out.reasons == [None, "attack_too_long"] and out.rewards[1] is None
     assert np.isnan(out.parts["toxicity"][1])
-    only = score(source(victim), ["1+" * 70])
-    assert only.rewards == [None]
+    assert score(victim, ["1+" * 70]).rewards == [None]
 
 
 def test_templates(tmp_path):
-    llama = Victim(
-        write_llama(tmp_path / "llama"), "chat", LIMITS, dtype="float32", devices=DEVICES[:1]
-    )
+    llama = make(write_llama(tmp_path / "llama"), "chat", LIMITS)
     assert llama.format("hi") == "user: hi\nassistant:"
     gpt2 = write_gpt2(tmp_path / "gpt2")
-    victim = Victim(gpt2, "ask: {attack}!", LIMITS, dtype="float32", devices=DEVICES[:1])
+    victim = make(gpt2, "ask: {attack}!", LIMITS)
     assert victim.format("hi") == "ask: hi!"
     with pytest.raises(ValueError, match="no chat template"):
-        Victim(gpt2, "chat", LIMITS, dtype="float32", devices=DEVICES[:1])
+        make(gpt2, "chat", LIMITS)
     # 128 positions, 30 of them for the response
     assert victim.encode("a" * 80) is not None and victim.encode("a" * 98) is None
