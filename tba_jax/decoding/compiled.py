@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from tba_jax.decoding import programs
 from tba_jax.decoding.stop_strings import StopStrings
@@ -43,8 +44,8 @@ class Compiled:
 
     Attributes:
         stop_strings: texts that also end a response; initially None.
-        implementation: attention implementation for prompts.
         cache_length: columns of every cache, for `max_length` tokens and one chunk.
+        extend, admit, run_chunk: the jitted functions of `programs`.
     """
 
     def __init__(
@@ -76,28 +77,19 @@ class Compiled:
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         self._locked = site.locked
         self._traced: set[tuple[Any, ...]] = set()
-        self.implementation = attention.choose(
-            config.attention, site.platform, self.compute_dtype, config.head_dim
-        )
         static = {
             "config": config,
             "compute_dtype": self.compute_dtype,
             "cache_sharding": self.cache_sharding,
         }
-        of_prompts = {**static, "implementation": self.implementation}
-        self.prefill = self._jit(programs.prefill, "prefill", **of_prompts)
-        self.extend = self._jit(programs.extend, "extend", **of_prompts)
-        self.admit = self._jit(programs.admit, "admit", donate_argnums=0)
-        self.run_chunk = self._jit(
-            programs.run_chunk,
-            "chunk",
-            donate_argnums=1,
-            static_argnames="is_truncated",
-            **static,
-            num_steps=chunk_steps,
-            pad_id=pad_id,
+        implementation = attention.choose(
+            config.attention, site.platform, self.compute_dtype, config.head_dim
         )
-        self._new_cache: dict[jax.sharding.Sharding, Any] = {}
+        self.extend = self._jit(programs.extend, **static, implementation=implementation)
+        self.admit = self._jit(programs.admit, donated=0)
+        self.run_chunk = self._jit(
+            programs.run_chunk, donated=1, **static, num_steps=chunk_steps, pad_id=pad_id
+        )
         self._unstack = site.locked(
             jax.jit(functools.partial(transformer.unstack_layers, config=config))
         )
@@ -108,20 +100,14 @@ class Compiled:
         return len(self._traced)
 
     def _jit(
-        self,
-        function: Callable[..., Any],
-        name: str,
-        *,
-        donate_argnums: int | tuple[int, ...] = (),
-        static_argnames: str | tuple[str, ...] = (),
-        **fixed: Any,
+        self, function: Callable[..., Any], *, donated: int | tuple[()] = (), **fixed: Any
     ) -> Any:
         """Return the jitted function with some keyword arguments fixed; count each trace."""
 
         @functools.wraps(function)
         def traced(*args: Any, **kwargs: Any) -> Any:
             shapes = tuple(x.shape for x in jax.tree.leaves(args))
-            self._traced.add((name, shapes, tuple(sorted(kwargs.items()))))
+            self._traced.add((function, shapes, tuple(kwargs.items())))
             out = function(*args, **kwargs, **fixed)
             if self.cache_sharding is None:
                 return out
@@ -132,21 +118,17 @@ class Compiled:
                 out,
             )
 
-        program = jax.jit(traced, donate_argnums=donate_argnums, static_argnames=static_argnames)
-        return self._locked(program)
+        static = () if function is not programs.run_chunk else ("is_truncated",)
+        return self._locked(jax.jit(traced, donate_argnums=donated, static_argnames=static))
 
     def new_cache(self, num_rows: int, where: jax.sharding.Sharding) -> tuple[LayerCache, ...]:
         """Return caches of zeros on the devices of `where`, sharded by `cache_sharding` if any."""
         where = self.cache_sharding or where
-        if where not in self._new_cache:
-            self._new_cache[where] = self._locked(
-                jax.jit(
-                    functools.partial(kv_cache.empty_layers, self.config, dtype=self.compute_dtype),
-                    static_argnums=(0, 1),
-                    out_shardings=where,
-                )
-            )
-        return self._new_cache[where](num_rows, self.cache_length)
+
+        def zeros(x: jax.ShapeDtypeStruct) -> Array:
+            return jnp.zeros(x.shape, x.dtype, device=where)
+
+        return self._locked(lambda: jax.tree.map(zeros, self._abstract_cache(num_rows)))()
 
     def cache_bytes(self, num_rows: int, length: int | None = None) -> int:
         """Return the bytes of caches per device, without padding of the device's layout.
@@ -154,14 +136,16 @@ class Compiled:
         Args:
             length: number of columns; None: `cache_length`.
         """
-        size = 0
+        sharding = self.cache_sharding
+        return sum(
+            math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape))
+            * x.dtype.itemsize
+            for x in jax.tree.leaves(self._abstract_cache(num_rows, length))
+        )
+
+    def _abstract_cache(self, num_rows: int, length: int | None = None) -> tuple[LayerCache, ...]:
         length = self.cache_length if length is None else length
-        shapes = kv_cache.abstract_layers(self.config, num_rows, length, self.compute_dtype)
-        for x in jax.tree.leaves(shapes):
-            sharding = self.cache_sharding
-            part = x.shape if sharding is None else sharding.shard_shape(x.shape)
-            size += math.prod(part) * x.dtype.itemsize
-        return size
+        return kv_cache.abstract_layers(self.config, num_rows, length, self.compute_dtype)
 
     def weights(self, params: Params) -> Params:
         """Return params in the decoder's layout, a tuple of layers; convert them if necessary."""

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.programs import Prefixes, Slots
-from tba_jax.decoding.sampling import RowSettings
+from tba_jax.decoding.programs import Prefixes, empty_slots
 from tba_jax.decoding.session import EXTEND_TOKENS
 from tba_jax.devices.sharding import tree_shardings
 from tba_jax.models import kv_cache, quantized, transformer
@@ -35,31 +34,21 @@ def weight_shardings(
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    axes = dict(transformer.param_axes(config))
-    units = dict(transformer.abstract_params(config))
-    # Matrices have heads and head_dim merged; the merged axis is divided by whole heads.
-    kept = {
-        name: [i for i, axis in enumerate(names) if axis not in ("layers", "head_dim")]
-        if name in quantized.MATRICES
-        else range(1, len(names))
-        for name, names in axes["layers"].items()
-    }
-    layer_axes = {name: tuple(axes["layers"][name][i] for i in kept[name]) for name in kept}
-    layer_units = {
-        name: jax.ShapeDtypeStruct(tuple(units["layers"][name].shape[i] for i in at), jnp.float32)
-        for name, at in kept.items()
-    }
-    for name in quantized.MATRICES:
-        if quantization != "none" and name in layer_axes:
-            scale = quantized.scale_name(name)
-            names, shape = layer_axes[name], layer_units[name].shape
-            layer_axes[scale] = (*names[:-2], names[-1])
-            layer_units[scale] = jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), jnp.float32)
-    for tree, of_layer in ((axes, layer_axes), (units, layer_units)):
-        tree["layers"] = tuple(
-            {name: x for name, x in of_layer.items() if has_leaf(kind, name)}
-            for kind in config.layer_kinds
-        )
+    axes, units = dict(transformer.param_axes(config)), transformer.abstract_params(config)
+    # Name -> logical axes and shape. In matrices, heads and head_dim are merged; the merged axis is
+    # divided by whole heads.
+    layers: dict[str, tuple[tuple, tuple[int, ...]]] = {}
+    for name, names in axes["layers"].items():
+        is_matrix, shape = name in quantized.MATRICES, units["layers"][name].shape
+        at = [i for i, x in enumerate(names) if i and not (is_matrix and x == "head_dim")]
+        layers[name] = tuple(names[i] for i in at), tuple(shape[i] for i in at)
+        if is_matrix and quantization != "none":
+            (*outer, _, axis), (*sizes, _, size) = layers[name]
+            layers[quantized.scale_name(name)] = (*outer, axis), (*sizes, size)
+    of_kind = [[n for n in layers if has_leaf(kind, n)] for kind in config.layer_kinds]
+    axes["layers"] = tuple({n: layers[n][0] for n in names} for names in of_kind)
+    shapes = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, (_, shape) in layers.items()}
+    units = {**units, "layers": tuple({n: shapes[n] for n in names} for names in of_kind)}
     return tree_shardings(axes, units, mesh)
 
 
@@ -117,38 +106,24 @@ def lower_all(
     def ints(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    length = decoder.cache_length
-    n, history = num_slots, caches(num_slots, length)
-    slots = Slots(
-        last=ints(n),
-        length=ints(n),
-        count=ints(n),
-        is_live=ints(n, dtype=jnp.bool_),
-        keys=ints(n, 2, dtype=jnp.uint32),
-        settings=RowSettings(
-            temperature=ints(n, dtype=jnp.float32),
-            top_p=ints(n, dtype=jnp.float32),
-            top_k=ints(n),
-        ),
-        min_new_tokens=ints(n),
-        max_new_tokens=ints(n),
-        stop_ids=ints(n, num_stop_ids),
-    )
-    prompts = ints(prefill_prompts, prompt_length), ints(prefill_prompts)
+    def lists(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    length, n, p = decoder.cache_length, num_slots, prefill_prompts
+    history, slots = caches(n, length), empty_slots(n, num_stop_ids)
 
     def lower(program: Any, *args: Any, **static: Any) -> Callable[[], jax.stages.Lowered]:
         return lambda: program.lower(*args, **static)
 
-    yield "prefill", lower(decoder.prefill, weights, *prompts)
+    new = weights, lists(p, prompt_length), lists(p)
+    yield "prefill", lower(decoder.extend, *new, None)
     # An observation may be as long as a cache.
-    rows = ints(max(1, EXTEND_TOKENS // length))
-    added_tokens = Prefixes(history, rows, rows), ints(*rows.shape, length), rows
-    yield "extend", lower(decoder.extend, weights, *added_tokens)
-    prefilled = caches(prefill_prompts, prompt_length)
-    yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))
+    rows = lists(max(1, EXTEND_TOKENS // length))
+    added = weights, lists(*rows.shape, length), rows
+    yield "extend", lower(decoder.extend, *added, Prefixes(history, rows, rows))
+    yield "admit", lower(decoder.admit, history, caches(p, prompt_length), lists(n), lists(n))
     for name, is_truncated in (("chunk", False), ("chunk_truncated", True)):
-        args = weights, history, slots
-        yield name, lower(decoder.run_chunk, *args, is_truncated=is_truncated)
+        yield name, lower(decoder.run_chunk, weights, history, slots, is_truncated=is_truncated)
 
 
 def _weight_shapes(config: TransformerConfig, dtype: Any, quantization: Quantization) -> Params:

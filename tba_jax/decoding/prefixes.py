@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index of a prefix cache: which row holds the keys, values or states of which conversation.
 
-When a turn ends, its caches stay in a row. The prompt of the next turn begins with the same tokens
-and uses the row. Equal conversations share a row. The least recently written row is evicted.
-Invariant: which row is used depends only on the order of the calls, so a replay uses the same rows.
+When a turn ends, its caches stay in a row. The prompt of the next turn begins with the same tokens,
+reads the row and frees it. Invariant: which row is used depends only on the order of the calls.
 """
 
 from typing import NamedTuple
@@ -12,12 +11,7 @@ import numpy as np
 
 
 class Kept(NamedTuple):
-    """A row of the prefix cache that holds a conversation.
-
-    Attributes:
-        row: index of the row.
-        length: number of tokens in the row.
-    """
+    """A row of the prefix cache, and the number of tokens of its conversation."""
 
     row: int
     length: int
@@ -34,45 +28,35 @@ class PrefixRows:
         self.num_rows = num_rows
         self.clear()
 
-    def put(self, tokens: np.ndarray, num: int = 1) -> int:
-        """Return a row for a conversation; evict the least recently written row if none is free.
-
-        Args:
-            tokens: tokens of the conversation.
-            num: number of equal conversations that will wait for the row.
-        """
-        key = tokens.astype(np.int32).tobytes()
-        row, waiting = self._rows.pop(key, (None, 0))
-        if row is None:
-            if not self._free:
-                self._free.append(self._rows.pop(next(iter(self._rows)))[0])
-            row = self._free.pop()
-        self._rows[key] = row, waiting + num
+    def put(self, tokens: np.ndarray) -> int:
+        """Return the row for a conversation: a free one, or the least recently written one."""
+        row = self._free.pop() if self._free else next(iter(self._rows))
+        self._rows.pop(row, None)
+        self._rows[row] = _bytes(tokens)
         return row
 
     def find(self, prompt: np.ndarray) -> Kept | None:
         """Return the row with the longest proper prefix of a prompt; None: there is no such row."""
-        if not self._rows:
-            return None
-        text = prompt.astype(np.int32).tobytes()
-        found = [k for k in self._rows if len(k) < len(text) and text.startswith(k)]
+        text = _bytes(prompt) if self._rows else b""
+        found = [x for x in self._rows.items() if len(x[1]) < len(text) and text.startswith(x[1])]
         if not found:
             return None
-        longest = max(found, key=len)
-        return Kept(self._rows[longest][0], len(longest) // np.dtype(np.int32).itemsize)
+        row, longest = max(found, key=lambda x: len(x[1]))
+        return Kept(row, len(longest) // np.dtype(np.int32).itemsize)
 
     def drop(self, tokens: np.ndarray) -> None:
-        """Free the row of a conversation, unless another equal conversation waits for it."""
-        key = tokens.astype(np.int32).tobytes()
-        row, waiting = self._rows.get(key, (0, 0))
-        if waiting > 1:
-            self._rows[key] = row, waiting - 1
-        elif waiting:
-            del self._rows[key]
+        """Free a row of a conversation, if there is one."""
+        text = _bytes(tokens)
+        row = next((row for row, kept in self._rows.items() if kept == text), None)
+        if row is not None:
+            del self._rows[row]
             self._free.append(row)
 
     def clear(self) -> None:
         """Free all rows."""
-        # By the int32 tokens, the oldest first: (row, conversations that wait with these tokens).
-        self._rows: dict[bytes, tuple[int, int]] = {}
+        self._rows: dict[int, bytes] = {}  # the least recently written first
         self._free = list(range(self.num_rows))
+
+
+def _bytes(tokens: np.ndarray) -> bytes:
+    return tokens.astype(np.int32).tobytes()

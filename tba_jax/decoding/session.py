@@ -12,10 +12,9 @@ weights that computed all of it.
 """
 
 import collections
-import itertools
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,22 +23,20 @@ from tba_jax.decoding import programs
 from tba_jax.decoding.compiled import Compiled
 from tba_jax.decoding.prefixes import Kept, PrefixRows
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
-from tba_jax.decoding.sampling import RowSettings
 from tba_jax.flow.padding import bucket_length
 from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.transformer import Params
 from tba_jax.models.trees import check_same_tree
 
-# Maximum tokens of a prefill call: enough to be limited by arithmetic on every device, few enough
-# that attention scores fit in memory with the cache.
-PREFILL_TOKENS = 8192
+# Maximum tokens of a call that reads prompts: enough to be limited by arithmetic on every device,
+# few enough that attention scores fit in memory with the cache. After kept prefixes, scores of
+# every column of the cache are in memory.
+PREFILL_TOKENS, EXTEND_TOKENS = 8192, 2048
 # Calls up to this many tokens, padding included, are not compiled for fewer prompts: on an
 # accelerator, such calls spend most of their time on reading the weights.
 SMALL_PREFILL_TOKENS = 128
-# Compiled numbers of tokens after a kept prefix, and the maximum tokens of a call that has several
-# prompts: its attention scores, of every column of the cache, are in memory.
+# Compiled numbers of tokens after a kept prefix; a cache's length is one, too.
 ADDED_TOKENS = (8, 32, 128, 512)
-EXTEND_TOKENS = 2048
 
 
 class _Request(NamedTuple):
@@ -96,22 +93,7 @@ class Session:
         self._occupants: list[_Occupant | None] = [None] * num_slots
         self._num_submitted = self._num_queued = 0  # prompts; samples without a slot
         self._started: float | None = None
-        n = num_slots
-        self._slots = programs.Slots(
-            last=np.zeros(n, np.int32),
-            length=np.zeros(n, np.int32),
-            count=np.zeros(n, np.int32),
-            is_live=np.zeros(n, bool),
-            keys=np.zeros((n, 2), np.uint32),
-            settings=RowSettings(
-                temperature=_host(np.ones(n, np.float32)),
-                top_p=_host(np.ones(n, np.float32)),
-                top_k=_host(np.zeros(n, np.int32)),
-            ),
-            min_new_tokens=np.zeros(n, np.int32),
-            max_new_tokens=np.ones(n, np.int32),
-            stop_ids=np.full((n, num_stop_ids), -1, np.int32),
-        )
+        self._slots = programs.empty_slots(num_slots, num_stop_ids)
         where = jax.tree.leaves(self._weights)[0].sharding
         self._history = decoder.new_cache(num_slots, where)
         self._prefixes = PrefixRows(num_slots if keeps_caches else 0)
@@ -196,8 +178,8 @@ class Session:
         """Drop the unfinished samples of a request; other requests get its slots."""
         self._requests = collections.deque(r for r in self._requests if r.index != request)
         if self._waiting is not None:
-            kept = [each for each in self._waiting.samples if each[1].index != request]
-            self._waiting = self._waiting._replace(samples=collections.deque(kept))
+            kept = collections.deque(x for x in self._waiting.samples if x[1].index != request)
+            self._waiting = self._waiting._replace(samples=kept) if kept else None
         num_waiting = 0 if self._waiting is None else len(self._waiting.samples)
         self._num_queued = num_waiting + sum(len(r.keys) for r in self._requests)
         for slot, occupant in enumerate(self._occupants):
@@ -260,24 +242,24 @@ class Session:
 
     def _admit(self) -> None:
         """Assign samples to free slots."""
-        admitted: list[tuple[_Waiting, list[int], list[int]]] = []
         free = [i for i, occupant in enumerate(self._occupants) if occupant is None]
-        for slot in free:
-            if self._waiting is None or not self._waiting.samples:
-                self._waiting = self._prefill_next()
-                if self._waiting is None:
-                    break
-            row, request, sample = self._waiting.samples.popleft()
-            if not admitted or admitted[-1][0] is not self._waiting:
-                admitted.append((self._waiting, [], []))
-            admitted[-1][1].append(slot)
-            admitted[-1][2].append(row)
-            self._occupy(slot, request, sample, self._waiting.version)
-            self._num_queued -= 1
-        if self._waiting is not None and not self._waiting.samples:
-            self._waiting = None
-        for waiting, slots, rows in admitted:
-            self._history = self._copied(self._history, waiting.caches, slots, rows)
+        while free:
+            if self._waiting is None:
+                self._waiting = self._read_prompts()
+            if self._waiting is None:
+                return
+            version, caches, samples = self._waiting
+            rows = []
+            slots = free[: len(samples)]
+            for slot in slots:
+                row, request, sample = samples.popleft()
+                rows.append(row)
+                self._occupy(slot, request, sample, version)
+            self._num_queued -= len(slots)
+            self._history = self._copied(self._history, caches, slots, rows)
+            free = free[len(slots) :]
+            if not samples:
+                self._waiting = None
 
     def _copied(
         self,
@@ -287,8 +269,9 @@ class Session:
         rows: list[int],
     ) -> tuple[LayerCache, ...]:
         """Return `into` with rows of `source` copied to `slots`."""
-        # Few shapes: unused entries have a slot that does not exist.
-        rest = min(self.num_slots, _power_of_4(len(slots))) - len(slots)
+        # Few shapes: powers of 4. Unused entries have a slot that does not exist.
+        wanted = 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1)
+        rest = min(self.num_slots, wanted) - len(slots)
         return self.decoder.admit(
             into,
             source,
@@ -296,85 +279,51 @@ class Session:
             np.array(rows + [0] * rest, np.int32),
         )
 
-    def _prefill_next(self) -> _Waiting | None:
-        """Prefill the next prompts of the queue, padded to one of a few compiled row counts."""
+    def _read_prompts(self) -> _Waiting | None:
+        """Compute the caches of the next prompts of the queue; free the rows of their prefixes.
+
+        A call has only prompts with kept prefixes, or only prompts without. Their number and length
+        are padded to one of a few compiled shapes.
+        """
         if not self._requests:
             return None
-        start = time.perf_counter()
-        kept = self._prefixes.find(self._requests[0].prompt)
-        batch, caches = self._prefill() if kept is None else self._extend()
-        jax.block_until_ready(caches)  # for separate timing; the chunk would wait for it anyway
-        samples = collections.deque(
-            (row, request, j) for row, request in enumerate(batch) for j in range(len(request.keys))
-        )
-        self.statistics.prompt_tokens += sum(len(request.prompt) - 1 for request in batch)
-        self.statistics.prefill_s += time.perf_counter() - start
-        return _Waiting(self.version, caches, samples)
-
-    def _prefill(self) -> tuple[list[_Request], tuple[LayerCache, ...]]:
-        """Prefill prompts that have no kept prefix; return them and their caches."""
-        decoder = self.decoder
-        ahead = itertools.islice(self._requests, self._prefill_prompts)
-        longest = max(len(request.prompt) for request in ahead)
-        length = bucket_length(longest, decoder.prompt_buckets)
-        size = max(1, min(self._prefill_prompts, PREFILL_TOKENS // length))
-        if size * length > SMALL_PREFILL_TOKENS:
-            # Few prompts may wait, and a row of padding costs as much as a prompt.
-            size = min(size, 1 << (len(self._requests) - 1).bit_length())
-        batch = [self._requests.popleft()]
-        while self._requests and len(batch) < size:
-            if self._prefixes.find(self._requests[0].prompt) is not None:
-                break
-            batch.append(self._requests.popleft())
-        tokens = np.zeros((size, length), np.int32)
-        lengths = np.zeros(size, np.int32)
-        for row, request in enumerate(batch):
-            lengths[row] = len(request.prompt) - 1
-            tokens[row, : lengths[row]] = request.prompt[:-1]
-        return batch, decoder.prefill(self._weights, tokens, lengths)
-
-    def _extend(self) -> tuple[list[_Request], tuple[LayerCache, ...]]:
-        """Prefill the tokens after the kept prefixes of prompts; free the rows of the prefixes."""
-        decoder = self.decoder
-        longest = decoder.cache_length
-        widths = (*(n for n in ADDED_TOKENS if n < longest), longest)
+        start_s, decoder = time.perf_counter(), self.decoder
+        has_prefix = self._prefixes.find(self._requests[0].prompt) is not None
+        widths, limit = decoder.prompt_buckets, PREFILL_TOKENS
+        if has_prefix:
+            longest = decoder.cache_length
+            widths, limit = (*(n for n in ADDED_TOKENS if n < longest), longest), EXTEND_TOKENS
         batch, found, width = list[_Request](), list[Kept](), 0
         while self._requests and len(batch) < self._prefill_prompts:
             prompt = self._requests[0].prompt
-            if (kept := self._prefixes.find(prompt)) is None:
+            kept = self._prefixes.find(prompt)
+            own = Kept(0, 0) if kept is None else kept
+            wider = max(width, bucket_length(len(prompt) - 1 - own.length, widths))
+            is_full = bool(batch) and (len(batch) + 1) * wider > limit
+            if is_full or (kept is not None) != has_prefix:
                 break
-            wider = max(width, bucket_length(len(prompt) - 1 - kept.length, widths))
-            if batch and (len(batch) + 1) * wider > EXTEND_TOKENS:
-                break
-            self._prefixes.drop(prompt[: kept.length])
+            self._prefixes.drop(prompt[: own.length])
             batch.append(self._requests.popleft())
-            found.append(kept)
+            found.append(own)
             width = wider
-        size = max(1, min(_power_of_4(len(batch)), EXTEND_TOKENS // width))
+        size = max(1, min(self._prefill_prompts, limit // width))
+        if size * width > SMALL_PREFILL_TOKENS:
+            # Few prompts may wait, and a row of padding costs as much as a prompt.
+            size = min(size, 1 << (len(batch) - 1).bit_length())
         tokens = np.zeros((size, width), np.int32)
         rows, before, lengths = np.zeros((3, size), np.int32)
         for i, (request, kept) in enumerate(zip(batch, found, strict=True)):
             added = request.prompt[kept.length : -1]
-            rows[i], before[i], lengths[i] = kept.row, kept.length, len(added)
+            rows[i], before[i], lengths[i] = *kept, len(added)
             tokens[i, : len(added)] = added
+        prefixes = programs.Prefixes(self._kept, rows, before) if has_prefix else None
+        caches = decoder.extend(self._weights, tokens, lengths, prefixes)
+        jax.block_until_ready(caches)  # for separate timing; the chunk would wait for it anyway
         self.statistics.kept_tokens += sum(kept.length for kept in found)
-        prefixes = programs.Prefixes(self._kept, rows, before)
-        return batch, decoder.extend(self._weights, prefixes, tokens, lengths)
-
-    def _keep(self, ended: list[tuple[int, np.ndarray]]) -> None:
-        """Keep the caches of ended responses.
-
-        Args:
-            ended: (slot, cached tokens) of each ended response.
-        """
-        if not ended:
-            return
-        # Of equal conversations, one.
-        distinct = {tokens.tobytes(): (slot, tokens) for slot, tokens in reversed(ended)}
-        waiting = collections.Counter(tokens.tobytes() for _, tokens in ended)
-        last = sorted(distinct.values(), key=lambda each: each[0])
-        rows = [self._prefixes.put(tokens, waiting[tokens.tobytes()]) for _, tokens in last]
-        self._kept = self._copied(self._kept, self._history, rows, [i for i, _ in last])
+        self.statistics.prompt_tokens += sum(len(request.prompt) - 1 for request in batch)
+        self.statistics.prefill_s += time.perf_counter() - start_s
+        samples = ((i, x, sample) for i, x in enumerate(batch) for sample in range(len(x.keys)))
+        return _Waiting(self.version, caches, collections.deque(samples))
 
     def _occupy(self, slot: int, request: _Request, sample: int, version: int) -> None:
         slots, settings = self._slots, request.settings
@@ -400,7 +349,7 @@ class Session:
         stops = is_stop.any(axis=0)
         # Tokens of each slot up to its first stop token, inclusive.
         ends = np.where(stops, is_stop.argmax(axis=0) + 1, len(tokens)).tolist()
-        finished, longest, kept = [], 0, []
+        finished, longest, kept = [], 0, dict[int, int]()
         for slot, occupant in enumerate(self._occupants):
             if occupant is None:
                 continue
@@ -429,7 +378,7 @@ class Session:
                 is_exact = num == decoded or not self._has_states
                 if self._prefixes.num_rows and is_exact and occupant.version_min == self.version:
                     parts = (occupant.request.prompt, *occupant.tokens)
-                    kept.append((slot, np.concatenate(parts)[:-1]))
+                    kept[slot] = self._prefixes.put(np.concatenate(parts)[:-1])
                 finished.append(
                     Response(
                         request=occupant.request.index,
@@ -447,15 +396,6 @@ class Session:
                 )
         self.statistics.steps += longest
         self.statistics.slot_steps += longest * self.num_slots
-        self._keep(kept)
+        if kept:
+            self._kept = self._copied(self._kept, self._history, [*kept.values()], [*kept])
         return finished
-
-
-def _power_of_4(num: int) -> int:
-    """Return the least power of 4 that is at least `num` and 4."""
-    return 4 ** max(1, (num - 1).bit_length() + 1 >> 1)
-
-
-def _host(array: np.ndarray) -> Any:
-    """Return the host array, typed as a device array for the fields of `Slots`."""
-    return array

@@ -392,13 +392,12 @@ def test_programs_of_several_gpus_use_cudnn_where_they_divide_all_heads(cudnn_ca
         max_length=16,
         site=site,
     )
-    assert decoder.implementation == "cudnn"
     start = make_start_program(config, scoring, max_new_tokens=2, site=site)
     distances = make_distance_program(config, scoring, site)
     for program in (
         lambda: start(held, tokens, *lengths),
         lambda: distances(held, held, tokens, lengths[0], lengths[0], t=2),
-        lambda: decoder.prefill(held, tokens, lengths[0]),
+        lambda: decoder.extend(held, tokens, lengths[0], None),
     ):
         cudnn_calls.clear()
         assert np.isfinite(np.asarray(jax.tree.leaves(program())[0], np.float32)).all()
