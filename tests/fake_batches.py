@@ -23,7 +23,7 @@ from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import StepSettings, make_train_step
 
 CONFIG = tiny_config()
-SCORING = Scoring(eos_ids=(2,), chunk_tokens=64)
+SCORING = Scoring(eos_ids=(2,))
 SETTINGS = StepSettings(make_objective("tb"), SCORING, Schedule(0.1))
 
 

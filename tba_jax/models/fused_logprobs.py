@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of tokens from hidden states and an output table, without full logits.
+"""Log-probs of given tokens from hidden states and output table, without all logits at once.
 
     logits = hidden @ table.T / temperature
     logprob = logits[target] - logsumexp(logits)
 
 The forward pass visits the table block by block, with a running maximum and sum for each token.
 The backward pass, written by hand, recomputes the blocks, so logits exist for one block of the
-vocabulary and one chunk of the tokens at a time. The recomputation adds a fourth product to the
-three necessary ones. Small logits are therefore kept for the backward pass. Invariant: no array has
-a token axis and the whole vocabulary, unless its size is at most `kept_bytes`.
+vocabulary at a time. The recomputation adds a fourth product to the three necessary ones. Small
+logits are therefore kept for the backward pass. Invariant: no array has a token axis and the whole
+vocabulary, unless its size is at most `kept_bytes`.
 
 A block of logits is [vocabulary, tokens], so that sums over the vocabulary run over the major axis,
-with one token per lane of a vector unit. In the backward pass, the outer loop is over blocks and
-the inner loop over chunks. The table gradient of a block is therefore complete in float32 before it
-is rounded to the table's dtype, and the whole gradient exists only once, in that dtype.
+with one token per lane of a vector unit. The table gradient of a block is complete in float32
+before it is rounded to the table's dtype, and the whole gradient exists only once, in that dtype.
 """
 
 import functools
@@ -24,26 +23,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.devices.platform import Platform
 from tba_jax.models.partial_softmax import NO_TOKEN, capped
 
 _Carry = TypeVar("_Carry")
 
-VOCAB_BLOCK = 2048
-"""Table rows per block. Each block adds to the hidden gradient [n, d]; reading and writing that
-array costs less than the products only if a block has a thousand rows or more."""
-
-_VOCAB_BLOCK_ON_GPU = 8192  # on a GPU, a launch costs as much as a small product
-
-
-def vocab_block_on(platform: Platform) -> int:
-    """Return the number of table rows per block for a platform.
-
-    In a train step of 7B for h200, blocks of 2,048 rows cause three quarters of 419,000 launches.
-    Blocks four times as large leave 156,000, and move 12 % fewer bytes with equal temporaries.
-    """
-    return _VOCAB_BLOCK_ON_GPU if platform in ("cuda", "rocm") else VOCAB_BLOCK
-
+# Logits of a block, unless its table rows would be fewer or more than `_BLOCK_ROWS`. Each block
+# adds to the hidden gradient [n, d]; reading and writing that array costs less than the products
+# only if a block has a thousand rows or more.
+_BLOCK_LOGITS, _BLOCK_ROWS = 2**24, (1024, 8192)
 
 # A number below any logit; finite, so that the difference of two such numbers is not nan.
 _LOWEST = -1e30
@@ -53,8 +40,7 @@ class _Static(NamedTuple):
     """Static arguments of the compiled program besides shapes."""
 
     temperature: float
-    vocab_shards: int
-    vocab_block: int
+    block: int
     keeps_logits: bool
     cap: float | None
     num_tokens: int
@@ -80,9 +66,8 @@ def fused_logprobs(
     targets: Int[Array, "b t"],
     *,
     temperature: float,
-    chunk_tokens: int,
     vocab_shards: int = 1,
-    vocab_block: int = VOCAB_BLOCK,
+    vocab_block: int | None = None,
     kept_bytes: int = 0,
     cap: float | None = None,
     num_tokens: int = 0,
@@ -99,176 +84,107 @@ def fused_logprobs(
             block by block.
         targets: token ids in [0, v).
         temperature: divides the logits, > 0.
-        chunk_tokens: maximum number of tokens, over all devices, with logits of a block at a time.
-            Chunks divide t, so that b stays divided as before.
         vocab_shards: number of parts into which devices divide the axis v of `table`. Blocks are
             within the parts; a wrong number costs communication, not correctness.
-        vocab_block: number of rows of each part in a block.
+        vocab_block: number of rows of each part in a block; None: chosen from the sizes.
         kept_bytes: logits up to this size, over all devices, are computed once and kept for the
-            backward pass, without blocks and chunks.
+            backward pass, without blocks.
         cap: c of c tanh(logit / c), applied before the temperature; None: no cap.
         num_tokens: number of the first rows that are tokens; the others have probability 0. 0: all.
 
     Raises:
-        ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
+        ValueError: the temperature is not positive, or v is not divisible by `vocab_shards`.
     """
-    keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, keeps, cap, num_tokens)
-    _check(table, chunk_tokens, static)
-    return _over_chunks(hidden, table, targets, chunk_tokens, static)
-
-
-def _check(table: Array, chunk_tokens: int, static: _Static) -> None:
-    positive = {
-        "temperature": static.temperature,
-        "chunk_tokens": chunk_tokens,
-        "vocab_shards": static.vocab_shards,
-        "vocab_block": static.vocab_block,
-    }
-    for name, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"{name} = {value}; wanted a positive number")
-    if table.shape[0] % static.vocab_shards:
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature}; wanted a positive number")
+    (b, t, d), v = hidden.shape, table.shape[0]
+    if v % vocab_shards:
         raise ValueError(
-            f"vocab_shards={static.vocab_shards} does not divide the {table.shape[0]} rows of the "
-            "table. Keep it whole on each device with vocab_shards=1"
+            f"vocab_shards={vocab_shards} does not divide the {v} rows of the table. Keep it whole "
+            "on each device with vocab_shards=1"
         )
-
-
-def _over_chunks(
-    hidden: Float[Array, "b t d"],
-    table: Float[Array, "v d"],
-    targets: Int[Array, "b t"],
-    chunk_tokens: int,
-    static: _Static,
-) -> Float32[Array, "b t"]:
-    b, t, d = hidden.shape
-    v, m = table.shape[0], static.vocab_shards
-    if static.keeps_logits:
-        static, chunk_tokens = static._replace(vocab_block=v // m), b * t
-    size = -(-t // min(t, -(-b * t // chunk_tokens)))  # positions per chunk
-    c = -(-t // size)
-    padding = ((0, 0), (0, c * size - t))
-    hidden = jnp.pad(hidden, (*padding, (0, 0))).reshape(b, c, size, d)
-    targets = jnp.pad(targets, padding).reshape(b, c, size)
-    # b before the positions, so that a division of b is also one of the merged axis.
-    logprobs = _fused(
-        jnp.swapaxes(hidden, 0, 1).reshape(c, b * size, d),
-        table.reshape(m, v // m, d),
-        jnp.swapaxes(targets, 0, 1).reshape(c, b * size),
-        static,
-    )
-
-    return jnp.swapaxes(logprobs.reshape(c, b, size), 0, 1).reshape(b, c * size)[:, :t]
+    keeps, part = 4 * b * t * v <= kept_bytes, v // vocab_shards
+    if vocab_block is None:
+        least, most = _BLOCK_ROWS
+        vocab_block = min(max(_BLOCK_LOGITS // (b * t), least), most)
+    static = _Static(temperature, part if keeps else vocab_block, keeps, cap, num_tokens)
+    table = table.reshape(vocab_shards, part, d)
+    return _fused(hidden.reshape(b * t, d), table, targets.reshape(b * t), static).reshape(b, t)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _fused(
-    hidden: Float[Array, "c n d"],
+    hidden: Float[Array, "n d"],
     table: Float[Array, "m w d"],
-    targets: Int[Array, "c n"],
+    targets: Int[Array, " n"],
     static: _Static,
-) -> Float32[Array, "c n"]:
-    """Return the log-probs of c chunks; the table has m parts of w rows."""
+) -> Float32[Array, " n"]:
+    """Return the log-probs of n tokens; the table has m parts of w rows."""
     return _forward(hidden, table, targets, static)[0]
 
 
 def _forward(
-    hidden: Float[Array, "c n d"],
+    hidden: Float[Array, "n d"],
     table: Float[Array, "m w d"],
-    targets: Int[Array, "c n"],
+    targets: Int[Array, " n"],
     static: _Static,
 ) -> tuple[Array, Any]:
+    (m, w, _), n = table.shape, len(targets)
     kept = None
     if static.keeps_logits:
-        ids = _ids(table, 0, table.shape[1])
-        kept = _logits(table.astype(hidden.dtype), hidden[0], ids, static)
+        kept = _logits(table.astype(hidden.dtype), hidden, _ids(table, 0, w), static)
 
-    def chunk(xs: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, targets = xs
+    def visit(start: Any, size: int, sums: _Sums) -> _Sums:
+        ids, logits = _ids(table, start, size), kept
+        if logits is None:
+            logits = _logits(_block(table, start, size, hidden.dtype), hidden, ids, static)
+        top = jnp.maximum(sums.top, jnp.max(logits, axis=1))
+        exp = jnp.exp(logits - top[:, None])
+        sums = _lift(sums, top)
+        chosen = jnp.where(_is_target(ids, targets), logits, 0.0)
+        return _Sums(top, sums.total + jnp.sum(exp, axis=1), sums.chosen + jnp.sum(chosen, axis=1))
 
-        def visit(start: Any, size: int, sums: _Sums) -> _Sums:
-            ids = _ids(table, start, size)
-            logits = kept
-            if logits is None:
-                logits = _logits(_block(table, start, size, hidden.dtype), hidden, ids, static)
-            top = jnp.maximum(sums.top, jnp.max(logits, axis=1))
-            exp = jnp.exp(logits - top[:, None])
-            sums = _lift(sums, top)
-            chosen = jnp.where(_is_target(ids, targets), logits, 0.0)
-            return _Sums(
-                top,
-                sums.total + jnp.sum(exp, axis=1),
-                sums.chosen + jnp.sum(chosen, axis=1),
-            )
-
-        zeros = jnp.zeros((table.shape[0], targets.shape[0]), jnp.float32)
-        first = _Sums(zeros + _LOWEST, zeros, zeros)
-        sums = _each_block(table.shape[1], static.vocab_block, visit, first)
-        # Only this merge communicates between devices with different parts.
-        top = jnp.max(sums.top, axis=0)
-        _, total, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None]))
-        logsumexp = top + jnp.log(total)
-        return chosen - logsumexp, logsumexp
-
-    if hidden.shape[0] == 1:
-        logprobs, logsumexp = (x[None] for x in chunk((hidden[0], targets[0])))
-    else:
-        logprobs, logsumexp = jax.lax.map(chunk, (hidden, targets))
-    return logprobs, (hidden, table, targets, logsumexp, kept)
+    zeros = jnp.zeros((m, n), jnp.float32)
+    sums = _each_block(w, static.block, visit, _Sums(zeros + _LOWEST, zeros, zeros))
+    # Only this merge communicates between devices with different parts.
+    top = jnp.max(sums.top, axis=0)
+    _, total, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None]))
+    logsumexp = top + jnp.log(total)
+    return chosen - logsumexp, (hidden, table, targets, logsumexp, kept)
 
 
 def _backward(
-    static: _Static, saved: Any, cotangent: Float32[Array, "c n"]
-) -> tuple[Float[Array, "c n d"], Float[Array, "m w d"], None]:
+    static: _Static, saved: Any, cotangent: Float32[Array, " n"]
+) -> tuple[Float[Array, "n d"], Float[Array, "m w d"], None]:
     """Return the gradients of hidden and table.
 
     d logprob / d logits = onehot(target) - p
     """
     hidden, table, targets, logsumexp, kept = saved
-    c = hidden.shape[0]
-    weights = cotangent / static.temperature
+    weight = (cotangent / static.temperature)[None, None]
 
     def visit(start: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_table = carry
-        ids = _ids(table, start, size)
-        if kept is None:
+        ids, logits = _ids(table, start, size), kept
+        if logits is None:
             rows = _block(table, start, size, hidden.dtype)
+            logits = _logits(rows, hidden, ids, static)
         else:
             rows = table.astype(hidden.dtype)
+        chosen = jnp.where(_is_target(ids, targets), weight, 0.0)
+        d_logits = chosen - jnp.exp(logits - logsumexp[None, None]) * weight
+        if static.cap is not None:  # multiply by the derivative of the cap
+            d_logits = d_logits * (1 - (logits * static.temperature / static.cap) ** 2)
+        d_logits = d_logits.astype(hidden.dtype)
+        d_rows = _matmul("mwn,nd->mwd", d_logits, hidden).astype(table.dtype)
+        d_table = jax.lax.dynamic_update_slice_in_dim(d_table, d_rows, start, axis=1)
+        return d_hidden + _matmul("mwn,mwd->mnd", d_logits, rows), d_table
 
-        def chunk(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            d_hidden, d_rows = carry
-            logits = _logits(rows, hidden[j], ids, static) if kept is None else kept
-            logp = logits - logsumexp[j][None, None]
-            weight = weights[j][None, None]
-            chosen = jnp.where(_is_target(ids, targets[j]), weight, 0.0)
-            d_logits = chosen - jnp.exp(logp) * weight
-            if static.cap is not None:  # multiply by the derivative of the cap
-                d_logits = d_logits * (1 - (logits * static.temperature / static.cap) ** 2)
-            d_logits = d_logits.astype(hidden.dtype)
-            of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows)
-            if c == 1:
-                d_hidden = d_hidden + of_chunk[None]  # an update of a slice would copy the array
-            else:
-                of_chunk = d_hidden[j] + of_chunk
-                d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
-            return d_hidden, d_rows + _matmul("mwn,nd->mwd", d_logits, hidden[j])
-
-        none = jnp.zeros(rows.shape, jnp.float32)
-        if c == 1:
-            d_hidden, d_rows = chunk(0, (d_hidden, none))
-        else:
-            d_hidden, d_rows = jax.lax.fori_loop(0, c, chunk, (d_hidden, none))
-        d_rows = d_rows.astype(table.dtype)
-        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_table, d_rows, start, axis=1)
-
-    n, d = hidden.shape[1:]
     # Each part of the table has a separate sum, so that devices add up once, not per block.
-    d_hidden = jnp.zeros((c, table.shape[0], n, d), jnp.float32)
+    d_hidden = jnp.zeros((len(table), *hidden.shape), jnp.float32)
     first = d_hidden, jnp.zeros_like(table)
-    d_hidden, d_table = _each_block(table.shape[1], static.vocab_block, visit, first)
-    return jnp.sum(d_hidden, axis=1).astype(hidden.dtype), d_table, None
+    d_hidden, d_table = _each_block(table.shape[1], static.block, visit, first)
+    return jnp.sum(d_hidden, axis=0).astype(hidden.dtype), d_table, None
 
 
 _fused.defvjp(_forward, _backward)

@@ -6,7 +6,6 @@ vocabulary of logits divided by the sampling temperature. `fused_logprobs` compu
 block of the vocabulary at a time, unless the logits are small.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.models import attention, shared_prompts
-from tba_jax.models.fused_logprobs import fused_logprobs, vocab_block_on
+from tba_jax.models.fused_logprobs import fused_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
@@ -54,11 +53,7 @@ def token_logprobs(
     response_lengths: Int[Array, "p k"],
     *,
     response_bucket: int,
-    config: TransformerConfig,
-    scoring: Scoring,
-    remat: Remat = "none",
-    sharding: ComputeSharding | None = None,
-    readout: Readout | None = None,
+    **kwargs: Any,
 ) -> Float[Array, "p k t *both"]:
     """Return log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -68,55 +63,18 @@ def token_logprobs(
         prompt_lengths: prompt tokens without padding.
         response_lengths: response tokens, EOS included.
         response_bucket: t, static.
-        config: model shape.
-        scoring: temperature, minimum length, dtypes.
-        remat: what the backward pass recomputes.
-        sharding: use of parameters that are divided over a mesh; None: one device.
-        readout: function of the hidden states, evaluated besides the log-probs; None: no function.
-
-    Raises:
-        ValueError: the model is a classifier, or `fused_logprobs` refuses a size.
-
-    References:
-        TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
+        kwargs: as in `row_token_logprobs`.
     """
-    _refuse_classifier(config)
-    compute_dtype = jnp.dtype(scoring.compute_dtype)
     p, k, s = tokens.shape
-    t = response_bucket
-    rows = tokens.reshape(p * k, s)
-    index = jnp.arange(s)[None]
-    first = (s - t - prompt_lengths).reshape(p * k, 1)
-    end = (s - t + response_lengths).reshape(p * k, 1)
-    mask = (index >= first) & (index < end)
-    positions = jnp.maximum(index - first, 0)
-    if sharding is not None:
-        params = sharding.ends(params, compute_dtype)
-    hidden = apply(
+    found = row_token_logprobs(
         params,
-        rows,
-        positions,
-        mask,
-        config=config,
-        compute_dtype=compute_dtype,
-        remat=remat,
-        sharding=sharding,
+        tokens.reshape(p * k, s),
+        prompt_lengths.reshape(p * k),
+        response_lengths.reshape(p * k, 1),
+        response_bucket=response_bucket,
+        **kwargs,
     )
-    # The state at position i predicts token i + 1.
-    hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
-    logprobs = _response_logprobs(params, hidden, rows[:, s - t :], config, scoring, sharding)
-    in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return _with_readout(logprobs.reshape(p, k, t), hidden, in_response, readout)
-
-
-def _with_readout(
-    logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
-) -> Array:
-    """Return log-probs, stacked with the readout on a last axis; 0 at unscored tokens."""
-    if readout is None:
-        return jnp.where(is_scored, logprobs, 0.0)
-    both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
-    return jnp.where(is_scored[..., None], both, 0.0)
+    return found.reshape(p, k, response_bucket, *found.shape[3:])
 
 
 def row_token_logprobs(
@@ -132,7 +90,7 @@ def row_token_logprobs(
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
 ) -> Float[Array, "b c t *both"]:
-    """Return `token_logprobs` of c responses per prompt; for c > 1 a prompt is computed once.
+    """Return log pi(y_t | x, y_<t) of c responses per prompt; for c > 1 a prompt is computed once.
 
     Args:
         params: model parameters; gradients flow here.
@@ -141,48 +99,57 @@ def row_token_logprobs(
         prompt_lengths: prompt tokens without padding.
         response_lengths: response tokens, EOS included; 0 for no response.
         response_bucket: t, static.
-        config, scoring, remat, sharding, readout: as in `token_logprobs`.
+        config: model shape.
+        scoring: temperature, minimum length, dtypes.
+        remat: what the backward pass recomputes.
+        sharding: use of parameters that are divided over a mesh; None: one device.
+        readout: function of the hidden states, evaluated besides the log-probs; None: no function.
 
     Raises:
-        ValueError: as `token_logprobs`.
+        ValueError: the model is a classifier, or `fused_logprobs` refuses a size.
+
+    References:
+        TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
     """
-    (b, c), t = response_lengths.shape, response_bucket
-    if c == 1:  # one stream with one softmax
-        return token_logprobs(
-            params,
-            tokens[:, None],
-            prompt_lengths[:, None],
-            response_lengths,
-            response_bucket=t,
-            config=config,
-            scoring=scoring,
-            remat=remat,
-            sharding=sharding,
-            readout=readout,
-        )
     _refuse_classifier(config)
-    compute_dtype = jnp.dtype(scoring.compute_dtype)
-    responses = tokens[:, tokens.shape[1] - c * t :].reshape(b, c, t)
+    (b, c), t, s = response_lengths.shape, response_bucket, tokens.shape[1]
+    prompt, compute_dtype = s - c * t, jnp.dtype(scoring.compute_dtype)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
-    prompt_end, hidden = shared_prompts.apply(
-        params,
-        tokens[:, : tokens.shape[1] - c * t],
-        responses,
+    how: Any = {
+        "config": config,
+        "compute_dtype": compute_dtype,
+        "remat": remat,
+        "sharding": sharding,
+    }
+    responses = tokens[:, prompt:].reshape(b, c, t)
+    if c == 1:  # one stream with one softmax
+        index, first = jnp.arange(s)[None], prompt - prompt_lengths[:, None]
+        mask = (index >= first) & (index < prompt + response_lengths)
+        hidden = apply(params, tokens, jnp.maximum(index - first, 0), mask, **how)
+        # The state at position i predicts token i + 1.
+        hidden = jax.lax.slice_in_dim(hidden, prompt - 1, s - 1, axis=1)
+    else:
         # Padding rows get a prompt of one token.
-        jnp.maximum(prompt_lengths, 1),
-        config=config,
-        compute_dtype=compute_dtype,
-        remat=remat,
-        sharding=sharding,
-    )
-    # The last state of the prompt predicts the first token of every response.
-    first = jnp.broadcast_to(prompt_end[:, None, None], (b, c, 1, hidden.shape[-1]))
-    hidden = jnp.concatenate([first, hidden[:, :, :-1]], axis=2).reshape(b * c, t, -1)
+        lengths = jnp.maximum(prompt_lengths, 1)
+        end, hidden = shared_prompts.apply(params, tokens[:, :prompt], responses, lengths, **how)
+        # The last state of the prompt predicts the first token of every response.
+        first = jnp.broadcast_to(end[:, None, None], (b, c, 1, hidden.shape[-1]))
+        hidden = jnp.concatenate([first, hidden[:, :, :-1]], axis=2).reshape(b * c, t, -1)
     targets = responses.reshape(b * c, t)
     logprobs = _response_logprobs(params, hidden, targets, config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return _with_readout(logprobs.reshape(b, c, t), hidden, in_response, readout)
+
+
+def _with_readout(
+    logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
+) -> Array:
+    """Return log-probs, stacked with the readout on a last axis; 0 at unscored tokens."""
+    if readout is None:
+        return jnp.where(is_scored, logprobs, 0.0)
+    both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
+    return jnp.where(is_scored[..., None], both, 0.0)
 
 
 def _of_tokens(
@@ -194,18 +161,12 @@ def _of_tokens(
     sharding: ComputeSharding | None,
 ) -> Float[Array, "n t"]:
     """Return log-probs of tokens from the states that predict the tokens."""
-    # Divide the output table into the parts of devices, and a part into blocks.
-    table = {}
-    if sharding is not None:
-        table["vocab_shards"] = sharding.vocab_shards
-        table["vocab_block"] = vocab_block_on(sharding.platform)
     return fused_logprobs(
         states.astype(scoring.compute_dtype),
         params[config.output_table],
         targets,
         temperature=scoring.temperature,
-        chunk_tokens=scoring.chunk_tokens,
-        **table,
+        vocab_shards=1 if sharding is None else sharding.vocab_shards,
         kept_bytes=scoring.kept_bytes,
         cap=config.logits_cap,
         num_tokens=config.num_tokens,
@@ -220,16 +181,14 @@ def _response_logprobs(
     scoring: Scoring,
     sharding: ComputeSharding | None,
 ) -> Float[Array, "n t"]:
-    """Return log-probs of response tokens from the states that predict the tokens."""
-
-    of_tokens = functools.partial(
-        _of_tokens, params, config=config, scoring=scoring, sharding=sharding
-    )
-    logprobs = of_tokens(hidden, targets)
+    """Return log-probs of response tokens, with EOS excluded below the minimum length."""
+    how = config, scoring, sharding
+    logprobs = _of_tokens(params, hidden, targets, *how)
     if num_endless := min(scoring.min_new_tokens, targets.shape[1]):
         states = hidden[:, :num_endless]
         ends = [
-            of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in scoring.eos_ids
+            _of_tokens(params, states, jnp.full(states.shape[:2], i, jnp.int32), *how)
+            for i in scoring.eos_ids
         ]
         end_prob = jnp.sum(jnp.exp(jnp.stack(ends)), axis=0)
         # Limit the probability of EOS to a float32 step below 1, so that log-probs stay finite.
@@ -262,11 +221,11 @@ def packed_token_logprobs(
         positions: position in the sequence.
         shared: empty; or, if responses follow one copy of their prompt, `PackedBatch.contexts` and
             which positions are prompts; [n s] each.
-        config, scoring, remat, sharding, readout: as `token_logprobs`; a minimum length is not
-            supported.
+        config, scoring, remat, sharding, readout: as in `row_token_logprobs`; without a minimum
+            length.
 
     Raises:
-        ValueError: as `token_logprobs`.
+        ValueError: as `row_token_logprobs`.
     """
     _refuse_classifier(config)
     contexts, is_prompt = shared or (None, None)

@@ -23,9 +23,8 @@ class Scoring:
             decoding, and the probabilities of the other tokens are renormalised.
         mask_eos: whether to leave EOS out of the sum over a response, as the official GSM8K code
             does, whose tokenizer pads with EOS.
-        chunk_tokens: maximum number of tokens, over all devices, in a block of logits.
         kept_bytes: logits up to this size, over all devices, are kept for the backward pass instead
-            of recomputed, whatever `chunk_tokens` is.
+            of recomputed.
         compute_dtype: name of the matmul input dtype; the log-softmax is always float32.
     """
 
@@ -33,6 +32,5 @@ class Scoring:
     eos_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
     mask_eos: bool = False
-    chunk_tokens: int = 8192
     kept_bytes: int = KEPT_BYTES
     compute_dtype: str = "float32"

@@ -140,9 +140,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
         prompt = Prompt(index, text, tokenizer.encode(text, add_bos=True), columns)
         ids = [np.append(tokenizer.encode(x, add_bos=False), tokenizer.eos_ids[0]) for x in texts]
         given.append(Ticket(len(given), prompt, tuple(ids)))
-    program = make_start_program(
-        model_config, Scoring(eos_ids=tokenizer.eos_ids, chunk_tokens=64), max_new_tokens=8
-    )
+    program = make_start_program(model_config, Scoring(eos_ids=tokenizer.eos_ids), max_new_tokens=8)
     padding = Padding((12,), (8,), tokenizer.pad_id)
     prompts = Prompts(PromptReader(Arithmetic(), tokenizer, 12), seed=0)
     house = House(num_searchers, prompts=prompts, given=given)

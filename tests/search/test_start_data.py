@@ -106,7 +106,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
     ]
     program = make_start_program(
         model,
-        Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2, chunk_tokens=64),
+        Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2),
         max_new_tokens=12,
     )
     score = GivenScorer(

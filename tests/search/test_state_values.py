@@ -97,7 +97,7 @@ def exact_value(params, state):
         np.array([[len(y)] for y in whole]),
         response_bucket=LIMIT,
         config=CONFIG,
-        scoring=Scoring(eos_ids=(EOS,), chunk_tokens=64),
+        scoring=Scoring(eos_ids=(EOS,)),
     )
     chance = np.exp(np.asarray(found)[:, 0, len(state) :].sum(-1))
     np.testing.assert_allclose(chance.sum(), 1, rtol=1e-4)
