@@ -94,7 +94,6 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     Raises:
         ValueError: an unsupported setting; names its value and the supported values.
     """
-    config_json.check_all(hf_config, config_json.KINDS)
     family = hf_config.get("model_type")
     if family not in _ARCHITECTURES:
         raise _unsupported("model_type", family, " or ".join(_ARCHITECTURES))
@@ -105,9 +104,8 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
             f"config.json of a {family} model lacks {', '.join(missing)}. Add them, as in the "
             "published config.json of the model"
         )
-    kinds = dict.fromkeys(_SIZES, config_json.SIZE)
-    kinds["max_position_embeddings"] = config_json.POSITIONS
-    config_json.check_all(values, {**kinds, "layer_norm_eps": config_json.POSITIVE})
+    for name in _SIZES:
+        config_json.check(name, values[name], int)
     architecture = _ARCHITECTURES[family]
     if architecture not in values.get("architectures", [architecture]):
         raise _unsupported("architectures", values["architectures"], architecture)

@@ -170,15 +170,9 @@ def test_what_a_family_cannot_express_is_not_exported(changes, message):
         ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5, above num_experts = 4"),
         ("qwen3_5_text", {"linear_num_key_heads": 3}, "delta_key_heads = 3, delta_value_heads = 4"),
         # Values of another type or range.
-        ("llama", {"hidden_size": "64"}, r"hidden_size = '64'; wanted a whole number from 1 to"),
-        ("llama", {"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000; .*1 to 10,000"),
-        ("gpt2", {"n_positions": 10**4000}, r"n_positions = 10+\.\.\.; wanted"),
+        ("llama", {"hidden_size": "64"}, r"hidden_size = '64'; wanted a whole number above 0"),
         ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'; wanted true"),
         ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; wanted"),
-        ("llama", {"model_type": []}, r"model_type = \[\]; wanted text"),
-        ("llama", {"architectures": [1]}, r"architectures = \[1\]; wanted a list of texts"),
-        ("llama", {"layer_types": 3}, "layer_types = 3; wanted a list"),
-        ("llama", {"rope_scaling": [2]}, r"rope_scaling = \[2\]; wanted an object"),
         ("llama", {"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta\) = -1.0; wanted"),
     ],
 )

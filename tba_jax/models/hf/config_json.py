@@ -9,65 +9,17 @@ transformer_config(hf_config(config)) == config, or hf_config refuses.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from tba_jax.models import rope
 from tba_jax.models.architecture import Activation, LayerKind
 from tba_jax.models.hf.families import FAMILIES, Family
 from tba_jax.models.transformer import TransformerConfig
 
-
-class Kind(NamedTuple):
-    """Values that a setting of config.json may have."""
-
-    accepts: Callable[[Any], bool]
-    words: str
-
-
-def _whole(most: int) -> Kind:
-    words = f"a whole number from 1 to {most:,}"
-    return Kind(lambda x: type(x) is int and 1 <= x <= most, words)
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
-
-
-# Bounds far above any model, so that mistakes are refused before memory is allocated.
-SIZE, POSITIONS = _whole(2**24), _whole(2**31 - 1)
-POSITIVE = Kind(lambda x: _is_number(x) and x > 0, "a number above 0")
-_FRACTION = Kind(lambda x: _is_number(x) and x > -1, "a number above -1")
-_FLAG = Kind(lambda x: isinstance(x, bool), "true or false")
-_TEXT = Kind(lambda x: isinstance(x, str), "text")
-_TEXTS = Kind(
-    lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x), "a list of texts"
-)
-_OBJECT = Kind(lambda x: isinstance(x, Mapping), "an object")
-
-KINDS = {
-    **dict.fromkeys(("model_type", "hidden_act", "activation_function"), _TEXT),
-    **dict.fromkeys(("architectures", "layer_types"), _TEXTS),
-    **dict.fromkeys(("quantization_config", "rope_scaling", "rope_parameters"), _OBJECT),
-    "id2label": _OBJECT,
-}
-"""Kinds of settings with the same name in all families."""
-
 # Boolean fields, which are False if config.json lacks the setting.
 _FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
-_SIZES = (
-    *("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size", "window"),
-    *("num_experts", "experts_per_token", "shared_size", "delta_key_heads", "delta_value_heads"),
-    *("delta_key_dim", "delta_value_dim", "delta_taps"),
-)
-_FIELDS = {
-    **dict.fromkeys(_SIZES, SIZE),
-    **dict.fromkeys(("norm_eps", "score_divisor", "attention_cap", "logits_cap"), POSITIVE),
-    **dict.fromkeys(_FLAGS, _FLAG),
-    "num_layers": _whole(10_000),
-    "max_positions": POSITIONS,
-}
+_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
 # Fields that may be absent. If they are null, the default of the family is not used.
 _NULLABLE = {"window", "score_divisor", "attention_cap", "logits_cap"}
 _LAYER_TYPES: Mapping[str, LayerKind] = {
@@ -108,27 +60,27 @@ _SCALINGS = {
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def check(name: str, value: Any, kind: Kind) -> Any:
-    """Return the value of a setting.
+def check(name: str, value: Any, kind: Any) -> Any:
+    """Return the value of a setting of config.json.
+
+    Args:
+        kind: bool; int: at least 1; float: above 0; anything else is not checked.
 
     Raises:
         ValueError: the value is not of this kind; names setting and value.
     """
-    if kind.accepts(value):
+    is_number = isinstance(value, int if kind is int else int | float) and value is not True
+    is_fine, words = {
+        bool: (isinstance(value, bool), "true or false"),
+        int: (is_number and value >= 1, "a whole number above 0"),
+        float: (is_number and 0 < value < math.inf, "a number above 0"),
+    }.get(kind, (True, ""))
+    if is_fine:
         return value
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else shown[:60] + "..."
     raise ValueError(
-        f"config.json has {name} = {shown}; wanted {kind.words}. Correct it, or download the file "
+        f"config.json has {name} = {value!r:.60}; wanted {words}. Correct it, or download the file "
         "again"
     )
-
-
-def check_all(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
-    """Apply `check` to each setting that is present and not null."""
-    for name, kind in kinds.items():
-        if values.get(name) is not None:
-            check(name, values[name], kind)
 
 
 def language_model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +100,6 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     Raises:
         ValueError: an unsupported setting; names its value and the supported values.
     """
-    check_all(hf_config, KINDS)
     name = hf_config.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
@@ -163,10 +114,13 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     nulls = {x for x, value in hf_config.items() if value is None}
     unset = nulls & {keys[x] for x in _NULLABLE & keys.keys()}
     values = {
-        **{x: value for x, value in family.defaults.items() if x not in unset},
+        **{x: y for x, y in family.defaults.items() if x not in unset and y is not None},
         **{x: value for x, value in hf_config.items() if x not in nulls},
     }
-    check_all(values, {keys[x]: kind for x, kind in _FIELDS.items() if x in keys})
+    for our, their in keys.items():
+        if their in values:
+            # Fields with another type may be null, and are positive numbers otherwise.
+            check(their, values[their], float if our in _NULLABLE - {"window"} else _TYPES[our])
     is_classifier = _is_classifier(values, family)
     _refuse(values, family)
     ours: dict[str, Any] = dict.fromkeys(_FLAGS & keys.keys(), False)
@@ -344,10 +298,9 @@ def _positions(
     if (kind := of_windows.get("rope_type", "default")) != "default":
         raise _unsupported(f"{name}.sliding_attention.rope_type", kind, "default")
     theta = values.get(rotary.theta, values.get("rope_theta", 10000.0))
-    theta = check(f"{rotary.theta} (or rope_theta)", given.get("rope_theta", theta), POSITIVE)
+    theta = check(f"{rotary.theta} (or rope_theta)", given.get("rope_theta", theta), float)
     fraction = values.get("partial_rotary_factor", rotary.default_fraction)
     fraction = given.get("partial_rotary_factor", values.get(rotary.fraction, fraction))
-    check(rotary.fraction, fraction, _FRACTION)
     if not rotary.may_be_partial and not math.isclose(fraction, 1.0):
         raise _unsupported("partial_rotary_factor", fraction, f"1.0 for {family.name}")
     scaling = _scaling(given, name, values)
@@ -362,7 +315,7 @@ def _positions(
         found["max_positions"] = max(values["max_position_embeddings"], longest)
     if rotary.window_theta is not None and "window" in pattern:
         base = of_windows.get("rope_theta", values.get(rotary.window_theta, theta))
-        check(rotary.window_theta, base, POSITIVE)
+        check(rotary.window_theta, base, float)
         if scaling is not None or base != theta:
             found["window_rope_theta"] = float(base)
     return found
@@ -375,7 +328,7 @@ def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> 
     if kind not in _SCALINGS:
         raise _unsupported(f"{name}.rope_type", kind, ", ".join(("default", *_SCALINGS)))
     longest = values["max_position_embeddings"]
-    original = int(check(_ORIGINAL, values.get(_ORIGINAL, given.get(_ORIGINAL, longest)), POSITIVE))
+    original = int(check(_ORIGINAL, values.get(_ORIGINAL, given.get(_ORIGINAL, longest)), float))
     found: dict[str, Any] = {"original_max_positions": original}
     if kind == "yarn":
         found |= {
@@ -388,7 +341,7 @@ def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> 
     for key in wanted:
         # Some files of YaRN have 0 in place of a default.
         if key in given and key != "truncate" and (given[key] or key not in found):
-            found[key] = float(check(f"{name}.{key}", given[key], POSITIVE))
+            found[key] = float(check(f"{name}.{key}", given[key], float))
     if kind == "yarn" and "attention_factor" not in found:
         found["attention_factor"] = _yarn_attention_factor(given, found["factor"], name)
     for key in wanted:
@@ -406,7 +359,7 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float, name: str) -
     if not (given.get("mscale") and given.get("mscale_all_dim")):
         return 1.0 + stretch
     above, below = (
-        check(f"{name}.{key}", given[key], POSITIVE) for key in ("mscale", "mscale_all_dim")
+        check(f"{name}.{key}", given[key], float) for key in ("mscale", "mscale_all_dim")
     )
     return (1.0 + above * stretch) / (1.0 + below * stretch)
 

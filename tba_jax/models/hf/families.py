@@ -46,8 +46,8 @@ class Family:
         keys: field of TransformerConfig -> setting in config.json. Two fields may have the same
             setting; the family then has both features or neither.
         other_settings: alternative name of a setting in config.json -> usual name.
-        traits: fields of TransformerConfig with a fixed value in the family.
         tensors: names and layouts of its tensors, below `prefix`, as they are written.
+        traits: fields of TransformerConfig with a fixed value in the family.
         more_tensors: further layouts that can be read.
         pattern: kinds of layers, if config.json does not list them and has a window.
         quantization: method of quantised files that can be read; None: none.
@@ -64,8 +64,8 @@ class Family:
     name: str
     classes: tuple[str, ...]
     keys: Mapping[str, str]
-    traits: Mapping[str, Any]
     tensors: Table
+    traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     more_tensors: tuple[Table, ...] = ()
     pattern: tuple[LayerKind, ...] = ("full",)
     quantization: str | None = None
@@ -151,15 +151,19 @@ _LLAMA_KEYS = _KEYS | {
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
-_QWEN_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "hidden_act": "silu"}
 _ATTENTION_BIAS = {"o_bias": "attention_bias", "qkv_bias": "attention_bias"}
+_WINDOW = {"window": "sliding_window"}
+_EXPERTS = {"experts_per_token": "num_experts_per_tok"}
+_SEPARATE_EXPERTS = _EXPERTS | {"mlp_size": "moe_intermediate_size", "num_experts": "num_experts"}
+_LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"}
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {"max_position_embeddings": 32768}
+_OLD_TRAITS = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 
 LLAMA = Family(
     name="llama",
     classes=("LlamaForCausalLM", "LlamaForSequenceClassification"),
     keys=_LLAMA_KEYS | _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"},
-    traits={"norm": "rms", "gated_mlp": True},
+    defaults=_LLAMA_DEFAULTS,
     tensors=layouts.LLAMA,
 )
 QWEN2 = Family(
@@ -167,7 +171,7 @@ QWEN2 = Family(
     classes=("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
     keys=_LLAMA_KEYS,
     defaults=_QWEN_DEFAULTS,
-    traits={"norm": "rms", "gated_mlp": True, "qkv_bias": True},
+    traits={"qkv_bias": True},
     covered={"mlp_bias": False},
     tensors=layouts.LLAMA,
 )
@@ -176,7 +180,7 @@ QWEN3 = Family(
     classes=("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
     keys=_LLAMA_KEYS | _ATTENTION_BIAS,
     defaults=_QWEN_DEFAULTS | {"head_dim": 128},
-    traits={"norm": "rms", "gated_mlp": True, "qk_norm": True},
+    traits={"qk_norm": True},
     covered={"mlp_bias": False},
     tensors=layouts.LLAMA,
 )
@@ -193,7 +197,7 @@ GPT_NEOX = Family(
         "attention_bias": True,
         "use_parallel_residual": True,
     },
-    traits={"norm": "layer", "gated_mlp": False, "mlp_bias": True},
+    traits=_OLD_TRAITS,
     rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25, may_be_partial=True),
     tensors=layouts.GPT_NEOX,
     prefix="gpt_neox.",
@@ -203,8 +207,8 @@ GPT_NEOX = Family(
 GPT2 = Family(
     name="gpt2",
     classes=("GPT2LMHeadModel", "GPT2ForSequenceClassification"),
-    keys={
-        "vocab_size": "vocab_size",
+    keys=_KEYS
+    | {
         "hidden_size": "n_embd",
         "num_layers": "n_layer",
         "num_heads": "n_head",
@@ -212,7 +216,6 @@ GPT2 = Family(
         "max_positions": "n_positions",
         "activation": "activation_function",
         "norm_eps": "layer_norm_epsilon",
-        "tie_embeddings": "tie_word_embeddings",
     },
     mlp_ratio=4,
     defaults={
@@ -221,48 +224,30 @@ GPT2 = Family(
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,
     },
-    traits={
-        "norm": "layer",
-        "gated_mlp": False,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-    },
+    traits=_OLD_TRAITS | {"qkv_bias": True, "o_bias": True},
     rotary=None,
     tensors=layouts.GPT2,
     prefix="transformer.",
 )
-
-_EXPERT_KEYS = {"experts_per_token": "num_experts_per_tok"}
 QWEN3_MOE = Family(
     name="qwen3_moe",
     classes=("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"),
     keys=_LLAMA_KEYS
     | _ATTENTION_BIAS
-    | _EXPERT_KEYS
-    | {
-        "mlp_size": "moe_intermediate_size",
-        "num_experts": "num_experts",
-        "normalised_experts": "norm_topk_prob",
-    },
+    | _SEPARATE_EXPERTS
+    | {"normalised_experts": "norm_topk_prob"},
     other_settings={"num_local_experts": "num_experts"},  # transformers 5 writes it so
     defaults=_QWEN_DEFAULTS,
-    traits={"norm": "rms", "gated_mlp": True, "qk_norm": True},
+    traits={"qk_norm": True},
     # Every layer has experts.
     covered={"mlp_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     tensors=layouts.QWEN3_MOE,
     more_tensors=(layouts.QWEN3_MOE_FUSED,),
 )
-_WINDOW = {"window": "sliding_window"}
-_GEMMA_TRAITS = {
-    "norm": "rms",
-    "gated_mlp": True,
-    "norms": "both",
-    "norm_offset": True,
-    "scaled_embeddings": True,
-}
-_GEMMA_KEYS = (
-    _LLAMA_KEYS
+GEMMA2 = Family(
+    name="gemma2",
+    classes=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
+    keys=_LLAMA_KEYS
     | _ATTENTION_BIAS
     | _WINDOW
     | {
@@ -270,54 +255,46 @@ _GEMMA_KEYS = (
         "score_divisor": "query_pre_attn_scalar",
         "attention_cap": "attn_logit_softcapping",
         "logits_cap": "final_logit_softcapping",
-    }
-)
-# Defaults of settings that published files of Gemma omit.
-_GEMMA_DEFAULTS = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-GEMMA2 = Family(
-    name="gemma2",
-    classes=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
-    keys=_GEMMA_KEYS,
-    defaults=_GEMMA_DEFAULTS
-    | {
+    },
+    # Settings that published files of Gemma omit.
+    defaults={
         "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
         "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
     },
-    traits=_GEMMA_TRAITS,
+    traits={"norms": "both", "norm_offset": True, "scaled_embeddings": True},
     covered={"use_bidirectional_attention": False},
     tensors=layouts.GEMMA,
     pattern=("window", "full"),
 )
-GEMMA3 = Family(
+GEMMA3 = dataclasses.replace(
+    GEMMA2,
     name="gemma3_text",
     classes=("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
-    keys=_GEMMA_KEYS,
-    defaults=_GEMMA_DEFAULTS
-    | {
+    defaults={
+        **GEMMA2.defaults,
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
     },
-    traits=_GEMMA_TRAITS | {"qk_norm": True},
-    covered={"use_bidirectional_attention": False},
+    traits={**GEMMA2.traits, "qk_norm": True},
     rotary=Rotary(window_theta="rope_local_base_freq"),
-    tensors=layouts.GEMMA,
-    pattern=("window", "window", "window", "window", "window", "full"),
+    pattern=(*["window"] * 5, "full"),
     # The language model inside a multimodal model of two generations of transformers.
     more_prefixes=("language_model.model.", "model.language_model."),
     spare=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_"),
@@ -326,13 +303,7 @@ MISTRAL = Family(
     name="mistral",
     classes=("MistralForCausalLM", "MistralForSequenceClassification"),
     keys=_LLAMA_KEYS | _WINDOW,
-    defaults={
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131072,
-        "hidden_act": "silu",
-        "sliding_window": 4096,
-    },
-    traits={"norm": "rms", "gated_mlp": True},
+    defaults=_LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
     tensors=layouts.LLAMA,
     pattern=("window",),
 )
@@ -340,20 +311,9 @@ OLMO3 = Family(
     name="olmo3",
     classes=("Olmo3ForCausalLM", "Olmo3ForSequenceClassification"),
     keys=_LLAMA_KEYS | _ATTENTION_BIAS | _WINDOW,
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "hidden_act": "silu",
-        "sliding_window": 4096,
-        "rope_theta": 500000.0,
-    },
-    traits={
-        "norm": "rms",
-        "gated_mlp": True,
-        "norms": "post",
-        "qk_norm": True,
-        "qk_norm_is_whole": True,
-    },
+    defaults=_LLAMA_DEFAULTS
+    | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
+    traits={"norms": "post", "qk_norm": True, "qk_norm_is_whole": True},
     rotary=Rotary(window_theta="rope_theta"),
     tensors=layouts.OLMO3,
     pattern=("window", "window", "window", "full"),
@@ -361,11 +321,7 @@ OLMO3 = Family(
 GPT_OSS = Family(
     name="gpt_oss",
     classes=("GptOssForCausalLM", "GptOssForSequenceClassification"),
-    keys=_LLAMA_KEYS
-    | _ATTENTION_BIAS
-    | _WINDOW
-    | _EXPERT_KEYS
-    | {"num_experts": "num_local_experts"},
+    keys=_LLAMA_KEYS | _ATTENTION_BIAS | _WINDOW | _EXPERTS | {"num_experts": "num_local_experts"},
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
@@ -376,8 +332,6 @@ GPT_OSS = Family(
         "rope_theta": 150000.0,
     },
     traits={
-        "norm": "rms",
-        "gated_mlp": True,
         "activation": "clamped_swiglu",
         "mlp_bias": True,
         "sinks": True,
@@ -402,10 +356,8 @@ QWEN3_5 = Family(
         "delta_value_dim": "linear_value_head_dim",
         "delta_taps": "linear_conv_kernel_dim",
     },
-    defaults={
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "hidden_act": "silu",
+    defaults=_QWEN_DEFAULTS
+    | {
         "head_dim": 256,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
@@ -413,13 +365,7 @@ QWEN3_5 = Family(
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
-    traits={
-        "norm": "rms",
-        "gated_mlp": True,
-        "qk_norm": True,
-        "norm_offset": True,
-        "attention_gate": True,
-    },
+    traits={"qk_norm": True, "norm_offset": True, "attention_gate": True},
     rotary=Rotary(default_fraction=0.25, may_be_partial=True),
     tensors=layouts.QWEN3_5,
     pattern=("delta", "delta", "delta", "full"),
@@ -433,9 +379,7 @@ QWEN3_5_MOE = dataclasses.replace(
     classes=("Qwen3_5MoeForCausalLM",),
     keys={
         **QWEN3_5.keys,
-        **_EXPERT_KEYS,
-        "mlp_size": "moe_intermediate_size",
-        "num_experts": "num_experts",
+        **_SEPARATE_EXPERTS,
         "shared_size": "shared_expert_intermediate_size",
     },
     other_settings={"num_local_experts": "num_experts"},
