@@ -82,10 +82,8 @@ class Compiled:
             "compute_dtype": self.compute_dtype,
             "cache_sharding": self.cache_sharding,
         }
-        implementation = attention.choose(
-            config.attention, site.platform, self.compute_dtype, config.head_dim
-        )
-        self.extend = self._jit(programs.extend, **static, implementation=implementation)
+        kernels = attention.Kernels(config.attention, site.platform, self.cache_sharding)
+        self.extend = self._jit(programs.extend, **static, kernels=kernels)
         self.admit = self._jit(programs.admit, donated=0)
         self.run_chunk = self._jit(
             programs.run_chunk, donated=1, **static, num_steps=chunk_steps, pad_id=pad_id

@@ -99,7 +99,7 @@ def extend(
     *,
     config: TransformerConfig,
     compute_dtype: Any,
-    implementation: attention.Implementation = "xla",
+    kernels: attention.Kernels = attention.NO_KERNELS,
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[LayerCache, ...]:
     """Return the caches of prompts: keys and values, or states, per layer.
@@ -113,7 +113,7 @@ def extend(
         tokens: prompts without their prefixes and without their last token, right-padded.
         lengths: number of valid tokens in each row, possibly 0.
         prefixes: the first tokens of the prompts; None: no prompt has a prefix.
-        implementation: attention implementation.
+        kernels: what decides the implementation of attention.
         cache_sharding: sharding of the KV cache on a mesh.
     """
     lengths = jnp.asarray(lengths)
@@ -136,8 +136,7 @@ def extend(
         new = KVCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
         scores = transformer.scores_of(config.layer_kinds[layer], config, sinks)
         if old is None:
-            kernel: Any = {"implementation": implementation, "sharding": cache_sharding}
-            return attention.attend_causal(q, k, v, visible, scores=scores, **kernel), new
+            return attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels), new
         cache = jax.tree.map(lambda x, y: write(x, y, positions[:, 0]), old[layer], new)
         column, query = jnp.arange(cache.keys.shape[2])[None, None], positions[:, :, None]
         seen = column <= query
@@ -145,8 +144,7 @@ def extend(
             seen = seen & (column > query - scores.window)
         keys, values = (jnp.swapaxes(part, 1, 2) for part in cache)
         bias = jnp.where(seen, 0.0, attention.MASKED)
-        heads_first = implementation in ("xla", "cudnn")
-        return attention.attend(q, keys, values, bias, scores, heads_first=heads_first), cache
+        return attention.attend(q, keys, values, bias, scores), cache
 
     def mix(x: delta.Inputs, layer: int) -> tuple[Array, State]:
         return delta.mix(x, visible, None if old is None else old[layer], ends=lengths)

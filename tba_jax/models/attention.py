@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of grouped queries: over whole sequences, and of one new token over a cache.
 
-`choose` selects the implementation from the platform that a program is compiled for, never from the
-process's devices. "xla" is an einsum. On 2 CPU cores its gradient takes 5 % less processor
+`Kernels.select` selects the implementation from the platform that a program is compiled for, never
+from the process's devices. "xla" is an einsum. On 2 CPU cores its gradient takes 5 % less processor
 time than that of `jax.nn.dot_product_attention` with the same masks (256 rows of 28, 4 heads of 16;
 and 8 rows of 256, 8 query on 2 key/value heads of 64); the forward pass takes the same. Invariant:
 a masked key has weight exactly 0, and a row without any valid key gives finite numbers.
@@ -19,28 +19,22 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tba_jax.devices.platform import Platform
 from tba_jax.models import cudnn_attention as cudnn
 from tba_jax.models.kv_cache import KVCache
-from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
-from tba_jax.models.per_shard import cache_axes
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
+NO_TOKEN = -1e15
+"""Logit of a row of the vocabulary that is no token: probability 0, and a finite square."""
 LEAST_SPLASH = 256
 """Least number of positions for which `splash`, whose blocks have at least 128, is chosen."""
 
-Implementation = Literal["xla", "xla_tpu", "cudnn", "splash"]
+Implementation = Literal["xla", "cudnn", "splash"]
 """Implementation of attention of whole sequences. One token over a cache is always an einsum.
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
-xla_tpu: as xla with another order of axes. XLA:CPU is fastest with heads before queries, but with
-    that order XLA:TPU moves more data.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
     head_dim a multiple of 8 up to 128; a mesh that divides query heads must divide key/value heads.
     Rows of several sequences use a mask of two bytes per pair of positions, the same for all heads.
 splash: JAX's splash attention for TPU (`splash`) of at least 256 positions; the einsum for others.
 """
-
-
-Wanted = Literal["auto", "xla"]
-"""Values of model.attention; see `choose`."""
 
 
 class Scores(NamedTuple):
@@ -61,35 +55,64 @@ class Scores(NamedTuple):
         """Whether cuDNN needs a mask: the key that stands for sinks is outside of every window."""
         return self.window is not None and self.sinks is not None
 
-    def allowed(
-        self,
-        implementation: Implementation,
-        head_dim: int,
-        *,
-        length: int = LEAST_SPLASH,
-        sharding: NamedSharding | None = None,
-    ) -> Implementation:
-        """Return the implementation, or the einsum if its kernels do not support these arguments.
-
-        Args:
-            implementation: return value of `choose`.
-            head_dim: columns of a head.
-            length: number of positions that the last query sees.
-            sharding: sharding of keys and values as a cache on a mesh; None: one device, or each
-                device calls the kernel for its own part.
-        """
-        if implementation in ("cudnn", "splash") and not _divides_heads_alike(sharding):
-            return "xla" if implementation == "cudnn" else "xla_tpu"
-        columns = head_dim if self.sinks is None else head_dim + cudnn.SINK_COLUMNS
-        if implementation == "cudnn":
-            return "cudnn" if self.cap is None and columns <= cudnn.MOST_COLUMNS else "xla"
-        if implementation == "splash":
-            is_plain = self.window is None and self.cap is None and self.sinks is None
-            return "splash" if is_plain and length >= LEAST_SPLASH else "xla_tpu"
-        return implementation
-
 
 PLAIN = Scores()
+
+
+class Kernels(NamedTuple):
+    """What decides which kernel computes attention, besides the arrays.
+
+    Attributes:
+        wanted: setting model.attention: auto, or xla: no kernels.
+        platform: platform that the program is compiled for.
+        sharding: sharding of keys and values as a cache [b g s e] on a mesh; None: one device, or
+            each device calls the kernel for its own part.
+    """
+
+    wanted: Literal["auto", "xla"] = "auto"
+    platform: Platform = "any"
+    sharding: NamedSharding | None = None
+
+    def select(
+        self, dtype: Any, head_dim: int, scores: Scores = PLAIN, length: int = LEAST_SPLASH
+    ) -> Implementation:
+        """Return the implementation of attention of whole sequences.
+
+        Args:
+            dtype: dtype of queries, keys and values.
+            head_dim: e.
+            scores: treatment of scores.
+            length: number of positions that the last query sees.
+        """
+        is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0
+        if self.wanted != "auto" or not is_narrow or not _divides_heads_alike(self.sharding):
+            return "xla"
+        has_sinks, is_capped = scores.sinks is not None, scores.cap is not None
+        if self.platform == "cuda" and not is_capped:
+            columns = head_dim + cudnn.SINK_COLUMNS * has_sinks
+            return "cudnn" if columns <= cudnn.MOST_COLUMNS else "xla"
+        if self.platform == "tpu" and not (is_capped or has_sinks or scores.window is not None):
+            return "splash" if head_dim >= 64 and length >= LEAST_SPLASH else "xla"
+        return "xla"
+
+
+NO_KERNELS = Kernels("xla")
+
+
+def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
+    """Return the mesh axes of rows and key/value heads of a cache [n g c e].
+
+    Raises:
+        ValueError: another axis of the cache is divided.
+    """
+    spec = () if sharding is None else tuple(sharding.spec)
+    rows, heads, *rest = (*spec, None, None)
+    if any(axis is not None for axis in rest):
+        raise ValueError(
+            f"attention kernels got a cache [slots, heads, columns, head_dim] sharded by {spec}; "
+            "only slots and heads can be divided"
+        )
+    return rows, heads
 
 
 def _divides_heads_alike(sharding: NamedSharding | None) -> bool:
@@ -182,8 +205,8 @@ def attend_causal(
     visible: Visible,
     *,
     scores: Scores = PLAIN,
-    implementation: Implementation = "xla",
-    sharding: NamedSharding | None = None,
+    kernels: Kernels = NO_KERNELS,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "b s g r e"]:
     """Return softmax attention of whole sequences; r queries of a group share a key/value head.
 
@@ -193,12 +216,11 @@ def attend_causal(
         q, k, v: q and k rotated.
         visible: return value of `causal` or `packed`.
         scores: treatment of scores; the einsum replaces kernels that do not support it.
-        implementation: return value of `choose`.
-        sharding: sharding of keys and values as a cache [b g s e] on a mesh; None: one device.
+        kernels: what decides the implementation.
+        implementation: an implementation that supports the arguments; None: `kernels.select`.
     """
-    implementation = scores.allowed(
-        implementation, q.shape[-1], length=q.shape[1], sharding=sharding
-    )
+    if implementation is None:
+        implementation = kernels.select(q.dtype, q.shape[-1], scores, q.shape[1])
     if implementation == "cudnn":
         if visible.segments is not None or scores.needs_mask:
             seen = visible.seen(scores.window)
@@ -211,36 +233,10 @@ def attend_causal(
         from tba_jax.models import splash
 
         if visible.prompts is not None:
-            return splash.attend_masked(q, k, v, visible.seen(), sharding)
+            return splash.attend_masked(q, k, v, visible.seen(), kernels.sharding)
         segments = visible.mask if visible.segments is None else visible.segments
-        return splash.attend_causal(q, k, v, segments, sharding)
-    bias = causal_bias(visible, scores.window)
-    return attend(q, k, v, bias, scores, heads_first=implementation != "xla_tpu")
-
-
-def choose(
-    wanted: Wanted,
-    platform: Platform,
-    dtype: Any,
-    head_dim: int,
-) -> Implementation:
-    """Return the implementation of attention for a program.
-
-    Args:
-        wanted: "xla", or "auto": cudnn on an NVIDIA GPU that supports it, splash on a TPU for
-            16-bit numbers and heads of at least 64 columns, else xla. On a TPU, xla becomes
-            xla_tpu.
-        platform: platform that the program is compiled for.
-        dtype: dtype of queries, keys and values.
-        head_dim: e.
-    """
-    is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    if wanted == "auto" and is_narrow and head_dim % 8 == 0:
-        if platform == "cuda" and head_dim <= cudnn.MOST_COLUMNS:
-            return "cudnn"
-        if platform == "tpu" and head_dim >= 64:
-            return "splash"
-    return "xla_tpu" if platform == "tpu" else "xla"
+        return splash.attend_causal(q, k, v, segments, kernels.sharding)
+    return attend(q, k, v, causal_bias(visible, scores.window), scores)
 
 
 def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "b s s"]:
@@ -254,8 +250,6 @@ def attend(
     v: Float[Array, "b c g e"],
     bias: Float32[Array, "b s c"],
     scores: Scores = PLAIN,
-    *,
-    heads_first: bool = True,
 ) -> Float[Array, "b s g r e"]:
     """Return softmax attention with any additive bias, by einsum.
 
@@ -263,13 +257,11 @@ def attend(
         q, k, v: q and k rotated.
         bias: added to scores.
         scores: cap and sinks of the scores; `bias` contains the window.
-        heads_first: whether to move the heads of queries to the front before the product. With
-            another order, XLA:CPU transposes the scores, the largest array. XLA:TPU chooses
-            layouts itself, and moves more data if an order is given.
     """
+    # Heads before queries: with another order, XLA:CPU transposes the scores, the largest array.
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    rows, axes = (jnp.transpose(q, (0, 2, 3, 1, 4)), "bgrse") if heads_first else (q, "bsgre")
-    products = jnp.einsum(f"{axes},bgce->bgrsc", rows, k, preferred_element_type=_wide(q))
+    rows, wide = jnp.transpose(q, (0, 2, 3, 1, 4)), jnp.promote_types(q.dtype, jnp.float32)
+    products = jnp.einsum("bgrse,bgce->bgrsc", rows, k, preferred_element_type=wide)
     found = capped(products * q.shape[-1] ** -0.5, scores.cap) + bias[:, None, None]
     if scores.sinks is None:
         weights = jax.nn.softmax(found, axis=-1)
@@ -277,13 +269,58 @@ def attend(
         sinks = scores.sinks.astype(found.dtype)[None, :, :, None, None]
         sinks = jnp.broadcast_to(sinks, (*found.shape[:-1], 1))
         weights = jax.nn.softmax(jnp.concatenate([found, sinks], axis=-1), axis=-1)[..., :-1]
-    out = jnp.einsum(f"bgrsc,bgce->{axes}", weights.astype(v.dtype), v).astype(q.dtype)
-    return jnp.transpose(out, (0, 3, 1, 2, 4)) if heads_first else out
+    out = jnp.einsum("bgrsc,bgce->bgrse", weights.astype(v.dtype), v).astype(q.dtype)
+    return jnp.transpose(out, (0, 3, 1, 2, 4))
 
 
-def _wide(x: Array) -> Any:
-    """Return the dtype for sums over an array: its own dtype, but at least float32."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+class Partial(NamedTuple):
+    """Unnormalised softmax over a set of positions, to be merged with that over another set.
+
+    Attributes:
+        out: float32 [*b e], sum of exp(score - most) * value.
+        most: float32 [*b 1], the largest score; very negative if nothing is visible.
+        total: float32 [*b 1], sum of exp(score - most).
+    """
+
+    out: Array
+    most: Array
+    total: Array
+
+
+def partial(scores: Array, values: Array, equation: str) -> Partial:
+    """Return the softmax over these scores; `out` has the axes of the equation."""
+    # The maximum cancels, so it needs no gradient.
+    most = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights.astype(values.dtype)
+    out = jnp.einsum(equation, weights, values, preferred_element_type=scores.dtype)
+    return Partial(out, most, total)
+
+
+def merge(old: Partial, new: Partial) -> Float[Array, "*b e"]:
+    """Return the normalised softmax over both sets of positions, without concatenation."""
+    most = jnp.maximum(old.most, new.most)
+    of_old, of_new = jnp.exp(old.most - most), jnp.exp(new.most - most)
+    total = old.total * of_old + new.total * of_new
+    return (old.out * of_old + new.out * of_new) / total
+
+
+def with_sinks(part: Partial, sinks: Float[Array, "*b"]) -> Partial:
+    """Return the softmax with one more score per head, which has no value (gpt-oss).
+
+    Args:
+        sinks: broadcast to `part.most`.
+    """
+    sinks = jnp.broadcast_to(sinks.astype(part.most.dtype), part.most.shape)
+    most = jax.lax.stop_gradient(jnp.maximum(part.most, sinks))
+    shrink = jnp.exp(part.most - most)
+    return Partial(part.out * shrink, most, part.total * shrink + jnp.exp(sinks - most))
+
+
+def capped(scores: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
+    """Return the scores, smoothly limited to [-cap, cap]; None: unchanged."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def attend_cached(
@@ -316,15 +353,14 @@ def attend_cached(
 
     recent = KVCache(write(recent.keys, k), write(recent.values, v))
     scaled = q * q.shape[-1] ** -0.5
-    old = _partial(scaled, history, jnp.asarray(history_length), index + 1, scores)
-    new = _partial(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)), 0, scores)
+    old = _over_cache(scaled, history, jnp.asarray(history_length), index + 1, scores)
+    new = _over_cache(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)), 0, scores)
     if scores.sinks is not None:
-        sinks = jnp.broadcast_to(scores.sinks.astype(jnp.float32)[None, :, :, None], new.most.shape)
-        new = with_sinks(new, sinks)
+        new = with_sinks(new, scores.sinks[None, :, :, None])
     return merge(old, new).astype(q.dtype), recent
 
 
-def _partial(
+def _over_cache(
     scaled: Float[Array, "n g r e"],
     cache: KVCache,
     length: Int[Array, " n"],
@@ -335,18 +371,11 @@ def _partial(
 
     `later` further positions follow; the last one is the position of the query.
     """
-    f32 = jnp.float32
     keys, values = cache
     column = jnp.arange(keys.shape[2])[None]
     seen = column < length[:, None]
     if scores.window is not None:
         seen = seen & (column >= length[:, None] + later - scores.window)
-    found = jnp.einsum("ngre,ngce->ngrc", scaled, keys, preferred_element_type=f32)
+    found = jnp.einsum("ngre,ngce->ngrc", scaled, keys, preferred_element_type=jnp.float32)
     found = capped(found, scores.cap) + jnp.where(seen, 0.0, MASKED)[:, None, None]
-    most = jnp.max(found, axis=-1, keepdims=True)
-    weights = jnp.exp(found - most)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum(
-        "ngrc,ngce->ngre", weights.astype(values.dtype), values, preferred_element_type=f32
-    )
-    return Partial(out, most, total)
+    return partial(found, values, "ngrc,ngce->ngre")

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models.partial_softmax import NO_TOKEN, capped
+from tba_jax.models.attention import NO_TOKEN, capped
 
 _Carry = TypeVar("_Carry")
 

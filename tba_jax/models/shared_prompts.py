@@ -13,21 +13,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from tba_jax.models import attention, delta
 from tba_jax.models.architecture import LayerKind
+from tba_jax.models.attention import capped, merge, partial, with_sinks
 from tba_jax.models.block import Rope
 from tba_jax.models.kv_cache import State
 from tba_jax.models.layer_loop import Remat, run_layers
-from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 from tba_jax.models.transformer import (
     Params,
     TransformerConfig,
-    choose_attention,
     embed,
     final_norm,
+    kernels_of,
     rotary,
     run_layer,
     scores_of,
@@ -81,10 +80,7 @@ def apply(
     after = prompt_lengths[:, None, None] + jnp.arange(t)[None, None]
     of_responses = jnp.broadcast_to(after, responses.shape)
 
-    kernels: Any = {
-        "implementation": choose_attention(config, compute_dtype, sharding),
-        "sharding": None if sharding is None else sharding.cache,
-    }
+    kernels = kernels_of(config, sharding)
     block: Any = {"config": config, "mesh": None if sharding is None else sharding.mesh}
 
     angles = rotary(of_prompts, config), rotary(of_responses, config)
@@ -105,7 +101,7 @@ def _layer_of(
     kind: LayerKind,
     visible: attention.Visible,
     angles: tuple[dict[LayerKind, Rope], dict[LayerKind, Rope]],
-    kernels: dict[str, Any],
+    kernels: attention.Kernels,
     block: dict[str, Any],
 ) -> Any:
     """Return the function of `run_layers` for layers of this kind.
@@ -113,12 +109,13 @@ def _layer_of(
     Args:
         visible: of the prompts.
         angles: rotary angles of prompts and responses.
-        kernels, block: keyword arguments of attention and of `run_layer`.
+        kernels: what decides the implementation of attention.
+        block: keyword arguments of `run_layer`.
     """
 
     def keep(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Seen]:
         scores = scores_of(kind, block["config"], sinks)
-        out = attention.attend_causal(q, k, v, visible, scores=scores, **kernels)
+        out = attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels)
         return out, Seen(k, v, visible.mask)
 
     def layer(streams: tuple[Array, Array], layer_params: Params) -> tuple[Array, Array]:
@@ -128,7 +125,7 @@ def _layer_of(
 
         def look(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
             scores = scores_of(kind, block["config"], sinks)
-            return attend_after(q, k, v, seen, scores=scores, **kernels), None
+            return attend_after(q, k, v, seen, scores=scores, kernels=kernels), None
 
         then = functools.partial(_mix_after, state=seen) if kind == "delta" else look
         response, _ = run_layer(layer_params, response, angles[1][kind], then, **block)
@@ -158,8 +155,8 @@ def attend_after(
     seen: Seen,
     *,
     scores: attention.Scores = attention.PLAIN,
-    implementation: attention.Implementation = "xla",
-    sharding: NamedSharding | None = None,
+    kernels: attention.Kernels = attention.NO_KERNELS,
+    implementation: attention.Implementation | None = None,
 ) -> Float[Array, "b c t g r e"]:
     """Return softmax attention of responses to their prompt and, causally, to themselves.
 
@@ -169,20 +166,20 @@ def attend_after(
         q, k, v: queries, keys and values of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
         scores: as in `attention.attend_causal`.
+        kernels: what decides the implementation.
         implementation: xla: two parts, without repetition; splash: one mask, without
-            repetition; cudnn: one row per response.
-        sharding: sharding of keys and values as a cache [b g x e] on a mesh; None: one device.
+            repetition; cudnn: one row per response; None: `kernels.select`.
     """
-    length = seen.keys.shape[1] + q.shape[2]
-    implementation = scores.allowed(implementation, q.shape[-1], length=length, sharding=sharding)
+    if implementation is None:
+        length = seen.keys.shape[1] + q.shape[2]
+        implementation = kernels.select(q.dtype, q.shape[-1], scores, length)
     if implementation == "splash":
         from tba_jax.models import splash  # the import takes a third of a second
 
-        return splash.attend_after(q, k, v, *seen, sharding)
+        return splash.attend_after(q, k, v, *seen, kernels.sharding)
     if implementation == "cudnn":
         return _attend_in_rows(q, k, v, seen, scores, implementation)
-    in_parts = _in_parts if implementation == "xla_tpu" else _in_parts_of_rows
-    return in_parts(q, k, v, seen, scores)
+    return _in_parts(q, k, v, seen, scores)
 
 
 def _in_parts(
@@ -192,37 +189,7 @@ def _in_parts(
     seen: Seen,
     scores: attention.Scores = attention.PLAIN,
 ) -> Float[Array, "b c t g r e"]:
-    """Attend to prompts and responses by einsum; for TPU, where XLA chooses the order of axes."""
-    t, scale = q.shape[2], q.shape[-1] ** -0.5
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    before = jnp.einsum("bctgre,bxge->bgrctx", q, seen.keys, preferred_element_type=wide)
-    padding = jnp.where(seen.mask, 0.0, attention.MASKED)[:, None, None, None, None]
-    own = jnp.einsum("bctgre,bcuge->bcgrtu", q, k, preferred_element_type=wide)
-    before = capped(before * scale, scores.cap) + padding
-    if scores.window is not None:
-        near = _near_prompt(t, seen.mask.shape[1], scores.window)
-        before = before + near[None, None, None, None]
-    own = capped(own * scale, scores.cap) + _later(t, scores)[None, None, None, None]
-    to_prompt = _partial(before, seen.values, "bgrctx,bxge->bctgre")
-    to_own = _partial(own, v, "bcgrtu,bcuge->bctgre")
-
-    def to_rows(part: Partial, axes: tuple[int, ...]) -> Partial:
-        return Partial(part.out, part.most.transpose(axes), part.total.transpose(axes))
-
-    to_own = to_rows(to_own, (0, 1, 4, 2, 3, 5))
-    if scores.sinks is not None:
-        to_own = _with_sinks(to_own, scores.sinks[None, None, None, :, :, None])
-    return merge(to_rows(to_prompt, (0, 3, 4, 1, 2, 5)), to_own).astype(q.dtype)
-
-
-def _in_parts_of_rows(
-    q: Float[Array, "b c t g r e"],
-    k: Float[Array, "b c t g e"],
-    v: Float[Array, "b c t g e"],
-    seen: Seen,
-    scores: attention.Scores = attention.PLAIN,
-) -> Float[Array, "b c t g r e"]:
-    """Attend by einsum with the order of axes that is fastest on CPU."""
+    """Attend to prompts and responses by einsum, without repetition of the prompts."""
     (b, c, t, g, r, e), x = q.shape, seen.mask.shape[1]
     scale = e**-0.5
     # The queries of all responses are the rows of one product with the prompt's keys, with batch
@@ -233,16 +200,16 @@ def _in_parts_of_rows(
     if scores.window is not None:
         near = _near_prompt(t, x, scores.window)[None, None, None]
         before = (before.reshape(b, g, r * c, t, x) + near).reshape(b, g, r * c * t, x)
-    to_prompt = _partial(before, jnp.swapaxes(seen.values, 1, 2), "bgnx,bgxe->bgne")
+    to_prompt = partial(before, jnp.swapaxes(seen.values, 1, 2), "bgnx,bgxe->bgne")
     own = _products(
         jnp.transpose(q, (0, 1, 3, 4, 2, 5)).reshape(b * c, g, r * t, e), _flat(k)
     ).reshape(b * c, g, r, t, t)
     own = capped(own * scale, scores.cap) + _later(t, scores)[None, None, None]
     own = own.reshape(b * c, g, r * t, t)
-    to_own = _partial(own, jnp.swapaxes(_flat(v), 1, 2), "bgnx,bgxe->bgne")
+    to_own = partial(own, jnp.swapaxes(_flat(v), 1, 2), "bgnx,bgxe->bgne")
     to_own = jax.tree.map(lambda y: y.reshape(b, c, g, r, t, -1), to_own)
     if scores.sinks is not None:
-        to_own = _with_sinks(to_own, scores.sinks[None, None, :, :, None, None])
+        to_own = with_sinks(to_own, scores.sinks[None, None, :, :, None, None])
     out = merge(
         jax.tree.map(lambda y: y.reshape(b, g, r, c, t, -1).transpose(0, 3, 1, 2, 4, 5), to_prompt),
         to_own,
@@ -263,10 +230,6 @@ def _near_prompt(t: int, x: int, window: int) -> Float[Array, "t x"]:
     """Return the mask bias of a response's queries for the keys of its left-padded prompt."""
     distance = jnp.arange(t)[:, None] + x - jnp.arange(x)[None, :]
     return jnp.where(distance < window, 0.0, attention.MASKED)
-
-
-def _with_sinks(part: Partial, sinks: Array) -> Partial:
-    return with_sinks(part, jnp.broadcast_to(sinks.astype(part.most.dtype), part.most.shape))
 
 
 def _flat(x: Float[Array, "b c t g e"]) -> Float[Array, "bc t g e"]:
@@ -307,14 +270,3 @@ def _attend_in_rows(
     rows = after(nothing, q), after(seen.keys, k), after(seen.values, v)
     out = attention.attend_causal(*rows, visible, scores=scores, implementation=implementation)
     return out[:, x:].reshape(q.shape)
-
-
-def _partial(scores: Array, values: Array, equation: str) -> Partial:
-    """Return the softmax over these scores; `out` has the axes of the equation."""
-    # The maximum cancels, so it needs no gradient.
-    most = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - most)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights.astype(values.dtype)
-    out = jnp.einsum(equation, weights, values, preferred_element_type=scores.dtype)
-    return Partial(out, most, total)

@@ -10,6 +10,7 @@ devices it runs interpreted: correct and very slow.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
+from tba_jax.models.attention import cache_axes
 
 _LANES = 128  # lanes of a vector register; splash needs blocks of multiples of this number
 # Maximum queries and keys per block. With a mask of pairs it is smaller: sequences of a packed row
@@ -87,7 +88,7 @@ def attend_after(
     rows, heads = cache_axes(sharding)
     responses, prompts = PartitionSpec(rows, None, None, heads), PartitionSpec(rows, None, heads)
     specs = responses, responses, responses, prompts, prompts, PartitionSpec(rows)
-    run = per_shard(_splash_after, sharding, specs, responses)
+    run = _per_shard(_splash_after, sharding, specs, responses)
     return run(q, k, v, keys, values, valid)
 
 
@@ -97,7 +98,31 @@ def _of_rows(
     """Return function(q, k, v, visibility of rows), applied per device to its rows and heads."""
     rows, heads = cache_axes(sharding)
     of_rows = PartitionSpec(rows, None, heads)
-    return per_shard(function, sharding, (of_rows, of_rows, of_rows, PartitionSpec(rows)), of_rows)
+    return _per_shard(function, sharding, (of_rows, of_rows, of_rows, PartitionSpec(rows)), of_rows)
+
+
+def _per_shard(
+    function: Callable[..., Any], sharding: NamedSharding | None, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Return a function that applies `function` to the part of each device.
+
+    The compiler cannot divide a kernel. Only rows and key/value heads are ever divided, so that a
+    kernel needs no data of another device.
+    """
+    if sharding is None:
+        return function
+    return jax.shard_map(
+        function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def _tpu_or_interpreter(function: Callable[..., Any], *args: Array) -> Any:
+    """Return function(*args, interpret=...): compiled on TPU, interpreted on other platforms."""
+    return jax.lax.platform_dependent(
+        *args,
+        tpu=functools.partial(function, interpret=False),
+        default=functools.partial(function, interpret=True),
+    )
 
 
 def _splash_causal(
@@ -211,7 +236,7 @@ def _splash_rows(
         return jax.vmap(row)(q, k, v, *segments)
 
     heads = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    return jnp.swapaxes(tpu_or_interpreter(run, *heads, *segments), 1, 2)
+    return jnp.swapaxes(_tpu_or_interpreter(run, *heads, *segments), 1, 2)
 
 
 def _splash_pairs(
@@ -239,7 +264,7 @@ def _splash_pairs(
         return jax.vmap(row)(q, k, v, seen)
 
     rows = (jnp.swapaxes(_padded(x, size), 1, 2) for x in (_rows_of_heads(q), k, v))
-    out = jnp.swapaxes(tpu_or_interpreter(run, *rows, seen), 1, 2)
+    out = jnp.swapaxes(_tpu_or_interpreter(run, *rows, seen), 1, 2)
     return out[:, :s].reshape(q.shape)
 
 

@@ -29,7 +29,6 @@ from tba_jax.models.architecture import (
 from tba_jax.models.block import AXES, Attend, Block, Rope, leaf_axes, norm
 from tba_jax.models.config import MATRICES
 from tba_jax.models.layer_loop import Remat, run_layers
-from tba_jax.models.partial_softmax import NO_TOKEN, capped
 
 Params = Mapping[str, Any]
 
@@ -145,22 +144,13 @@ def apply(
         visible = attention.causal(mask)
     if visible.prompts is not None:
         visible = visible._replace(positions=positions)
-    implementation = choose_attention(config, compute_dtype, sharding)
-    cache, mesh = (None, None) if sharding is None else (sharding.cache, sharding.mesh)
+    kernels, mesh = kernels_of(config, sharding), None if sharding is None else sharding.mesh
     angles = rotary(positions, config)
 
     def layer_of(kind: LayerKind) -> Any:
         def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
-            out = attention.attend_causal(
-                q,
-                k,
-                v,
-                visible,
-                scores=scores_of(kind, config, sinks),
-                implementation=implementation,
-                sharding=cache,
-            )
-            return out, None
+            scores = scores_of(kind, config, sinks)
+            return attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels), None
 
         def mix(x: delta.Inputs) -> tuple[Array, None]:
             return delta.mix(x, visible)[0], None
@@ -194,12 +184,11 @@ def scores_of(
     return attention.Scores(window, config.attention_cap, sinks)
 
 
-def choose_attention(
-    config: TransformerConfig, compute_dtype: Any, sharding: Any
-) -> attention.Implementation:
-    """Return the attention implementation for whole sequences; arguments as in `apply`."""
-    platform = "any" if sharding is None else sharding.platform
-    return attention.choose(config.attention, platform, compute_dtype, config.head_dim)
+def kernels_of(config: TransformerConfig, sharding: Any) -> attention.Kernels:
+    """Return what decides the implementation of attention; arguments as in `apply`."""
+    if sharding is None:
+        return attention.Kernels(config.attention)
+    return attention.Kernels(config.attention, sharding.platform, sharding.cache)
 
 
 def embed(
@@ -288,10 +277,10 @@ def unembed(
         params[config.output_table].astype(compute_dtype),
         preferred_element_type=jnp.float32,
     )
-    logits = capped(logits, config.logits_cap)
+    logits = attention.capped(logits, config.logits_cap)
     if not config.num_tokens:
         return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < config.num_tokens, logits, NO_TOKEN)
+    return jnp.where(jnp.arange(logits.shape[-1]) < config.num_tokens, logits, attention.NO_TOKEN)
 
 
 def unstack_layers(params: Params, config: TransformerConfig) -> Params:

@@ -66,13 +66,13 @@ def step_bytes(
         width = k * mesh.expert * (width + model_config.hidden_size)
     inner = 4 * size * width * tokens
     scores = 2 * 4 * model_config.num_heads * pairs / mesh.model
-    chosen = attention.choose(config.model.attention, platform, dtype, model_config.head_dim)
     sinks = jnp.zeros(()) if model_config.sinks else None
     of_scores = [scores_of(kind, model_config, sinks) for kind in model_config.pattern]
     # A mesh that keeps key/value heads whole does not divide flash attention.
     is_divided = model_config.num_kv_heads % mesh.model == 0
     length = row or x + t
-    found = {y.allowed(chosen, model_config.head_dim, length=length) for y in of_scores}
+    kernels = attention.Kernels(config.model.attention, platform)
+    found = {kernels.select(dtype, model_config.head_dim, y, length) for y in of_scores}
     if is_divided and found in ({"splash"}, {"cudnn"}):
         has_mask = row or any(x.needs_mask for x in of_scores)
         scores = 2 * size * responses * length**2 if has_mask else 0.0

@@ -70,13 +70,6 @@ def compiled(implementation):
     return jax.jit(run), jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
 
-@pytest.fixture
-def splash_of_any_length(monkeypatch):
-    """Splash attention, interpreted, for sequences of any length."""
-    monkeypatch.setattr(attention, "LEAST_SPLASH", 1)
-
-
-@pytest.mark.usefixtures("splash_of_any_length")
 @pytest.mark.parametrize("implementation", ["xla", "splash"])
 def test_sequences_of_a_packed_row_do_not_see_one_another(implementation):
     q, k, v = sequences()
@@ -134,8 +127,7 @@ def test_a_mask_of_pairs_is_what_the_einsum_sees(shares, has_sinks, window):
 
 
 @DTYPES
-@pytest.mark.usefixtures("splash_of_any_length")
-@pytest.mark.parametrize("implementation", ["xla", "xla_tpu", "splash"])
+@pytest.mark.parametrize("implementation", ["xla", "splash"])
 def test_each_implementation_is_softmax_attention_of_what_is_visible(dtype, implementation):
     """Splash is interpreted here; test_splash compiles it."""
     q, k, v = sequences(dtype)
@@ -150,7 +142,6 @@ def test_each_implementation_is_softmax_attention_of_what_is_visible(dtype, impl
             assert_close_where_valid(one, other)
 
 
-@pytest.mark.usefixtures("splash_of_any_length")
 def test_padding_is_never_read_and_comes_out_finite():
     q, k, v = sequences()
     padded = ~MASK[:, :, None, None]
@@ -223,51 +214,39 @@ def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded, size, ha
         np.testing.assert_allclose(one[mask], other[mask], atol=6e-2, rtol=4e-2)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "on_cuda", "on_tpu"),
-    [
-        (jnp.bfloat16, 64, "cudnn", "splash"),
-        (jnp.float16, 128, "cudnn", "splash"),
-        (jnp.float32, 64, "xla", "xla_tpu"),
-        (jnp.bfloat16, 12, "xla", "xla_tpu"),
-        (jnp.bfloat16, 32, "cudnn", "xla_tpu"),
-        (jnp.bfloat16, 256, "xla", "splash"),
-    ],
-)
-def test_auto_is_flash_attention_where_the_platform_has_it(dtype, head_dim, on_cuda, on_tpu):
-    assert attention.choose("auto", "cuda", dtype, head_dim) == on_cuda
-    assert attention.choose("auto", "tpu", dtype, head_dim) == on_tpu
-    assert attention.choose("xla", "tpu", dtype, head_dim) == "xla_tpu"
-    for platform in ("any", "cpu", "rocm"):
-        assert attention.choose("auto", platform, dtype, head_dim) == "xla"
-
-
-def test_kernels_get_only_what_they_support():
-    """Scores, head sizes, sequences of two blocks at least, and meshes that divide all heads."""
-    sinks, plain = jnp.asarray(SINKS), attention.PLAIN
-    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
-    divided, whole = (
-        {"sharding": NamedSharding(mesh, PartitionSpec(None, x))} for x in ("model", None)
-    )
-    for name, scores, head_dim, options, wanted in (
-        ("cudnn", plain, 128, {}, "cudnn"),
-        ("cudnn", attention.Scores(4), 128, {}, "cudnn"),
-        ("cudnn", attention.Scores(4, sinks=sinks), 120, {}, "cudnn"),
-        ("cudnn", attention.Scores(4, sinks=sinks), 128, {}, "xla"),
-        ("cudnn", attention.Scores(cap=30.0), 64, {}, "xla"),
-        ("splash", plain, 256, {}, "splash"),
-        ("splash", attention.Scores(sinks=sinks), 64, {}, "xla_tpu"),
-        ("xla", attention.Scores(4), 64, {}, "xla"),
-        ("splash", plain, 64, {"length": 255}, "xla_tpu"),
-        ("splash", plain, 64, {"length": 256}, "splash"),
-        ("cudnn", plain, 64, {"length": 1}, "cudnn"),
-        ("splash", plain, 64, divided, "splash"),
-        ("cudnn", plain, 64, divided, "cudnn"),
+def test_kernels_are_selected_where_they_support_the_arguments():
+    """Platforms, dtypes, head sizes, scores, two blocks at least, and meshes that divide heads."""
+    sinks, mesh = jnp.asarray(SINKS), Mesh(np.array(jax.devices()[:4]), ("model",))
+    divided, whole = (NamedSharding(mesh, PartitionSpec(None, x)) for x in ("model", None))
+    cuda, tpu = attention.Kernels("auto", "cuda"), attention.Kernels("auto", "tpu")
+    low, plain, scores = jnp.bfloat16, attention.PLAIN, attention.Scores
+    for kernels, dtype, head_dim, wanted, *options in (
+        (cuda, low, 64, "cudnn"),
+        (tpu, low, 64, "splash"),
+        (cuda, jnp.float16, 128, "cudnn"),
+        (cuda, jnp.float32, 64, "xla"),
+        (tpu, jnp.float32, 64, "xla"),
+        (cuda, low, 12, "xla"),
+        (tpu, low, 32, "xla"),
+        (cuda, low, 256, "xla"),
+        (tpu, low, 256, "splash"),
+        *((attention.Kernels("auto", x), low, 64, "xla") for x in ("any", "cpu", "rocm")),
+        *((attention.Kernels("xla", x), low, 64, "xla") for x in ("cuda", "tpu")),
+        (cuda, low, 128, "cudnn", scores(4)),
+        (cuda, low, 120, "cudnn", scores(4, sinks=sinks)),
+        (cuda, low, 128, "xla", scores(4, sinks=sinks)),
+        (cuda, low, 64, "xla", scores(cap=30.0)),
+        (tpu, low, 64, "xla", scores(sinks=sinks)),
+        (tpu, low, 64, "xla", plain, 255),
+        (tpu, low, 64, "splash", plain, 256),
+        (cuda, low, 64, "cudnn", plain, 1),
+        (tpu._replace(sharding=divided), low, 64, "splash"),
+        (cuda._replace(sharding=divided), low, 64, "cudnn"),
         # Each device would compute all heads, or the program be refused.
-        ("splash", plain, 64, whole, "xla_tpu"),
-        ("cudnn", plain, 64, whole, "xla"),
+        (tpu._replace(sharding=whole), low, 64, "xla"),
+        (cuda._replace(sharding=whole), low, 64, "xla"),
     ):
-        assert scores.allowed(name, head_dim, **options) == wanted
+        assert kernels.select(dtype, head_dim, *options) == wanted
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")

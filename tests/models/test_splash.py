@@ -20,12 +20,6 @@ from tba_jax.planning import chips
 G, R = 2, 2
 
 
-@pytest.fixture(autouse=True)
-def any_length(monkeypatch):
-    """Splash attention, interpreted, for sequences of any length."""
-    monkeypatch.setattr(attention, "LEAST_SPLASH", 1)
-
-
 def arrays(*shapes):
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
