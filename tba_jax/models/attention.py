@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
 from tba_jax.models import cudnn_attention as cudnn
-from tba_jax.models.kv_cache import KVCache
+from tba_jax.models.kv_cache import KVCache, cache_axes
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 NO_TOKEN = -1e15
@@ -97,22 +97,6 @@ class Kernels(NamedTuple):
 
 
 NO_KERNELS = Kernels("xla")
-
-
-def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
-    """Return the mesh axes of rows and key/value heads of a cache [n g c e].
-
-    Raises:
-        ValueError: another axis of the cache is divided.
-    """
-    spec = () if sharding is None else tuple(sharding.spec)
-    rows, heads, *rest = (*spec, None, None)
-    if any(axis is not None for axis in rest):
-        raise ValueError(
-            f"attention kernels got a cache [slots, heads, columns, head_dim] sharded by {spec}; "
-            "only slots and heads can be divided"
-        )
-    return rows, heads
 
 
 def _divides_heads_alike(sharding: NamedSharding | None) -> bool:

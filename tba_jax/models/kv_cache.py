@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from tba_jax.models.architecture import TransformerConfig
@@ -68,3 +69,19 @@ def abstract_layers(
 def of_attention(caches: Sequence[LayerCache]) -> KVCache:
     """Return the cache of the first layer with keys and values."""
     return next(cache for cache in caches if isinstance(cache, KVCache))
+
+
+def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
+    """Return the mesh axes of rows and key/value heads of a cache [n g c e].
+
+    Raises:
+        ValueError: another axis of the cache is divided.
+    """
+    spec = () if sharding is None else tuple(sharding.spec)
+    rows, heads, *rest = (*spec, None, None)
+    if any(axis is not None for axis in rest):
+        raise ValueError(
+            f"attention kernels got a cache [slots, heads, columns, head_dim] sharded by {spec}; "
+            "only slots and heads can be divided"
+        )
+    return rows, heads

@@ -26,7 +26,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models.attention import cache_axes
+from tba_jax.models.kv_cache import cache_axes
 
 _LANES = 128  # lanes of a vector register; splash needs blocks of multiples of this number
 # Maximum queries and keys per block. With a mask of pairs it is smaller: sequences of a packed row
