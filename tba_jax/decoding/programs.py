@@ -212,40 +212,19 @@ def run_chunk(
         is_truncated: at least one slot uses top-p or top-k.
         cache_sharding: sharding of the KV cache on a mesh.
     """
-    n, stop_ids, start = len(slots.last), jnp.asarray(slots.stop_ids), jnp.asarray(slots.length)
+    stop_ids, start = jnp.asarray(slots.stop_ids), jnp.asarray(slots.length)
     steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
     ropes = transformer.rotary(start[None] + steps, config)
     bits = random_bits(slots.keys, slots.count, num_steps)
-    is_new = attention.causal(jnp.ones((n, 1), bool), is_right_padded=True)
 
     def body(carry: _Carry) -> _Carry:
         step, is_live = carry.step, carry.is_live
-
-        def attend(
-            q: Array, k: Array, v: Array, sinks: Array | None, layer: int
-        ) -> tuple[Array, KVCache]:
-            scores = transformer.scores_of(config.layer_kinds[layer], config, sinks)
-            caches: Any = {"history": history[layer], "recent": carry.recent[layer]}
-            return attention.attend_cached(
-                q, k, v, **caches, history_length=start, index=step, scores=scores
-            )
-
-        def mix(x: delta.Inputs, layer: int) -> tuple[Array, State]:
-            columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
-            before = cast("State", carry.recent[layer])
-            out, state = delta.mix(x._replace(**columns), is_new, before)
-
-            def of_live(old: Array, new: Array) -> Array:
-                # Slots whose response has ended keep their state.
-                return jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-            return out[:, 0], jax.tree.map(of_live, before, state)
-
         x = transformer.embed(
             weights, carry.last, start + step, config=config, compute_dtype=compute_dtype
         )
         at_step = jax.tree.map(lambda x: x[step], ropes)
-        x, recent = _run_layers(weights, x, at_step, attend, mix, config, cache_sharding)
+        uses = _over_caches(history, start, carry, config)
+        x, recent = _run_layers(weights, x, at_step, *uses, config, cache_sharding)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         logits = _mask_stops(logits, stop_ids, carry.count < slots.min_new_tokens)
@@ -265,8 +244,63 @@ def run_chunk(
             recent=recent,
         )
 
-    empty = kv_cache.empty_layers(config, n, num_steps, kv_cache.of_attention(history).keys.dtype)
-    first = _Carry(
+    first = _first_carry(history, slots, num_steps, pad_id, config)
+    last = jax.lax.while_loop(
+        lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live), body, first
+    )
+
+    return last.tokens, last.logprobs, _appended(history, last.recent, start)
+
+
+def _over_caches(
+    history: tuple[LayerCache, ...],
+    lengths: Int[Array, " n"],
+    carry: _Carry,
+    config: TransformerConfig,
+) -> tuple[Callable[..., tuple[Array, KVCache]], Callable[..., tuple[Array, State]]]:
+    """Return attention and delta rule of one token per slot, as `_run_layers` calls them.
+
+    Args:
+        history: caches before the chunk.
+        lengths: number of tokens of each slot in them.
+        carry: caches of the chunk.
+    """
+    is_new = attention.causal(jnp.ones((len(carry.last), 1), bool), is_right_padded=True)
+
+    def attend(
+        q: Array, k: Array, v: Array, sinks: Array | None, layer: int
+    ) -> tuple[Array, KVCache]:
+        scores = transformer.scores_of(config.layer_kinds[layer], config, sinks)
+        caches: Any = {"history": history[layer], "recent": carry.recent[layer]}
+        return attention.attend_cached(
+            q, k, v, **caches, history_length=lengths, index=carry.step, scores=scores
+        )
+
+    def mix(x: delta.Inputs, layer: int) -> tuple[Array, State]:
+        columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
+        before = cast("State", carry.recent[layer])
+        out, state = delta.mix(x._replace(**columns), is_new, before)
+
+        def of_live(old: Array, new: Array) -> Array:
+            # Slots whose response has ended keep their state.
+            return jnp.where(carry.is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        return out[:, 0], jax.tree.map(of_live, before, state)
+
+    return attend, mix
+
+
+def _first_carry(
+    history: tuple[LayerCache, ...],
+    slots: Slots,
+    num_steps: int,
+    pad_id: int,
+    config: TransformerConfig,
+) -> _Carry:
+    """Return the carry with empty keys and values, and with the states of the history."""
+    n, dtype = len(slots.last), kv_cache.of_attention(history).keys.dtype
+    empty = kv_cache.empty_layers(config, n, num_steps, dtype)
+    return _Carry(
         step=jnp.int32(0),
         last=jnp.asarray(slots.last),
         count=jnp.asarray(slots.count),
@@ -277,22 +311,24 @@ def run_chunk(
             old if isinstance(old, State) else new for old, new in zip(history, empty, strict=True)
         ),
     )
-    last = jax.lax.while_loop(
-        lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live), body, first
-    )
+
+
+def _appended(
+    history: tuple[LayerCache, ...], recent: tuple[LayerCache, ...], lengths: Int[Array, " n"]
+) -> tuple[LayerCache, ...]:
+    """Append the columns of a chunk to the history of each slot, and replace its states."""
 
     @jax.vmap
-    def append(old: Array, new: Array, at: Array) -> Array:
+    def write(old: Array, new: Array, at: Array) -> Array:
         # Finished slots are written, too, but never read.
         return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
 
-    history = tuple(
-        new
-        if isinstance(old, State)
-        else jax.tree.map(lambda old, new: append(old, new, start), old, new)
-        for old, new in zip(history, last.recent, strict=True)
-    )
-    return last.tokens, last.logprobs, history
+    def of_layer(old: LayerCache, new: LayerCache) -> LayerCache:
+        if isinstance(old, State):
+            return new
+        return jax.tree.map(lambda old, new: write(old, new, lengths), old, new)
+
+    return tuple(map(of_layer, history, recent))
 
 
 def _run_layers(
