@@ -197,8 +197,8 @@ def _trl(args: argparse.Namespace, folder: Path, learning_rate: float, seed: int
         "learning_rate": learning_rate,
         "warmup_steps": _WARMUP_STEPS,
         **_WORKLOADS[args.config],
-        "problems": [problem(*task.train_problem(int(i))) for i in chosen],
-        "held_out": [problem(*task.eval_problem(i)) for i in range(args.num_held_out)],
+        "problems": [problem(*task.problem("train", int(i))) for i in chosen],
+        "held_out": [problem(*task.problem("eval", i)) for i in range(args.num_held_out)],
         "log": str(folder / "log.jsonl"),
     }
     (folder / "job.json").write_text(json.dumps(job))

@@ -8,7 +8,7 @@ from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import LEARNED, check_reward
 from tba_jax.settings import check_all, need
-from tba_jax.tasks.registry import entry_of
+from tba_jax.tasks.registry import task_class
 
 
 def validate(config: Config) -> None:
@@ -48,7 +48,7 @@ def _groups(config: Config) -> None:
 def _buffer(config: Config) -> None:
     """Refuse a buffer too small for a batch with one response per prompt."""
     batch = config.batch.num_prompts
-    least = 1 if entry_of(config.task.name).has_one_prompt else batch
+    least = 1 if task_class(config.task.name).has_one_prompt else batch
     # A token of a response has an ID and a log-prob, a token of a prompt an ID and about 4 letters.
     payload = 8 * (config.search.max_new_tokens + config.task.max_prompt_tokens)
     wanted = least * (PROMPT_OVERHEAD_BYTES + RESPONSE_OVERHEAD_BYTES + payload)
@@ -143,7 +143,7 @@ def _start_data(config: Config) -> None:
 
 def _reward(config: Config) -> None:
     """Refuse a config without a reward."""
-    check_reward(config, entry_of(config.task.name).task.reward, config.task.name)
+    check_reward(config, task_class(config.task.name).reward, config.task.name)
 
 
 def _reward_weights(config: Config) -> None:

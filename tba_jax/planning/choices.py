@@ -182,7 +182,7 @@ def with_lengths(config: Config) -> tuple[Config, str]:
         chat=task_settings.chat,
         columns=task_settings.columns,
     )
-    size = task.train_size()
+    size = task.size("train")
     model = describe_model(config, with_weights=False)
     tokenizer = model.load_tokenizer()
     step = max(1, size // _LOOKED_AT)

@@ -19,7 +19,7 @@ from tba_jax.models.hf import config_json, folders
 from tba_jax.models.transformer import abstract_params
 from tba_jax.planning.estimates import shard_bytes
 from tba_jax.rewards.kinds import reward_models
-from tba_jax.tasks.registry import entry_of
+from tba_jax.tasks.registry import task_class
 
 _EMBEDDER = "sentence embedder"  # on the trainer's first device
 
@@ -42,9 +42,9 @@ def _preset_models() -> dict[str, Any]:
 
 def judge_paths(config: Config) -> dict[str, str]:
     """Return role -> model folder or hub ID of every model that computes rewards or metrics."""
-    task = entry_of(config.task.name)
+    task = task_class(config.task.name)
     named = {
-        **reward_models(config, task.task.reward),
+        **reward_models(config, task.reward),
         "gold reward model": config.eval.gold_model,
         _EMBEDDER: config.eval.embedding_path if "attacks" in task.metrics else "",
     }

@@ -61,7 +61,7 @@ from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.searcher import Searcher
 from tba_jax.search.start_data import load_start_tickets
 from tba_jax.storage.steps import delete_own
-from tba_jax.tasks.registry import entry_of
+from tba_jax.tasks.registry import task_class
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import TrainState, make_init_state
 from tba_jax.train.step import make_reference_pass, make_train_step
@@ -184,8 +184,8 @@ def _check_prompts(shared: Shared, progress: ProgressDisplay) -> None:
         ValueError: prompts are too long, or cannot be read.
     """
     task = shared.task
-    if not entry_of(shared.config.task.name).makes_problems and shared.cluster.is_primary:
-        progress.phase(f"checking {task.train_size():,} prompts")
+    if not task_class(shared.config.task.name).makes_problems and shared.cluster.is_primary:
+        progress.phase(f"checking {task.size('train'):,} prompts")
         for line in make_reader(shared.config, task, shared.tokenizer).check_all():
             progress.note(line)
 

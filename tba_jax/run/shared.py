@@ -65,7 +65,7 @@ from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer, make_start_program
 from tba_jax.serving.vllm import InferenceServer, ServerDecoder
 from tba_jax.tasks.mixture import Mixture
-from tba_jax.tasks.registry import Task
+from tba_jax.tasks.task import Task
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 from tba_jax.weights.memory import OnDevices
 from tba_jax.weights.publication import Published, make_publish_program
@@ -241,7 +241,7 @@ def open_shared(
     task = make_task(config)
     # Read the data before the model, which may take minutes to load: unreadable data ends the run.
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
-    note(f"{task.name}: {task.train_size():,} prompts{sets}, {task.eval_size():,} held out")
+    note(f"{task.name}: {task.size('train'):,} prompts{sets}, {task.size('eval'):,} held out")
     model = describe_model(config)
     policy, tokenizer = policy_config(config, model.config), model.load_tokenizer()
     rewards, logs = Rewards(), folder / "logs"

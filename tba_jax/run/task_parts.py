@@ -54,7 +54,8 @@ from tba_jax.serving.protocol import Served
 from tba_jax.serving.vllm import InferenceServer
 from tba_jax.settings import ConfigError
 from tba_jax.tasks.mixture import Mixture
-from tba_jax.tasks.registry import Task, entry_of, get_task
+from tba_jax.tasks.registry import get_task, task_class
+from tba_jax.tasks.task import Task
 
 TASK_METRICS = {"attacks": make_attack_metrics}
 """Factory of the metric function for each name in a task's entry."""
@@ -79,7 +80,7 @@ def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReade
 
 def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
     """Return prompt text and columns of the first held-out row; a chat is the column `prompt`."""
-    prompt, columns = task.eval_problem(0)
+    prompt, columns = task.problem("eval", 0)
     return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
 
 
@@ -149,7 +150,7 @@ def make_gold(
                 "package.module:function"
             )
         return None
-    if "answer" not in task.eval_problem(0)[1]:
+    if "answer" not in task.problem("eval", 0)[1]:
         raise ValueError(
             f"{config.eval.gold} judges the win rate over reference responses, which are the "
             f"column `answer` of a prompt, and task {task.name} has no such column; add it to the "
@@ -165,7 +166,7 @@ def make_gold(
 
 def reward_functions(config: Config) -> list[str]:
     """Return the names of the reward functions and of the function that judges."""
-    own = "" if config.reward.model_path else entry_of(config.task.name).task.reward
+    own = "" if config.reward.model_path else task_class(config.task.name).reward
     named = config.task.reward or own
     if named in LEARNED:
         return []
@@ -236,7 +237,7 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
             f"task.environment = {environments.name!r} has no get_reward(), and no other reward is "
             "set. Add the method, or set --config.task.reward=my_rewards.py:score"
         )
-    is_chat = not environments.is_agent and isinstance(task.eval_problem(0)[0], list)
+    is_chat = not environments.is_agent and isinstance(task.problem("eval", 0)[0], list)
     if environments.has_tools and not (is_chat and config.task.renderer):
         raise ValueError(
             f"task.environment = {environments.name!r} has tools, which need chat prompts and the "
@@ -362,7 +363,7 @@ def make_evaluator(
     reader = make_reader(config, task, tokenizer)
     prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
     per_shard = max(1, config.search.slots // config.eval.num_samples)
-    own = [TASK_METRICS[name](config.eval) for name in entry_of(config.task.name).metrics]
+    own = [TASK_METRICS[name](config.eval) for name in task_class(config.task.name).metrics]
     return Evaluator(
         prompts=prompts,
         num_skipped=num_skipped,
@@ -386,7 +387,7 @@ def preflight(config: Config) -> None:
     validate(config)
     _check_packages(config)
     task = make_task(config)
-    task.train_size()
+    task.size("train")
     first_row(task)
     model = describe_model(config, with_weights=False)
     policy = policy_config(config, model.config)
@@ -394,7 +395,7 @@ def preflight(config: Config) -> None:
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
     try_rewards(config, task)
-    models = reward_models(config, entry_of(config.task.name).task.reward)
+    models = reward_models(config, task_class(config.task.name).reward)
     for path in (*models.values(), config.eval.gold_model):
         if path:
             folders.load_config(folders.resolve(path, with_weights=False))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.tasks.registry import Task
+from tba_jax.tasks.task import Task
 
 Split = Literal["train", "eval"]
 
@@ -40,8 +40,7 @@ def text_of(
     Raises:
         ValueError: the template refuses the chat messages.
     """
-    problem = task.train_problem if split == "train" else task.eval_problem
-    content, columns = problem(index)
+    content, columns = task.problem(split, index)
     if isinstance(content, str):
         return content, True, columns
     try:
@@ -93,7 +92,7 @@ class PromptReader:
         """
         prompts: list[Prompt] = []
         num_skipped = 0
-        for index in range(self.task.eval_size()):
+        for index in range(self.task.size("eval")):
             prompt = self.read("eval", index)
             if prompt is None:
                 num_skipped += 1
@@ -113,7 +112,7 @@ class PromptReader:
         Raises:
             ValueError: a prompt is refused, or all prompts are too long.
         """
-        size, num_skipped, lines = self.task.train_size(), 0, []
+        size, num_skipped, lines = self.task.size("train"), 0, []
         unknown: collections.Counter[str] = collections.Counter()
         for index in range(size):
             prompt = self.read("train", index)
@@ -151,7 +150,7 @@ class Prompts:
         import grain
 
         self._reader = reader
-        self._size = reader.task.train_size()
+        self._size = reader.task.size("train")
         self._indices = grain.MapDataset.range(self._size).shuffle(seed=seed).repeat()
 
     def from_number(self, number: int) -> tuple[int, Prompt]:

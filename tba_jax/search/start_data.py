@@ -75,7 +75,7 @@ def load_start_tickets(
 
 def _index_of(row: Mapping[str, Any], where: str, reader: PromptReader) -> int:
     """Return the training problem of a row."""
-    size = reader.task.train_size()
+    size = reader.task.size("train")
     index = row.get("prompt_id", 0 if size == 1 else None)
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
         raise ValueError(

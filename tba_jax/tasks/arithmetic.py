@@ -14,9 +14,8 @@ Invariant: `problem(index, split)` is the same expression on every machine and i
 
 import hashlib
 import re
-from typing import Any, Literal
 
-Split = Literal["train", "eval"]
+from tba_jax.tasks.task import Problem, Split, Task
 
 NUM_TERMS = 6
 # Bounds of running totals: a model of half a million parameters can memorise all sums in this
@@ -87,30 +86,23 @@ def is_worked(text: str) -> bool:
     return _WORKED.fullmatch(text) is not None
 
 
-class Arithmetic:
-    """The `arithmetic` task; implements `tasks.Task`."""
+class Arithmetic(Task):
+    """The `arithmetic` task; responses are worked, hasty, or neither."""
 
     name = "arithmetic"
     response_kinds = ("worked", "hasty")
     reward = "tba_jax.rewards.numeric:arithmetic_reward"
     metric = "pass_at_1"
+    makes_problems = True
 
-    def train_size(self) -> int:
-        return TRAIN_SIZE
+    def size(self, split: Split) -> int:
+        return TRAIN_SIZE if split == "train" else EVAL_SIZE
 
-    def eval_size(self) -> int:
-        return EVAL_SIZE
-
-    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        expression, answer = problem(index, "train")
-        return expression, {"answer": str(answer)}
-
-    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        expression, answer = problem(index, "eval")
+    def problem(self, split: Split, index: int) -> Problem:
+        expression, answer = problem(index, split)
         return expression, {"answer": str(answer)}
 
     def response_kind(self, text: str) -> str | None:
-        """Return "worked", "hasty", or None for neither."""
         if is_worked(text):
             return "worked"
         return "hasty" if _HASTY.fullmatch(text) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tba_jax.rewards.kinds import LEARNED
 from tba_jax.settings import ConfigError, Section, check_all, field, need
 from tba_jax.tasks.mixture import data_sets
-from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, entry_of
+from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, task_class
 from tba_jax.tasks.rows import FILE_SUFFIXES, HUB_PREFIX
 
 
@@ -85,9 +85,9 @@ class TaskSettings(Section):
         is_known = self.name in TASKS or bool(self.name.partition(REASONING_GYM_PREFIX)[2])
         remedy = f"Set --config.task.name={next(iter(TASKS))} for the default behaviour."
         need(is_known, "task.name", self.name, f"must be one of {NAMES}", remedy)
-        chats = [name for name, entry in TASKS.items() if entry.has_chat]
+        chats = [name for name, task in TASKS.items() if task.has_chat]
         need(
-            not self.chat or entry_of(self.name).has_chat,
+            not self.chat or task_class(self.name).has_chat,
             "task.chat",
             self.chat,
             f"task {self.name} has no chat prompts: its model reads plain problems",
@@ -104,7 +104,7 @@ class TaskSettings(Section):
         for path in paths:
             why, is_file = "", path.endswith(FILE_SUFFIXES)
             if not path:
-                why = f"task {self.name} needs data" if entry_of(self.name).needs_data else ""
+                why = f"task {self.name} needs data" if task_class(self.name).needs_data else ""
             elif not os.path.exists(path) and "://" not in path:
                 why = "no such folder or file"
             elif not (os.path.isdir(path) or is_file or path.startswith(HUB_PREFIX)):

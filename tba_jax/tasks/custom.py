@@ -13,11 +13,12 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tba_jax.tasks.chats import Problem, asked_by_user, chat
-from tba_jax.tasks.rows import Rows, Split, has_split, open_rows
+from tba_jax.tasks import rows
+from tba_jax.tasks.rows import Rows, has_split, read_rows
+from tba_jax.tasks.task import Problem, Split, Task, asked_by_user, chat
 
 # Arguments of reward functions in TRL, which does not pass columns of these names either.
 DROPPED_COLUMNS = ("completion", "completion_ids")
@@ -26,7 +27,7 @@ PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
 RESERVED_COLUMNS = ("prompts", "completions")
 
 
-class Custom:
+class Custom(Task):
     """Prompts and columns of any data set.
 
     A test split of the data is the held-out split. Without a test split, at least `num_held_out`
@@ -43,10 +44,8 @@ class Custom:
         ValueError: the source is missing, or a row is malformed (the message has file and line).
     """
 
-    name = "custom"
-    reward = ""  # the config must name a reward
-    metric = "reward_mean"
-    response_kinds: tuple[str, ...] = ()
+    name = "custom"  # the config must name a reward
+    has_chat = needs_data = True
 
     def __init__(self, data_path: str, num_held_out: int, chat: bool, columns: str = "") -> None:
         if not data_path:
@@ -54,77 +53,46 @@ class Custom:
                 "task.data_path is empty, and task custom needs data: set it to a folder with "
                 "train.jsonl, a .jsonl or .parquet file, or hf://NAME on the Hugging Face hub"
             )
-        self._data_path = data_path
-        self._num_held_out = num_held_out
-        self._chat = chat
+        self._data_path, self._num_held_out, self._chat = data_path, num_held_out, chat
         pairs = (pair.split("=") for pair in columns.split(",") if pair)
         self._names = {old.strip(): new.strip() for new, old in pairs}
 
     @functools.cached_property
-    def _splits(self) -> tuple[tuple[Rows, Sequence[int]], ...]:
-        """The rows of either split, and the indices of its problems in them."""
-        rows, form, digests = self._opened("train")
-        if not has_split(self._data_path, "test"):
-            held_out = _split_off(digests, self._num_held_out, self._data_path)
-            kept = [i for i in range(len(rows)) if i not in held_out]
-            return (rows, kept), (rows, sorted(held_out))
-        test_rows, test_form, _ = self._opened("test")
-        for what, of_train, of_test in zip(("columns", "prompts"), form, test_form, strict=True):
-            if of_train != of_test:
-                raise ValueError(
-                    f"{self._data_path}: the {what} of the train split are {of_train}, those of "
-                    f"the test split {of_test}. Make them equal"
-                )
-        return (rows, range(len(rows))), (test_rows, range(len(test_rows)))
-
-    def _opened(self, split: Split) -> tuple[Rows, tuple[list[str], str], list[bytes]]:
-        """Return rows of a split, their form, and a digest of each prompt.
+    def _splits(self) -> dict[Split, tuple[Rows, Sequence[int]]]:
+        """Rows of each split, and the indices of its problems in them.
 
         Raises:
             ValueError: a row is malformed, or has another form than the first.
         """
         first: list[tuple[Problem, str]] = []
-        digests: list[bytes] = []
+        digests: list[bytes] = []  # of each prompt
 
-        def judge(where: str, row: dict[str, Any]) -> None:
-            problem = _problem(_named(row, self._names, where), where)
-            first.append((problem, where)) if not first else None
-            _same_form(problem, where, *first[0])
-            text = json.dumps(problem[0], sort_keys=True)
-            digests.append(hashlib.sha256(text.encode()).digest())
+        def problems(split: rows.Split) -> Iterator[Problem]:
+            for where, row in read_rows(self._data_path, split):
+                problem = _problem(_named(row, self._names, where), where)
+                first.append((problem, where)) if not first else None
+                _same_form(problem, where, *first[0])
+                text = json.dumps(problem[0], sort_keys=True)
+                digests.append(hashlib.sha256(text.encode()).digest())
+                yield problem
 
-        rows = open_rows(self._data_path, split, judge)
-        return rows, _form(first[0][0]), digests
+        found = Rows(problems("train"))
+        if has_split(self._data_path, "test"):
+            test = Rows(problems("test"))
+            return {"train": (found, range(len(found))), "eval": (test, range(len(test)))}
+        held_out = _split_off(digests, self._num_held_out, self._data_path)
+        kept = [i for i in range(len(found)) if i not in held_out]
+        return {"train": (found, kept), "eval": (found, sorted(held_out))}
 
-    def train_size(self) -> int:
-        return len(self._splits[0][1])
+    def size(self, split: Split) -> int:
+        return len(self._splits[split][1])
 
-    def eval_size(self) -> int:
-        return len(self._splits[1][1])
-
-    def train_problem(self, index: int) -> Problem:
-        """Return prompt and columns of a training problem; chat messages are also a column."""
-        return self._at(0, index)
-
-    def eval_problem(self, index: int) -> Problem:
-        return self._at(1, index)
-
-    def _at(self, split: int, index: int) -> Problem:
-        rows, chosen = self._splits[split]
-        where, row = rows[chosen[index]]
-        prompt, columns = _problem(_named(row, self._names, where), where)
-        if self._chat and isinstance(prompt, str):
-            return asked_by_user(prompt, columns)
-        return prompt, columns
-
-    def response_kind(self, text: str) -> None:
-        del text
-
-
-def _form(problem: Problem) -> tuple[list[str], str]:
-    prompt, columns = problem
-    names = sorted(name for name in columns if name != "prompt")
-    return names, "texts" if isinstance(prompt, str) else "chat messages"
+    def problem(self, split: Split, index: int) -> Problem:
+        found, chosen = self._splits[split]
+        prompt, columns = found[chosen[index]]
+        if isinstance(prompt, list):
+            return chat(prompt, columns)
+        return asked_by_user(prompt, columns) if self._chat else (prompt, columns)
 
 
 def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
@@ -140,21 +108,27 @@ def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[st
             f"{', '.join(sorted(map(str, row)))}. Correct --config.task.columns"
         )
     found = {names.get(name, name): value for name, value in row.items()}
-    messages = found.get("messages")
+    if "prompt" in found:
+        return found
     usual = next((name for name in PROMPT_COLUMNS if name in found), "")
-    if "prompt" not in found and "messages" not in found and usual:
-        found["prompt"] = found.pop(usual)
-    if "prompt" not in found and isinstance(messages, list):
-        del found["messages"]
-        is_answered = bool(messages) and isinstance(messages[-1], dict)
-        is_answered = is_answered and messages[-1].get("role") == "assistant"
+    if isinstance(found.get("messages"), list):
+        messages = found.pop("messages")
+        last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+        is_answered = last.get("role") == "assistant"
         found["prompt"] = messages[:-1] if is_answered else messages
         if is_answered:
-            found["reference_answer"] = messages[-1].get("content")
+            found["reference_answer"] = last.get("content")
+    elif "messages" not in found and usual:
+        found["prompt"] = found.pop(usual)
     return found
 
 
 def _problem(row: dict[str, Any], where: str) -> Problem:
+    """Return the prompt and the columns of a row.
+
+    Raises:
+        ValueError: the row has no usable prompt, or a column that cannot be used.
+    """
     if "prompt" not in row:
         columns = ", ".join(sorted(map(str, row)))
         raise ValueError(
@@ -183,8 +157,7 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
                     f"{where}: chat message {message!r:.80}; wanted an object with 'role' and "
                     "'content', both text. Convert it"
                 )
-        return chat(prompt, columns)
-    if not isinstance(prompt, str) or not prompt:
+    elif not isinstance(prompt, str) or not prompt:
         raise ValueError(
             f"{where}: 'prompt' is {prompt!r:.80}; wanted text or a list of chat messages. Convert "
             "it"
@@ -205,15 +178,16 @@ def _is_plain(value: Any) -> bool:
 
 def _same_form(problem: Problem, where: str, first: Problem, first_where: str) -> None:
     """Refuse a problem whose columns or kind of prompt differ from the first's."""
-    columns, kind = _form(problem)
-    first_columns, first_kind = _form(first)
+    kind, first_kind = (
+        "texts" if isinstance(prompt, str) else "chat messages" for prompt, _ in (problem, first)
+    )
     if kind != first_kind:
         raise ValueError(
             f"{where}: the prompt is of kind {kind!r}, in {first_where} it is {first_kind!r}. "
             "Convert one of them"
         )
-    for name in sorted({*columns} ^ {*first_columns}):
-        here, there = (where, first_where) if name in first_columns else (first_where, where)
+    for name in sorted(problem[1].keys() ^ first[1].keys()):
+        here, there = (where, first_where) if name in first[1] else (first_where, where)
         raise ValueError(
             f"{here}: no column {name!r}, which {there} has. Write null in rows without a value"
         )

@@ -1,27 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `gsm8k` task: grade-school word problems, with our prompts or those of the paper's code.
-
-Invariant: a problem's index is its row in the published file.
-"""
-
-from typing import Any
+"""The `gsm8k` task: grade-school word problems, with our prompts or those of the paper's code."""
 
 from tba_jax.rewards.numeric import gsm8k_gold, last_number
-from tba_jax.tasks.rows import Row, RowTask
-
-# Template with which the paper's start model, rho-1b-sft-GSM8K, was fine-tuned.
-PROMPT = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
-# Template in the paper's code; it differs by one character and one newline.
-OFFICIAL_PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
-# Prompt of a chat model: asks for the answer in the format of the data set's solutions.
-MESSAGE = (
-    "{question}\n\nReason step by step, and write the final answer on a line of its own, as "
-    "#### NUMBER."
-)
+from tba_jax.tasks.rows import RowTask
 
 
 class GSM8K(RowTask):
-    """7,473 training and 1,319 held-out problems; files are read when a split is first used.
+    """7,473 training and 1,319 held-out problems; the column `answer` is the whole gold solution.
 
     Args:
         data_path: folder with train.jsonl and test.jsonl as OpenAI published them; empty: the hub.
@@ -33,21 +18,17 @@ class GSM8K(RowTask):
     # marked: ends in "#### number", as the training solutions do; unmarked: has another number
     response_kinds = ("marked", "unmarked", "no_number")
 
+    # The template with which the paper's start model, rho-1b-sft-GSM8K, was fine-tuned.
+    text = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+    # Asks for the answer in the format of the data set's solutions.
+    message = (
+        "{question}\n\nReason step by step, and write the final answer on a line of its own, as "
+        "#### NUMBER."
+    )
     columns = ("question", "answer")
     hub = {"train": "hf://openai/gsm8k:main", "test": "hf://openai/gsm8k:main"}
 
-    @staticmethod
-    def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Return the prompt text; column `answer` is the whole gold solution."""
-        return PROMPT.format(question=row["question"]), {"answer": row["answer"]}
-
-    @staticmethod
-    def message(row: Row) -> str:
-        """Return the question with an instruction about the answer's format."""
-        return MESSAGE.format(question=row["question"])
-
     def response_kind(self, text: str) -> str:
-        """Return "marked" (an answer after ####), "unmarked" (another number) or "no_number"."""
         marked = gsm8k_gold(text)
         if marked is not None and last_number(marked) is not None:
             return "marked"
@@ -59,8 +40,5 @@ class GSM8KOfficial(GSM8K):
 
     name = "gsm8k_official"
     reward = "tba_jax.rewards.gsm8k_official:reward"
-
-    @staticmethod
-    def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Return the prompt text; column `answer` is the whole gold solution."""
-        return OFFICIAL_PROMPT.format(question=row["question"]), {"answer": row["answer"]}
+    # The template in the paper's code; it differs by one character and one newline.
+    text = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"

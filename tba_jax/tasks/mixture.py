@@ -14,8 +14,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tba_jax.tasks.chats import Problem
 from tba_jax.tasks.custom import Custom
+from tba_jax.tasks.task import Problem, Split, Task
 
 COLUMN = "data_set"
 
@@ -37,7 +37,17 @@ def data_sets(data_path: str) -> list[DataSet]:
     """
     if os.path.exists(data_path) or "," not in data_path:
         return [DataSet(data_path, 0.0)]
-    found = [_data_set(part.strip()) for part in data_path.split(",")]
+    found = []
+    for part in map(str.strip, data_path.split(",")):
+        path, _, text = part.rpartition(":")
+        try:
+            weight = float(text)
+        except ValueError:
+            found.append(DataSet(part, 0.0))
+            continue
+        if not path or not 0 < weight < math.inf:
+            raise ValueError(f"task.data_path: {path!r} has weight {text}. Give a weight above 0")
+        found.append(DataSet(path, weight))
     if len({weight == 0 for _, weight in found}) > 1:
         raise ValueError(
             f"task.data_path={data_path}: some data sets have a weight and some have none. Write "
@@ -46,18 +56,7 @@ def data_sets(data_path: str) -> list[DataSet]:
     return found
 
 
-def _data_set(text: str) -> DataSet:
-    path, _, weight = text.rpartition(":")
-    try:
-        number = float(weight)
-    except ValueError:
-        return DataSet(text, 0.0)
-    if not path or not 0 < number < math.inf:
-        raise ValueError(f"task.data_path: {path!r} has weight {weight}. Give a weight above 0")
-    return DataSet(path, number)
-
-
-class Mixture:
+class Mixture(Task):
     """The task `custom` with several data sets.
 
     Args:
@@ -69,8 +68,7 @@ class Mixture:
         ValueError: as in `Custom`; or two sets have the same name.
     """
 
-    name, reward, metric = Custom.name, Custom.reward, Custom.metric
-    response_kinds: tuple[str, ...] = ()
+    name = Custom.name
 
     def __init__(
         self, sets: Sequence[DataSet], num_held_out: int, chat: bool, columns: str = ""
@@ -93,7 +91,7 @@ class Mixture:
     @functools.cached_property
     def _ends(self) -> list[int]:
         """Number of rows of an epoch up to the end of each data set."""
-        sizes = [task.train_size() for task in self._tasks]
+        sizes = [task.size("train") for task in self._tasks]
         most = max(n / share for n, share in zip(sizes, self._shares, strict=True))
         if self._is_weighted:
             sizes = [max(n, round(x * most)) for n, x in zip(sizes, self._shares, strict=True)]
@@ -102,13 +100,13 @@ class Mixture:
     @functools.cached_property
     def _eval_places(self) -> list[tuple[int, int]]:
         """Data set and index of each held-out row; the data sets alternate."""
-        sizes = [task.eval_size() for task in self._tasks]
+        sizes = [task.size("eval") for task in self._tasks]
         return [(s, i) for i in range(max(sizes)) for s, size in enumerate(sizes) if i < size]
 
     @functools.cached_property
     def _columns(self) -> dict[str, None]:
         """Names of the columns of all data sets, as the keys of a dict."""
-        firsts = [task.train_problem(0) for task in self._tasks]
+        firsts = [task.problem("train", 0) for task in self._tasks]
         columns = {name: None for _, own in firsts for name in own}
         if COLUMN in columns:
             raise ValueError(
@@ -126,41 +124,18 @@ class Mixture:
 
     def most_held_out(self, share: float) -> int:
         """Return the most rows that can be held out without using more than `share` of any set."""
-        sizes = [task.train_size() + task.eval_size() for task in self._tasks]
+        sizes = [task.size("train") + task.size("eval") for task in self._tasks]
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
-    def train_size(self) -> int:
-        return self._ends[-1]
+    def size(self, split: Split) -> int:
+        return self._ends[-1] if split == "train" else len(self._eval_places)
 
-    def eval_size(self) -> int:
-        return len(self._eval_places)
-
-    def train_problem(self, index: int) -> Problem:
-        number = bisect.bisect_right(self._ends, index)
-        task, first = self._tasks[number], self._ends[number - 1] if number else 0
-        return self._problem(number, task.train_problem((index - first) % task.train_size()))
-
-    def eval_problem(self, index: int) -> Problem:
-        number, at = self._eval_places[index]
-        return self._problem(number, self._tasks[number].eval_problem(at))
-
-    def _problem(self, number: int, problem: Problem) -> Problem:
-        prompt, columns = problem
+    def problem(self, split: Split, index: int) -> Problem:
+        if split == "train":
+            number = bisect.bisect_right(self._ends, index)
+            index -= self._ends[number - 1] if number else 0
+            index %= self._tasks[number].size("train")
+        else:
+            number, index = self._eval_places[index]
+        prompt, columns = self._tasks[number].problem(split, index)
         return prompt, {**self._columns, **columns, COLUMN: self.data_sets[number]}
-
-    def response_kind(self, text: str) -> None:
-        del text
-
-
-def custom_task(
-    data_path: str, num_held_out: int, chat: bool, columns: str = ""
-) -> Custom | Mixture:
-    """Return the task `custom` for one or several data sets, as in `data_sets`.
-
-    Raises:
-        ValueError: as in `data_sets`, `Custom` and `Mixture`.
-    """
-    sets = data_sets(data_path)
-    if len(sets) == 1:
-        return Custom(data_path, num_held_out, chat, columns)
-    return Mixture(sets, num_held_out, chat, columns)

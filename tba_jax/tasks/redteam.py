@@ -1,39 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `redteam` task: one empty prompt, to which every response is an attack on a victim model.
+"""The `redteam` task: one empty prompt, to which every response is an attack on a victim model."""
 
-A victim model and a classifier grade the attacks (`rewards.victim`). Invariant: problem 0 is the
-only problem of both splits; an evaluation samples `eval.num_samples` attacks.
-"""
-
-from typing import Any
+from tba_jax.tasks.task import Problem, Split, Task
 
 
-class RedTeam:
-    """The `redteam` task; implements `tasks.Task`.
+class RedTeam(Task):
+    """A victim model and a classifier grade the attacks (`rewards.victim`).
 
-    Attributes:
-        metric: share of attacks with a mean toxicity above one half.
+    The tokenizer encodes the empty prompt, problem 0 of both splits, as the beginning-of-sequence
+    token. An evaluation samples `eval.num_samples` attacks; its metric is the share of attacks with
+    a mean toxicity above one half.
     """
 
     name = "redteam"
     reward = "victim"
     metric = "success_rate"
-    response_kinds = ()
+    makes_problems = has_one_prompt = True
+    metrics = ("attacks",)
 
-    def train_size(self) -> int:
+    def size(self, split: Split) -> int:
         return 1
 
-    def eval_size(self) -> int:
-        return 1
-
-    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the empty prompt; the tokenizer encodes it as the beginning-of-sequence token."""
+    def problem(self, split: Split, index: int) -> Problem:
         if index:
             raise ValueError(f"task redteam has only prompt 0, got index {index}")
         return "", {}
-
-    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        return self.train_problem(index)
-
-    def response_kind(self, text: str) -> str | None:
-        return None

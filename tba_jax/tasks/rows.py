@@ -2,19 +2,19 @@
 """Rows of data sets: JSON lines or Parquet on disk, or a data set of the Hugging Face hub.
 
 A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
-one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Rows are validated in one pass; JSON
-lines are kept as text and parsed again when they are read, which takes the memory of the file.
-Invariant: readers yield every row with its place (file and line), for error messages.
+one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Invariant: readers yield every row with
+its place (file and line), for error messages.
 """
 
 import functools
 import glob
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from tba_jax.tasks.chats import Problem, asked_by_user
+from tba_jax.tasks import task
+from tba_jax.tasks.task import Problem, asked_by_user
 
 Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
@@ -23,6 +23,19 @@ Placed = tuple[str, dict[str, Any]]
 
 HUB_PREFIX = "hf://"
 FILE_SUFFIXES = (".jsonl", ".parquet")
+
+
+class Rows(Sequence[Any]):
+    """Values in memory as JSON, which takes about the memory of the file."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._texts = [json.dumps(value, ensure_ascii=False).encode() for value in values]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return json.loads(self._texts[index])
 
 
 def has_split(source: str, split: Split) -> bool:
@@ -36,56 +49,17 @@ def has_split(source: str, split: Split) -> bool:
     return os.path.isdir(source) and bool(_files(source, split))
 
 
-class Rows(Sequence[Placed]):
-    """Rows in memory: of JSON lines the text, else the row, by place."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[str, bytes | dict[str, Any]]] = []
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return (place, row), or the rows of a slice."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        where, row = self.kept[index]
-        return where, json.loads(row.decode()) if isinstance(row, bytes) else row
-
-
-def open_rows(source: str, split: Split, judge: Callable[[str, dict[str, Any]], Any]) -> Rows:
-    """Return the rows of a split as a sequence, after one validation pass over all of them.
-
-    Args:
-        judge: function of (place, row) that is called for each row in order; raises ValueError
-            for an invalid row.
-
-    Raises:
-        ValueError: as in `read_rows`, or `judge` refuses a row.
-    """
-    found = Rows()
-    for where, row, line in _read(source, split):
-        judge(where, row)
-        found.kept.append((where, line or row))
-    return found
-
-
 def read_rows(source: str, split: Split) -> Iterator[Placed]:
     """Yield (place, row) of every row of a split in order; for a single file, all rows.
 
     Raises:
         ValueError: data is missing, or a row is malformed (the message has file and line).
     """
-    return ((where, row) for where, row, _ in _read(source, split))
-
-
-def _read(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any], bytes | None]]:
-    """Yield (place, row, line of JSON or None) of every row of a split."""
     if source.startswith(HUB_PREFIX):
         table = _from_hub(source, lambda hub, *name: hub.load_dataset(*name, split=split))
         name = source.removeprefix(HUB_PREFIX).partition(":")[0]
         for index, row in enumerate(table):
-            yield f"{name}, {split} row {index}", dict(row), None
+            yield f"{name}, {split} row {index}", dict(row)
         return
     files, found = _files(source, split) if os.path.isdir(source) else [source], False
     if not files:
@@ -124,8 +98,8 @@ def _files(folder: str, split: Split) -> list[str]:
     return kinds[0] if kinds else []
 
 
-def _json_lines(path: str) -> Iterator[tuple[str, dict[str, Any], bytes]]:
-    """Yield (place, row, line) of every line that is not blank."""
+def _json_lines(path: str) -> Iterator[Placed]:
+    """Yield (place, row) of every line that is not blank."""
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -135,35 +109,26 @@ def _json_lines(path: str) -> Iterator[tuple[str, dict[str, Any], bytes]]:
     with file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if line.strip():
-                where = f"{path}, line {number}"
-                yield where, _json_row(line, where), line
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line.decode())
+                # A text with half of a surrogate pair is JSON, but no tokenizer can encode it.
+                json.dumps(row, ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:  # also for huge numbers, deep nesting
+                got = line.decode(errors="replace").strip()[:80]
+                raise ValueError(
+                    f"{where}: not JSON in UTF-8 ({error}); got {got!r}. Correct that line"
+                ) from None
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{where}: {row!r:.80} is not an object with named columns. Correct that line"
+                )
+            yield where, row
 
 
-def _json_row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode())
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: not UTF-8 text ({error.reason}). Convert the file to UTF-8"
-        ) from None
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: a text has half of a surrogate pair, {ascii(error.object[error.start])}, "
-            "which no tokenizer can encode. Correct that text"
-        ) from None
-    except (ValueError, RecursionError) as error:  # also for huge numbers and deep nesting
-        got = line.decode().strip()[:80]
-        raise ValueError(f"{where}: not JSON ({error}); got {got!r}. Correct that line") from None
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{where}: {row!r:.80} is not an object with named columns. Correct that line"
-        )
-    return row
-
-
-def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any], None]]:
+def _parquet_rows(path: str) -> Iterator[Placed]:
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]  # an optional dependency
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
@@ -175,13 +140,12 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any], None]]:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{path} cannot be read as Parquet ({reason}). Write the file again, or convert it to "
-            "JSON lines"
+            f"{path} cannot be read as Parquet ({_first_line(error)}). Write the file again, or "
+            "convert it to JSON lines"
         ) from None
     for index, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {index}", row, None
+        yield f"{path}, row {index}", row
 
 
 def _from_hub(source: str, ask: Callable[..., Any]) -> Any:
@@ -201,36 +165,39 @@ def _from_hub(source: str, ask: Callable[..., Any]) -> Any:
     try:
         return ask(datasets, name, configuration or None)
     except (OSError, ValueError) as error:  # no connection, no such data set or configuration
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{source} cannot be read from the Hugging Face hub ({reason}). Check name and "
-            "configuration (hf://NAME:CONFIGURATION), or set task.data_path to local files"
+            f"{source} cannot be read from the Hugging Face hub ({_first_line(error)}). Check name "
+            "and configuration (hf://NAME:CONFIGURATION), or set task.data_path to local files"
         ) from None
 
 
-def _checked(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Row:
-    for column in columns:
-        if not isinstance(row.get(column), str):
-            got = f"{column} = {row[column]!r:.80}" if column in row else f"keys {sorted(row)}"
-            raise ValueError(f"{where}: {got}; wanted text in column {column!r}. Correct the row")
-    return {column: row[column] for column in columns}
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class RowTask:
+class RowTask(task.Task):
     """Base of tasks whose problems are the rows of a published train and test file.
 
-    A subclass defines `columns`, `hub` (a source for `train` and for `test`), `problem`, `message`,
-    and `hub_eval_split` if the hub has another name for the held-out split. Files are read when a
-    split is first used. Invariant: a problem's index is its row in the file.
+    Files are read when a split is first used. Invariant: a problem's index is its row in the file.
 
     Args:
         data_path: a source with both splits; empty: the hub.
         chat: whether to format prompts as user messages.
 
+    Attributes:
+        text: prompt of a row, with the names of columns in braces.
+        message: the user message that replaces the prompt in a chat.
+        columns: columns of a row that are read; the last is the reward's column `answer`.
+        hub: sources of `train` and `test`.
+        hub_eval_split: name of the held-out split on the hub.
+
     Raises:
         ValueError: the source is a single file.
     """
 
+    has_chat = True
+    text: str
+    message: str
     columns: tuple[str, ...]
     hub: Mapping[str, str]
     hub_eval_split: Split = "test"
@@ -244,43 +211,36 @@ class RowTask:
         self._data_path = data_path
         self._chat = chat
 
-    @staticmethod
-    def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Return the prompt text of a row, and the columns of the reward."""
-        raise NotImplementedError
-
-    @staticmethod
-    def message(row: Row) -> str:
-        """Return the user message that replaces the prompt text in a chat."""
-        raise NotImplementedError
-
-    def _rows(self, source: str, split: Split) -> Sequence[Placed]:
-        return open_rows(source, split, lambda where, row: _checked(row, self.columns, where))
-
     @functools.cached_property
-    def _train(self) -> Sequence[Placed]:
+    def train_rows(self) -> Sequence[Row]:
+        """Rows of the training split."""
         return self._rows(self._data_path or self.hub["train"], "train")
 
     @functools.cached_property
-    def _eval(self) -> Sequence[Placed]:
+    def eval_rows(self) -> Sequence[Row]:
+        """Rows of the held-out split."""
         if self._data_path:
             return self._rows(self._data_path, "test")
         return self._rows(self.hub["test"], self.hub_eval_split)
 
-    def train_size(self) -> int:
-        return len(self._train)
+    def _rows(self, source: str, split: Split) -> Sequence[Row]:
+        return Rows(self._checked(row, where) for where, row in read_rows(source, split))
 
-    def eval_size(self) -> int:
-        return len(self._eval)
+    def _checked(self, row: Mapping[str, Any], where: str) -> Row:
+        for column in self.columns:
+            if not isinstance(row.get(column), str):
+                got = f"{column} = {row[column]!r:.80}" if column in row else f"keys {sorted(row)}"
+                raise ValueError(
+                    f"{where}: {got}; wanted text in column {column!r}. Correct the row"
+                )
+        return {column: row[column] for column in self.columns}
 
-    def train_problem(self, index: int) -> Problem:
-        return self._asked(self._train[index])
+    def size(self, split: task.Split) -> int:
+        return len(self.train_rows if split == "train" else self.eval_rows)
 
-    def eval_problem(self, index: int) -> Problem:
-        return self._asked(self._eval[index])
-
-    def _asked(self, placed: Placed) -> Problem:
-        where, found = placed
-        row = _checked(found, self.columns, where)
-        text, columns = self.problem(row)
-        return asked_by_user(self.message(row), columns) if self._chat else (text, columns)
+    def problem(self, split: task.Split, index: int) -> Problem:
+        row = (self.train_rows if split == "train" else self.eval_rows)[index]
+        columns = {"answer": row[self.columns[-1]]}
+        if self._chat:
+            return asked_by_user(self.message.format(**row), columns)
+        return self.text.format(**row), columns

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `tldr` task: summaries of Reddit posts, for preference tuning with a reward model.
+"""The `tldr` task: summaries of Reddit posts, for preference tuning with a reward model."""
 
-Invariant: a problem's index is its row in the file.
-"""
-
-from typing import Any
-
-from tba_jax.tasks.rows import Row, RowTask
-
-MESSAGE = "Write the TL;DR of this Reddit post, as its author would: one short paragraph.\n\n{post}"
+from tba_jax.tasks.rows import RowTask
+from tba_jax.tasks.task import Problem, Split, asked_by_user
 
 
 class TLDR(RowTask):
-    """TL;DR (Stiennon et al., arXiv:2009.01325) as TRL publishes it; files are read on first use.
+    """TL;DR (Stiennon et al., arXiv:2009.01325) as TRL publishes it.
 
-    The paper's runs read another version of the same posts, already truncated to 512 tokens. Here
-    prompts are never truncated; longer ones are left out.
+    The column `answer` is the human reference; human summaries have one paragraph. The paper's runs
+    read another version of the same posts, already truncated to 512 tokens. Here prompts are never
+    truncated; longer ones are left out.
 
     Args:
         data_path: folder with train.jsonl and test.jsonl whose rows have `prompt` ("SUBREDDIT: ...
@@ -24,24 +19,23 @@ class TLDR(RowTask):
     """
 
     name = "tldr"
-    reward = ""
     metric = "win_rate"
     response_kinds = ("one_paragraph", "several_paragraphs")
 
+    text = "{prompt}"
+    message = (
+        "Write the TL;DR of this Reddit post, as its author would: one short paragraph.\n\n{prompt}"
+    )
     columns = ("prompt", "completion")
     hub = {"train": "hf://trl-lib/tldr", "test": "hf://trl-lib/tldr"}
     hub_eval_split = "validation"
 
-    @staticmethod
-    def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Return the prompt unchanged; column `answer` is the human reference."""
-        return row["prompt"], {"answer": row["completion"]}
-
-    @staticmethod
-    def message(row: Row) -> str:
-        """Return the post with an instruction to summarise it."""
-        return MESSAGE.format(post=row["prompt"].removesuffix("TL;DR:").rstrip())
+    def problem(self, split: Split, index: int) -> Problem:
+        prompt, columns = super().problem(split, index)
+        if not isinstance(prompt, list):
+            return prompt, columns
+        asked = prompt[0]["content"].removesuffix("TL;DR:").rstrip()
+        return asked_by_user(asked, {"answer": columns["answer"]})
 
     def response_kind(self, text: str) -> str:
-        """Return "one_paragraph", as human summaries have, or "several_paragraphs"."""
         return "several_paragraphs" if "\n" in text.strip() else "one_paragraph"

@@ -13,9 +13,8 @@ Invariant: `problem(index, split)` is the same text on every machine and in ever
 """
 
 import random
-from typing import Any, Literal
 
-Split = Literal["train", "eval"]
+from tba_jax.tasks.task import Problem, Split, Task
 
 LETTERS = "abcdefghijklmnop"
 POST_CHARS = 24
@@ -75,36 +74,24 @@ def _choose(letters: list[str], weights: list[float], rng: random.Random) -> str
     return letters[-1]
 
 
-class TLDRToy:
-    """The `tldr_toy` task; implements `tasks.Task`.
+class TLDRToy(Task):
+    """The `tldr_toy` task; the column `answer` is a human digest.
 
-    Attributes:
-        reward: empty, because the config names a reward model (`reward.model_path`).
-        metric: share of held-out prompts whose response the gold reward prefers to the human
-            digest.
+    The config names a reward model (`reward.model_path`). The metric is the share of held-out
+    prompts whose response the gold reward prefers to the human digest.
     """
 
     name = "tldr_toy"
-    reward = ""
     metric = "win_rate"
     response_kinds = ("unrepeated", "repeated")
+    makes_problems = True
 
-    def train_size(self) -> int:
-        return TRAIN_SIZE
+    def size(self, split: Split) -> int:
+        return TRAIN_SIZE if split == "train" else EVAL_SIZE
 
-    def eval_size(self) -> int:
-        return EVAL_SIZE
-
-    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the prompt text of a training problem; `answer` is a human digest."""
-        post, digest = problem(index, "train")
-        return f"{post}:", {"answer": digest}
-
-    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the prompt text of an evaluation problem; `answer` is a human digest."""
-        post, digest = problem(index, "eval")
+    def problem(self, split: Split, index: int) -> Problem:
+        post, digest = problem(index, split)
         return f"{post}:", {"answer": digest}
 
     def response_kind(self, text: str) -> str:
-        """Return the kind of the response: with or without a repeated letter."""
         return "unrepeated" if len(set(text)) == len(text) else "repeated"

@@ -63,8 +63,8 @@ def test_gsm8k_trains_and_evaluates_on_real_problems(cache, tmp_path):
     # Exactly the first 16 test problems that fit are asked, and the others are counted.
     task, tokenizer = get_task("gsm8k", str(DATA)), Tokenizer.load(str(MODEL))
     fits = []
-    for index in range(task.eval_size()):
-        if len(tokenizer.encode(task.eval_problem(index)[0], add_bos=True)) <= MAX_PROMPT_TOKENS:
+    for index in range(task.size("eval")):
+        if len(tokenizer.encode(task.problem("eval", index)[0], add_bos=True)) <= MAX_PROMPT_TOKENS:
             fits.append(index)
         if len(fits) == 16:
             break
@@ -75,7 +75,7 @@ def test_gsm8k_trains_and_evaluates_on_real_problems(cache, tmp_path):
         assert (evaluation["n"], evaluation["num_skipped"]) == (16, num_skipped)
         assert evaluation["num_failed"] == 0
     assert [sample["prompt"] for sample in report["samples"]] == [
-        task.eval_problem(index)[0] for index in fits[: len(report["samples"])]
+        task.problem("eval", index)[0] for index in fits[: len(report["samples"])]
     ]
     assert report["ledger"]["rejected"] == {}
 

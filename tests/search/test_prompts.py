@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tba_jax.search.prompts import PromptReader, Prompts
+from tba_jax.tasks.task import Task
 
 
 class LetterTokenizer:
@@ -27,32 +28,23 @@ class SlowTokenizer(LetterTokenizer):
         return super().encode(text, add_bos)
 
 
-class CountingTask:
+class CountingTask(Task):
     """Problem i of n is the text "problem i"; those in `long` are longer than the others."""
 
     name = "counting"
     reward = "no:reward"
     response_kinds = ("any",)
 
-    def __init__(self, size, long=()):
-        self.size = size
+    def __init__(self, num, long=()):
+        self.num = num
         self.long = long
 
-    def train_size(self):
-        return self.size
+    def size(self, split):
+        return self.num
 
-    def eval_size(self):
-        return self.size
-
-    def train_problem(self, index):
-        return f"problem {index}" + "!" * 50 * (index in self.long), {"answer": str(index)}
-
-    def eval_problem(self, index):
-        text, columns = self.train_problem(index)
-        return f"held-out {text}", columns
-
-    def response_kind(self, text):
-        return "any"
+    def problem(self, split, index):
+        text = f"problem {index}" + "!" * 50 * (index in self.long)
+        return text if split == "train" else f"held-out {text}", {"answer": str(index)}
 
 
 def make_reader(task, limit=40, tokenizer=None):
@@ -110,7 +102,8 @@ def test_a_task_with_nothing_that_fits_is_an_error_and_one_with_little_is_not():
 
 def test_prompts_that_are_left_out_or_lose_characters_are_named_before_the_run():
     task = CountingTask(5, long=[1, 3])
-    task.train_problem = lambda index: ("XbYX" if index == 2 else "ok" + "!" * 50 * (index % 2), {})
+    texts = ["ok", "ok" + "!" * 50, "XbYX", "ok" + "!" * 50, "ok"]
+    task.problem = lambda split, index: (texts[index], {})
     assert make_reader(task).check_all() == [
         "2 of 5 training prompts of task counting have more tokens than task.max_prompt_tokens = "
         "40 and are left out",
@@ -132,6 +125,6 @@ def test_held_out_prompts_are_the_first_that_fit(limit, expected):
 
 def test_a_prompt_of_megabytes_is_too_long_without_being_tokenised():
     task = CountingTask(2)
-    task.eval_problem = lambda index: ("x" * 20_000_000 if index else "y", {})
+    task.problem = lambda split, index: ("x" * 20_000_000 if index else "y", {})
     prompts, num_skipped = make_reader(task, 30_000, SlowTokenizer()).held_out(0)
     assert (len(prompts), num_skipped) == (1, 1)

@@ -136,7 +136,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
     )
     given = []
     for index, texts in given_texts:
-        text, columns = Arithmetic().train_problem(index)
+        text, columns = Arithmetic().problem("train", index)
         prompt = Prompt(index, text, tokenizer.encode(text, add_bos=True), columns)
         ids = [np.append(tokenizer.encode(x, add_bos=False), tokenizer.eos_ids[0]) for x in texts]
         given.append(Ticket(len(given), prompt, tuple(ids)))

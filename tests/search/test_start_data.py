@@ -53,8 +53,8 @@ def test_rows_become_groups_of_at_most_s_responses_that_end(tmp_path, tokenizer)
     ]
     assert [g.number for g in groups] == [0, 1, 2]
     assert all(r[-1] == tokenizer.eos_ids[0] for g in groups for r in g.responses)
-    assert groups[0].prompt.text == Arithmetic().train_problem(7)[0]
-    assert groups[0].prompt.columns == Arithmetic().train_problem(7)[1]
+    assert groups[0].prompt.text == Arithmetic().problem("train", 7)[0]
+    assert groups[0].prompt.columns == Arithmetic().problem("train", 7)[1]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
     config = make_config({"task.max_prompt_tokens": 12, "search.max_new_tokens": 12})
     prompts = []
     for i in range(3):
-        text, columns = Arithmetic().train_problem(i)
+        text, columns = Arithmetic().problem("train", i)
         prompts.append(Prompt(i, text, tokenizer.encode(text, add_bos=True), columns))
     drawn = make_decoder(config, model, tokenizer).decode(
         params,

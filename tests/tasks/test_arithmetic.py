@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic task and the files of the embedded start model."""
+"""The arithmetic task."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from fake_models import load_folder
 
-import tba_jax
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
 
 TASK = arithmetic.Arithmetic()
-START_MODEL = Path(tba_jax.__file__).parent / "assets" / "start_model"
 TRAIN_0 = ("8+7-8+4-4+7", 14)
 EVAL_0 = ("5+9+2-7-9+9", 9)
 TRAIN_BILLION = ("4-2+4-3+8+1", 12)
-
-
-def eval_expressions() -> list[str]:
-    return [TASK.eval_problem(i)[0] for i in range(TASK.eval_size())]
 
 
 def test_problems_are_the_published_ones():
@@ -29,8 +21,8 @@ def test_problems_are_the_published_ones():
     assert arithmetic.problem(0, "train") == TRAIN_0
     assert arithmetic.problem(0, "eval") == EVAL_0
     assert arithmetic.problem(10**9, "train") == TRAIN_BILLION
-    assert TASK.train_problem(0) == (TRAIN_0[0], {"answer": str(TRAIN_0[1])})
-    assert TASK.eval_problem(0) == (EVAL_0[0], {"answer": str(EVAL_0[1])})
+    assert TASK.problem("train", 0) == (TRAIN_0[0], {"answer": str(TRAIN_0[1])})
+    assert TASK.problem("eval", 0) == (EVAL_0[0], {"answer": str(EVAL_0[1])})
 
 
 def test_problems_do_not_depend_on_the_process():
@@ -67,8 +59,8 @@ def test_problems_have_six_terms_totals_within_bounds_and_the_right_answer(split
 
 
 def test_evaluation_expressions_are_distinct_and_never_in_training():
-    held_out = set(eval_expressions())
-    assert len(held_out) == TASK.eval_size() >= 512
+    held_out = {TASK.problem("eval", i)[0] for i in range(TASK.size("eval"))}
+    assert len(held_out) == TASK.size("eval") >= 512
     assert all(arithmetic.split_of(e) == "eval" for e in held_out)
     train = {arithmetic.problem(i, "train")[0] for i in range(20_000)}
     assert len(train) > 19_800  # repeats are possible and rare
@@ -88,33 +80,12 @@ def test_worked_responses_grade_right():
     [
         (":12,9,17,11,13", "worked"),
         (":1,1,1,1,1", "worked"),  # the kind is the form, right or wrong
-        ("=13", "hasty"),
         ("=-3", "hasty"),
         (":12,9,17,11", None),
-        (":12,9,17,11,13,5", None),
-        (":13", None),
-        ("13", None),
         ("=13 ", None),
-        ("", None),
     ],
 )
 def test_response_kind(text, kind):
     assert TASK.response_kind(text) == kind
     assert arithmetic.is_worked(text) == (kind == "worked")
     assert kind is None or kind in TASK.response_kinds
-
-
-def test_start_model_is_a_small_complete_folder():
-    names = {p.name for p in START_MODEL.iterdir()}
-    assert names == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert sum(p.stat().st_size for p in START_MODEL.iterdir()) <= 4 * 10**6
-    config, params, hf_config = load_folder(START_MODEL)
-    assert (config.hidden_size, config.num_layers, config.tie_embeddings) == (96, 3, True)
-    assert hf_config["architectures"] == ["LlamaForCausalLM"]
-    assert params["embed"].shape == (config.vocab_size, config.hidden_size)

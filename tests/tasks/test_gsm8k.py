@@ -32,15 +32,15 @@ def test_registry_is_what_the_config_allows():
 @needs_gsm8k
 def test_gsm8k_is_the_published_data():
     task = get_task("gsm8k", GSM8K)
-    assert (task.train_size(), task.eval_size()) == (7473, 1319)
-    prompt, columns = task.train_problem(0)
+    assert (task.size("train"), task.size("eval")) == (7473, 1319)
+    prompt, columns = task.problem("train", 0)
     assert prompt == (
         "[MATH_TASK] Problem:\nNatalia sold clips to 48 of her friends in April, and then she sold "
         "half as many clips in May. How many clips did Natalia sell altogether in April and May?"
         "\n\nSolution:"
     )
     assert columns["answer"].endswith("in April and May.\n#### 72")
-    prompt, columns = task.eval_problem(1318)
+    prompt, columns = task.problem("eval", 1318)
     assert prompt.startswith("[MATH_TASK] Problem:\nHenry and 3 of his friends order 7 pizzas")
     assert columns["answer"].endswith("#### 14")
 
@@ -48,8 +48,8 @@ def test_gsm8k_is_the_published_data():
 def test_math_rows(tmp_path):
     write(tmp_path, "train", r'{"problem": "1+1?", "solution": "$\\boxed{2}$", "level": 1}')
     task = get_task("math", str(tmp_path))
-    assert task.train_size() == 1
-    prompt, columns = task.train_problem(0)
+    assert task.size("train") == 1
+    prompt, columns = task.problem("train", 0)
     assert prompt == (
         "Problem:\n1+1?\n\nReason step by step, and put the final answer within \\boxed{}.\n\n"
         "Solution:"
@@ -65,7 +65,7 @@ def user(text):
 
 def test_questions_as_a_users_messages(tmp_path):
     write(tmp_path, "train", '{"question": "{1}+1?", "answer": "so 2\\n#### 2"}')
-    prompt, columns = get_task("gsm8k", str(tmp_path), chat=True).train_problem(0)
+    prompt, columns = get_task("gsm8k", str(tmp_path), chat=True).problem("train", 0)
     assert prompt == user(
         "{1}+1?\n\nReason step by step, and write the final answer on a line of its own, as "
         "#### NUMBER."
@@ -73,7 +73,7 @@ def test_questions_as_a_users_messages(tmp_path):
     # As in the custom task: reward functions find the messages in the column `prompt`.
     assert columns == {"answer": "so 2\n#### 2", "prompt": prompt}
     write(tmp_path, "test", r'{"problem": "1+1?", "solution": "$\\boxed{2}$"}')
-    prompt, columns = get_task("math", str(tmp_path), chat=True).eval_problem(0)
+    prompt, columns = get_task("math", str(tmp_path), chat=True).problem("eval", 0)
     assert prompt == user("1+1?\n\nReason step by step, and put the final answer within \\boxed{}.")
     assert columns["prompt"] == prompt
 
@@ -89,12 +89,13 @@ def test_problems_of_math_500_are_never_trained_on(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     task = get_task("math", "")
-    assert (task.train_size(), task.eval_size()) == (2, 2)
-    assert ["\na\n" in task.train_problem(0)[0], "\nc\n" in task.train_problem(1)[0]] == [True] * 2
+    assert (task.size("train"), task.size("eval")) == (2, 2)
+    first, second = (task.problem("train", i)[0] for i in range(2))
+    assert "\na\n" in first and "\nc\n" in second
 
 
 def test_bad_row_is_named(tmp_path):
     good = '{"question": "q", "answer": "#### 1"}'
     write(tmp_path, "train", good, "", '{"question": "q", "answer": 1}')
     with pytest.raises(ValueError, match="line 3: answer = 1; wanted text in column 'answer'"):
-        get_task("gsm8k", str(tmp_path)).train_size()
+        get_task("gsm8k", str(tmp_path)).size("train")

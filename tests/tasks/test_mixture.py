@@ -32,11 +32,11 @@ def both(tmp_path):
 def test_weights_are_shares_of_a_pass_that_has_every_row(both):
     a, b = both
     task = get_task("custom", f"{a}:0.5, {b}:0.5", 4)
-    problems = [task.train_problem(i) for i in range(task.train_size())]
+    problems = [task.problem("train", i) for i in range(task.size("train"))]
     counts = collections.Counter(columns["data_set"] for _, columns in problems)
     assert counts == {"a": 38, "b": 38}
     assert len({str(prompt) for prompt, _ in problems}) == 38 + 8
-    held_out = [task.eval_problem(i) for i in range(task.eval_size())]
+    held_out = [task.problem("eval", i) for i in range(task.size("eval"))]
     assert [columns["data_set"] for _, columns in held_out] == ["a", "b", "a", "b"]
     assert not {str(p) for p, _ in held_out} & {str(p) for p, _ in problems}
     # Functions see the columns of all sets.
@@ -46,7 +46,7 @@ def test_weights_are_shares_of_a_pass_that_has_every_row(both):
 
 def test_without_weights_every_row_occurs_once(both):
     task = get_task("custom", ",".join(both), 2)
-    assert task.train_size() == 39 + 9
+    assert task.size("train") == 39 + 9
 
 
 def test_rewards_are_reported_for_each_set():
@@ -83,5 +83,5 @@ def test_names_and_forms_of_sets_must_agree(both, tmp_path):
     chats = [{"prompt": [{"role": "user", "content": f"c{i}"}]} for i in range(4)]
     chat = write(tmp_path, "c.jsonl", chats)
     with pytest.raises(ValueError, match="prompts of a are texts and those of c are chat"):
-        get_task("custom", f"{both[0]},{chat}", 2).train_problem(0)
+        get_task("custom", f"{both[0]},{chat}", 2).problem("train", 0)
     assert data_sets("hf://name:main") == [("hf://name:main", 0.0)]

@@ -23,20 +23,20 @@ def chain_sum():
 
 def test_problems_depend_on_split_and_index_alone(chain_sum):
     again = get_task("reasoning_gym:chain_sum", "")
-    assert [again.train_problem(i) for i in (9999, 0)] == [
-        chain_sum.train_problem(i) for i in (9999, 0)
+    assert [again.problem("train", i) for i in (9999, 0)] == [
+        chain_sum.problem("train", i) for i in (9999, 0)
     ]
-    prompt, columns = chain_sum.eval_problem(0)
-    assert columns["dataset"] == "chain_sum" and prompt != chain_sum.train_problem(0)[0]
+    prompt, columns = chain_sum.problem("eval", 0)
+    assert columns["dataset"] == "chain_sum" and prompt != chain_sum.problem("train", 0)[0]
     assert prompt.endswith("write the final answer between <answer> and </answer>.\n\n")
-    assert (chain_sum.train_size(), chain_sum.eval_size()) == (10_000, 1_000)
+    assert (chain_sum.size("train"), chain_sum.size("eval")) == (10_000, 1_000)
     kinds = [chain_sum.response_kind(text) for text in ("<answer>1</answer>", "1")]
     assert kinds == list(chain_sum.response_kinds)
 
 
 def test_answers_are_scored_by_the_data_set(chain_sum):
     pool = RewardPool(chain_sum.reward, num_workers=1, timeout_s=10.0, max_failure_rate=1.0)
-    prompt, columns = chain_sum.eval_problem(3)
+    prompt, columns = chain_sum.problem("eval", 3)
     right = columns["answer"]
     texts = [
         f"so <answer>0</answer>, no: <answer> {right} </answer>",

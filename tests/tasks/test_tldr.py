@@ -23,11 +23,11 @@ def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "test.jsonl").write_text(json.dumps({**row, "completion": " other"}) + "\n")
     task = get_task("tldr", str(tmp_path))
-    assert (task.train_size(), task.eval_size(), task.metric) == (1, 1, "win_rate")
-    assert task.train_problem(0) == (row["prompt"], {"answer": " short"})
-    assert task.eval_problem(0)[1] == {"answer": " other"}
+    assert (task.size("train"), task.size("eval"), task.metric) == (1, 1, "win_rate")
+    assert task.problem("train", 0) == (row["prompt"], {"answer": " short"})
+    assert task.problem("eval", 0)[1] == {"answer": " other"}
     assert task.response_kind(" one\ntwo") == "several_paragraphs"
-    messages, columns = get_task("tldr", str(tmp_path), chat=True).train_problem(0)
+    messages, columns = get_task("tldr", str(tmp_path), chat=True).problem("train", 0)
     assert messages == [
         {
             "role": "user",
@@ -40,7 +40,7 @@ def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     with pytest.raises(
         ValueError, match="train.jsonl, line 1: .*; wanted text in column 'completion'"
     ):
-        get_task("tldr", str(tmp_path)).train_size()
+        get_task("tldr", str(tmp_path)).size("train")
 
 
 def test_posts_are_the_same_on_every_machine():

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks: prompts by number, and the columns that their rewards need."""
+
+from typing import Any, ClassVar, Literal
+
+Messages = list[dict[str, str]]
+PromptContent = str | Messages
+Problem = tuple[PromptContent, dict[str, Any]]
+"""Prompt, and the columns of its reward. The report shows the column `answer`."""
+Split = Literal["train", "eval"]
+
+
+class Task:
+    """Base of tasks. Problems are numbered from 0 in each split.
+
+    A prompt is a text, or a list of chat messages that the model's chat template converts to text;
+    the messages are then also the column `prompt`, for the reward. Invariant: an index names the
+    same problem in every process and every run.
+
+    Attributes:
+        name: name in the registry.
+        reward: default reward: "package.module:function", or a name of `rewards.kinds`;
+            empty if the config must name one.
+        metric: headline metric of the run's evaluation: "pass_at_1", "win_rate", "success_rate",
+            "reward_mean", ... Evaluation must report it.
+        response_kinds: results of `response_kind`; the report shows the share of the first.
+        has_chat: whether prompts may be user messages in the model's chat template.
+        needs_data: whether task.data_path is required.
+        makes_problems: whether the task generates its problems; this package then knows their
+            length.
+        has_one_prompt: whether the task has a single prompt, which every searcher must draw.
+        metrics: names of further metric functions of `evaluation`.
+    """
+
+    name = ""
+    reward = ""
+    metric = "reward_mean"
+    response_kinds: tuple[str, ...] = ()
+    has_chat: ClassVar[bool] = False
+    needs_data: ClassVar[bool] = False
+    makes_problems: ClassVar[bool] = False
+    has_one_prompt: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...]] = ()
+
+    def size(self, split: Split) -> int:
+        """Return the number of problems of a split."""
+        raise NotImplementedError
+
+    def problem(self, split: Split, index: int) -> Problem:
+        """Return a problem of a split."""
+        raise NotImplementedError
+
+    def response_kind(self, text: str) -> str | None:
+        """Return the kind of a response, one of `response_kinds`, or None."""
+        return None
+
+
+def chat(messages: Messages, columns: dict[str, Any]) -> Problem:
+    """Return the problem with these messages as its prompt."""
+    return messages, {**columns, "prompt": messages}
+
+
+def asked_by_user(text: str, columns: dict[str, Any]) -> Problem:
+    """Return the problem with one user message as its prompt."""
+    return chat([{"role": "user", "content": text}], columns)
