@@ -103,39 +103,12 @@ def fake_workdir(
         if "eval/n" in line
     ]
     worked = "3+9=12, 12-4=8, 8+7=15, 15-6=9. So the answer is 9."
+    names = ("prompt", "answer", "before", "after", "before_reward", "after_reward")
     samples = [
-        {
-            "prompt": "3+9-4+7-6=",
-            "answer": "9",
-            "before": "8",
-            "after": worked,
-            "before_reward": 0.0,
-            "after_reward": 1.0,
-        },
-        {
-            "prompt": "8-5+6-2+9=",
-            "answer": "16",
-            "before": "16",
-            "after": "8-5=3, 3+6=9, 9-2=7, 7+9=16. So the answer is 16.",
-            "before_reward": 1.0,
-            "after_reward": 1.0,
-        },
-        {
-            "prompt": "5+5+5-9+4=",
-            "answer": "10",
-            "before": '<script>alert("x")</script> & <b>11',
-            "after": "5+5=10, 10+5=15, 15-9=7, 7+4=11. So the answer is 11.",
-            "before_reward": 0.0,
-            "after_reward": 0.0,
-        },
-        {
-            "prompt": "7+2-8+6+1=",
-            "answer": "8",
-            "before": "",
-            "after": "7+2=9, 9-8=1, 1+6=7, 7+1=8. So the answer is 8.\x1b[0m",
-            "before_reward": None,
-            "after_reward": 1.0,
-        },
+        ("3+9-4+7-6=", "9", "8", worked, 0.0, 1.0),
+        ("8-5+6-2+9=", "16", "16", "8-5=3, 9+7=16. So the answer is 16.", 1.0, 1.0),
+        ("5+5+5-9+4=", "10", '<script>alert("x")</script> & <b>11', "It is 11.", 0.0, 0.0),
+        ("7+2-8+6+1=", "8", "", "7+2=9, 7+1=8. So the answer is 8.\x1b[0m", None, 1.0),
     ]
     facts = {
         "name": "math/arithmetic",
@@ -144,9 +117,7 @@ def fake_workdir(
             "trained_share": 0.62,
             "length_rank": 0.41,
             "effective_m": 0.5,
-            "warnings": [
-                "only 62% of the groups that were merged have been trained on: use <less>"
-            ],
+            "warnings": ["only 62% of the merged groups have been trained on: use <less>"],
         },
         "driver": "async",
         "eval": {
@@ -171,7 +142,7 @@ def fake_workdir(
         },
         "sync": {"count": made_steps // 2, "mean_s": 0.03, "max_s": 0.06},
         "kinds": ["worked"],
-        "samples": samples,
+        "samples": [dict(zip(names, sample, strict=True)) for sample in samples],
         "hardware": "2 CPU cores",
         "versions": {"python": "3.12.1", "jax": "0.12.0"},
         "config_changes": ["num_steps: 100 -> 120", "objective.beta: 0.1 -> 0.05"],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: all state of a step, saved and restored as one atomic unit.
 
-A checkpoint is a folder that Orbax writes: the train state as sharded arrays, and one file with the
-host state: replay buffer, tickets of the owner, counters. Processes synchronise only through
-the coordination service of `jax.distributed`, because searchers may be using the devices.
+A checkpoint is a folder that Orbax writes: the train state as sharded arrays, and a file for each
+part of the host state: replay buffer, tickets of the owner, counters. Processes synchronise only
+through the coordination service of `jax.distributed`, because searchers may be using the devices.
 
 Invariants: a checkpoint is complete or invisible; no file has pickled objects; the restored state
 equals the saved state; a checkpoint of another run is refused (tests/run/test_checkpoint.py).
@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from etils import epath
 
 from tba_jax.devices.sharding import storable
@@ -25,29 +24,7 @@ from tba_jax.storage.steps import SavedSteps
 
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints in a work directory."""
-HOST_STATE = "host_state.bin"
-
-
-def pack(parts: Mapping[str, PartState]) -> bytes:
-    """Return states of parts, by name, as bytes; arrays have the names `part/key`."""
-    arrays = {
-        f"{name}/{key}": value for name, part in parts.items() for key, value in part.arrays.items()
-    }
-    return pack_arrays(arrays, {name: part.meta for name, part in parts.items()})
-
-
-def unpack(data: bytes) -> dict[str, PartState]:
-    """Return the states that `pack` converted to bytes.
-
-    Raises:
-        ValueError: the bytes are not intact.
-    """
-    arrays, metas = unpack_arrays(data)
-    own: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
-    for full_key, array in arrays.items():
-        name, key = full_key.split("/", 1)
-        own[name][key] = array
-    return {name: PartState(own[name], meta) for name, meta in metas.items()}
+_HOST = "host_"  # prefix of the files of the host state
 
 
 class Checkpoints(SavedSteps):
@@ -69,14 +46,15 @@ class Checkpoints(SavedSteps):
         donated buffer while it is written.
 
         Args:
-            parts: host state, copied already; only the first process writes it.
+            parts: host state by name, copied already; only the first process writes it.
 
         Raises:
             CheckpointError: this save or the previous save failed.
         """
 
         def write_host_state(folder: epath.Path) -> None:
-            (folder / HOST_STATE).write_bytes(pack(parts))
+            for name, part in parts.items():
+                (folder / f"{_HOST}{name}").write_bytes(pack_arrays(*part))
 
         self.write(step, storable(train_state), write_host_state)
 
@@ -103,14 +81,17 @@ class Checkpoints(SavedSteps):
             )
 
     def host_state(self, step: int) -> dict[str, PartState]:
-        """Return the host state of a checkpoint: states of parts by name.
+        """Return the host state of a checkpoint by name.
 
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        if found := self.damage(step, below=HOST_STATE):
+        if found := self.damage(step, below=_HOST):
             raise self.damaged(step, found)
-        return unpack((self.path(step) / HOST_STATE).read_bytes())
+        return {
+            file.name.removeprefix(_HOST): PartState(*unpack_arrays(file.read_bytes()))
+            for file in self.path(step).glob(f"{_HOST}*")
+        }
 
     def newest_required(self) -> int:
         """Return the step of the newest checkpoint.

@@ -27,7 +27,7 @@ EXPIRE_S = 30.0  # heartbeat timeout of a holder on another host
 
 
 class Hold:
-    """Lock of a work directory; a context manager that releases it.
+    """Lock of a work directory; a context manager that releases it and deletes the heartbeat file.
 
     Args:
         folder: work directory; created if it is missing.
@@ -66,10 +66,6 @@ class Hold:
         return self
 
     def __exit__(self, *args: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Release the directory, and delete the heartbeat file."""
         self._stop.set()
         self._worker.join(EXPIRE_S)
         with contextlib.suppress(OSError):  # if the directory was removed, `check` reported it

@@ -63,18 +63,14 @@ def opened(address: str) -> Iterator[tuple[Path, Hold]]:
 
 
 def upload(workdir: Path) -> None:
-    """Upload the small files of a run that changed; do nothing for a local work directory.
+    """Upload the small files of a run; do nothing for a local work directory.
 
     Raises:
         OSError: the store refuses.
     """
     root = storage_of(workdir)
     for path in _files(epath.Path(workdir)) if is_address(root) else ():
-        stored = root / path.relative_to(workdir)
-        # A log only grows, and other files are rewritten with another size or seldom.
-        is_log = path.suffix == ".jsonl"
-        if not (is_log and stored.exists() and stored.stat().length == path.stat().length):
-            path.copy(stored, overwrite=True)
+        path.copy(root / path.relative_to(workdir), overwrite=True)
 
 
 def run_folder(text: str | os.PathLike[str], what: str) -> Path:

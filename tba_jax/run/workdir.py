@@ -63,8 +63,9 @@ def refuse_foreign(folder: Path | epath.Path) -> None:
     Raises:
         UserError: the folder has other files.
     """
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
-    if CONFIG not in names and (foreign := sorted(names - _BEFORE)):
+    if (folder / CONFIG).is_file() or not folder.exists():
+        return
+    if foreign := sorted({path.name for path in folder.iterdir()} - _BEFORE):
         raise UserError(
             f"{folder} holds {foreign[0]!r} and no {CONFIG}: it is not empty, and not the work "
             "directory of a run. Give a new --workdir"
@@ -223,15 +224,11 @@ def claim_together(
     mine = {**_as_json(config), "workdir": str(workdir), "version": versions()}
     first, *others = cluster.gather_json(mine)
     for number, other in enumerate(others, 1):
-        lines = [
-            f"{name}={first[name]!r} in process 0 and {other.get(name)!r} in process {number}"
-            for name in first
-            if first[name] != other.get(name)
-        ]
-        if lines:
+        if wrong := [name for name in first if first[name] != other.get(name)]:
             raise UserError(
                 f"process {number} was started with another command than process 0: "
-                f"{'; '.join(lines)}. Start the same command on every host"
+                + "; ".join(f"{x}: {first[x]!r} -> {other.get(x)!r}" for x in wrong)
+                + ". Start the same command on every host"
             )
     hold, refusal = None, ""
     if cluster.number == owner:

@@ -12,26 +12,19 @@ from red_team_models import write_llama
 from safetensors.numpy import load_file, save_file
 
 from tests.integration import commands
-from tests.integration.commands import environment
 
-pytestmark = pytest.mark.timeout(900)
-SLOW = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 DEADLINE_S = 300  # a command that takes longer waits for ever, also on a busy machine
-REWARD = """
-import sys
-
-def score(prompts, completions, **columns):
-    {statement}
-    return [1.0] * len(completions)
-"""
+REWARD = "def score(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
 
 
 def write_inputs(folder):
     """Write a model, data and a reward; return the arguments of a run on them."""
     write_llama(folder / "model")
     (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "a{i % 10}"}}\n' for i in range(40)))
-    write_reward(folder, "pass")
+    (folder / "score.py").write_text(REWARD)
     return [
+        f"--workdir={folder}/run",
         "--config=custom",
         f"--config.model.path={folder}/model",
         f"--config.task.data_path={folder}/rows.jsonl",
@@ -40,29 +33,22 @@ def write_inputs(folder):
     ]
 
 
-def write_reward(folder, statement):
-    (folder / "score.py").write_text(REWARD.format(statement=statement))
-
-
 def cast_weights_to_int32(folder):
     path = folder / "model" / "model.safetensors"
     save_file({name: x.astype(np.int32) for name, x in load_file(path).items()}, path)
 
 
-def replace_by_a_pipe(path):
-    path.unlink()
-    os.mkfifo(path)  # nobody writes to it
+def replace_data_by_a_pipe(folder):
+    (folder / "rows.jsonl").unlink()
+    os.mkfifo(folder / "rows.jsonl")  # nobody writes to it
 
 
-def command(module, *arguments, folder, cache, before=(), **kwargs):
+def command(module, *arguments, folder, cache, before=(), **options):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.run(
         [*before, sys.executable, "-m", f"tba_jax.{module}", *arguments],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs},
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment(cache),
-        cwd=folder,
-    )
+        text=True, timeout=DEADLINE_S, env=commands.environment(cache), cwd=folder, **options,
+    )  # fmt: skip
 
 
 def check_one_line(done, text):
@@ -73,11 +59,10 @@ def check_one_line(done, text):
     assert "bug report" not in line and len(line) < 2000, line
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lambda f: replace_by_a_pipe(f / "rows.jsonl"), "rows.jsonl cannot be read (not a regular"),
+        (replace_data_by_a_pipe, "rows.jsonl cannot be read (not a regular"),
         (cast_weights_to_int32, "(I32)"),
         (lambda f: (f / "score.py").write_text("import os\nos._exit(1)"), "ended while it was st"),
     ],
@@ -85,11 +70,9 @@ def check_one_line(done, text):
 def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
     arguments = write_inputs(tmp_path)
     spoil(tmp_path)
-    done = command("main", f"--workdir={tmp_path}/run", *arguments, folder=tmp_path, cache=cache)
-    check_one_line(done, text)
+    check_one_line(command("main", *arguments, folder=tmp_path, cache=cache), text)
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -107,17 +90,9 @@ def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
 )
 def test_an_unusable_argument_is_one_line(arguments, text, tmp_path, cache):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    given = [f"--workdir={tmp_path}/run", *write_inputs(tmp_path)]
+    given = write_inputs(tmp_path)
     given += [each.format(pipe=tmp_path / "pipe.jsonl") for each in arguments]
     check_one_line(command("main", *given, folder=tmp_path, cache=cache), text)
-
-
-def test_a_reward_that_clears_its_modules_and_fails_shows_its_own_traceback_alone(tmp_path, cache):
-    arguments = write_inputs(tmp_path)
-    write_reward(tmp_path, "raise KeyError(sys.modules.clear())")
-    done = command("main", f"--workdir={tmp_path}/run", *arguments, folder=tmp_path, cache=cache)
-    assert done.returncode in (1, 2) and done.stderr.startswith("error: ")
-    assert "raise KeyError(sys.modules.clear())" in done.stderr and len(done.stderr) < 2000
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +104,17 @@ def finished(tmp_path_factory, cache):
     return workdir
 
 
-@SLOW
 def test_a_report_on_a_disk_that_is_full_is_one_line(finished, cache):
     page = (finished / "report.html").read_bytes()
     limited = ["prlimit", "--fsize=10000"]
     done = command("report", ".", folder=finished, cache=cache, before=limited)
     check_one_line(done, "cannot be used: File too large. Make room")
     assert (finished / "report.html").read_bytes() == page
+    with open("/dev/full", "w") as output:
+        done = command("report", ".", folder=finished, cache=cache, stdout=output)
+    check_one_line(done, "standard output or a file cannot be used: No space left on device")
 
 
-@SLOW
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
 @pytest.mark.parametrize("module", ["report", "main"])
 def test_a_read_only_run_is_one_line(module, finished, cache):
@@ -148,27 +124,9 @@ def test_a_read_only_run_is_one_line(module, finished, cache):
     (unfinished / "report.json").unlink()
     mount = f"mount --bind {unfinished} {unfinished} && "
     mount += f"mount -o remount,bind,ro {unfinished} && exec "
-    argv = [sys.executable, "-m", "tba_jax.report", str(unfinished)]
+    before = ["unshare", "-m", "sh", "-c", mount + '"$@"', "sh"]
+    arguments = [str(unfinished)]
     if module == "main":
-        argv = commands.command(unfinished, "driver=sync")
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", mount + '"$@"', "sh", *argv],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment(cache),
-    )
+        arguments = commands.arguments(unfinished, "driver=sync")
+    done = command(module, *arguments, folder=finished, cache=cache, before=before)
     check_one_line(done, "Read-only file system")
-
-
-@SLOW
-@pytest.mark.parametrize("is_full", [True, False])
-def test_a_report_whose_output_cannot_be_written(is_full, finished, cache):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open("/dev/full", "w") if is_full else os.fdopen(writer, "w") as output:
-        done = command("report", ".", folder=finished, cache=cache, stdout=output)
-    if is_full:
-        check_one_line(done, "standard output or a file cannot be used: No space left on device")
-    else:
-        assert (done.returncode, done.stderr) == (141, "")

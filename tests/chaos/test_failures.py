@@ -4,31 +4,20 @@ whether the work directory can be used afterwards."""
 
 import json
 import os
-import random
 import resource
 import shutil
 import textwrap
 import time
 
 import pytest
-from commands import (
-    ROOT,
-    SYNC,
-    assert_every_ticket_once,
-    kill_after,
-    lines,
-    losses,
-    run,
-    start,
-    wait_for,
-)
+from commands import ROOT, SYNC, run, start, wait_for
 
 from tba_jax.run.checkpoint import load_host_state
+from tests.chaos.killer import check_finished, kill_often
 
 START_MODEL = ROOT / "tba_jax/assets/start_model"
 # A failing command may take this long to say so; it includes starting Python and JAX.
 DEADLINE_S = 60
-QUIET = ("eval.period=0", "checkpoint.period=0")
 
 
 @pytest.fixture
@@ -52,31 +41,10 @@ def folder(tmp_path):
 
 
 def assert_one_error(done, code, *texts):
-    """The last line of standard error is the message, and nothing else looks like a failure."""
+    """Standard error is one line, which has these texts."""
     assert done.returncode == code, done.stderr
-    error = done.stderr.strip().splitlines()
-    assert len(error) == 1 and error[0].startswith("error: "), done.stderr
-    for text in texts:
-        assert text in error[0]
-
-
-def assert_complete(workdir, num_steps):
-    """A finished run: ledger balanced, every line of the logs there once."""
-    report = json.loads((workdir / "report.json").read_text())
-    ledger = report["ledger"]
-    evicted = sum(v for k, v in ledger.items() if k.startswith("evicted"))
-    rejected = sum(ledger["rejected"].values())
-    assert ledger["generated"] > 0
-    gone = evicted + rejected + ledger["lost"]
-    assert ledger["generated"] == ledger["waiting"] + ledger["stored"] + gone
-    metrics = lines(workdir / "metrics.jsonl")
-    assert [r["step"] for r in metrics if "train/loss" in r] == list(range(1, num_steps + 1))
-    evaluated = [r["step"] for r in metrics if "eval/pass_at_1" in r]
-    assert evaluated == sorted(set(evaluated)) and evaluated[0] == 0 and evaluated[-1] == num_steps
-    config = json.loads((workdir / "config.json").read_text())["config"]
-    if config["driver"] == "async":
-        assert_every_ticket_once(workdir)
-    return report
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and all(text in line for text in texts), line
 
 
 @pytest.mark.slow
@@ -84,30 +52,21 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     """Every command but the first uses one directory, each with another config."""
     (folder / "file").write_text("")
     done = run(folder / "file" / "run", cache=cache, timeout=DEADLINE_S)
-    assert_one_error(done, 2, f"the work directory {folder}/file/run cannot be read")
-
-    workdir = folder / "run"
-    done = run(workdir, f"model.path={folder}/nowhere", cache=cache, timeout=DEADLINE_S)
-    assert_one_error(done, 2, f"model path '{folder}/nowhere' is not a folder")
-
+    assert_one_error(done, 2, f"cannot write to the work directory {folder}/file/run")
     (folder / "model").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(START_MODEL / name, folder / "model" / name)
-    done = run(workdir, f"model.path={folder}/model", cache=cache, timeout=DEADLINE_S)
-    assert_one_error(done, 2, f"{folder}/model: no tokenizer.json")
-
-    reward = "task.reward=my_reward:raises"
-    done = run(workdir, reward, cache=cache, cwd=folder, timeout=DEADLINE_S)
-    assert_one_error(
-        done,
-        2,
-        "'my_reward:raises' cannot be loaded: ModuleNotFoundError: No module named 'my_reward'",
-    )
-
-    done = run(workdir, "task.reward=my_rewards:one_short", cache=cache, cwd=folder)
-    assert_one_error(done, 2, "one_short returned 0 rewards", "want a list with one float or None")
-
-    done = run(workdir, "task.reward=my_rewards:raises", cache=cache, cwd=folder)
+    short = ("one_short returned 0 rewards", "want a list with one float or None")
+    missing = "'my_reward:raises' cannot be loaded: ModuleNotFoundError: No module named"
+    for setting, *texts in (
+        (f"model.path={folder}/nowhere", f"model path '{folder}/nowhere' is not a folder"),
+        (f"model.path={folder}/model", f"{folder}/model: no tokenizer.json"),
+        ("task.reward=my_reward:raises", missing),
+        ("task.reward=my_rewards:one_short", *short),
+    ):
+        done = run(folder / "run", setting, cache=cache, cwd=folder, timeout=DEADLINE_S)
+        assert_one_error(done, 2, *texts)
+    done = run(folder / "run", "task.reward=my_rewards:raises", cache=cache, cwd=folder)
     assert done.returncode == 2
     assert "fails on the first row, with its answer as the completion" in done.stderr
     assert f'File "{folder}/my_rewards.py"' in done.stderr
@@ -117,20 +76,13 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
 
 @pytest.mark.slow
 def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
-    done = run(
-        folder / "run",
-        "task.reward=my_rewards:sleeps",
-        "reward.timeout_s=600.0",
-        "log.watchdog_s=15.0",  # long enough to reach the reward on a busy machine
-        cache=cache,
-        cwd=folder,
-        timeout=DEADLINE_S,
-    )
+    settings = ("task.reward=my_rewards:sleeps", "reward.timeout_s=600.0")
+    limit = "log.watchdog_s=15.0"  # long enough to reach the reward on a busy machine
+    given = {"cache": cache, "cwd": folder, "timeout": DEADLINE_S}
+    done = run(folder / "run", *settings, limit, **given)
     assert done.returncode == 3
-    assert done.stderr.startswith(
-        "error: no step, ticket or evaluation ended for 15 s (config.log.watchdog_s)"
-    )
-    assert "run the same command again" in done.stderr
+    text = "error: no step, ticket or evaluation ended for 15 s (config.log.watchdog_s)"
+    assert done.stderr.startswith(text) and "run the same command again" in done.stderr
     assert "in grade" in done.stderr  # where the searcher hangs
 
 
@@ -151,20 +103,13 @@ def test_a_policy_that_diverges_stops_the_run_and_keeps_the_checkpoint(cache, tm
 def full_disk(tmp_path_factory, cache):
     """A run whose disk fills up between two checkpoints; the directory and what it printed."""
     workdir = tmp_path_factory.mktemp("full") / "run"
-    process = start(workdir, "num_steps=16", "eval.period=0", cache=cache)
+    process = start(workdir, "num_steps=16", cache=cache)
     wait_for((workdir / "checkpoints" / "4").exists, process=process)
     # The kernel refuses to let a file grow beyond this, as it does on a full disk.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
     began = time.monotonic()
-    out, err = process.communicate(timeout=DEADLINE_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     return workdir, process.returncode, err, time.monotonic() - began
-
-
-@pytest.fixture(scope="module")
-def continued(full_disk, cache):
-    """The same command again, with room."""
-    workdir = full_disk[0]
-    return workdir, run(workdir, "num_steps=16", "eval.period=0", cache=cache)
 
 
 def test_full_disk_at_a_checkpoint(full_disk):
@@ -179,30 +124,15 @@ def test_full_disk_at_a_checkpoint(full_disk):
 
 
 @pytest.mark.slow
-def test_run_continues_when_there_is_room_again(full_disk, continued):
-    workdir, done = continued
-    assert done.returncode == 0, done.stderr
-    assert f"resumed {workdir} at step" in done.stdout
-    assert_complete(workdir, 16)
+def test_run_continues_when_there_is_room_again(full_disk, cache):
+    workdir = full_disk[0]
+    done = run(workdir, "num_steps=16", cache=cache)
+    assert done.returncode == 0 and f"resumed {workdir} at step" in done.stdout, done.stderr
+    check_finished(workdir, 16)
     assert sorted(os.listdir(workdir / "checkpoints")) == ["12", "16"]
-
-
-def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):
-    """SIGKILL at random moments, each time on another stretch of the run, then to the end."""
-    rng = random.Random(0)
-    overrides = (*overrides, f"num_steps={num_steps}")
-    for _ in range(kills):
-        resumed_at = max(losses(workdir), default=0)
-        process = start(workdir, *overrides, cache=cache)
-        kill_after(process, workdir, resumed_at, rng.randint(1, num_steps // (2 * kills)), rng)
-    done = run(workdir, *overrides, cache=cache)
-    assert done.returncode == 0, done.stderr
-    assert_complete(workdir, num_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sigkill_six_times_then_resume(cache, tmp_path):
-    overrides = ("checkpoint.period=3", "eval.period=5")
-    kill_and_resume(tmp_path / "run", overrides, kills=6, num_steps=60, cache=cache)
-    assert sorted(losses(tmp_path / "run")) == list(range(1, 61))
+    kill_often(tmp_path / "run", "async", kills=6, num_steps=60, cache=cache)

@@ -150,23 +150,6 @@ def _children_of_task(task):
         return []  # the thread ended meanwhile
 
 
-def kill_after(process, workdir, reached, num_steps, rng, most_s=0.1):
-    """SIGKILL when the run is that many steps further than an earlier process got, about.
-
-    A random time after that, `most_s` at most.
-    """
-    wait_for(lambda: max(losses(workdir), default=0) >= reached + num_steps, process=process)
-    time.sleep(rng.random() * most_s)
-    processes = children(process.pid)
-    process.kill()
-    process.communicate()
-    assert processes
-    end = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in processes):
-        assert time.monotonic() < end, "reward processes outlived their parent"
-        time.sleep(0.05)
-
-
 def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
     """The launcher, without waiting."""
     return subprocess.Popen(

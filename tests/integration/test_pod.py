@@ -179,7 +179,7 @@ def test_another_command_on_one_host_is_refused_on_all(cache, tmp_path):
         _, err = process.communicate(timeout=60)
         assert process.returncode == 2
         assert "process 1 was started with another command than process 0" in err
-        assert "checkpoint.period=4 in process 0 and 5 in process 1" in err
+        assert "checkpoint.period: 4 -> 5" in err
 
 
 def free_port():

@@ -186,4 +186,4 @@ def test_the_page_reports_the_use_of_generated_responses(full):
     assert "The trainer used 62.0 % of the groups while they were new" in text
     assert "mean length rank of the trained responses is 0.41 (0.5 is unbiased)" in text
     assert "of the batch slots used the newest data." in text
-    assert "Only 62% of the groups that were merged have been trained on: use <less>." in text
+    assert "Only 62% of the merged groups have been trained on: use <less>." in text

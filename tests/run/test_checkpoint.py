@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.flow.state import PartState
-from tba_jax.run.checkpoint import CheckpointError, Checkpoints, load_host_state, pack, unpack
+from tba_jax.flow.state import PartState, pack_arrays
+from tba_jax.run.checkpoint import CheckpointError, Checkpoints, load_host_state
 
 ARRAYS = {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))}
 HOST = {
@@ -36,8 +36,10 @@ def flip(file, at):
     file.write_bytes(data)
 
 
-def test_the_round_trip_of_the_host_state_is_exact():
-    parts = unpack(pack(HOST))
+def test_the_round_trip_of_the_host_state_is_exact(tmp_path):
+    checkpoints = save(tmp_path, 3)
+    parts = checkpoints.host_state(3)
+    checkpoints.close()
     assert parts["clock"] == HOST["clock"] and parts["buffer"].meta == {"k": [1, "ü"]}
     assert set(parts["buffer"].arrays) == set(ARRAYS)
     for name, wanted in ARRAYS.items():
@@ -79,7 +81,7 @@ def test_damage_names_the_checkpoint_and_the_remedy(tmp_path):
     with pytest.raises(CheckpointError, match="no complete checkpoint in .*checkpoints: "):
         load_host_state(str(tmp_path))
     save(tmp_path, 10, 20).close()
-    file = tmp_path / "checkpoints" / "20" / "host_state.bin"
+    file = tmp_path / "checkpoints" / "20" / "host_buffer"
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(
         CheckpointError, match="checkpoints/20 is damaged.*Move that folder away.*checkpoints/10"
@@ -126,11 +128,11 @@ def test_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_pa
     checkpoints.wait()
     may_end = threading.Event()
 
-    def hang(parts):
+    def hang(arrays, meta):
         assert may_end.wait(60.0)
-        return pack(parts)
+        return pack_arrays(arrays, meta)
 
-    monkeypatch.setattr("tba_jax.run.checkpoint.pack", hang)
+    monkeypatch.setattr("tba_jax.run.checkpoint.pack_arrays", hang)
     checkpoints.save(20, {"w": jnp.zeros(2)}, HOST)  # returns: written in the background
     start = time.monotonic()
     with pytest.raises(CheckpointError) as caught:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a config asks of a fleet is refused before anything is started."""
 
+import collections
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import divide
 from tba_jax.run.errors import FleetError, UserError, is_mendable
-from tba_jax.run.fleet import Failures, connected, train_fleet
+from tba_jax.run.fleet import add_failure, connected, train_fleet
 from tba_jax.run.shared import open_sites
 
 FLEET = {"placement": "fleet", "task.name": "arithmetic"}
@@ -62,15 +63,12 @@ def test_a_trainer_group_has_all_devices_of_its_processes():
 
 
 def test_failures_count_without_a_checkpoint_in_between():
-    steps = [0]
-    failures = Failures(lambda: steps[0])
-    for _ in range(3):  # hours of rare failures
+    failures = collections.Counter()
+    for step in range(3):  # hours of rare failures
         for _ in range(5):
-            failures.add("a process", "OSError")
-        steps[0] += 1
+            add_failure(failures, "a process", step, "OSError")
     with pytest.raises(FleetError, match="a process failed 6 times without .* time: OSError. Fix"):
-        for _ in range(6):
-            failures.add("a process", "OSError")
+        add_failure(failures, "a process", 2, "OSError")
 
 
 START = """
@@ -98,19 +96,15 @@ def test_the_local_cluster_listens_on_loopback_alone():
     assert done.stdout.splitlines()[-1] == "True False"
 
 
-@pytest.mark.parametrize(
-    ("address", "advice"),
-    [("local", "logs are in /tmp/ray/session_latest"), ("auto", "start one with `ray start")],
-)
-def test_a_cluster_that_does_not_start_in_time_is_one_line(address, advice, monkeypatch):
+def test_a_cluster_that_does_not_start_in_time_is_one_line(monkeypatch):
     ray = pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 
     def init(**options):
         raise Exception("The current node timed out during startup.\nThis could happen because")
 
     monkeypatch.setattr(ray, "init", init)
-    config = make_config({"placement": "fleet", "fleet.address": address})
-    with pytest.raises(UserError, match=advice) as error, connected(config):
-        pass
+    with pytest.raises(UserError, match="Start a cluster with `ray start") as error:
+        with connected(make_config({"placement": "fleet"})):
+            pass
     text = str(error.value)
     assert "(The current node timed out during startup.)" in text and "\n" not in text
