@@ -86,14 +86,13 @@ def _kept(error: BaseException) -> str:
 def is_mendable(error: BaseException) -> bool:
     """Return whether the message of an error tells the user what to do.
 
-    It does if the error is a UserError, a RuntimeError that this package defines, or a ValueError
-    that this package raised. A ValueError from numpy or jax is a bug of this package.
+    It does if this package defines the class of the error, or raised a ValueError. A ValueError
+    from numpy or jax is a bug of this package.
     """
-    if isinstance(error, RuntimeError):
-        return type(error).__module__.startswith(f"{_PACKAGE.name}.")
     frames = traceback.extract_tb(error.__traceback__)
-    is_ours = bool(frames) and _PACKAGE in Path(frames[-1].filename).parents
-    return isinstance(error, UserError) or (isinstance(error, ValueError) and is_ours)
+    is_raised_here = bool(frames) and _PACKAGE in Path(frames[-1].filename).parents
+    is_own = type(error).__module__.startswith(f"{_PACKAGE.name}.")
+    return is_own or (isinstance(error, ValueError) and is_raised_here)
 
 
 def out_of_memory(error: BaseException | None) -> OutOfMemory | None:

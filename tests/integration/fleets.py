@@ -10,13 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.integration.commands import assert_every_ticket_once, is_balanced
+from tests.integration.commands import ROOT, assert_every_ticket_once, is_balanced, losses, report
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 1500.0
-NUM_LINES = 40
-"""Lines of the command's output that a failed wait shows."""
-_POLL_S = 0.1
 SMALL = {
     "placement": "fleet",
     "fleet.max_searchers": 2,
@@ -30,108 +26,53 @@ SMALL = {
 
 
 class Fleet:
-    """The command, and the processes below it.
+    """The command, and the processes below it; it is killed after LIMIT_S.
 
     Args:
-        workdir: of the run; beside it lies what the command says.
-        root: process below which all actors are; None: the command, with a cluster of its own.
-        limit_s: it is killed when it takes longer.
+        workdir: of the run; its output lies beside it.
         fields: over those of `SMALL`.
     """
 
-    def __init__(self, workdir, root=None, limit_s=LIMIT_S, **fields):
-        self.workdir = Path(workdir)
-        self._said = self.workdir.with_name(f"{self.workdir.name}.txt")
-        with self._said.open("a") as out:
-            self._before = out.tell()
+    def __init__(self, workdir, **fields):
+        self.workdir = workdir
+        self._output = workdir.with_name(f"{workdir.name}-{time.monotonic_ns()}.txt")
+        options = [f"--config.{name}={value}" for name, value in {**SMALL, **fields}.items()]
+        main = [sys.executable, "-m", "tba_jax.main", "--config=math", f"--workdir={workdir}"]
+        with self._output.open("w") as out:
             self.process = subprocess.Popen(
-                command(workdir, **fields),
-                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
+                [*main, *options], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
-        self._root = self.process.pid if root is None else root
-        self._limit_s = limit_s
-        self._deadline = time.monotonic() + limit_s
+        self._deadline = time.monotonic() + LIMIT_S
 
     def told(self):
         """What it has printed."""
-        with self._said.open() as file:
-            file.seek(self._before)
-            return file.read()
-
-    def until(self, condition, what):
-        """Wait until `condition()`; the command must not end before.
-
-        Args:
-            what: the condition in words, for the message of a wait that fails.
-        """
-        while not condition():
-            if self.process.poll() is not None:
-                raise AssertionError(
-                    self._failure(f"the command ended with {self.process.returncode} before {what}")
-                )
-            self._wait(what)
-
-    def until_told(self, words, times=1):
-        """Wait until the command has printed the words that often."""
-        self.until(lambda: self.told().count(words) >= times, f"{words!r} in the output, {times} x")
+        return self._output.read_text()
 
     def until_step(self, step):
         """Wait until the run has made so many steps; a resumed one counts on."""
-        self.until(lambda: self.num_steps() >= step, f"step {step}")
-
-    def until_metric(self, name, value):
-        """Wait until a metric has the value in the newest step."""
-        self.until(lambda: self.metrics(name)[-1] == value, f"{name} = {value}")
-
-    def num_steps(self):
-        """Steps that are logged."""
-        path = self.workdir / "metrics.jsonl"
-        return path.read_text().count('"train/loss"') if path.exists() else 0
-
-    def kill(self, name, which=0, number=signal.SIGKILL):
-        """Send a signal to the process of an actor; whether there was one."""
-        found = self.pids(f"ray::{name}")
-        if not found:
-            return False
-        os.kill(found[which % len(found)], number)
-        return True
-
-    def pids(self, beginning=""):
-        """Processes of the run whose command line begins so; without one, all below the command."""
-        return [pid for pid, words in below(self._root) if words.startswith(beginning)]
-
-    def metrics(self, name):
-        """Values of a metric at each step that is logged."""
-        lines = (self.workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [record[name] for record in records if "train/loss" in record]
+        while len(losses(self.workdir)) < step:
+            assert self.process.poll() is None, self.told()
+            self._wait()
 
     def end(self):
-        """Its exit code."""
+        """Wait for the end of the command; return its exit code."""
         while self.process.poll() is None:
-            self._wait("the end of the command")
+            self._wait()
         return self.process.returncode
 
-    def _wait(self, what):
+    def _wait(self):
         if time.monotonic() > self._deadline:
             self.process.kill()
-            raise AssertionError(
-                self._failure(f"the command runs for {self._limit_s:.0f} s, without {what}")
-            )
-        time.sleep(_POLL_S)
+            raise AssertionError(f"the command runs for {LIMIT_S:.0f} s:\n{self.told()}")
+        time.sleep(0.1)
 
-    def _failure(self, problem):
-        newest = self.told().splitlines()[-NUM_LINES:]
-        steps = f"{self.num_steps()} steps logged"
-        return "\n".join([f"{problem}; {steps}. Its last lines:", *newest])
-
-
-def command(workdir, *flags, **fields):
-    """argv of the main command with the fields over those of `SMALL`."""
-    options = [f"--config.{name}={value}" for name, value in {**SMALL, **fields}.items()]
-    main = [sys.executable, "-m", "tba_jax.main", "--config=math"]
-    return [*main, *options, f"--workdir={workdir}", *flags]
+    def kill(self, name, which=0):
+        """Kill the process of an actor; return whether there was one."""
+        found = [pid for pid, words in below(self.process.pid) if words.startswith(f"ray::{name}")]
+        if found:
+            os.kill(found[which % len(found)], signal.SIGKILL)
+        return bool(found)
 
 
 def below(pid):
@@ -154,11 +95,11 @@ def below(pid):
 
 def check(workdir, num_steps):
     """Every response under one heading, every ticket once, every step once; the report."""
-    report = json.loads((workdir / "report.json").read_text())
-    assert is_balanced(report["ledger"]), report["ledger"]
-    assert report["steps"] == num_steps and report["eval"]["after"]["step"] == num_steps, report
+    made = report(workdir)
+    assert is_balanced(made["ledger"]), made["ledger"]
+    assert made["steps"] == num_steps and made["eval"]["after"]["step"] == num_steps, made
     assert_every_ticket_once(workdir)
-    metrics = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    steps = [x["step"] for x in metrics if "train/loss" in x]
+    log = (workdir / "metrics.jsonl").read_text().splitlines()
+    steps = [x["step"] for x in map(json.loads, log) if "train/loss" in x]
     assert steps == list(range(1, num_steps + 1)), steps
-    return report
+    return made
