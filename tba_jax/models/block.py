@@ -6,7 +6,7 @@ Only this module and `transformer` use Flax NNX. An argument defines which keys 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from tba_jax.models.activations import ACTIVATIONS, gated
 from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
-    has_leaf,
     lora_names,
     num_input_axes,
 )
@@ -28,7 +27,143 @@ Attend = Callable[..., tuple[Array, Any]]
 """(queries [*b g r e], keys [*b g e], values [*b g e], sinks [g r] or None) -> (output [*b g r e],
 anything); queries and keys are rotated. In delta layers: (`delta.Inputs`) -> (output [*b h r f],
 anything)."""
-_New = Callable[..., nnx.Param]  # makes a leaf
+
+
+class Leaf(NamedTuple):
+    """Declaration of a parameter.
+
+    Attributes:
+        axes: logical axes, without the layers; `devices.sharding` maps them to mesh axes.
+        shape: sizes of these axes.
+        fan_in: initial values are normal with the standard deviation fan_in**-0.5; 0: constant.
+        constant: initial value if `fan_in` is 0.
+        dtype: storage dtype; None: that of the model.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    fan_in: int = 0
+    constant: float = 0.0
+    dtype: Any = None
+
+    def start(self, rngs: nnx.Rngs, dtype: Any) -> Array:
+        """Return the initial values, in `dtype` unless the leaf has its own."""
+        dtype = self.dtype or dtype
+        if not self.fan_in:
+            return jnp.full(self.shape, self.constant, dtype)
+        values = jax.random.normal(rngs.params(), self.shape) / math.sqrt(self.fan_in)
+        return values.astype(dtype)
+
+
+def outer_leaves(config: TransformerConfig) -> dict[str, Leaf]:
+    """Declare the parameters outside the layers: embeddings, final norm, output matrix."""
+    d = config.hidden_size
+
+    def table(rows: str, num: int) -> Leaf:
+        return Leaf((rows, "embed"), (num, d), d)
+
+    found = {
+        "embed": table("vocab", config.vocab_size),
+        "final_norm": Leaf(("embed",), (d,), constant=0 if config.norm_offset else 1),
+    }
+    if config.norm == "layer":
+        found["final_norm_bias"] = Leaf(("embed",), (d,))
+    if config.positions == "learned":
+        found["position_embed"] = table("positions", config.max_positions)
+    if config.num_labels:
+        found["score"] = table("labels", config.num_labels)
+    elif not config.tie_embeddings:
+        found["unembed"] = table("vocab", config.vocab_size)
+    return found
+
+
+def layer_leaves(config: TransformerConfig, kind: LayerKind) -> dict[str, Leaf]:
+    """Declare the parameters of one layer."""
+    d, f = config.hidden_size, config.mlp_size
+    sizes = {
+        "embed": d,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "mlp": f,
+        "experts": config.num_experts,
+        "routes": config.num_experts,  # on every device, unlike the experts
+    }
+    start = 0.0 if config.norm_offset else 1.0
+    # Matrices that write into the residual stream have smaller initial values, so that its
+    # scale does not grow with depth (GPT-2).
+    depth = 2 * config.num_layers
+    found: dict[str, Leaf] = {}
+
+    def add(axes: str, fan_in: int = 0, constant: float = 0.0, **names: bool) -> None:
+        """Declare the leaves of these names, if true."""
+        split = tuple(axes.split())
+        for name in (name for name, is_wanted in names.items() if is_wanted):
+            found[name] = Leaf(split, tuple(sizes[x] for x in split), fan_in, constant)
+
+    add("embed", constant=start, **dict.fromkeys(norm_names(config), True))
+    if kind == "delta":
+        found |= _delta_leaves(config)
+    else:
+        add("embed heads head_dim", d, q=True)
+        add("embed kv_heads head_dim", d, k=True, v=True)
+        add("heads head_dim embed", config.num_heads * config.head_dim * depth, o=True)
+        add("embed heads head_dim", d, q_gate=config.attention_gate)
+        add("heads head_dim", q_bias=config.qkv_bias)
+        add("kv_heads head_dim", k_bias=config.qkv_bias, v_bias=config.qkv_bias)
+        add("embed", o_bias=config.o_bias)
+        heads, kv_heads = ("heads ", "kv_heads ") if config.qk_norm_is_whole else ("", "")
+        add(f"{heads}head_dim", constant=start, q_norm=config.qk_norm)
+        add(f"{kv_heads}head_dim", constant=start, k_norm=config.qk_norm)
+        add("heads", sinks=config.sinks)
+    has_bias, has_gate = config.mlp_bias, config.gated_mlp
+    if config.num_experts:
+        add("embed routes", d, router=True)
+        add("experts embed mlp", d, expert_gate=has_gate, expert_up=True)
+        add("experts mlp embed", f * depth, expert_down=True)
+        add("routes", router_bias=config.router_bias)
+        add("experts mlp", expert_gate_bias=has_bias and has_gate, expert_up_bias=has_bias)
+        add("experts embed", expert_down_bias=has_bias)
+    if dense := config.shared_size if config.num_experts else f:
+        sizes["mlp"] = dense
+        has_bias = has_bias and not config.num_experts
+        add("embed mlp", d, gate=has_gate, up=True)
+        add("mlp embed", dense * depth, down=True)
+        add("mlp", gate_bias=has_bias and has_gate, up_bias=has_bias)
+        add("embed", down_bias=has_bias)
+        add("embed", d, shared_router=config.num_experts > 0)
+    has_norm_bias = config.norm == "layer"
+    add("embed", attn_norm_bias=has_norm_bias, mlp_norm_bias=has_norm_bias)
+    if config.adapters is not None:
+        rank = (config.adapters.rank,)
+        for name in (name for name in config.adapters.modules if name in found):
+            leaf, at, (a, b) = found[name], num_input_axes(name), lora_names(name)
+            found[a] = Leaf((*leaf.axes[:at], "rank"), leaf.shape[:at] + rank)
+            found[b] = Leaf(("rank", *leaf.axes[at:]), rank + leaf.shape[at:])
+    return found
+
+
+def _delta_leaves(config: TransformerConfig) -> dict[str, Leaf]:
+    d, (heads, size) = config.hidden_size, _delta_shapes(config)["v"]
+    found: dict[str, Leaf] = {}
+    for name, shape in _delta_shapes(config).items():
+        axes = ("heads" if name == "v" else "kv_heads", "head_dim")
+        found[f"delta_{name}"] = Leaf(("embed", *axes), (d, *shape), d)
+        taps = config.delta_taps
+        found[f"delta_taps_{name}"] = Leaf((*axes, "taps"), (*shape, taps), taps)
+    of_heads, f32 = Leaf(("embed", "heads"), (d, heads), d), jnp.float32
+    return found | {
+        "delta_gate": Leaf(("embed", "heads", "head_dim"), (d, heads, size), d),
+        "delta_o": Leaf(
+            ("heads", "head_dim", "embed"), (heads, size, d), heads * size * 2 * config.num_layers
+        ),
+        "delta_rate": of_heads,
+        "delta_decay": of_heads,
+        # `TransformerConfig.float32_leaves`
+        "delta_decay_bias": Leaf(("heads",), (heads,), constant=1.0, dtype=f32),
+        "delta_log_decay": Leaf(("heads",), (heads,), dtype=f32),
+        "delta_norm": Leaf(("head_dim",), (size,), constant=1.0),
+    }
 
 
 class Block(nnx.Module):
@@ -37,98 +172,10 @@ class Block(nnx.Module):
     def __init__(
         self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs, kind: LayerKind = "full"
     ):
-        d, f = config.hidden_size, config.mlp_size
-
-        def kernel(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
-            return nnx.Param(
-                (jax.random.normal(rngs.params(), shape) / math.sqrt(fan_in)).astype(dtype)
-            )
-
-        def zeros(*shape: int) -> nnx.Param:
-            return nnx.Param(jnp.zeros(shape, dtype))
-
-        def ones(*shape: int) -> nnx.Param:
-            return nnx.Param(jnp.ones(shape, dtype))
-
-        # Matrices that write into the residual stream have smaller initial values, so that its
-        # scale does not grow with depth (GPT-2).
-        depth = 2 * config.num_layers
         self.config = config
         self.kind = kind
-        start = zeros if config.norm_offset else ones
-        for name in norm_names(config):
-            setattr(self, name, start(d))
-        if kind == "delta":
-            self._add_delta(kernel, zeros, ones)
-        else:
-            self._add_attention(kernel, zeros, start)
-        num = (config.num_experts,) if config.num_experts else ()
-        if config.num_experts:
-            self.router = kernel((d, *num), d)
-        matrix = "expert_{}" if config.num_experts else "{}"
-        if config.gated_mlp:
-            setattr(self, matrix.format("gate"), kernel((*num, d, f), d))
-        setattr(self, matrix.format("up"), kernel((*num, d, f), d))
-        setattr(self, matrix.format("down"), kernel((*num, f, d), f * depth))
-        if shared := config.shared_size:
-            self.gate, self.up = kernel((d, shared), d), kernel((d, shared), d)
-            self.down = kernel((shared, d), shared * depth)
-            self.shared_router = kernel((d,), d)
-        if config.norm == "layer":
-            self.attn_norm_bias, self.mlp_norm_bias = zeros(d), zeros(d)
-        if config.router_bias:
-            self.router_bias = zeros(*num)
-        if config.mlp_bias:
-            setattr(self, matrix.format("up_bias"), zeros(*num, f))
-            setattr(self, matrix.format("down_bias"), zeros(*num, d))
-            if config.gated_mlp:
-                setattr(self, matrix.format("gate_bias"), zeros(*num, f))
-        if config.adapters is not None:
-            for name in config.adapters.modules:
-                if not has_leaf(kind, name):
-                    continue
-                shape, at = getattr(self, name).shape, num_input_axes(name)
-                for leaf, axes in zip(
-                    lora_names(name),
-                    ((*shape[:at], config.adapters.rank), (config.adapters.rank, *shape[at:])),
-                    strict=True,
-                ):
-                    setattr(self, leaf, zeros(*axes))
-
-    def _add_attention(self, kernel: _New, zeros: _New, start: _New) -> None:
-        config, d, e = self.config, self.config.hidden_size, self.config.head_dim
-        h, g = config.num_heads, config.num_kv_heads
-        self.q = kernel((d, h, e), d)
-        self.k = kernel((d, g, e), d)
-        self.v = kernel((d, g, e), d)
-        self.o = kernel((h, e, d), h * e * 2 * config.num_layers)
-        if config.attention_gate:
-            self.q_gate = kernel((d, h, e), d)
-        if config.qkv_bias:
-            self.q_bias, self.k_bias, self.v_bias = zeros(h, e), zeros(g, e), zeros(g, e)
-        if config.o_bias:
-            self.o_bias = zeros(d)
-        if config.qk_norm:
-            whole = config.qk_norm_is_whole
-            self.q_norm = start(h, e) if whole else start(e)
-            self.k_norm = start(g, e) if whole else start(e)
-        if config.sinks:
-            self.sinks = zeros(h)
-
-    def _add_delta(self, kernel: _New, zeros: _New, ones: _New) -> None:
-        config, d = self.config, self.config.hidden_size
-        for name, shape in _delta_shapes(config).items():
-            setattr(self, f"delta_{name}", kernel((d, *shape), d))
-            taps = (*shape, config.delta_taps)
-            setattr(self, f"delta_taps_{name}", kernel(taps, config.delta_taps))
-        heads, size = config.delta_value_heads, config.delta_value_dim
-        self.delta_gate = kernel((d, heads, size), d)
-        self.delta_o = kernel((heads, size, d), heads * size * 2 * config.num_layers)
-        self.delta_rate, self.delta_decay = kernel((d, heads), d), kernel((d, heads), d)
-        # `TransformerConfig.float32_leaves`
-        self.delta_decay_bias = nnx.Param(jnp.ones(heads, jnp.float32))
-        self.delta_log_decay = nnx.Param(jnp.zeros(heads, jnp.float32))
-        self.delta_norm = ones(size)
+        for name, leaf in layer_leaves(config, kind).items():
+            setattr(self, name, nnx.Param(leaf.start(rngs, dtype)))
 
     def __call__(
         self,
@@ -283,70 +330,6 @@ def norm_names(config: TransformerConfig) -> tuple[str, ...]:
     """Return the names of the norms of a layer's residual stream."""
     before, after = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
     return {"pre": before, "post": after, "both": before + after}[config.norms]
-
-
-# Logical axes of all parameters (`devices.sharding` maps them to mesh axes).
-AXES = {
-    "embed": ("vocab", "embed"),
-    "unembed": ("vocab", "embed"),
-    "position_embed": (None, "embed"),
-    "score": (None, "embed"),
-    "final_norm": ("embed",),
-    "final_norm_bias": ("embed",),
-    "attn_norm": ("layers", "embed"),
-    "attn_norm_bias": ("layers", "embed"),
-    "q": ("layers", "embed", "heads", "head_dim"),
-    "k": ("layers", "embed", "kv_heads", "head_dim"),
-    "v": ("layers", "embed", "kv_heads", "head_dim"),
-    "q_bias": ("layers", "heads", "head_dim"),
-    "k_bias": ("layers", "kv_heads", "head_dim"),
-    "v_bias": ("layers", "kv_heads", "head_dim"),
-    "o": ("layers", "heads", "head_dim", "embed"),
-    "o_bias": ("layers", "embed"),
-    "q_gate": ("layers", "embed", "heads", "head_dim"),
-    "delta_q": ("layers", "embed", "kv_heads", "head_dim"),
-    "delta_k": ("layers", "embed", "kv_heads", "head_dim"),
-    "delta_v": ("layers", "embed", "heads", "head_dim"),
-    "delta_taps_q": ("layers", "kv_heads", "head_dim", None),
-    "delta_taps_k": ("layers", "kv_heads", "head_dim", None),
-    "delta_taps_v": ("layers", "heads", "head_dim", None),
-    "delta_gate": ("layers", "embed", "heads", "head_dim"),
-    "delta_o": ("layers", "heads", "head_dim", "embed"),
-    "delta_rate": ("layers", "embed", "heads"),
-    "delta_decay": ("layers", "embed", "heads"),
-    "delta_decay_bias": ("layers", "heads"),
-    "delta_log_decay": ("layers", "heads"),
-    "delta_norm": ("layers", "head_dim"),
-    "q_norm": ("layers", "head_dim"),
-    "k_norm": ("layers", "head_dim"),
-    "mlp_norm": ("layers", "embed"),
-    "mlp_norm_bias": ("layers", "embed"),
-    "gate": ("layers", "embed", "mlp"),
-    "gate_bias": ("layers", "mlp"),
-    "up": ("layers", "embed", "mlp"),
-    "up_bias": ("layers", "mlp"),
-    "down": ("layers", "mlp", "embed"),
-    "down_bias": ("layers", "embed"),
-    "attn_out_norm": ("layers", "embed"),
-    "mlp_out_norm": ("layers", "embed"),
-    "sinks": ("layers", "heads"),
-    "shared_router": ("layers", "embed"),
-    "router": ("layers", "embed", None),
-    "router_bias": ("layers", None),
-    "expert_gate": ("layers", "experts", "embed", "mlp"),
-    "expert_gate_bias": ("layers", "experts", "mlp"),
-    "expert_up": ("layers", "experts", "embed", "mlp"),
-    "expert_up_bias": ("layers", "experts", "mlp"),
-    "expert_down": ("layers", "experts", "mlp", "embed"),
-    "expert_down_bias": ("layers", "experts", "embed"),
-}
-
-
-def leaf_axes(name: str, config: TransformerConfig) -> tuple[str | None, ...]:
-    """Return the logical axes of a parameter."""
-    if config.qk_norm_is_whole and name in ("q_norm", "k_norm"):
-        return ("layers", "heads" if name == "q_norm" else "kv_heads", "head_dim")
-    return AXES[name]
 
 
 def norm(

@@ -167,19 +167,15 @@ def attend_after(
         seen: the prompts; at least one position of each is valid.
         scores: as in `attention.attend_causal`.
         kernels: what decides the implementation.
-        implementation: xla: two parts, without repetition; splash: one mask, without
-            repetition; cudnn: one row per response; None: `kernels.select`.
+        implementation: xla: two parts, without repetition; cudnn and splash: one row per response;
+            None: `kernels.select`.
     """
     if implementation is None:
         length = seen.keys.shape[1] + q.shape[2]
         implementation = kernels.select(q.dtype, q.shape[-1], scores, length)
-    if implementation == "splash":
-        from tba_jax.models import splash  # the import takes a third of a second
-
-        return splash.attend_after(q, k, v, *seen, kernels.sharding)
-    if implementation == "cudnn":
-        return _attend_in_rows(q, k, v, seen, scores, implementation)
-    return _in_parts(q, k, v, seen, scores)
+    if implementation == "xla":
+        return _in_parts(q, k, v, seen, scores)
+    return _attend_in_rows(q, k, v, seen, scores, kernels, implementation)
 
 
 def _in_parts(
@@ -250,13 +246,15 @@ def _attend_in_rows(
     v: Float[Array, "b c t g e"],
     seen: Seen,
     scores: attention.Scores = attention.PLAIN,
+    kernels: attention.Kernels = attention.NO_KERNELS,
     implementation: attention.Implementation = "cudnn",
 ) -> Float[Array, "b c t g r e"]:
     """Attend with the prompt's keys and values repeated before those of each response.
 
-    cuDNN's log-sum-exp has no gradient, so the attention to prompt and response cannot be merged
-    from two calls. cuDNN's causal mask starts at the first key, so the prompt needs query
-    positions, too. Computing the layers of the prompt once saves more than these products cost.
+    The log-sum-exp of a kernel has no gradient, so the attention to prompt and response cannot be
+    merged from two calls. The causal mask of a kernel starts at the first key, so the prompt needs
+    query positions, too. Computing the layers of the prompt once saves more than these products
+    cost.
     """
     b, c, t = q.shape[:3]
     x = seen.keys.shape[1]
@@ -268,5 +266,6 @@ def _attend_in_rows(
     nothing = jnp.zeros((b, x, *q.shape[3:]), q.dtype)
     visible = attention.causal(after(seen.mask, jnp.ones((b, c, t), bool)))
     rows = after(nothing, q), after(seen.keys, k), after(seen.values, v)
-    out = attention.attend_causal(*rows, visible, scores=scores, implementation=implementation)
+    how: Any = {"scores": scores, "kernels": kernels, "implementation": implementation}
+    out = attention.attend_causal(*rows, visible, **how)
     return out[:, x:].reshape(q.shape)

@@ -8,7 +8,7 @@ use the same layer, `run_layer`, and differ only in the keys that queries see.
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,36 +23,13 @@ from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
     has_leaf,
-    lora_names,
     num_input_axes,
 )
-from tba_jax.models.block import AXES, Attend, Block, Rope, leaf_axes, norm
+from tba_jax.models.block import Attend, Block, Rope, layer_leaves, norm, outer_leaves
 from tba_jax.models.config import MATRICES
 from tba_jax.models.layer_loop import Remat, run_layers
 
 Params = Mapping[str, Any]
-
-
-class Ends(nnx.Module):
-    """Parameters outside the layers: embeddings, final norm, output matrix."""
-
-    def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs):
-        d = config.hidden_size
-
-        def table(rows: int) -> nnx.Param:
-            values = jax.random.normal(rngs.params(), (rows, d)) / math.sqrt(d)
-            return nnx.Param(values.astype(dtype))
-
-        self.embed = table(config.vocab_size)
-        self.final_norm = nnx.Param(jnp.full((d,), 0 if config.norm_offset else 1, dtype))
-        if config.norm == "layer":
-            self.final_norm_bias = nnx.Param(jnp.zeros((d,), dtype))
-        if config.positions == "learned":
-            self.position_embed = table(config.max_positions)
-        if config.num_labels:
-            self.score = table(config.num_labels)
-        elif not config.tie_embeddings:
-            self.unembed = table(config.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "param_dtype"))
@@ -63,8 +40,9 @@ def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.fl
         key: JAX PRNG key.
         param_dtype: storage dtype, except of `config.float32_leaves`.
     """
-    ends_key, layers_key = jax.random.split(key)
-    ends = nnx.to_pure_dict(nnx.state(Ends(config, param_dtype, nnx.Rngs(ends_key))))
+    outer_key, layers_key = jax.random.split(key)
+    rngs = nnx.Rngs(outer_key)
+    ends = {name: leaf.start(rngs, param_dtype) for name, leaf in outer_leaves(config).items()}
     keys = jax.random.split(layers_key, config.num_layers)
 
     def init(kind: LayerKind) -> dict[str, Array]:
@@ -90,16 +68,12 @@ def abstract_params(config: TransformerConfig, param_dtype: Any = jnp.float32) -
 
 def param_axes(config: TransformerConfig) -> Params:
     """Return the tree of `init_params` with a tuple of logical axis names for each array."""
-    axes = {name: leaf_axes(name, config) for name in AXES}
-    for name in config.adapters.modules if config.adapters else ():
-        (layers, *rest), at = AXES[name], num_input_axes(name)
-        for leaf, names in zip(
-            lora_names(name), ((*rest[:at], "rank"), ("rank", *rest[at:])), strict=True
-        ):
-            axes[leaf] = (layers, *names)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: axes[path[-1].key], abstract_params(config)
-    )
+    layers = {
+        name: ("layers", *leaf.axes)
+        for kind in dict.fromkeys(config.layer_kinds)
+        for name, leaf in layer_leaves(config, kind).items()
+    }
+    return {**{name: leaf.axes for name, leaf in outer_leaves(config).items()}, "layers": layers}
 
 
 def num_params(config: TransformerConfig) -> int:
@@ -243,7 +217,7 @@ def run_layer(
         attend: function that attends to the keys that queries see.
         mesh: devices of the program, for experts; None: one device.
     """
-    block = nnx.merge(_block_graph(config, layer_params), layer_params)
+    block = nnx.merge(_block_graph(config, tuple(sorted(layer_params))), layer_params)
     return block(x, angles, attend, mesh)
 
 
@@ -306,7 +280,8 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
     return {**params, "layers": layers}
 
 
-def _block_graph(config: TransformerConfig, names: Iterable[str]) -> Any:
+@functools.lru_cache(maxsize=64)
+def _block_graph(config: TransformerConfig, names: tuple[str, ...]) -> Any:
     """Return the NNX graph definition of a layer with leaves of these names."""
     kind: LayerKind = "delta" if "delta_o" in names else "full"
 
