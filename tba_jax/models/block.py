@@ -261,7 +261,7 @@ class Block(nnx.Module):
             out = experts.feed_forward(y, leaves, config=config, mesh=mesh)
             if not config.shared_size:
                 return out
-            shared = jax.nn.sigmoid(y @ self.shared_router[...].astype(y.dtype))
+            shared = jax.nn.sigmoid(y @ getattr(self, "shared_router")[...].astype(y.dtype))
             return out + shared[..., None] * self._dense_mlp(y, config.shared_size)
         return self._dense_mlp(y, config.mlp_size)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's splash attention for TPU on whole sequences: rows, and packed rows.
 
-Visibility is causal within segments, or a mask of pairs if segments do not suffice. The gradient is that of the library. Invariant: the
-results are those of `attention.attend`, whatever the padding contains.
+Visibility is causal within segments, or a mask of pairs if segments do not suffice. The gradient is
+that of the library. Invariant: the results are those of `attention.attend`, whatever the padding contains.
 
 The module compiles for TPU and is checked in interpret mode, but not measured on a TPU. On other
 devices it runs interpreted: correct and very slow.
@@ -158,10 +158,11 @@ def _splash_kernel(
     mask: splash_mask.MultiHeadMask | Bool[Array, "1 s c"], block: int, *, interpret: bool
 ) -> splash.SplashAttentionKernel:
     """Return a kernel (q [h s e], k [g c e], v [g c e], segments) -> [h s e]."""
-    names = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_kv"), block)
+    sizes |= {f"{name}_{gradient}": block for name in sizes for gradient in ("dkv", "dq")}
     return splash.make_splash_mha(
         mask,
-        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+        block_sizes=splash.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
