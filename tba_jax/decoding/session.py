@@ -195,7 +195,7 @@ class Session:
         }
 
     def swap(self, params: Params, version: int) -> None:
-        """Replace the weights by those of a later version; unfinished responses keep their cache."""
+        """Replace the weights by a later version; unfinished responses keep their cache."""
         self._weights, self.version = self.decoder.weights(params), version
         self._prefixes.clear()
 

@@ -177,6 +177,9 @@ class Block(nnx.Module):
         for name, leaf in layer_leaves(config, kind).items():
             setattr(self, name, nnx.Param(leaf.start(rngs, dtype)))
 
+    def _leaf(self, name: str) -> Array:
+        return getattr(self, name)[...]
+
     def __call__(
         self,
         x: Float[Array, "*b d"],
@@ -212,7 +215,7 @@ class Block(nnx.Module):
             q, k = rope.rotate(q, angles), rope.rotate(k, angles)
         if config.score_divisor not in (None, e):  # attention divides by the root of head_dim
             q = q * math.sqrt(e / config.score_divisor)
-        sinks = self.sinks[...].reshape(g, h // g) if config.sinks else None
+        sinks = self._leaf("sinks").reshape(g, h // g) if config.sinks else None
         # Group the queries of one key/value head instead of repeating keys and values.
         out, extra = attend(q.reshape(*q.shape[:-2], g, h // g, e), k, v, sinks)
         out = out.reshape(*q.shape[:-2], h * e)
@@ -229,12 +232,12 @@ class Block(nnx.Module):
             return x.reshape(*y.shape[:-1], h, -1)
 
         qkv = [heads(self._linear(f"delta_{name}", y, False, shapes[name])) for name in shapes]
-        taps = [getattr(self, f"delta_taps_{name}")[...] for name in shapes]
+        taps = [self._leaf(f"delta_taps_{name}") for name in shapes]
         taps = [x.reshape(h, -1, config.delta_taps) for x in taps]
         decay = self._linear("delta_decay", y, False, shape[:1]).astype(wide)
 
         def vector(name: str) -> Array:
-            return jnp.broadcast_to(getattr(self, name)[...].astype(wide), decay.shape)
+            return jnp.broadcast_to(self._leaf(name).astype(wide), decay.shape)
 
         decay = jax.nn.softplus(decay + vector("delta_decay_bias"))
         decay = -jnp.exp(vector("delta_log_decay")) * decay
@@ -248,7 +251,7 @@ class Block(nnx.Module):
         )
         out, extra = mix(inputs)
         out = out.reshape(*y.shape[:-1], *shape)
-        out = _rms_norm(out.astype(wide), self.delta_norm[...], config.norm_eps)
+        out = _rms_norm(out.astype(wide), self._leaf("delta_norm"), config.norm_eps)
         gate = self._linear("delta_gate", y, False, shape).astype(wide)
         out = (out * jax.nn.silu(gate)).astype(y.dtype).reshape(*y.shape[:-1], -1)
         return self._linear("delta_o", out, False, y.shape[-1:]), extra
@@ -257,11 +260,11 @@ class Block(nnx.Module):
         config = self.config
         if config.num_experts:
             names = (name for name in experts.LEAVES if hasattr(self, name))
-            leaves = {name: getattr(self, name)[...] for name in names}
+            leaves = {name: self._leaf(name) for name in names}
             out = experts.feed_forward(y, leaves, config=config, mesh=mesh)
             if not config.shared_size:
                 return out
-            shared = jax.nn.sigmoid(y @ getattr(self, "shared_router")[...].astype(y.dtype))
+            shared = jax.nn.sigmoid(y @ self._leaf("shared_router").astype(y.dtype))
             return out + shared[..., None] * self._dense_mlp(y, config.shared_size)
         return self._dense_mlp(y, config.mlp_size)
 
@@ -285,7 +288,7 @@ class Block(nnx.Module):
         product took two to three times as long in training on CPU, and on TPU an axis of two made
         XLA copy the weights to another layout.
         """
-        kernel = getattr(self, name)[...].astype(x.dtype).reshape(x.shape[-1], -1)
+        kernel = self._leaf(name).astype(x.dtype).reshape(x.shape[-1], -1)
         rows = x.reshape(-1, x.shape[-1])
         scale = getattr(self, f"{name}_scale", None)
         if scale is None:
@@ -296,12 +299,12 @@ class Block(nnx.Module):
         adapters = self.config.adapters
         if adapters is not None and name in adapters.modules:
             # Not W + A B first, because its gradient would have the size of W.
-            a, b = (getattr(self, leaf)[...].astype(x.dtype) for leaf in lora_names(name))
+            a, b = (self._leaf(leaf).astype(x.dtype) for leaf in lora_names(name))
             narrow = rows @ a.reshape(x.shape[-1], -1)
             out = out + adapters.scale * narrow @ b.reshape(adapters.rank, -1)
         out = out.reshape(*x.shape[:-1], *out_shape)
         if has_bias:
-            bias = getattr(self, name + "_bias")[...].astype(x.dtype)
+            bias = self._leaf(name + "_bias").astype(x.dtype)
             out = out + jnp.broadcast_to(bias, out.shape)
         return out
 
@@ -309,11 +312,11 @@ class Block(nnx.Module):
         """Apply a norm by name, if the architecture has it."""
         if name not in norm_names(self.config):
             return x
-        bias = getattr(self, name + "_bias")[...] if self.config.norm == "layer" else None
-        return norm(x, getattr(self, name)[...], bias, self.config)
+        bias = self._leaf(name + "_bias") if self.config.norm == "layer" else None
+        return norm(x, self._leaf(name), bias, self.config)
 
     def _head_norm(self, name: str, x: Float[Array, "*b h e"]) -> Float[Array, "*b h e"]:
-        weight = getattr(self, name)[...]
+        weight = self._leaf(name)
         if not self.config.qk_norm_is_whole:
             return norm(x, weight, None, self.config)
         merged = norm(x.reshape(*x.shape[:-2], -1), weight.reshape(-1), None, self.config)

@@ -2,7 +2,8 @@
 """JAX's splash attention for TPU on whole sequences: rows, and packed rows.
 
 Visibility is causal within segments, or a mask of pairs if segments do not suffice. The gradient is
-that of the library. Invariant: the results are those of `attention.attend`, whatever the padding contains.
+that of the library. Invariant: the results are those of `attention.attend`, whatever the padding
+contains.
 
 The module compiles for TPU and is checked in interpret mode, but not measured on a TPU. On other
 devices it runs interpreted: correct and very slow.
