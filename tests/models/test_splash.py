@@ -49,37 +49,6 @@ def assert_same(run, wanted, args, weight):
         np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "lengths"),
-    [
-        (64, (70, 20)),
-        slow(80, (70, 20)),
-        slow(96, (128, 130)),
-        slow(128, (300, 256)),
-    ],
-)
-def test_responses_behind_their_prompt_see_what_two_parts_show_them(head_dim, lengths):
-    """Responses that blocks cut across and that they do not; one prompt has no padding."""
-    (t, x), b, c = lengths, 2, 2
-    valid = np.arange(x)[None] >= np.array([0, x - 3])[:, None]
-    args = arrays(
-        (b, c, t, G, R, head_dim),
-        *[(b, c, t, G, head_dim)] * 2,
-        *[(b, x, G, head_dim)] * 2,
-    )
-    # A response of another length: its padding has no weight.
-    weight = arrays((b, c, t, G, R, head_dim))[0].at[1, 1, t // 2 :].set(0)
-
-    def attend(implementation):
-        def run(q, k, v, keys, values):
-            seen = shared_prompts.Seen(keys, values, jnp.asarray(valid))
-            return shared_prompts.attend_after(q, k, v, seen, implementation=implementation)
-
-        return run
-
-    assert_same(attend("splash"), attend("xla"), args, weight)
-
-
 @pytest.mark.parametrize("length", [40, slow(400)])
 def test_packed_rows_that_share_prompts_are_masked_by_pairs(length):
     """Row 0: a prompt and its two responses, twice; row 1: one response, then padding."""
