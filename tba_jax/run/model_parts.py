@@ -229,11 +229,17 @@ def make_decoder(
         chunk_steps=min(CHUNK_STEPS, max(1, config.search.max_new_tokens // 4)),
         site=site,
     )
-    if config.search.stop_strings:
-        # Special tokens keep their text, so that a stop string can be a special token.
-        text_of = functools.partial(tokenizer.decode, skip_special=False)
-        decoder.stop_strings = StopStrings(config.search.stop_strings, text_of)
+    decoder.stop_strings = stop_strings(config, tokenizer)
     return decoder
+
+
+def stop_strings(config: Config, tokenizer: Tokenizer) -> StopStrings | None:
+    """Return the texts that end a response; None: none."""
+    if not config.search.stop_strings:
+        return None
+    # Special tokens keep their text, so that a stop string can be a special token.
+    text_of = functools.partial(tokenizer.decode, skip_special=False)
+    return StopStrings(config.search.stop_strings, text_of)
 
 
 def _prompt_buckets(config: Config, longest: int) -> tuple[int, ...]:

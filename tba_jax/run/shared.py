@@ -63,7 +63,7 @@ from tba_jax.run.workdir import run_id_of
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer, make_start_program
-from tba_jax.serving.vllm import InferenceServer, ServerDecoder
+from tba_jax.serving.vllm import InferenceServer
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.task import Task
 from tba_jax.weights.folder import StoredWeights, WeightFolder
@@ -390,7 +390,7 @@ def make_searchers(
         if rewards.server is not None:
             # The server receives adapters. Weights are merged for evaluations only.
             latest = functools.partial(weights.adapters, i)
-            engine = ServerDecoder(rewards.server, decoder.eos_ids, decoder.stop_strings)
+            engine = rewards.server
         source = rewards.source and rewards.source.on(site)
         grader = make_grader(config, shared.task, shared.tokenizer, source)
         parts.append(

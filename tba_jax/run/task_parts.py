@@ -45,6 +45,7 @@ from tba_jax.run.model_parts import (
     make_scoring,
     model_path,
     policy_config,
+    stop_strings,
 )
 from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import PromptReader, text_of
@@ -276,7 +277,8 @@ def make_server(
         model_path(config),
         workdir / "adapters",
         longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
-        probe_id=tokenizer.eos_ids[0],
+        eos_ids=end_ids(config, tokenizer.eos_ids),
+        stop_strings=stop_strings(config, tokenizer),
         timeout_s=config.log.watchdog_s / 4,
     )
 

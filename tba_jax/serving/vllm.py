@@ -2,14 +2,14 @@
 """Responses that an inference server with vLLM's API samples (`search.engine`).
 
 Prompts go out as token IDs; token IDs come back with the log-prob of each. The server loads the
-weights of a version as a folder of adapters under a new name. `ServerSession` replaces a session on
-devices: threads send its requests, as many at a time as the session has slots. A response is
-sampled with the newest weights at the time of its request, so all of its tokens have one version.
+weights of a version as a folder of adapters under a new name. A response is sampled with the newest
+weights at the time of its request, so all of its tokens have one version.
 
 Invariants: a response has the version of the adapter that it names, and every token a finite
 log-prob; a request that fails is sent again, or ends the run.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 _CHECK_TIMEOUT_S = 60.0
 _MOST_PAUSE_S = 30.0  # longest pause between two attempts
-_FEW = 5  # attempts where a server responds, but not usefully
+_MOST_UNUSABLE = 5  # attempts where a server responds, but not usefully
 _STEP_S = 0.02  # longest wait of a step
 _POLL_S = 0.5
 _START = "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -51,35 +51,32 @@ class _Failed(Exception):
     """An attempt without a usable response.
 
     Args:
-        name: name of the failure.
+        name: "server_down" (no response now), "server_no_model" (the adapter is not loaded),
+            "server_nonsense" (unusable contents) or "server_refused".
         text: what happened.
-        most: maximum number of attempts.
-        rest_s: pause before the next attempt; 0: grows with the attempts.
     """
 
-    def __init__(self, name: str, text: str, most: float = math.inf, rest_s: float = 0.0) -> None:
+    def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
-        self.name, self.most, self.rest_s = name, most, rest_s
+        self.name = name
+        few = {"server_refused": 1, "server_no_model": _MOST_UNUSABLE}
+        few["server_nonsense"] = _MOST_UNUSABLE
+        self.most_attempts = few.get(name, math.inf)
 
 
 @dataclasses.dataclass(eq=False)
-class Loaded:
+class Adapter:
     """An adapter in the server.
 
     Attributes:
         folder: folder of its files; its name is the adapter's name in the server.
         version: version of the weights.
-        users: number of searchers and unfinished requests that sample with the adapter.
+        users: number of sessions and unfinished requests that sample with the adapter.
     """
 
     folder: Path
     version: int
     users: int = 0
-
-    @property
-    def request(self) -> dict[str, str]:
-        """Return the JSON of the request that loads the adapter."""
-        return {"lora_name": self.folder.name, "lora_path": str(self.folder)}
 
 
 class InferenceServer:
@@ -92,8 +89,9 @@ class InferenceServer:
         policy: architecture with adapters.
         base: name of the base model, for the files of adapters.
         folder: parent of the folders of adapters, which the server reads.
+        eos_ids: tokens that end a response.
+        stop_strings: texts that end a response; None: none.
         longest: tokens that prompt and response may have.
-        probe_id: ID of a token that the model has, as the prompt of `check`.
         timeout_s: timeout of an attempt in seconds; attempts are repeated for twice that time.
 
     Attributes:
@@ -108,22 +106,24 @@ class InferenceServer:
         base: str,
         folder: Path,
         *,
+        eos_ids: tuple[int, ...],
+        stop_strings: StopStrings | None = None,
         longest: int,
-        probe_id: int,
         timeout_s: float,
     ) -> None:
         import urllib3  # slow; other runs need no client
 
+        self.eos_ids, self.stop_strings = eos_ids, stop_strings
+        self.failures = FailureLines(f"search.engine {url}")
+        self.stop = StopFlag()
         self._url = url.rstrip("/")
         self._policy, self._base, self._folder = policy, base, folder.absolute()
-        self._longest, self._probe_id, self._timeout_s = longest, probe_id, timeout_s
+        self._longest, self._timeout_s = longest, timeout_s
         self._http = urllib3.PoolManager(maxsize=256, retries=False)
         self._name = f"tba-{uuid.uuid4().hex[:8]}"
         self._lock = threading.Lock()  # of the counts of users
         self._loading = threading.Lock()
-        self._loaded: dict[int, Loaded] = {}
-        self.failures = FailureLines(f"search.engine {self._url}")
-        self.stop = StopFlag()
+        self._adapters: dict[int, Adapter] = {}
 
     def check(self) -> None:
         """Ask the server for its model and for one token.
@@ -146,7 +146,7 @@ class InferenceServer:
                     "search.max_new_tokens). Lower one of the two settings, or start the server "
                     "with a larger length",
                 )
-            prompt, key = np.array([self._probe_id]), np.zeros(2, np.uint32)
+            prompt, key = np.array(self.eos_ids[:1]), np.zeros(2, np.uint32)
             body = _request(str(card["id"]), prompt, key, SamplingSettings(1))
             _read(self._send("POST", "/completions", body, _CHECK_TIMEOUT_S), body)
         except _Failed as error:
@@ -160,9 +160,22 @@ class InferenceServer:
         One process of a run calls this, before another loads adapters.
         """
         for folder in self._folder.glob("tba-*"):
-            self._unload(Loaded(folder, 0))
+            self._unload(Adapter(folder, 0))
 
-    def acquire(self, version: int, adapters: Any) -> Loaded:
+    def session(
+        self,
+        params: Any,
+        *,
+        num_slots: int,
+        prefill_prompts: int = 1,
+        version: int = 0,
+        keeps_caches: bool = False,
+    ) -> "ServerSession":
+        """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
+        del prefill_prompts, keeps_caches
+        return ServerSession(self, num_slots, params, version)
+
+    def acquire(self, version: int, adapters: Any) -> Adapter:
         """Return the adapter of a version; load it if needed, and count one more user.
 
         Args:
@@ -174,43 +187,43 @@ class InferenceServer:
         """
         with self._loading:
             with self._lock:
-                found = self._loaded.get(version)
+                found = self._adapters.get(version)
                 if found is not None:
                     found.users += 1
                     return found
-            loaded = Loaded(self._folder / f"{self._name}-{version}", version, 1)
-            adapter_files.write(loaded.folder, self._policy, adapters, self._base)
+            adapter = Adapter(self._folder / f"{self._name}-{version}", version, 1)
+            adapter_files.write(adapter.folder, self._policy, adapters, self._base)
             try:
-                self._repeat(lambda: self._send("POST", "/load_lora_adapter", loaded.request))
+                self._repeat(lambda: self._load(adapter))
             except ServerError:
-                shutil.rmtree(loaded.folder, ignore_errors=True)
+                shutil.rmtree(adapter.folder, ignore_errors=True)
                 raise
             with self._lock:
-                self._loaded[version] = loaded
-            return loaded
+                self._adapters[version] = adapter
+            return adapter
 
-    def share(self, current: Callable[[], Loaded]) -> Loaded:
+    def share(self, current: Callable[[], Adapter]) -> Adapter:
         """Count one more user of the adapter that `current` returns; return the adapter."""
         with self._lock:
-            loaded = current()
-            loaded.users += 1
-        return loaded
+            adapter = current()
+            adapter.users += 1
+        return adapter
 
-    def release(self, loaded: Loaded) -> None:
+    def release(self, adapter: Adapter) -> None:
         """Subtract one from the users of an adapter; unload an adapter without users."""
         with self._lock:
-            loaded.users -= 1
-            if loaded.users or self._loaded.pop(loaded.version, None) is None:
+            adapter.users -= 1
+            if adapter.users or self._adapters.pop(adapter.version, None) is None:
                 return
-        self._unload(loaded)
+        self._unload(adapter)
 
     def sample(
-        self, loaded: Loaded, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
+        self, adapter: Adapter, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
     ) -> tuple[np.ndarray, np.ndarray, bool]:
         """Return a response: tokens, int32 [t], log-probs, float32 [t], and whether it has an end.
 
         Args:
-            loaded: the adapter.
+            adapter: the adapter.
             prompt: int32 [s].
             key: uint32 [2]; some servers ignore the seed that it becomes.
             settings: limits, temperature, stop tokens and stop strings.
@@ -219,14 +232,15 @@ class InferenceServer:
             ServerError: no attempt gave a usable response.
         """
         most, stops = settings.max_new_tokens, settings.stop_strings
-        body = _request(loaded.folder.name, prompt, key, settings)
+        body = _request(adapter.folder.name, prompt, key, settings)
 
         def attempt() -> tuple[np.ndarray, np.ndarray, bool]:
             try:
                 found = self._send("POST", "/completions", body)
             except _Failed as error:
                 if error.name == "server_no_model":  # a restarted server has no adapters
-                    self._load_again(loaded)
+                    with contextlib.suppress(_Failed):  # the next attempt shows whether it is there
+                        self._load(adapter)
                 raise
             tokens, logprobs = _read(found, body)
             is_stop = np.isin(tokens, body["stop_token_ids"])
@@ -239,7 +253,6 @@ class InferenceServer:
                     "server_nonsense",
                     f"a response ends after {len(tokens)} of {most} tokens without a stop token "
                     "or stop string of the run",
-                    _FEW,
                 )
             return tokens[: min(size, most)], logprobs[: min(size, most)], size <= most
 
@@ -249,30 +262,22 @@ class InferenceServer:
         """Stop retrying requests, and unload the adapters."""
         self.stop.set()
         with self._lock:
-            left, self._loaded = list(self._loaded.values()), {}
-        for loaded in left:
-            self._unload(loaded)
+            left, self._adapters = list(self._adapters.values()), {}
+        for adapter in left:
+            self._unload(adapter)
 
-    def _load_again(self, loaded: Loaded) -> None:
-        """Load an adapter that the server has lost; the next attempt shows whether it is there."""
-        with self._loading:
-            try:
-                self._send("POST", "/load_lora_adapter", loaded.request)
-            except _Failed as error:
-                if error.name != "server_refused":  # another request has loaded the adapter
-                    self._report(error.name, error)
+    def _load(self, adapter: Adapter) -> None:
+        body = {"lora_name": adapter.folder.name, "lora_path": str(adapter.folder)}
+        self._send("POST", "/load_lora_adapter", body)
 
-    def _unload(self, loaded: Loaded) -> None:
-        body = {"lora_name": loaded.folder.name}
+    def _unload(self, adapter: Adapter) -> None:
+        body = {"lora_name": adapter.folder.name}
         try:
             self._send("POST", "/unload_lora_adapter", body, _CHECK_TIMEOUT_S)
         except _Failed as error:
             if error.name != "server_no_model":  # a restarted server has no adapters
-                self._report("server_unload", error)
-        shutil.rmtree(loaded.folder, ignore_errors=True)
-
-    def _report(self, name: str, error: Exception) -> None:
-        self.failures.report(name, str(error), "request(s) failed as")
+                self.failures.report("server_unload", str(error), "request(s) failed as")
+        shutil.rmtree(adapter.folder, ignore_errors=True)
 
     def _repeat(self, attempt: Callable[[], T]) -> T:
         """Return the result of the first attempt that does not fail.
@@ -287,16 +292,16 @@ class InferenceServer:
             except _Failed as error:
                 failed = error
             attempts += 1
-            self._report(failed.name, failed)
+            self.failures.report(failed.name, str(failed), "request(s) failed as")
             spent_s = time.monotonic() - start_s
             left_s = 2 * self._timeout_s - spent_s
-            if attempts >= failed.most or left_s <= 0 or self.stop.is_set():
+            if attempts >= failed.most_attempts or left_s <= 0 or self.stop.is_set():
                 remedy = _START if failed.name == "server_no_model" else "Repair the server"
                 raise ServerError(
                     f"search.engine = {self._url!r}: {failed} ({failed.name}; {attempts} attempts "
                     f"in {spent_s:.0f} s). {remedy}, then run the same command again to continue"
                 ) from failed
-            self.stop.wait(min(failed.rest_s or pause_s, left_s))
+            self.stop.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _send(
@@ -322,8 +327,7 @@ class InferenceServer:
                 timeout=urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s),
             )
         except urllib3.exceptions.ReadTimeoutError:
-            text = f"no response within {timeout_s:.0f} s"
-            raise _Failed("server_timeout", text) from None
+            raise _Failed("server_down", f"no response within {timeout_s:.0f} s") from None
         except urllib3.exceptions.HTTPError as error:
             raise _Failed("server_down", f"not reachable ({type(error).__name__})") from error
         if found.status == 200:
@@ -333,15 +337,9 @@ class InferenceServer:
                 value = None
             return value if isinstance(value, dict) else {}
         text = f"HTTP {found.status} from {path}: {found.data[:300].decode(errors='replace')}"
-        rest = found.headers.get("retry-after", "")
-        rest_s = min(float(rest), _MOST_PAUSE_S) if rest.isdigit() else 0.0
-        if found.status == 404:
-            raise _Failed("server_no_model", text, _FEW)
-        if found.status == 429:
-            raise _Failed("server_rate_limit", text, rest_s=rest_s)
-        if found.status == 408 or found.status >= 500:
-            raise _Failed("server_error", text, rest_s=rest_s)
-        raise _Failed("server_refused", text, 1)
+        if found.status in (408, 429) or found.status >= 500:
+            raise _Failed("server_down", text)
+        raise _Failed("server_no_model" if found.status == 404 else "server_refused", text)
 
 
 def _request(
@@ -383,74 +381,38 @@ def _read(found: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[np.ndarray
     choice = (found.get("choices") or [{}])[0]
     ids, sent = choice.get("token_ids"), choice.get("prompt_token_ids")
     values = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    is_finite = all(isinstance(x, float | int) and math.isfinite(x) for x in values)
+    wrong = ""
     if found.get("model") != body["model"]:
-        text = f"the response is of the model {found.get('model')!r:.80}, not of {body['model']!r}"
-        raise _Failed("server_wrong_version", text, _FEW)
-    if not isinstance(ids, list):
-        text = "the response has no token_ids: this server cannot return token IDs"
-        raise _Failed("server_no_token_ids", text, _FEW)
-    if sent not in (None, body["prompt"]):
-        raise _Failed("server_nonsense", "the server changed the tokens of a prompt", _FEW)
-    if len(values) != len(ids) or not is_finite:
-        text = f"the response has {len(ids)} tokens without a finite log-prob of each"
-        raise _Failed("server_no_logprobs", text, _FEW)
-    if not ids or not all(isinstance(x, int) and x >= 0 for x in ids):
-        raise _Failed("server_nonsense", "the response has no tokens", _FEW)
+        wrong = f"is of the model {found.get('model')!r:.80}, not of {body['model']!r}"
+    elif sent not in (None, body["prompt"]):
+        wrong = "is to a prompt with other tokens"
+    elif not isinstance(ids, list) or not all(isinstance(x, int) and x >= 0 for x in ids):
+        wrong = "has no token_ids: this server cannot return token IDs"
+    elif not ids:
+        wrong = "has no tokens"
+    elif len(values) != len(ids) or not np.isfinite(np.array(values, float)).all():
+        wrong = f"has {len(ids)} tokens without a finite log-prob of each"
+    if wrong:
+        raise _Failed("server_nonsense", f"the response {wrong}")
     return np.array(ids, np.int32), np.array(values, np.float32)
 
 
-class ServerDecoder:
-    """Source of the sessions of one searcher, in place of a `Decoder`.
+class ServerSession:
+    """Replaces a session on devices: a queue of prompts whose responses come from a server.
 
-    Args:
-        server: samples the responses.
-        eos_ids: tokens that end a response.
-        stop_strings: texts that end a response; None: none.
+    One thread drives it; `num_slots` others send the requests.
     """
 
-    def __init__(
-        self, server: InferenceServer, eos_ids: tuple[int, ...], stop_strings: StopStrings | None
-    ) -> None:
-        self.server, self.eos_ids, self.stop_strings = server, eos_ids, stop_strings
-        # The threads outlive a session. Each job is one request.
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._workers: list[Worker] = []
-
-    def session(
-        self,
-        params: Any,
-        *,
-        num_slots: int,
-        prefill_prompts: int = 1,
-        version: int = 0,
-        keeps_caches: bool = False,
-    ) -> "ServerSession":
-        """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
-        del prefill_prompts, keeps_caches
-        for i in range(len(self._workers), num_slots):
-            worker = Worker(f"server-client-{i}", self._step, self.server.stop, idle_s=0.0)
-            self._workers.append(worker.start())
-        return ServerSession(self, num_slots, params, version)
-
-    def _step(self) -> bool:
-        try:
-            self.jobs.get(timeout=_POLL_S)()
-        except queue.Empty:
-            return False
-        return True
-
-
-class ServerSession:
-    """A queue of prompts whose responses come from a server; one thread drives it."""
-
-    def __init__(self, decoder: ServerDecoder, num_slots: int, params: Any, version: int) -> None:
+    def __init__(self, server: InferenceServer, num_slots: int, params: Any, version: int) -> None:
         self.num_slots, self.version = num_slots, version
         self.statistics = Statistics()
-        self._decoder, self._server = decoder, decoder.server
+        self._server = server
+        self._adapter = server.acquire(version, params)
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Response | Exception] = queue.SimpleQueue()
         self._num_submitted = self._num_open = 0
-        self._adapter = self._server.acquire(version, params)
+        for i in range(num_slots):
+            Worker(f"server-client-{i}", self._work, server.stop, idle_s=0.0).start()
 
     @property
     def is_idle(self) -> bool:
@@ -475,13 +437,13 @@ class ServerSession:
         self._num_open += len(keys)
         settings = dataclasses.replace(
             settings,
-            stop_ids=self._decoder.eos_ids if settings.stop_ids is None else settings.stop_ids,
-            stop_strings=settings.stop_strings or self._decoder.stop_strings,
+            stop_ids=self._server.eos_ids if settings.stop_ids is None else settings.stop_ids,
+            stop_strings=settings.stop_strings or self._server.stop_strings,
         )
         for j, key in enumerate(keys):
             own = settings.temperature if temperatures is None else float(temperatures[j])
             each = dataclasses.replace(settings, temperature=own)
-            self._decoder.jobs.put(functools.partial(self._sample, index, j, prompt, key, each))
+            self._jobs.put(functools.partial(self._sample, index, j, prompt, key, each))
         return index
 
     def swap(self, params: Any, version: int) -> None:
@@ -521,6 +483,13 @@ class ServerSession:
         """Yield responses as they arrive, until the session is idle."""
         while not self.is_idle:
             yield from self.step()
+
+    def _work(self) -> bool:
+        try:
+            self._jobs.get(timeout=_POLL_S)()
+        except queue.Empty:
+            return False
+        return True
 
     def _sample(
         self, index: int, sample: int, prompt: np.ndarray, key: np.ndarray, own: SamplingSettings

@@ -54,7 +54,7 @@ def test_a_known_error_of_log_probs_is_found_and_failures_lose_nothing(model, tm
     # 0.05 was added to every log-prob.
     assert [r["train/sampler_gap"] for r in records] == pytest.approx([0.05] * 8, abs=1e-4)
     assert ledger["generated"] == 8 * 4 * 16 and ledger["rejected"] == {}
-    names = ("error", "no_token_ids", "no_model", "rate_limit")
+    names = ("down", "nonsense", "no_model")
     counts = {name: records[0].get(f"search/server_{name}", 0) for name in names}
     assert all(counts.values()), counts
     assert all(f"request(s) failed as server_{name}" in error for name in names)
