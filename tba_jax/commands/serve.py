@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # Flag -> smallest allowed value.
-_LEAST = {"num_slots": 1, "max_requests": 1, "max_length": 0}
+_LEAST = {"num_slots": 1, "max_length": 0}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,12 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         default=0,
         help="tokens of prompt and response; 0: chosen, up to 4096",
-    )
-    parser.add_argument(
-        "--max_requests",
-        type=int,
-        default=256,
-        help="maximum number of concurrent requests; further requests are refused",
     )
     args = parser.parse_args(argv)
     _check(args)
@@ -82,8 +76,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.remote.http_server import HttpServer
     from tba_jax.serving.chat import make_chat_format
     from tba_jax.serving.protocol import MAX_STOP_IDS, Served
-    from tba_jax.serving.queue import RequestQueue
-    from tba_jax.serving.server import Application
+    from tba_jax.serving.server import Application, RequestQueue
 
     open_cache()
     site = any_device(platform_of(jax.local_devices()[0]))
@@ -116,7 +109,6 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         served,
         queue=queue,
         token=args.token,
-        max_requests=args.max_requests,
         info={"model": name, "weight_version": version, "num_slots": args.num_slots},
     )
     server = HttpServer(application, "http-server", bound)

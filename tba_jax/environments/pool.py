@@ -37,7 +37,6 @@ from tba_jax.workers import WorkerFailed, WorkerPool
 
 DEFAULT_WORKERS = 4
 """Number of workers; episodes share them."""
-_MAX_REQUESTS = 1024
 
 
 class Request(NamedTuple):
@@ -471,9 +470,7 @@ class EnvironmentPool:
                 self.workers.end_idle()
             )  # describing tools has imported transformers there
         if self.is_agent:
-            application = Application(
-                self._scope, self.served, prefix="/{episode}", max_requests=_MAX_REQUESTS
-            )
+            application = Application(self._scope, self.served, prefix="/{episode}")
             self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))
             self._server.start()
         self._is_checked = True

@@ -27,29 +27,21 @@ MAX_STOP_IDS = 32
 MAX_SAMPLES = 128
 """Maximum number of samples of a request."""
 
-# Parameters that are not supported, and their values that change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (0,),
-    "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "spaces_between_special_tokens": (True,),
+# Parameters that are not supported: those that zero, false or an empty value turns off, and others
+# with the value that changes nothing.
+_OFF = frozenset(
+    "presence_penalty frequency_penalty min_p logit_bias echo suffix top_logprobs prompt_logprobs "
+    "functions use_beam_search bad_words continue_final_message documents".split()
+)
+_NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "length_penalty": 1,
+    "best_of": 1,
+    "response_format": {"type": "text"},
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "add_generation_prompt": True,
+    "spaces_between_special_tokens": True,
 }
 # Parameters that cannot change a response: labels, caches and the order of requests.
 _UNUSED = frozenset(
@@ -67,7 +59,6 @@ _WANTED = {
 _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
-    429: "rate_limit_error",
     500: "server_error",
 }
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -420,9 +411,10 @@ def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
         body = {**own, **{k: v for k, v in body.items() if k != "sampling_params"}}
     found = {k: v for k, v in body.items() if v is not None and k not in _UNUSED}
     # Special tokens are added to texts, and never to chats.
-    neutral = {**_NEUTRAL, "add_special_tokens": (kind == "completions",)}
-    for name in neutral.keys() & found.keys():
-        if (value := found.pop(name)) not in neutral[name]:
+    neutral = {**_NEUTRAL, "add_special_tokens": kind == "completions"}
+    for name in (_OFF | neutral.keys()) & found.keys():
+        value = found.pop(name)
+        if value if name in _OFF else value != neutral[name]:
             raise ApiError(f"{name} = {value!r:.80} is not supported. Leave it out", param=name)
     if isinstance(found.get("stop"), str):
         found["stop"] = [found["stop"]]

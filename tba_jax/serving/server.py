@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP routes over a queue of generations, for OpenAI clients and token-exact training clients.
+"""HTTP routes over a decode session, for OpenAI clients and token-exact training clients.
 
     POST /inference/v1/generate   token IDs in, token IDs and log-probs out
     POST /v1/completions          text or token IDs
     POST /v1/chat/completions     messages, tools
     GET  /v1/models, /health, /server_info;  POST /pause, /resume
 
-Invariant: a request without a valid token, or beyond the limit of concurrent requests, is refused
-before its body is read. A web page cannot send a write: without a token, a write needs the content
-type JSON. A client that disconnects frees its slots.
+Invariant: a request without a valid token is refused before its body is read. A web page cannot
+send a write: without a token, a write needs the content type JSON. A client that disconnects frees
+its slots.
 """
 
 import asyncio
@@ -16,6 +16,8 @@ import contextlib
 import functools
 import hmac
 import json
+import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
@@ -26,8 +28,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import tba_jax
-from tba_jax.serving.protocol import ApiError, Call, Choice, Generation, Kind, Served, Update
-from tba_jax.serving.queue import RequestQueue
+from tba_jax.decoding.session import Session
+from tba_jax.serving.protocol import (
+    ApiError,
+    Call,
+    Choice,
+    Generation,
+    Kind,
+    Served,
+    Update,
+    parse,
+)
 
 MAX_BODY_BYTES = 4 * 2**20
 _ROUTES: dict[Kind, str] = {
@@ -47,6 +58,105 @@ class Scope(Protocol):
     def cancel(self, generation: Generation) -> None: ...
 
 
+class RequestQueue:
+    """Queue of generations for one session, and the scope of independent requests.
+
+    `parse`, `submit` and `cancel` are thread-safe. Invariant: every submitted generation ends with
+    one final update for each sample or with one error, unless it is cancelled.
+
+    Args:
+        served: the model.
+
+    Attributes:
+        is_paused: whether decoding is paused.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self.is_paused = False
+        self._served = served
+        self._lock = threading.Lock()
+        self._new: list[Generation] = []
+        self._cancelled: list[Generation] = []
+        self._failure: Exception | None = None
+        # Generation and its number of unfinished samples, by the session's number of the request;
+        # used on the session's thread only.
+        self._live: dict[int, tuple[Generation, int]] = {}
+
+    def parse(self, kind: Kind, body: Mapping[str, Any]) -> Call:
+        """Return the call of a request.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        return parse(kind, body, self._served, int.from_bytes(os.urandom(7), "big"))
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a generation.
+
+        Raises:
+            Exception: the session's thread has failed with this error.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._new.append(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        """Drop a generation that has not ended; its slots become free."""
+        with self._lock:
+            self._cancelled.append(generation)
+
+    def step(self, session: Session) -> bool:
+        """Take in requests and decode one chunk; return False if there is nothing to decode."""
+        self._take_in(session)
+        if self.is_paused or session.is_idle:
+            return False
+        try:
+            for response in session.step():
+                generation, left = self._live.pop(response.request)
+                if left > 1:
+                    self._live[response.request] = generation, left - 1
+                finish = "stop" if response.has_eos else "length"
+                row = (response.sample, response.tokens, response.token_logprobs, finish)
+                generation.notify(Update(*row))
+            for number, (generation, _) in self._live.items():
+                if generation.is_streamed:
+                    for sample, (tokens, logprobs) in session.unfinished(number).items():
+                        generation.notify(Update(sample, tokens, logprobs))
+        except Exception as error:  # every waiting client receives the error of the device
+            self.fail(error)
+            raise
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End every generation with an error, and refuse later ones with the same error."""
+        with self._lock:
+            self._failure = error
+            new, self._new = self._new, []
+        for generation in [*new, *(each for each, _ in self._live.values())]:
+            generation.notify(error)
+        self._live.clear()
+
+    def _take_in(self, session: Session) -> None:
+        """Submit new generations to the session and drop cancelled ones."""
+        with self._lock:
+            new, self._new = self._new, []
+            cancelled, self._cancelled = self._cancelled, []
+        for generation in new:
+            if generation in cancelled:
+                continue
+            try:
+                number = session.submit(generation.prompt, generation.keys, generation.settings)
+            except ValueError as error:
+                generation.notify(error)
+                continue
+            self._live[number] = generation, len(generation.keys)
+        for number, (generation, _) in list(self._live.items()):
+            if generation in cancelled:
+                session.cancel(number)
+                del self._live[number]
+
+
 class Application:
     """ASGI application of the routes.
 
@@ -56,7 +166,6 @@ class Application:
         prefix: path before the routes, with the parameter `episode`, or "".
         queue: queue that /pause and /resume control; None: these routes do not exist.
         token: bearer token that every request must have; "": no token is needed.
-        max_requests: maximum number of concurrent requests; others are refused with status 429.
         info: fields of /server_info.
     """
 
@@ -68,12 +177,10 @@ class Application:
         prefix: str = "",
         queue: RequestQueue | None = None,
         token: str = "",
-        max_requests: int = 256,
         info: Mapping[str, Any] | None = None,
     ) -> None:
         self._scopes, self._served, self._queue = scopes, served, queue
         self._authorization = f"Bearer {token}".encode() if token else b""
-        self._max_requests, self._num_requests = max_requests, 0
         self._info = {"version": tba_jax.__version__, **(info or {})}
         routes = [
             Route(f"{prefix}{path}", self._sampler(kind), methods=["POST"])
@@ -141,30 +248,17 @@ class Application:
         """Return the handler of a route that samples."""
 
         async def sample(request: Request) -> Response:
-            if self._num_requests >= self._max_requests:
-                raise ApiError(
-                    f"the server has {self._num_requests} requests, its maximum. Try again later",
-                    status=429,
-                    code="rate_limit_exceeded",
-                )
-            with contextlib.ExitStack() as at_end:
-                self._num_requests += 1
-                at_end.callback(self._leave)
-                scope = self._scopes(request.path_params.get("episode", ""))
-                self._check_write(request)
-                call = scope.parse(kind, await _body(request))
-                updates = _updates(request, scope, call)
-                if not call.request.stream:
-                    found = {i: update async for i, update in updates if update.finish}
-                    return JSONResponse(call.response([found[i] for i in sorted(found)]))
-                first = await anext(updates)  # an earlier error has its own HTTP status
-                events = _events(call, first, updates, at_end.pop_all())
-                return StreamingResponse(events, media_type="text/event-stream")
+            scope = self._scopes(request.path_params.get("episode", ""))
+            self._check_write(request)
+            call = scope.parse(kind, await _body(request))
+            updates = _updates(request, scope, call)
+            if not call.request.stream:
+                found = {i: update async for i, update in updates if update.finish}
+                return JSONResponse(call.response([found[i] for i in sorted(found)]))
+            first = await anext(updates)  # an earlier error has its own HTTP status
+            return StreamingResponse(_events(call, first, updates), media_type="text/event-stream")
 
         return sample
-
-    def _leave(self) -> None:
-        self._num_requests -= 1
 
 
 async def _updates(
@@ -214,30 +308,26 @@ async def _updates(
 
 
 async def _events(
-    call: Call,
-    first: tuple[int, Update],
-    updates: AsyncGenerator[tuple[int, Update]],
-    at_end: contextlib.ExitStack,
+    call: Call, first: tuple[int, Update], updates: AsyncGenerator[tuple[int, Update]]
 ) -> AsyncIterator[str]:
     """Yield server-sent events as tokens are sampled."""
     choices = [Choice(call, i) for i in range(call.num_samples)]
     newest: dict[int, Update] = {}
     arrived: tuple[int, Update] | None = first
-    with at_end:
-        async with contextlib.aclosing(updates):
-            try:
-                while arrived is not None:
-                    i, newest[i] = arrived
-                    if (choice := choices[i].next(newest[i])) is not None:
-                        yield _event(call.envelope([choice]))
-                    arrived = await anext(updates, None)
-            except ApiError as error:  # the status was sent before, so the error is an event
-                yield _event(error.body())
-                return
-        if call.request.stream_options.include_usage:
-            usage = call.usage(list(newest.values()))
-            yield _event({**call.envelope([]), "usage": usage})
-        yield "data: [DONE]\n\n"
+    async with contextlib.aclosing(updates):
+        try:
+            while arrived is not None:
+                i, newest[i] = arrived
+                if (choice := choices[i].next(newest[i])) is not None:
+                    yield _event(call.envelope([choice]))
+                arrived = await anext(updates, None)
+        except ApiError as error:  # the status was sent before, so the error is an event
+            yield _event(error.body())
+            return
+    if call.request.stream_options.include_usage:
+        usage = call.usage(list(newest.values()))
+        yield _event({**call.envelope([]), "usage": usage})
+    yield "data: [DONE]\n\n"
 
 
 def _event(data: Any) -> str:
@@ -270,8 +360,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _refusal(request: Any, error: Any) -> Response:
-    headers = {"retry-after": "1"} if error.status == 429 else None
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(error.body(), error.status)
 
 
 def _no_route(request: Request, error: Any) -> Response:

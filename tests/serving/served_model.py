@@ -21,8 +21,7 @@ from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import MAX_STOP_IDS, Served
-from tba_jax.serving.queue import RequestQueue
-from tba_jax.serving.server import Application
+from tba_jax.serving.server import Application, RequestQueue
 
 MAX_LENGTH = 256
 NUM_SLOTS = 8
@@ -34,7 +33,7 @@ TEMPLATE = (
 class ServedModel:
     """Decoder, session, queue and server."""
 
-    def __init__(self, folder, *, token="", max_requests=64, renderer="", port=0):
+    def __init__(self, folder, *, token="", renderer="", port=0):
         config, params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
         self.config, self.params = config, params
         self.tokenizer = Tokenizer.load(folder)
@@ -55,7 +54,6 @@ class ServedModel:
             self.served,
             queue=queue,
             token=token,
-            max_requests=max_requests,
         )
         self.server = HttpServer(self.application, "http-server", bind("127.0.0.1", port))
         self.stop = StopFlag()
