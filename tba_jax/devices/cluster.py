@@ -37,10 +37,12 @@ class PeerError(RuntimeError):
 class Address(NamedTuple):
     """Address of the coordinator of `jax.distributed`, and index of this process.
 
+    A TPU pod provides them itself: then the values are "", 0 and -1.
+
     Attributes:
-        coordinator: HOST:PORT of process 0; "" if the platform provides it (a TPU pod).
-        num_processes: processes of the run; 0 if the platform provides it.
-        process_id: index of this process; -1 if the platform provides it.
+        coordinator: HOST:PORT of process 0.
+        num_processes: processes of the run.
+        process_id: index of this process.
     """
 
     coordinator: str = ""
@@ -69,28 +71,23 @@ def resolve_address(
             if name != "coordinator" and not text.isdigit():
                 raise ValueError(f"{variable}={text!r}: must be a whole number. Correct it")
             given[name] = text if name == "coordinator" else int(text)
-    if given["num_processes"] == 1:
-        return Address(given["coordinator"] or "", 1, given["process_id"] or 0)
+    missing = [f"--{x} (or {_ENVIRONMENT[x]})" for x, value in given.items() if value is None]
+    if given["num_processes"] == 1 or len(missing) == len(given):
+        return Address()
     if given["coordinator"] == AUTO:
         return Address("", 0, -1)
-    missing = [f"--{x} (or {_ENVIRONMENT[x]})" for x, value in given.items() if value is None]
-    if len(missing) == len(given):
-        return Address()
     if missing:
         raise ValueError(
             "a run over several processes needs --coordinator, --num_processes and --process_id; "
             f"missing: {', '.join(missing)}. Give all three, or on a TPU pod --coordinator={AUTO}"
         )
     address = Address(**given)
-    if not 0 <= address.process_id < address.num_processes:
+    if not 0 <= address.process_id < address.num_processes or ":" not in address.coordinator:
         raise ValueError(
-            f"--process_id={address.process_id} with --num_processes={address.num_processes}: "
-            f"process IDs count from 0. Give --process_id from 0 to {address.num_processes - 1}"
-        )
-    if ":" not in address.coordinator:
-        raise ValueError(
-            f"--coordinator={address.coordinator}: must read HOST:PORT, the host of process 0. "
-            "For example --coordinator=10.0.0.1:1234"
+            f"--coordinator={address.coordinator} --num_processes={address.num_processes} "
+            f"--process_id={address.process_id}: the coordinator must be HOST:PORT of process 0, "
+            "and process IDs count from 0. For example --coordinator=10.0.0.1:1234 "
+            "--num_processes=2, with --process_id=0 on one host and 1 on the other"
         )
     return address
 
@@ -142,8 +139,7 @@ class Cluster:
         store = global_state.client
         assert store is not None, "a cluster of several processes is connected"
         _num_exchanges[self.members] += 1
-        of_members = "-".join(map(str, self.members))
-        key = f"tba_jax/{of_members}/{_num_exchanges[self.members]}"
+        key = f"tba_jax/{self.members}/{_num_exchanges[self.members]}"
         with peer_errors(self):
             store.key_value_set(f"{key}/{self.number}", json.dumps(value))
             keys = [f"{key}/{number}" for number in self.members]
@@ -204,7 +200,7 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
     except RuntimeError as error:  # jax raises this type for every failure of the service
         raise PeerError(
             f"joining the other processes at {address.coordinator or 'the pod'} failed: "
-            f"{_brief(error)}. Start the same command on every host"
+            f"{str(error)[:300]}. Start the same command on every host"
         ) from error
     number, members = jax.process_index(), tuple(range(jax.process_count()))
     return Cluster(number, members, number == 0, address.coordinator)
@@ -233,9 +229,5 @@ def peer_errors(cluster: Cluster) -> Iterator[None]:
             raise
         raise PeerError(
             f"process {cluster.process_id} of {cluster.num_processes} lost another process: "
-            f"{_brief(error)}. The output of the lost process has the cause. {CONTINUE}"
+            f"{str(error)[:300]}. The output of the lost process has the cause. {CONTINUE}"
         ) from error
-
-
-def _brief(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

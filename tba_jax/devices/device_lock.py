@@ -38,13 +38,9 @@ class DeviceLock:
     results of its program are ready. Without this wait, programs on CPU could deadlock, because the
     runtime may start programs in another order than the threads launched them. The first call of a
     program also compiles it while holding the lock.
-
-    Attributes:
-        wait_s: seconds that all threads together have waited.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.wait_s = 0.0
         self._timeout_s = timeout_s
         self._queue: list[_Entry] = []  # in order of arrival; includes holders
         self._changed = threading.Condition()
@@ -53,13 +49,12 @@ class DeviceLock:
         """Return a function that launches a program on these devices while it holds the lock.
 
         Its arguments and results are those of the program; the results are ready when it returns.
-        An exception releases the lock.
+        A program must not launch another locked program. An exception releases the lock.
 
         Raises (when the program is called):
             DeviceLockError: other threads held the devices for longer than `timeout_s`.
         """
-        needed = frozenset(devices)
-        name = getattr(program, "__name__", "unnamed")
+        needed, name = frozenset(devices), getattr(program, "__name__", "unnamed")
 
         @functools.wraps(program)
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -77,28 +72,22 @@ class DeviceLock:
         return launch
 
     def _wait(self, entry: _Entry) -> None:
-        def blocker() -> _Entry | None:
+        def holder() -> _Entry | None:
             before = itertools.takewhile(lambda other: other is not entry, self._queue)
             return next((other for other in before if other.devices & entry.devices), None)
 
         with self._changed:
-            first = blocker()
-            assert first is None or first.thread != entry.thread, (
-                "a thread must not launch a locked program inside another"
-            )
-            self._changed.wait_for(lambda: blocker() is None, self._timeout_s)
-            now = time.monotonic()
-            self.wait_s += now - entry.start_s
-            if (holder := blocker()) is not None:
-                ids = ", ".join(sorted({str(d.id) for d in entry.devices & holder.devices}))
-                raise DeviceLockError(
-                    f"thread {entry.thread} waited {self._timeout_s:.0f} s to launch the program "
-                    f"{entry.program!r} on devices {ids}. Thread {holder.thread} requested them "
-                    f"for {holder.program!r} {now - holder.start_s:.0f} s ago: the program hangs "
-                    "or is still being compiled. Run the same command again to continue from the "
-                    "newest checkpoint; if compilation takes that long, add a larger "
-                    "--config.log.watchdog_s"
-                )
+            self._changed.wait_for(lambda: holder() is None, self._timeout_s)
+            if (other := holder()) is None:
+                return
+        ids = ", ".join(sorted(str(d.id) for d in entry.devices & other.devices))
+        raise DeviceLockError(
+            f"thread {entry.thread} waited {self._timeout_s:.0f} s to launch the program "
+            f"{entry.program!r} on devices {ids}. Thread {other.thread} requested them for "
+            f"{other.program!r} {time.monotonic() - other.start_s:.0f} s ago: the program hangs or "
+            "is still being compiled. Run the same command again to continue from the newest "
+            "checkpoint; if compilation takes that long, add a larger --config.log.watchdog_s"
+        )
 
 
 def device_lock_for(meshes: Sequence[Mesh], *, timeout_s: float) -> DeviceLock | None:

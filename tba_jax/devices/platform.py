@@ -22,6 +22,7 @@ JAX's default is 0.75, for processes that share a GPU. The rest is for memory ou
 GiB of CUDA context and library handles, kernels, and NCCL's buffers (up to 32 channels of 10 MiB
 per group of devices, so 0.3 GiB; a run has at most three such groups).
 """
+_WIDE = 512  # hidden size from which Eigen is faster than YNNPACK on CPU (docs/lab/train_step.md)
 
 
 def prepare_process() -> None:
@@ -32,7 +33,7 @@ def prepare_process() -> None:
     attached, JAX would load libtpu, which would print that it finds no TPU.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    take_gpu_memory()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     accelerators = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd")
     if not importlib.util.find_spec("libtpu") or any(map(glob.glob, accelerators)):
         return
@@ -40,11 +41,6 @@ def prepare_process() -> None:
     jax = sys.modules.get("jax")  # JAX reads the variable when it is imported
     if jax is not None and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-
-
-def take_gpu_memory() -> None:
-    """Set the share of GPU memory to preallocate, if unset; call before a device is used."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
 
 def return_free_memory() -> None:
@@ -74,3 +70,14 @@ def platform_of(device: Any) -> Platform:
             "tpu. Choose one with JAX_PLATFORMS"
         )
     return name
+
+
+def step_options(device: Any, hidden_size: int) -> dict[str, str]:
+    """Return XLA's compiler options for the train step of a model on a kind of device.
+
+    They belong to the compiled program, so that a plan for absent devices compiles the same program
+    as a run there. Wide models on CPU go without YNNPACK, which XLA uses for products of any size.
+    """
+    if platform_of(device) != "cpu" or hidden_size < _WIDE:
+        return {}
+    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}

@@ -41,10 +41,8 @@ class StopFlag:
         Raises:
             WorkerError: names the worker; its `__cause__` has the original traceback.
         """
-        with self._lock:
-            failure = self._failure
-        if failure is not None:
-            name, error = failure
+        if self._failure is not None:
+            name, error = self._failure
             raise WorkerError(f"{name} failed: {type(error).__name__}: {error}") from error
 
 
@@ -86,10 +84,7 @@ class Worker:
             self._stop.fail(self.name, error)
 
     def join(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the thread; raise nothing, because the run already failed.
-
-        A worker that was never started counts as ended.
-        """
+        """Wait at most `timeout_s` for the thread, if it was started; raise nothing."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -103,7 +98,7 @@ class Worker:
         """
         self._stop.set()
         self.join(timeout_s)
-        if self._thread.is_alive():
+        if self.is_alive():
             faulthandler.dump_traceback(file=sys.stderr)
             raise TimeoutError(
                 f"worker {self.name} did not stop within {timeout_s:.0f} s; the stacks of all "

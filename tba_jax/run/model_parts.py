@@ -18,7 +18,7 @@ from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import CHUNK_STEPS
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.devices import xla
+from tba_jax.devices.platform import step_options
 from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.layout import RowLayout
@@ -349,7 +349,7 @@ def make_step_shardings(
         keep_reference=True,
         has_head=bool(config.objective.built.needs.head),
         num_prompts=config.batch.num_prompts,
-    )._replace(compiler_options=xla.step_options(mesh.devices.flat[0], model_config.hidden_size))
+    )._replace(compiler_options=step_options(mesh.devices.flat[0], model_config.hidden_size))
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:

@@ -26,7 +26,7 @@ def test_address_comes_from_flags_then_from_the_environment():
     assert resolve_address(None, None, None, {}) == Address()
     platform = Address("", 0, -1)  # a TPU pod knows by itself
     assert resolve_address("auto", None, None, {}) == platform
-    assert resolve_address(None, 1, None, {}) == Address("", 1, 0)
+    assert resolve_address(None, 1, None, {}) == Address()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_address_comes_from_flags_then_from_the_environment():
         (("a:1", 2, None), {}, r"missing: --process_id \(or JAX_PROCESS_ID\)"),
         ((None, 2, 0), {}, "missing: --coordinator"),
         (("a:1", 2, 2), {}, "count from 0"),
-        (("a", 2, 0), {}, "must read HOST:PORT"),
+        (("a", 2, 0), {}, "must be HOST:PORT"),
         (("a:1", 2, None), {"JAX_PROCESS_ID": "x"}, "must be a whole number"),
     ],
 )

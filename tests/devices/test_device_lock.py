@@ -77,7 +77,7 @@ def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
         worker.close(30.0)
     # In the order they came: nobody is left behind by a thread that comes again at once.
     assert min(map(len, results)) >= 25 and {x for row in results for x in row} == {28.0}
-    assert max(overlaps) == 1 and lock.wait_s > 0
+    assert max(overlaps) == 1
 
 
 def test_threads_on_devices_apart_do_not_wait_and_the_line_is_kept():
@@ -143,7 +143,7 @@ def test_a_wait_that_is_too_long_names_the_thread_that_holds_the_devices():
     with pytest.raises(DeviceLockError) as caught:
         launch()
     assert "'train_step' on devices 1, 2. Thread searcher-0 requested" in str(caught.value)
-    assert "Run the same command again" in str(caught.value) and lock.wait_s >= 0.05
+    assert "Run the same command again" in str(caught.value)
     may_end.set()
     thread.join(10.0)
     assert launch() == 0  # the thread that gave up is no longer in the queue

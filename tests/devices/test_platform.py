@@ -8,9 +8,16 @@ import os
 import sys
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tba_jax.devices.platform import platform_of, prepare_process, return_free_memory
+from tba_jax.devices.platform import (
+    platform_of,
+    prepare_process,
+    return_free_memory,
+    step_options,
+)
 
 
 def device(platform, version=""):
@@ -59,3 +66,13 @@ def test_freed_memory_goes_back_to_the_system():
     before = resident_mib()
     return_free_memory()
     assert resident_mib() < before - 50
+
+
+def test_products_of_wide_models_on_cpu_are_those_of_eigen():
+    x = jnp.ones((64, 64))
+
+    def compiled(hidden_size):
+        given = step_options(jax.devices()[0], hidden_size)
+        return jax.jit(jnp.matmul, compiler_options=given).lower(x, x).compile().as_text()
+
+    assert "ynn" in compiled(511) and "ynn" not in compiled(512)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs are kept where they are found again, by the same machine and versions only."""
+"""Compiled programs are kept where they are found again."""
 
 import os
 import subprocess
 import sys
-
-from tba_jax.devices.program_cache import machine_key
 
 # Says the note, then whether a program that takes its time to compile was compiled or found.
 PROGRAM = """
@@ -38,7 +36,7 @@ def run(**variables):
 
 def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
     note, result = run(XDG_CACHE_HOME=str(tmp_path))
-    (folder,) = (tmp_path / "tba_jax" / "xla").iterdir()
+    folder = tmp_path / "tba_jax" / "xla"
     assert result == "compiled"
     assert note == f"compiled programs are kept in {folder}"
     assert run(XDG_CACHE_HOME=str(tmp_path)) == (note, "found")
@@ -54,14 +52,3 @@ def test_a_folder_that_cannot_be_written_is_a_note(tmp_path):
     assert result == "compiled"
     assert note.startswith("compiled programs are not kept: [Errno 20] Not a directory: ")
     assert note.endswith("Set JAX_COMPILATION_CACHE_DIR=DIR to keep them there")
-
-
-CPU = "processor : 0\nmodel name : EPYC\nflags : avx avx2\n"
-
-
-def test_a_folder_belongs_to_a_kind_of_machine():
-    key = machine_key(CPU, 2)
-    # The order in which cores are listed does not matter.
-    assert machine_key(CPU + CPU.replace("0", "1"), 2) == key
-    others = [(CPU.replace("avx2", "avx512f"), 2), (CPU.replace("EPYC", "Xeon"), 2), (CPU, 4)]
-    assert len({key, *(machine_key(*other) for other in others), machine_key("arm", 2)}) == 5
