@@ -6,10 +6,9 @@ Invariant: only folders of this run are deleted (tests/storage/test_saved_steps.
 """
 
 import contextlib
+import dataclasses
 import os
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -27,17 +26,6 @@ TIMEOUT_S = 600
 """Time in seconds after which an incomplete save counts as failed."""
 _POLL_S = 0.01
 _UNFINISHED = ".orbax-checkpoint-tmp"
-# Errors that Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
-READ_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    RuntimeError,
-    EOFError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 class _Manager(ocp.CheckpointManager):
@@ -49,16 +37,16 @@ class _Manager(ocp.CheckpointManager):
         return False
 
 
-class _Preserved(PreservationPolicy):
-    """Folders that Orbax keeps: `is_kept` takes a step and the newest steps."""
+@dataclasses.dataclass(frozen=True)
+class _Kept(PreservationPolicy):
+    """Folders that Orbax keeps: the newest, and those for which `is_kept(step)` is true."""
 
-    def __init__(self, is_kept: Callable[[int, Sequence[int]], bool]) -> None:
-        self._is_kept = is_kept
+    is_kept: Callable[[int], bool]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         del context
         steps = [each.step for each in checkpoints]
-        return [self._is_kept(step, steps[-NUM_KEPT:]) for step in steps]
+        return [step in steps[-NUM_KEPT:] or self.is_kept(step) for step in steps]
 
 
 class SavedSteps:
@@ -107,11 +95,6 @@ class SavedSteps:
                 name, is_unfinished, _ = path.name.partition(_UNFINISHED)
                 if is_unfinished and name.isdigit():
                     path.rmtree()
-
-        def is_kept(step: int, newest: Sequence[int]) -> bool:
-            is_own = digests.run_of(self.path(step)) == run_id
-            return step in newest or step in wanted() or not is_own
-
         processes = ocp.options.MultiprocessingOptions(
             primary_host=members[0],
             active_processes=None if jax.process_count() == 1 else set(members),
@@ -121,7 +104,9 @@ class SavedSteps:
             self.folder,
             item_handlers={item: ocp.StandardCheckpointHandler(multiprocessing_options=processes)},
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=_Preserved(is_kept),
+                preservation_policy=_Kept(
+                    lambda step: step in wanted() or digests.run_of(self.path(step)) != run_id
+                ),
                 save_interval_steps=0 if read_only else 1,
                 create=False,
                 read_only=read_only,
@@ -157,7 +142,7 @@ class SavedSteps:
         return max(self._manager.all_steps(), default=None)
 
     def damage(self, step: int, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
-        """Return a description of each missing or changed file; see `digests.damage`."""
+        """Return a description of each missing or changed file; arguments of `digests.damage`."""
         return digests.damage(self.path(step), below=below, share=share)
 
     def write(
@@ -234,28 +219,20 @@ class SavedSteps:
         args = ocp.args.Composite(**{self._item: ocp.args.StandardRestore(abstract)})
         try:
             return self._manager.restore(step, args=args)[self._item]
-        except Exception as error:
+        except Exception as error:  # broad: damaged files raise errors of Orbax, json and others
             # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
-            is_array = type(error) is Exception
-            if not is_array and not isinstance(error, READ_ERRORS):
-                raise
-            cause = (error.__cause__ if is_array else None) or error
+            cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
             raise self._error(
                 f"{self.path(step)} cannot be read: {type(cause).__name__}: {brief(cause)}. "
-                f"{self.way_out(step)}"
+                f"{self._way_out(step)}"
             ) from error
 
     def damaged(self, step: int, found: Sequence[str]) -> Exception:
-        """Return the error for a damaged folder.
-
-        Args:
-            found: descriptions of damaged files, from `damage`.
-        """
+        """Return the error for a folder with damaged files, as `damage` describes them."""
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return self._error(f"{self.path(step)} is damaged: {found[0]}{more}. {self.way_out(step)}")
+        return self._error(f"{self.path(step)} is damaged: {found[0]}{more}. {self._way_out(step)}")
 
-    def way_out(self, step: int) -> str:
-        """Return the remedy for a folder that cannot be used."""
+    def _way_out(self, step: int) -> str:
         if older := [s for s in self._manager.all_steps() if s < step]:
             return f"Move that folder away to continue from {self.path(max(older))}"
         return "There is no older one; start again in another work directory"

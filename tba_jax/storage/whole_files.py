@@ -43,10 +43,8 @@ def read_json(path: Path | epath.Path) -> dict[str, Any]:
         facts = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from error
-    except RecursionError:
-        raise ValueError("has JSON values that are nested too deep") from None
+    except (OSError, RecursionError) as error:
+        raise ValueError(f"cannot be read ({type(error).__name__})") from error
     if not isinstance(facts, dict):
         raise ValueError(f"holds a {type(facts).__name__}, wanted a JSON object")
     return facts
