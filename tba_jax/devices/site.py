@@ -1,24 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites: the devices of each part of a run, and the lock under which programs are launched there.
 
-Equal sites have the same devices and lock, so a program made for one serves the other.
+While a multi-device program runs, each of its devices waits for the other ones. If two threads
+launch such programs on common devices, devices may receive the programs in different orders and
+deadlock. Invariant: of two multi-device programs with a common device, one has ended before the
+other is launched (tests/devices/test_site.py).
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.devices.device_lock import DeviceLock, Program
 from tba_jax.devices.placement import MESH_AXES
 from tba_jax.devices.platform import Platform, platform_of
+
+Program = Callable[..., Any]
+
+
+class DeviceLock:
+    """Lock of sets of devices; threads get it in the order of their requests.
+
+    Threads with disjoint devices do not wait for one another. A thread holds the lock until the
+    results of its program are ready. Without this wait, programs on CPU could deadlock, because the
+    runtime may start programs in another order than the threads launched them. The first call of a
+    program also compiles it while holding the lock. The run's watchdog ends a wait that never ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: dict[threading.Event, frozenset[Any]] = {}  # by arrival; includes holders
+
+    def locked(self, program: Program, devices: Iterable[Any]) -> Program:
+        """Return a function that launches a program on these devices while it holds the lock.
+
+        Its arguments and results are those of the program; the results are ready when it returns.
+        A program must not launch another locked program. An exception releases the lock.
+        """
+        needed = frozenset(devices)
+
+        @functools.wraps(program)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            ended = threading.Event()
+            with self._lock:
+                earlier = [event for event, held in self._queue.items() if held & needed]
+                self._queue[ended] = needed
+            try:
+                for event in earlier:
+                    event.wait()
+                return jax.block_until_ready(program(*args, **kwargs))
+            finally:
+                with self._lock:
+                    del self._queue[ended]
+                ended.set()
+
+        return launch
+
+
+def device_lock_for(meshes: Sequence[Mesh]) -> DeviceLock | None:
+    """Return a lock for threads that launch programs on these meshes; None if none is necessary.
+
+    A lock is necessary if two meshes of several devices have a device in common.
+
+    Args:
+        meshes: mesh of each thread that launches programs; equal meshes count separately.
+    """
+    several = [frozenset(mesh.devices.flat) for mesh in meshes if mesh.size > 1]
+    meet = any(a & b for a, b in itertools.combinations(several, 2))
+    return DeviceLock() if meet else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Devices and their lock; hashable.
+    """Devices and their lock; hashable. A program made for a site serves every equal site.
 
     Attributes:
         mesh: the devices. An empty mesh stands for the single device of a program's arguments.

@@ -17,9 +17,8 @@ from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError
-from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MESH_AXES, PlacementError
-from tba_jax.devices.site import Site, Sites
+from tba_jax.devices.site import Site, Sites, device_lock_for
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.remote.channel import Refused, Rewind, RunEnded, Unreachable
 from tba_jax.remote.client import Client
@@ -105,7 +104,7 @@ def _fleet_sites(config: Config, first_searcher: int) -> Sites:
         )
     meshes = [Mesh(np.array(groups[i % len(groups)]), ("model",)) for i in range(num)]
     reading = Mesh(np.array(groups[0]).reshape(1, 1, each), MESH_AXES)
-    lock = device_lock_for([reading, *meshes], timeout_s=config.log.watchdog_s / 2)
+    lock = device_lock_for([reading, *meshes])
     where, searching = Site(reading, lock), tuple(Site(mesh, lock) for mesh in meshes)
     num_searchers = config.fleet.max_searchers
     return Sites(where, where, searching, first_searcher, num_searchers, trains=False)

@@ -22,10 +22,9 @@ from tba_jax.config.devices import asked
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MESH_AXES, Division, divide
 from tba_jax.devices.sharding import hand_over
-from tba_jax.devices.site import Site, Sites
+from tba_jax.devices.site import Site, Sites, device_lock_for
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora
@@ -202,8 +201,7 @@ def open_sites(config: Config, placement: Division) -> Sites:
         launchers = [trainer, *placement.searcher_meshes]
         if not trains:
             launchers.append(trainer)  # the weight poller converts restored weights
-        # Half of the watchdog's limit, so that this clearer error comes first.
-        lock = device_lock_for(launchers, timeout_s=config.log.watchdog_s / 2)
+        lock = device_lock_for(launchers)
     return Sites(
         Site(trainer, lock),
         Site(publication, lock),

@@ -11,8 +11,7 @@ import pytest
 from fake_models import load_folder, write_word_tokenizer
 from jax.sharding import Mesh
 
-from tba_jax.devices.device_lock import DeviceLock
-from tba_jax.devices.site import Site
+from tba_jax.devices.site import DeviceLock, Site
 from tba_jax.models.hf import folders
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
@@ -120,7 +119,7 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
         def locked(self, program, devices):
             return lambda *args: launched.append(list(devices)) or program(*args)
 
-    site = Site(pair, Turns(1.0))
+    site = Site(pair, Turns())
     for there in (load(folder, site=site), model.on(site)):
         launched.clear()
         # Sums over two devices: float32 rounding in another order.
