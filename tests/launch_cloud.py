@@ -77,7 +77,8 @@ class Cloud:
     def _argv(self, script, arguments):
         return ["bash", str(self.tree / "launch" / script), *arguments]
 
-    def _run(self, script, arguments, code, timeout):
+    def tpu(self, *arguments, code=0, timeout=120, script="tpu.sh"):
+        """launch/tpu.sh to its end."""
         done = subprocess.run(
             self._argv(script, arguments),
             env=self._environment(),
@@ -89,13 +90,9 @@ class Cloud:
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done
 
-    def tpu(self, *arguments, code=0, timeout=120):
-        """launch/tpu.sh to its end."""
-        return self._run("tpu.sh", arguments, code, timeout)
-
-    def gpu(self, *arguments, code=0, timeout=120):
+    def gpu(self, *arguments, code=0):
         """launch/gpu.sh to its end."""
-        return self._run("gpu.sh", arguments, code, timeout)
+        return self.tpu(*arguments, code=code, script="gpu.sh")
 
     def start(self, *arguments):
         """launch/tpu.sh without waiting; `output` reads what it has said."""
@@ -121,26 +118,9 @@ class Cloud:
         found = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
         return [call for call in found if set(words) <= set(call[:4])]
 
-    def fail(self, **counts):
-        """Have commands of the fake fail so many times."""
-        (self.folder / "cloud/failing").write_text(json.dumps(counts))
-
-    def failing(self):
-        """How many more times each still will."""
-        return json.loads((self.folder / "cloud/failing").read_text())
-
-    def ssh(self, command):
-        """Run a command on every worker; its output."""
-        argv = ["compute", "tpus", "tpu-vm", "ssh", "test", "--quiet", "--project=p", "--zone=z"]
-        argv = [str(FAKE / "gcloud"), *argv, "--worker=all", f"--command={command}"]
-        done = subprocess.run(
-            argv, env=self._environment(), capture_output=True, text=True, check=True, timeout=60
-        )
-        return done.stdout
-
-    def preempt_at(self, text):
-        """Take the slice away when the next ssh command with this text comes."""
-        (self.folder / "cloud/preempt_at").write_text(text)
+    def fail(self, command):
+        """Have the next call of a command of the fake fail."""
+        (self.folder / "cloud/failing").write_text(command)
 
     def preempt(self, name="test"):
         """Take the slice away."""

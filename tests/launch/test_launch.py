@@ -4,7 +4,6 @@
 The real job behind them is in tests/integration/test_launch_run.py.
 """
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -52,14 +51,14 @@ def waiting():
 def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
     cloud.settings(JOB="python job.py 'a b'")
     wanted = {
-        "create": "queued-resources create test --node-id=test --quiet --project=p --zone=z "
-        "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --spot",
+        "create": "queued-resources create test --node-id=test --accelerator-type=v5litepod-16 "
+        "--runtime-version=v2-alpha-tpuv5-lite --spot --quiet --project=p --zone=z",
         "setup": "worker.sh\\ setup\\ tpu",
         "run": "worker.sh\\ start\\ python",
         "status": "worker.sh\\ status",
         "logs": "worker.sh\\ logs\\ 50",
         "stop": "worker.sh\\ stop\\ 120",
-        "delete": "queued-resources delete test --quiet --project=p --zone=z --force",
+        "delete": "queued-resources delete test --force --quiet --project=p --zone=z",
     }
     for verb, command in wanted.items():
         out = cloud.tpu(verb, "--dry-run").stdout
@@ -69,7 +68,8 @@ def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
     # What is printed is what a shell runs: the job survives two shells.
     [line] = [x for x in cloud.tpu("run", "--dry-run").stdout.splitlines() if "start" in x]
     words = shlex.split(line.removeprefix("+ "))
-    start = words[-1].removeprefix("--command=").split("; else")[0]
+    [start] = [x.removeprefix("--command=") for x in words if x.startswith("--command=")]
+    start = start.split("; else")[0]
     assert shlex.split(start)[-4:] == [
         "bash",
         "tba_jax-test/worker.sh",
@@ -81,12 +81,9 @@ def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"PROJECT": None}, "PROJECT is not set (the Google Cloud project that pays); set it in"),
-        ({"ZONE": ""}, "ZONE is not set"),
-        ({"NAME": "Test_1"}, "wanted lower-case letters, digits and '-', a letter first"),
-        ({"PROVISIONING": "cheap"}, "wanted spot, on-demand or reserved"),
-        ({"ACCELERATOR": "tpu7x-8"}, "no version is known for ACCELERATOR=tpu7x-8"),
-        ({"JOB": None}, "JOB is not set (the command that runs on every worker); set it in"),
+        ({"PROJECT": None}, "PROJECT is not set; set it in"),
+        ({"ACCELERATOR": "tpu7x-8"}, "set RUNTIME of tpu7x-8 in"),
+        ({"JOB": None}, "JOB is not set; set it in"),
     ],
 )
 def test_a_setting_that_is_missing_or_wrong_is_named_with_its_file(cloud, changes, message):
@@ -113,14 +110,13 @@ def test_a_job_from_create_to_delete(cloud):
     assert "test is ready" in cloud.tpu("create").stdout
     assert len(cloud.calls("queued-resources", "create")) == 1
 
-    assert "test is not set up" in cloud.tpu("run", code=2).stderr
     out = cloud.tpu("setup").stdout
-    assert {"[w-0] Python, jax, tba_jax", "[w-1] Python, jax, tba_jax"} <= set(out.splitlines())
+    assert out.count("] Python 3.") == 2 and "[w-0] Python" in out and "[w-1] Python" in out
     for home in cloud.homes():
         root = home / "tba_jax-test"
         assert (root / "code/job.py").read_text() == "print('job')\n"
         assert not (root / "code/launch/settings.env").exists()
-        assert "install --quiet -e .[tpu,hub]" in (home / "pip.log").read_text()
+        assert (home / "uv.log").read_text().endswith("-e .[tpu,hub]\n")
         assert (root / "code/mounted").exists()
 
     out = cloud.tpu("run").stdout
@@ -134,7 +130,7 @@ def test_a_job_from_create_to_delete(cloud):
     for _ in range(2):
         assert "there is no test in z any more" in cloud.tpu("delete").stdout
         assert cloud.homes() == []
-    assert "test is not ready (ABSENT); launch/tpu.sh create" in cloud.tpu("logs", code=2).stderr
+    assert "test is not ready (ABSENT); launch/tpu.sh create" in cloud.tpu("run", code=2).stderr
 
 
 def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
@@ -146,8 +142,6 @@ def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     second = cloud.start("run")  # on another terminal: it watches the same job
     cloud.wait_for(lambda: "running already" in cloud.output(second), process=second)
     assert "a job is running on test; stop it" in cloud.tpu("setup", code=2).stderr
-    # A worker never begins a second job.
-    assert "running already" in cloud.ssh("bash tba_jax-test/worker.sh start true")
     assert cloud.bucket_lines("began-1") == ["began"]
     cloud.tpu("stop")
     assert [cloud.bucket_lines(f"saved-{i}") for i in (0, 1)] == [["saved"]] * 2
@@ -169,7 +163,7 @@ def test_a_preempted_run_is_made_anew_and_resumes(cloud):
     cloud.preempt()
     assert running.wait(120) == 0, cloud.output(running)
     out = cloud.output(running)
-    assert "test was taken away or failed; deleting" in out
+    assert "test was taken away or failed" in out
     assert "the job is done on every worker" in out
     creates, deletes = (cloud.calls("queued-resources", x) for x in ("create", "delete"))
     assert (len(creates), len(deletes)) == (2, 1)
@@ -204,7 +198,7 @@ def test_a_failing_job_ends_the_run_with_its_last_lines(cloud):
 def test_an_answer_that_cannot_be_had_is_not_taken_for_nothing(cloud):
     cloud.settings(JOB="true")
     cloud.tpu("create")
-    cloud.fail(list_requests=1)
+    cloud.fail("list_requests")
     done = cloud.tpu("delete", code=2)
     assert "gcloud could not list the queued-resources" in done.stderr
     assert "there is no" not in done.stdout
@@ -221,10 +215,11 @@ def test_setup_replaces_the_code_and_leaves_what_runs_wrote(cloud):
     (root / "code/runs").mkdir()
     (root / "code/runs/metrics.jsonl").write_text("{}\n")
     (root / "job.env").write_text("HF_TOKEN=secret\n")
-    (cloud.tree / "job.py").unlink()
+    (root / "code/tba_jax").mkdir()
+    (root / "code/tba_jax/old.py").write_text("")
     (cloud.tree / "with blank.py").write_text("new\n")
     cloud.tpu("setup")
-    assert not (root / "code/job.py").exists()
+    assert not (root / "code/tba_jax").exists()
     assert (root / "code/with blank.py").read_text() == "new\n"
     assert (root / "code/runs/metrics.jsonl").read_text() == "{}\n"
     cloud.settings(JOB="bash -c 'test -z \"$HF_TOKEN\" || echo $HF_TOKEN >$BUCKET/token'")
@@ -234,7 +229,7 @@ def test_setup_replaces_the_code_and_leaves_what_runs_wrote(cloud):
 
 def test_a_gpu_box(cloud):
     assert "NVIDIA Fake" in cloud.gpu("me@box", "setup", "hub").stdout
-    assert "install --quiet -e .[cuda,hub]" in (cloud.box / "pip.log").read_text()
+    assert (cloud.box / "uv.log").read_text().endswith("-e .[cuda,hub]\n")
     cloud.gpu("me@box", "start", "bash -c 'echo here $PWD'")
     cloud.wait_for(lambda: "exited-0" in cloud.gpu("me@box", "status").stdout)
     assert f"here {cloud.box}/tba_jax-job/code" in cloud.gpu("me@box", "logs").stdout
@@ -253,28 +248,3 @@ def test_scripts_are_clean_for_shellcheck():
     assert len(scripts) == 5
     done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.slow  # starts the Google Cloud CLI once per command
-@pytest.mark.timeout(600)
-def test_the_google_cloud_cli_accepts_every_command(cloud):
-    gcloud = shutil.which("gcloud")
-    if gcloud is None:
-        pytest.skip("no Google Cloud CLI here")
-    shown = set()
-    for provisioning in ("spot", "reserved", "on-demand"):
-        cloud.settings(JOB="true", PROVISIONING=provisioning)
-        for verb in ("create", "setup", "run", "logs", "stop", "delete"):
-            shown |= set(cloud.tpu(verb, "--dry-run").stdout.splitlines())
-    commands = sorted(x.removeprefix("+ ") for x in shown if x.startswith("+ gcloud "))
-    assert len(commands) >= 11
-    for command in commands:
-        # Checks a command line against the CLI's own tables; nothing is sent anywhere.
-        done = subprocess.run(
-            [gcloud, "meta", "lint-gcloud-commands", f"--command-string={command}"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        [result] = json.loads(done.stdout)
-        assert result["success"], result["error_message"]
