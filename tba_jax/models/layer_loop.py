@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from tba_jax.models.architecture import LayerKind, TransformerConfig, has_leaf
 
@@ -97,33 +96,19 @@ def run_layers(
     return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _unstacked(
     layers: Mapping[str, Any], kinds: tuple[LayerKind, ...]
 ) -> tuple[Mapping[str, Any], ...]:
     """Return the parameters of each layer.
 
-    The gradient stacks the gradients of the layers. The gradient of plain indexing would instead
-    add up arrays that are zero except for one layer.
+    The gradient of a split is a concatenation. The gradient of plain indexing would add up arrays
+    that are zero except for one layer.
     """
-    rows = {name: iter(range(len(leaf))) for name, leaf in layers.items()}
+    rows = {
+        name: iter(jax.lax.split(leaf, (1,) * len(leaf)) if len(leaf) else ())
+        for name, leaf in layers.items()
+    }
     return tuple(
-        {name: leaf[next(rows[name])] for name, leaf in layers.items() if has_leaf(kind, name)}
+        {name: next(rows[name]).squeeze(0) for name in layers if has_leaf(kind, name)}
         for kind in kinds
     )
-
-
-def _unstacked_forward(
-    layers: Mapping[str, Any], kinds: tuple[LayerKind, ...]
-) -> tuple[Any, dict[str, Any]]:
-    return _unstacked(layers, kinds), {name: leaf[:0] for name, leaf in layers.items()}
-
-
-def _unstacked_backward(
-    _: tuple[LayerKind, ...], empty: dict[str, Any], cotangents: tuple[Any, ...]
-) -> tuple[Any]:
-    found = {name: [x[name] for x in cotangents if name in x] for name in empty}
-    return ({name: jnp.stack(x) if x else empty[name] for name, x in found.items()},)
-
-
-_unstacked.defvjp(_unstacked_forward, _unstacked_backward)

@@ -138,21 +138,8 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     activation = ours.pop("activation")
     if activation not in _ACTIVATIONS:
         raise _unsupported(keys["activation"], activation, ", ".join(_ACTIVATIONS))
-    if "head_dim" not in ours:
-        ours["head_dim"], rest = divmod(ours["hidden_size"], ours["num_heads"])
-        if rest:
-            raise ValueError(
-                f"config.json of a {name} model has {keys['hidden_size']} = {ours['hidden_size']}, "
-                f"not a multiple of its {ours['num_heads']} attention heads, and no head_dim; "
-                "correct one of them"
-            )
+    ours.setdefault("head_dim", ours["hidden_size"] // ours["num_heads"])
     ours |= _pattern(values, family, ours)
-    for small, large in (("window", "max_positions"), ("experts_per_token", "num_experts")):
-        if ours.get(small, 0) > ours.get(large, 0):
-            raise ValueError(
-                f"config.json has {keys[small]} = {ours[small]}, above {keys[large]} = "
-                f"{ours[large]}; lower it, or download the file again"
-            )
     # transformers omits id2label if there are two labels.
     num_labels = len(values.get("id2label") or range(int(values.get("num_labels", 2))))
     fields = {"activation": _ACTIVATIONS[activation], **family.traits}
@@ -365,30 +352,23 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float, name: str) -
 
 
 def _rope_values(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """Return both formats: transformers reads the old fields up to 4.x, rope_parameters from 5."""
-    rotary = family.rotary
-    if rotary is None:
+    """Return the rotary settings in the format of transformers 5."""
+    if family.rotary is None:
         return {}
-    scaling: dict[str, Any] = {"rope_type": "default"}
+    of_full: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         fields = dataclasses.asdict(config.rope_scaling)
         if "original_max_positions" in fields:
             fields[_ORIGINAL] = fields.pop("original_max_positions")
         (kind,) = (x for x, made in _SCALINGS.items() if isinstance(config.rope_scaling, made))
-        scaling = {"rope_type": kind, **fields}
-    of_full: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
-    values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": of_full}
-    if config.rope_scaling is not None:
-        values["rope_scaling"] = scaling
-    if rotary.window_theta is not None:
-        base = config.window_rope_theta or config.rope_theta
-        values |= {rotary.window_theta: base, "rope_theta": config.rope_theta}
-        of_windows = {"rope_type": "default", "rope_theta": base}
-        values["rope_parameters"] = {"full_attention": of_full, "sliding_attention": of_windows}
-    if rotary.may_be_partial:
+        of_full |= {"rope_type": kind, **fields}
+    if family.rotary.may_be_partial:
         of_full["partial_rotary_factor"] = config.rotary_fraction
-        values |= {rotary.theta: config.rope_theta, rotary.fraction: config.rotary_fraction}
-    return values
+    if family.rotary.window_theta is None:
+        return {"rope_parameters": of_full}
+    theta = config.window_rope_theta or config.rope_theta
+    of_windows = {"rope_type": "default", "rope_theta": theta}
+    return {"rope_parameters": {"full_attention": of_full, "sliding_attention": of_windows}}
 
 
 def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:
