@@ -11,13 +11,14 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models import attention
+from tba_jax.models.block import norm
 from tba_jax.models.hf import config_json, folders, hf_weights, layouts
 from tba_jax.models.hf.tensors import bind
 
@@ -31,10 +32,21 @@ _SPARE = (
     "pooler.dense.bias",
 )
 _ARCHITECTURES = {"roberta": "RobertaForSequenceClassification", "bert": "BertModel"}
-_SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "max_position_embeddings", "type_vocab_size"),
-)
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "mlp_size": "intermediate_size",
+    "num_positions": "max_position_embeddings",
+    "num_token_types": "type_vocab_size",
+}
+# Setting -> the only supported value; None: the setting must be missing, null, false or empty.
+_COVERED = {
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    **dict.fromkeys(("is_decoder", "add_cross_attention", "pruned_heads", "quantization_config")),
+}
 # Defaults of transformers, for fields that old config.json files omit.
 _DEFAULTS = {
     "hidden_act": "gelu",
@@ -75,13 +87,6 @@ class EncoderConfig:
     pad_id: int | None
     labels: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
-                f"{self.num_heads}; every head takes an equal share of it"
-            )
-
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens of a row, special tokens included."""
@@ -98,33 +103,22 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     if family not in _ARCHITECTURES:
         raise _unsupported("model_type", family, " or ".join(_ARCHITECTURES))
     values = {**_DEFAULTS, **{k: v for k, v in hf_config.items() if v is not None}}
-    missing = [name for name in _SIZES if name not in values]
+    missing = [name for name in _SIZES.values() if name not in values]
     if missing:
         raise ValueError(
             f"config.json of a {family} model lacks {', '.join(missing)}. Add them, as in the "
             "published config.json of the model"
         )
-    for name in _SIZES:
-        config_json.check(name, values[name], int)
     architecture = _ARCHITECTURES[family]
     if architecture not in values.get("architectures", [architecture]):
         raise _unsupported("architectures", values["architectures"], architecture)
-    for name, wanted in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
-        if values[name] != wanted:
-            raise _unsupported(name, values[name], wanted)
-    for name in ("is_decoder", "add_cross_attention", "pruned_heads", "quantization_config"):
-        if values.get(name):
-            raise _unsupported(name, values[name], "none")
+    for name, wanted in _COVERED.items():
+        if (values.get(name) or None) != wanted:
+            raise _unsupported(name, values[name], wanted or "none")
     names = values.get("id2label") or {i: f"LABEL_{i}" for i in range(values.get("num_labels", 2))}
     is_roberta = family == "roberta"
     return EncoderConfig(
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=values["num_attention_heads"],
-        mlp_size=values["intermediate_size"],
-        num_positions=values["max_position_embeddings"],
-        num_token_types=values["type_vocab_size"],
+        **{our: config_json.check(their, values[their], int) for our, their in _SIZES.items()},
         norm_eps=values["layer_norm_eps"],
         pad_id=values["pad_token_id"] if is_roberta else None,
         labels=tuple(names[i] for i in sorted(names, key=int)) if is_roberta else (),
@@ -315,12 +309,7 @@ def _linear(p: Params, name: str, x: Array, num_in: int = 1) -> Array:
 def _layer_norm(
     p: Params, name: str, x: Float[Array, "b s d"], config: EncoderConfig
 ) -> Float[Array, "b s d"]:
-    # float32, because the variance of bfloat16 values loses small contributions.
-    y = x.astype(jnp.float32)
-    y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + config.norm_eps)
-    weight, bias = (p[n].astype(jnp.float32) for n in (name, name + "_bias"))
-    return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+    return norm(x, p[name], p[name + "_bias"], cast("Any", config))
 
 
 def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:

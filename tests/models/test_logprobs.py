@@ -132,25 +132,6 @@ def test_rows_of_the_vocabulary_beyond_the_tokenizer_are_neither_sampled_nor_sco
     assert np.all(np.asarray(scored - whole)[np.asarray(scored) != 0] > 0.1)
 
 
-def test_an_untied_table_is_the_one_that_is_used(decoded):
-    tokens, prompt_lengths, out = decoded
-    config = tiny_config(tie_embeddings=False)
-    params = random_params(config)
-
-    def total(params):
-        logprobs = score(params, tokens, prompt_lengths, out.lengths, config=config)
-        return jnp.sum(logprobs), logprobs
-
-    (_, logprobs), grad = jax.value_and_grad(total, has_aux=True)(params)
-    n = out.lengths[1, 2]
-    expected = naive(params, tokens[1, 2, 6:8], out.tokens[1, 2, :n], 0.7, config)
-    np.testing.assert_allclose(logprobs[1, 2, :n], expected, rtol=0, atol=BOUND)
-    # Each column of the table's gradient sums to hidden * (1 - sum of p) = 0; values are of order
-    # 1 to 10, sums of 23 of them.
-    assert np.abs(grad["unembed"]).max() > 1
-    np.testing.assert_allclose(grad["unembed"].sum(0), 0, atol=2e-4)
-
-
 def test_padding_content_and_bucket_change_nothing(params, decoded):
     tokens, prompt_lengths, out = decoded
     plain = np.asarray(score(params, tokens, prompt_lengths, out.lengths))

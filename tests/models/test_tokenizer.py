@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer wrapper: tokenizers made here, that of stories260k, and that of Pythia."""
+"""The tokenizer wrapper: tokenizers made here, and that of stories260k."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,14 +17,9 @@ from tba_jax.models.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[2] / ".." / "shared"
 STORIES = SHARED / "models" / "stories260k"
-PYTHIA = SHARED / "tokenizers" / "pythia"
 needs_stories = pytest.mark.skipif(
     not STORIES.is_dir(), reason="../shared/models/stories260k is absent"
 )
-needs_pythia = pytest.mark.skipif(
-    not PYTHIA.is_dir(), reason="../shared/tokenizers/pythia is absent"
-)
-
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
@@ -269,21 +263,6 @@ def test_stories_tokenizer_round_trips():
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (1, (2,), 0)
     assert tokenizer.adds_bos
     assert tokenizer.vocab_size == 512
-
-
-@needs_pythia
-def test_pythia_special_ids(tmp_path):
-    shutil.copy(PYTHIA / "tokenizer.json", tmp_path)
-    config = {"model_type": "gpt_neox", "vocab_size": 50304, "bos_token_id": 0, "eos_token_id": 0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    pythia = Tokenizer.load(tmp_path)
-    assert (pythia.bos_id, pythia.eos_ids, pythia.vocab_size) == (0, (0,), 50277)
-    assert not pythia.adds_bos
-    # Ids of GPT-NeoX's published vocabulary: no space and a space before the same word differ.
-    np.testing.assert_array_equal(pythia.encode(" lead<|endoftext|>", add_bos=True), [1421, 0])
-    assert pythia.decode([0, 1421, 0]) == " lead"
-    bare = Tokenizer.load(PYTHIA)
-    assert (bare.bos_id, bare.eos_ids, bare.pad_id) == (None, (), 0)
 
 
 EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward")
