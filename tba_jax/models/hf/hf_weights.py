@@ -171,8 +171,7 @@ def read(
         is_spare: whether a tensor that is not in `tensors` may be present.
 
     Raises:
-        ValueError: missing, unexpected or misshaped tensors (all named in one message), or values
-            that are not finite.
+        ValueError: missing, unexpected or misshaped tensors, all named in one message.
     """
     pieces: dict[tuple[bool, str], list[tuple[list[Stored], HFTensor]]] = {}
     for parts, tensor in _sources(stored, tensors, family, aliases, is_spare):
@@ -180,8 +179,8 @@ def read(
             pieces.setdefault((tensor.layer >= 0, leaf), []).append((parts, tensor))
 
     def load(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return _load(name, spec, sharding, pieces[len(path) > 1, path[-1].key])
+        leaf = path[-1].key
+        return _load(leaf, spec, sharding, pieces[len(path) > 1, leaf])
 
     return jax.tree_util.tree_map_with_path(
         load, abstract, *([] if shardings is None else [shardings])
@@ -189,7 +188,7 @@ def read(
 
 
 def _load(
-    name: str,
+    leaf: str,
     spec: jax.ShapeDtypeStruct,
     sharding: Any,
     pieces: Sequence[tuple[list[Stored], HFTensor]],
@@ -197,7 +196,7 @@ def _load(
     """Return a leaf, put together on the host.
 
     Args:
-        name: path of the leaf in the tree.
+        leaf: name of the leaf.
         spec: shape and dtype.
         sharding: sharding of the leaf; None: the default device.
         pieces: tensors with the layers of the leaf, or with the whole leaf.
@@ -210,43 +209,22 @@ def _load(
         regions = {str(index): index for index in indices}
     for parts, tensor in pieces if regions else ():
         arrays = tensor.leaf_arrays([x.array for x in parts])
-        array, row = arrays[tensor.leaves.index(name.rpartition("/")[2])], tensor.layer
+        array, row = arrays[tensor.leaves.index(leaf)], tensor.layer
         for region in regions.values():
             if row < 0:
-                is_finite = _copy(whole[region], array[region])
+                _copy(whole[region], array[region])
             elif row in range(*region[0].indices(len(whole))):
-                is_finite = _copy(whole[row][region[1:]], array[region[1:]])
-            else:
-                continue
-            if not is_finite:
-                where = "" if row < 0 else f" of layer {row}"
-                raise ValueError(
-                    f"{parts[0].path}: {name}{where} has values that are not finite. Download the "
-                    "file again, or use an earlier checkpoint of these weights"
-                )
+                _copy(whole[row][region[1:]], array[region[1:]])
     if sharding is None:
         return jax.device_put(whole)
     return jax.make_array_from_callback(spec.shape, sharding, whole.__getitem__)
 
 
-def _copy(target: np.ndarray, source: np.ndarray) -> bool:
-    """Copy an array block by block, and return whether all of its values are finite."""
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy an array block by block."""
     rows = max(1, _BLOCK_BYTES // max(1, target[:1].nbytes))
     for start in range(0, len(target), rows):
-        block = source[start : start + rows]
-        if not _is_finite(block):
-            return False
-        target[start : start + rows] = block
-    return True
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    """Return whether no value is nan or infinite."""
-    if values.dtype != jnp.bfloat16:
-        return bool(np.isfinite(values).all())
-    # numpy handles bfloat16 by a slow function per value; the bits of the exponents are fast.
-    exponent = np.uint16(0x7F80)
-    return not ((values.view(np.uint16) & exponent) == exponent).any()
+        target[start : start + rows] = source[start : start + rows]
 
 
 def _sources(
