@@ -45,7 +45,7 @@ class Compiled:
     Attributes:
         stop_strings: texts that also end a response; initially None.
         cache_length: columns of every cache, for `max_length` tokens and one chunk.
-        extend, admit, run_chunk: the jitted functions of `programs`.
+        extend, copy, run_chunk: the jitted functions of `programs`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Compiled:
         }
         kernels = attention.Kernels(config.attention, site.platform, self.cache_sharding)
         self.extend = self._jit(programs.extend, **static, kernels=kernels)
-        self.admit = self._jit(programs.admit, donated=0)
+        self.copy = self._jit(programs.copy, donated=0)
         self.run_chunk = self._jit(
             programs.run_chunk, donated=1, **static, num_steps=chunk_steps, pad_id=pad_id
         )

@@ -121,7 +121,7 @@ def lower_all(
     rows = lists(max(1, EXTEND_TOKENS // length))
     added = weights, lists(*rows.shape, length), rows
     yield "extend", lower(decoder.extend, *added, Prefixes(history, rows, rows))
-    yield "admit", lower(decoder.admit, history, caches(p, prompt_length), lists(n), lists(n))
+    yield "copy", lower(decoder.copy, history, caches(p, prompt_length), lists(n), lists(n))
     for name, is_truncated in (("chunk", False), ("chunk_truncated", True)):
         yield name, lower(decoder.run_chunk, weights, history, slots, is_truncated=is_truncated)
 

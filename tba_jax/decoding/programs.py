@@ -154,7 +154,7 @@ def extend(
     return _run_layers(weights, x, ropes, attend, mix, config, cache_sharding)[1]
 
 
-def admit(
+def copy(
     history: tuple[LayerCache, ...],
     prefilled: tuple[LayerCache, ...],
     slots: Int[Array, " a"],
@@ -169,7 +169,7 @@ def admit(
         rows: row of `prefilled` for each copy.
     """
 
-    def copy(into: Array, source: Array) -> Array:
+    def of_leaf(into: Array, source: Array) -> Array:
         # Scatter a window into each slot. With `into.at[slots, :, :s]`, columns would be scattered
         # like slots, and XLA for GPUs would transpose the whole cache and back.
         windows = jax.lax.ScatterDimensionNumbers(
@@ -181,7 +181,7 @@ def admit(
         at = jnp.asarray(slots)[:, None]
         return jax.lax.scatter(into, at, source[jnp.asarray(rows)], windows, mode=mode)
 
-    return jax.tree.map(copy, history, prefilled)
+    return jax.tree.map(of_leaf, history, prefilled)
 
 
 def run_chunk(

@@ -265,7 +265,7 @@ class Session:
         # Few shapes: powers of 4. Unused entries have a slot that does not exist.
         wanted = 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1)
         rest = min(self.num_slots, wanted) - len(slots)
-        return self.decoder.admit(
+        return self.decoder.copy(
             into,
             source,
             np.array(slots + [self.num_slots] * rest, np.int32),

@@ -32,7 +32,7 @@ from tba_jax.planning.verdict import Facts, Plan, Program, flags
 _DECIDES = {  # programs whose shapes a setting decides
     ROWS: ("train_step",),
     REMAT: ("train_step",),
-    SLOTS: ("prefill", "extend", "admit", "decode_chunk"),
+    SLOTS: ("prefill", "extend", "copy", "decode_chunk"),
 }
 
 

@@ -302,8 +302,8 @@ def _searcher_programs(run: _Run) -> list[Planned]:
             result="prefilled prompts",
         ),
         Planned(
-            program("admit", 0.0, prefilled + decoder.cache_bytes(slots, length), buckets),
-            lowered["admit"],
+            program("copy", 0.0, prefilled + decoder.cache_bytes(slots, length), buckets),
+            lowered["copy"],
             cache | written,
         ),
         Planned(

@@ -34,7 +34,7 @@ class Program:
     """A program of one device group, with figures per device; the compiler adds its own.
 
     Attributes:
-        name: train_step, publish, prefill, admit, decode_chunk, ...
+        name: train_step, publish, prefill, copy, decode_chunk, ...
         group: trainer or searcher.
         flops, num_bytes: unavoidable work of one execution.
         variants: number of programs of this kind that a run may load, one per shape.

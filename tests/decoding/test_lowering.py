@@ -36,7 +36,7 @@ def test_a_session_runs_the_programs_that_were_lowered():
     """No program is traced that lower_all has not traced at the same sizes."""
     decoder = make_decoder(max_length=32)
     programs = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))
-    for name in ("prefill", "admit", "chunk"):
+    for name in ("prefill", "copy", "chunk"):
         programs[name]()
     count = decoder.compile_count
     assert count == 3
@@ -51,7 +51,7 @@ def test_a_session_runs_the_programs_that_were_lowered():
     assert decoder.compile_count == count
 
 
-@pytest.mark.parametrize("name", ["admit", "chunk"])
+@pytest.mark.parametrize("name", ["copy", "chunk"])
 def test_the_cache_is_donated_and_never_copied(name):
     decoder = make_decoder(max_length=504)
     program = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))[name]

@@ -69,15 +69,15 @@ def check(topology, parts, names=None):
     """Compile, and see in the compiler's figures that the cache is donated and not copied."""
     memory, size = compile_all(topology, parts, names)
     for name, figures in memory.items():
-        if name == "admit" or name.startswith("chunk"):
+        if name == "copy" or name.startswith("chunk"):
             assert figures.alias_size_in_bytes == size, name
             # Weights, logits and scores of this model are far smaller than half a layer's cache.
             assert figures.temp_size_in_bytes < size / 4, (name, figures.temp_size_in_bytes, size)
 
 
 def test_the_decoder_compiles_for_one_tpu():
-    check("v5e:2x2", 1, ["prefill", "admit", "chunk"])
+    check("v5e:2x2", 1, ["prefill", "copy", "chunk"])
 
 
 def test_the_decoder_compiles_for_a_tensor_parallel_group_of_tpus():
-    check("v5e:2x2", 4, ["prefill", "extend", "admit", "chunk_truncated"])
+    check("v5e:2x2", 4, ["prefill", "extend", "copy", "chunk_truncated"])
