@@ -206,12 +206,10 @@ def attend_causal(
     if implementation is None:
         implementation = kernels.select(q.dtype, q.shape[-1], scores, q.shape[1])
     if implementation == "cudnn":
+        how: Any = {"first": visible.first, "window": scores.window}
         if visible.segments is not None or scores.needs_mask:
-            seen = visible.seen(scores.window)
-            return cudnn.attend_masked(q, k, v, visible.mask, seen, scores.sinks)
-        return cudnn.attend_rows(
-            q, k, v, visible.mask, visible.first, window=scores.window, sinks=scores.sinks
-        )
+            how = {"seen": visible.seen(scores.window)}
+        return cudnn.attend(q, k, v, visible.mask, sinks=scores.sinks, **how)
     if implementation == "splash":
         # Imported here: only a TPU needs Pallas, and the import takes a third of a second.
         from tba_jax.models import splash

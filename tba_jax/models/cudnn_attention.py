@@ -4,7 +4,7 @@
 Invariant: the results are those of `attention.attend`, whatever the padding contains.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,50 +16,62 @@ SINK_COLUMNS = 8
 """Columns that sinks add to head_dim, which must be a multiple of 8."""
 
 
-def attend_rows(
+def attend(
     q: Float[Array, "b s g r e"],
     k: Float[Array, "b s g e"],
     v: Float[Array, "b s g e"],
     mask: Bool[Array, "b s"],
-    first: Int[Array, " b"] | None,
     *,
-    window: int | None,
-    sinks: Float[Array, "g r"] | None,
+    first: Int[Array, " b"] | None = None,
+    seen: Bool[Array, "b s s"] | None = None,
+    window: int | None = None,
+    sinks: Float[Array, "g r"] | None = None,
+    implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Float[Array, "b s g r e"]:
-    """Attend within rows of one sequence; cuDNN skips keys that causal masks and lengths hide.
+    """Attend within rows of one sequence, or with a mask of pairs.
 
     Args:
         mask, first: as in `attention.Visible`.
-        window, sinks: as in `attention.Scores`; not both.
+        seen: whether each query sees each key, as cuDNN's dense bias, which cuDNN reads once per
+            head; an einsum would write the scores and read them several times. None: causal rows
+            of one sequence; cuDNN skips keys that causal masks and lengths hide.
+        window, sinks: as in `attention.Scores`; the window is part of `seen` if that is given.
     """
     b, s, g, r, e = q.shape
     valid = mask[:, :, None, None]
     # Padding may contain nan, which would spread, so set it to 0 on input and output.
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
-    if first is not None:
+    if first is not None and seen is None:
         q, k, v = (_turned(x, first) for x in (q, k, v))
-    length = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1)
-    before = 0 if sinks is None else 1
     # JAX refuses odd lengths in a gradient.
-    q, k, v = (_longer(x, before, (s + before) % 2) for x in (q, k, v))
+    before = 0 if sinks is None else 1
+    after = (s + before) % 2
+    q, k, v = (jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0))) for x in (q, k, v))
+    options: dict[str, Any]
+    if seen is not None:
+        # A padded position sees itself, so that no row of the softmax is empty.
+        seen = jnp.pad(seen, ((0, 0), *[(before, after)] * 2))
+        index = jnp.arange(seen.shape[1])
+        seen = seen | ((index[:, None] == index[None]) | (index < before)[None])[None]
+        options = {"mask": seen[:, None]}
+    else:
+        length = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1) + before
+        options = {
+            "query_seq_lengths": length,
+            "key_value_seq_lengths": length,
+            "local_window_size": None if window is None else (window - 1, 0),
+        }
     out = jax.nn.dot_product_attention(
         *_with_sinks(q, k, v, sinks),
         scale=e**-0.5,
         is_causal=True,
-        query_seq_lengths=length + before,
-        key_value_seq_lengths=length + before,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
+        implementation=implementation,
+        **options,
     )
     out = out[:, before : before + s, :, :e]
-    if first is not None:
+    if first is not None and seen is None:
         out = _turned(out, -first)
     return jnp.where(valid, out, 0).reshape(b, s, g, r, e)
-
-
-def _longer(x: Float[Array, "b s h e"], before: int, after: int = 0) -> Array:
-    """Return x with further positions of zeros."""
-    return jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0)))
 
 
 def _with_sinks(
@@ -115,37 +127,3 @@ def _turned_backward(by: Array, cotangent: Array) -> tuple[Array, None]:
 
 
 _turned.defvjp(_turned_forward, _turned_backward)
-
-
-def attend_masked(
-    q: Float[Array, "b s g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    mask: Bool[Array, "b s"],
-    seen: Bool[Array, "b s s"],
-    sinks: Float[Array, "g r"] | None = None,
-    implementation: Literal["xla", "cudnn"] = "cudnn",
-) -> Float[Array, "b s g r e"]:
-    """Attend within rows of several sequences, with a mask of pairs as cuDNN's dense bias.
-
-    cuDNN reads a bias once per head. An einsum would write the scores and read them several times.
-    """
-    b, s, g, r, e = q.shape
-    valid = mask[:, :, None, None]
-    # Padding is set to 0, and lengths are even, as in `attend_rows`. A padded position sees
-    # itself, so that no row of the softmax is empty.
-    q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
-    before = 0 if sinks is None else 1
-    after = (s + before) % 2
-    q, k, v = (_longer(x, before, after) for x in (q, k, v))
-    seen = jnp.pad(seen, ((0, 0), *[(before, after)] * 2))
-    index = jnp.arange(seen.shape[1])
-    seen = seen | ((index[:, None] == index[None]) | (index < before)[None])[None]
-    out = jax.nn.dot_product_attention(
-        *_with_sinks(q, k, v, sinks),
-        mask=seen[:, None],
-        scale=e**-0.5,
-        is_causal=True,
-        implementation=implementation,
-    )
-    return jnp.where(valid, out[:, before : before + s, :, :e], 0).reshape(b, s, g, r, e)

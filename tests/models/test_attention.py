@@ -115,8 +115,8 @@ def test_a_mask_of_pairs_is_what_the_einsum_sees(shares, has_sinks, window):
         return jax.jit(jax.grad(function, argnums=(0, 1, 2, 3), has_aux=True))(*args)
 
     def by_mask(q, k, v, visible, scores):
-        seen = visible.seen(scores.window)
-        return cudnn_attention.attend_masked(q, k, v, visible.mask, seen, scores.sinks, "xla")
+        how = {"seen": visible.seen(scores.window), "implementation": "xla"}
+        return cudnn_attention.attend(q, k, v, visible.mask, sinks=scores.sinks, **how)
 
     grads, out = values(by_mask)
     wanted_grads, wanted = values(attention.attend_causal)
