@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tba_jax.report.comparison import render_comparison, summary
 from tba_jax.report.files import load_run
-from tba_jax.report.groups import common_folder, group_runs
+from tba_jax.report.groups import group_runs
 from tba_jax.run.object_store import run_folder
 from tba_jax.storage.whole_files import write_whole
 
@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders = [run_folder(folder, "WORKDIR") for folder in dict.fromkeys(arguments.workdir)]
     runs = [load_run(folder) for folder in folders]
     grouped = group_runs(runs, fields)
-    page = arguments.out or common_folder(runs) / "compare.html"
+    parents = {run.workdir.resolve().parent for run in runs}
+    folder = parents.pop() if len(parents) == 1 else Path.cwd()
+    page = arguments.out or folder / "compare.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(page, render_comparison(grouped).encode())
     for group in grouped:

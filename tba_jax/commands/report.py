@@ -7,38 +7,20 @@ from collections.abc import Sequence
 
 from tba_jax.commands.entry_point import end_with_parent
 from tba_jax.report.build import write_report
-from tba_jax.report.files import Run, load_run
+from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
 from tba_jax.run.errors import UserError
 from tba_jax.run.object_store import run_folder
 from tba_jax.run.workdir import saved_config
 
 
-def _check_metrics(run: Run) -> None:
-    """Refuse to replace a report by a report with fewer steps.
-
-    Raises:
-        UserError: metrics.jsonl ends before the step that report.json names.
-    """
-    steps = run.report.get("steps") or 0
-    if run.metrics.last_step < steps and (run.workdir / "report.html").exists():
-        raise UserError(
-            f"{run.workdir / 'metrics.jsonl'} ends at step {run.metrics.last_step}, before step "
-            f"{steps} of report.json: lines are missing, so report.html is kept. Restore "
-            "metrics.jsonl, or remove report.html to report on the remaining lines"
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report of a work directory; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.report",
-        description="Write the report of a run again.",
+        prog="python -m tba_jax.report", description="Write the report of a run again."
     )
     parser.add_argument("workdir", help="work directory of a run")
-    parser.add_argument(
-        "--with_parent", action="store_true", help=argparse.SUPPRESS
-    )  # a run sets it
+    parser.add_argument("--with_parent", action="store_true", help=argparse.SUPPRESS)  # of a run
     arguments = parser.parse_args(argv)
     if arguments.with_parent:
         end_with_parent()
@@ -46,7 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = run_folder(arguments.workdir, "WORKDIR")
     saved_config(folder)  # refuses the folder of another program
     run = load_run(folder)
-    _check_metrics(run)
+    steps = run.report.get("steps") or 0
+    if run.logged_steps < steps and (folder / "report.html").exists():
+        raise UserError(
+            f"{folder / 'metrics.jsonl'} ends at step {run.logged_steps}, before step {steps} of "
+            "report.json: lines are missing, so report.html is kept. Restore metrics.jsonl, or "
+            "remove report.html to report on the remaining lines"
+        )
     page = write_report(run)
     print(headline(run))
     print(page)

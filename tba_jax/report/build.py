@@ -23,13 +23,14 @@ def write_report(run: Run) -> Path:
     """Write the report of a run that is already loaded."""
     folder = run.workdir / "plots"
     folder.mkdir(exist_ok=True)
-    drawn = {figure.name: figure.draw(run) for figure in FIGURES}
-    pictures = {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
-    for name in drawn:
-        if name in pictures:
-            write_whole(folder / f"{name}.png", pictures[name])
+    pictures: dict[str, bytes] = {}
+    for figure in FIGURES:
+        file = folder / f"{figure.name}.png"
+        if drawn := figure.draw(run):
+            pictures[figure.name] = to_png(drawn)
+            write_whole(file, pictures[figure.name])
         else:
-            (folder / f"{name}.png").unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
     write_whole(run.workdir / "trace.json", render_trace(run).encode())
     page = run.workdir / "report.html"
     write_whole(page, render(run, pictures).encode())

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_PROMPTS = 20
-_AXES = {"step": "by step", "tokens": "by trained tokens", "time": "by time"}
+# Axis -> (its button, its label).
+_AXES = {
+    "step": ("by step", "optimiser step"),
+    "tokens": ("by trained tokens", "trained tokens"),
+    "time": ("by time", "time since start (min:s)"),
+}
 _DASHES = {"-": "", "--": "6 3", ":": "2 3", "-.": "6 3 2 3"}  # of matplotlib -> of SVG
 _METRICS = {
     "reward of sampled responses": "search/reward_mean",
@@ -50,7 +55,7 @@ def render_comparison(grouped: Sequence[RunGroup]) -> str:
         num_runs=len(runs),
         unfinished=sum(not run.is_finished for run in runs),
         final=_final(grouped),
-        axes=_AXES,
+        axes={axis: button for axis, (button, _) in _AXES.items()},
         curves=_curves(grouped),
         has_seeds=any(len(group.runs) > 1 for group in grouped),
         legend=[(group.name, *_look(j)) for j, group in enumerate(grouped)],
@@ -71,17 +76,16 @@ def _look(group: int) -> tuple[str, str]:
 def _curves(grouped: Sequence[RunGroup]) -> list[tuple[str, dict[str, str]]]:
     """Return (label, axis -> address of the picture) for each metric that a run has."""
     runs = [run for group in grouped for run in group.runs]
-    evaluated = dict.fromkeys(run.metric for run in runs if run.evals)
-    named = {f"{metric_label(m)}, held out": f"eval/{m}" for m in evaluated} | _METRICS
+    named = {f"{metric_label(r.metric)}, held out": f"eval/{r.metric}" for r in runs if r.evals}
+
+    def picture(metric: str, axis: str) -> str:
+        return template.picture(figures.to_png(draw_curves(grouped, metric, axis), dpi=130))
+
     return [
-        (label, {axis: _picture(grouped, metric, axis) for axis in _AXES})
-        for label, metric in named.items()
-        if any(len(run.metrics.column("step", metric)[0]) for run in runs)
+        (label, {axis: picture(metric, axis) for axis in _AXES})
+        for label, metric in {**named, **_METRICS}.items()
+        if any(metric in run.metrics.names for run in runs)
     ]
-
-
-def _picture(grouped: Sequence[RunGroup], metric: str, axis: str) -> str:
-    return template.picture(figures.to_png(draw_curves(grouped, metric, axis), dpi=130))
 
 
 def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure":
@@ -89,7 +93,7 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
 
     Args:
         metric: key of metrics.jsonl.
-        axis: a key of `groups.AXES`.
+        axis: a key of `_AXES`.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -105,12 +109,11 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
         single: dict[str, Any] = {"linewidth": 1.9, "marker": "." if is_evaluation else ""}
         if band:
             single = {"linewidth": 0.8, "alpha": 0.35}
-        for x, y in curves:
-            axes.plot(x, y, **style, **single)
-        if band:
             x, mean, low, high = band
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
             axes.plot(x, mean, linewidth=2.2, **style)
+        for x, y in curves:
+            axes.plot(x, y, **style, **single)
     if is_evaluation and is_share(metric.removeprefix("eval/")):
         figures.percent_axis(axes)
     if axis == "time":
@@ -119,28 +122,20 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
         figures.step_axis(axes)
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel(groups.AXES[axis])
+    axes.set_xlabel(_AXES[axis][1])
     return figure
 
 
 _Interval = tuple[float, float, float]  # middle, low, high; without an interval low is high
 
 
-def _over_runs(values: Sequence[float]) -> _Interval | None:
-    if not values:
-        return None
-    mean, half = groups.mean_interval(values)
-    return mean, mean - (half or 0.0), mean + (half or 0.0)
-
-
 def _last_evaluation(runs: Sequence[Run], metric: str) -> _Interval | None:
     # The evaluation before training is not the result of a run.
     trained = [run.evals[-1] for run in runs if len(run.evals) > 1]
     if len(trained) == 1 and is_share(metric) and 0 <= trained[0][metric] <= 1:
-        trials = trained[0].get("num_trials") or trained[0].get("n")
-        if trials:
+        if trials := trained[0].get("num_trials"):
             return (trained[0][metric], *figures.share_interval(trained[0][metric], trials))
-    return _over_runs([evaluation[metric] for evaluation in trained])
+    return groups.mean_interval([x[metric] for x in trained]) if trained else None
 
 
 def _with_interval(found: _Interval | None, metric: str) -> str:
@@ -162,45 +157,42 @@ def summary(group: RunGroup) -> str:
 
 def _final(grouped: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Return a row for each metric and group."""
-    runs = [run for group in grouped for run in group.runs]
+    members: dict[str, dict[str, list[Run]]] = {}  # metric -> name of the group -> its runs
+    for group in grouped:
+        for run in group.runs:
+            of = members.setdefault(run.metric if run.evals else "", {})
+            of.setdefault(group.name, []).append(run)
     rows = []
-    for metric in dict.fromkeys(run.metric if run.evals else "" for run in runs):
-        own = [
-            (group.name, members)
-            for group in grouped
-            if (members := [r for r in group.runs if (r.metric if r.evals else "") == metric])
-        ]
-        last = [_last_evaluation(members, metric) for _, members in own]
-        low = min((x[1] for x in last if x), default=0)
-        high = max((x[2] for x in last if x), default=0)
-        for (name, members), found in zip(own, last, strict=True):
+    for metric, named in members.items():
+        last = {name: _last_evaluation(runs, metric) for name, runs in named.items()}
+        low = min((x[1] for x in last.values() if x), default=0)
+        high = max((x[2] for x in last.values() if x), default=0)
+        for name, runs in named.items():
+            found = last[name]
             bar = [100 * (x - low) / (high - low) for x in found] if found and high > low else None
-            rows.append(_final_row(name, members, metric, found) | {"bar": bar})
+            row = {"name": name, "bar": bar, "last": _with_interval(found, metric)}
+            rows.append({**row, **_figures(runs, metric)})
     return rows
 
 
-def _final_row(
-    name: str, runs: Sequence[Run], metric: str, last: _Interval | None
-) -> dict[str, Any]:
+def _figures(runs: Sequence[Run], metric: str) -> dict[str, Any]:
+    """Return the text of the other cells of a row of the final results."""
     done = sorted({run.last_step for run in runs})
     unfinished = sum(not run.is_finished for run in runs)
     steps = f"{done[0]}" if len(done) == 1 else f"{done[0]}–{done[-1]}"
     if unfinished:
         steps += f" of {max(run.num_steps for run in runs)}"
-    first = _over_runs([run.evals[0][metric] for run in runs if run.evals])
-    times = [run.metrics.column("time_s", "step")[0].max(initial=0.0) for run in runs]
+    first = [run.evals[0][metric] for run in runs if run.evals]
     tokens = [t[-1] for run in runs if len(t := groups.trained_tokens(run)[1])]
     ages = [run.metrics.column("step", "buffer/staleness_mean")[1] for run in runs]
     means = [age.mean() for age in ages if len(age)]
     return {
-        "name": name,
         "metric": metric_label(metric),
-        "last": _with_interval(last, metric),
-        "first": _with_interval(first, metric),
+        "first": _with_interval(groups.mean_interval(first) if first else None, metric),
         "runs": len(runs),
         "steps": steps,
         "unfinished": unfinished,
-        "time": duration(float(np.mean(times))),
+        "time": duration(float(np.mean([run.seconds for run in runs]))),
         "tokens": format_count(float(np.mean(tokens))) if tokens else "–",
         "staleness": f"{np.mean(means):.2f}" if means else "–",
     }
@@ -208,14 +200,9 @@ def _final_row(
 
 def _differences(grouped: Sequence[RunGroup]) -> list[tuple[str, list[str]]]:
     """Return (setting, its values in each group) for each setting that differs."""
-    fields = groups.differing_fields([run for group in grouped for run in group.runs])
     rows = []
-    for name, values in fields.items():
-        left = iter(values)
-        cells = [dict.fromkeys(_setting(next(left)) for _ in group.runs) for group in grouped]
+    for name, values in groups.differing_fields([r for g in grouped for r in g.runs]).items():
+        left = ("–" if value is None else plain(value) or '""' for value in values)
+        cells = [dict.fromkeys(next(left) for _ in group.runs) for group in grouped]
         rows.append((name, [", ".join(cell) for cell in cells]))
     return rows
-
-
-def _setting(value: Any) -> str:
-    return "–" if value is None else plain(value) or '""'

@@ -8,7 +8,7 @@ use no global state (no pyplot), so they may be drawn in any thread.
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,9 @@ _STYLE: Any = {
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.titlecolor": _TEXT,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
     "grid.color": "#8893a040",
     "xtick.color": _TEXT,
     "ytick.color": _TEXT,
@@ -49,7 +52,6 @@ _STYLE: Any = {
     "ytick.labelsize": 9,
     "ytick.major.size": 0,
 }
-_TITLE: Any = {"loc": "left", "fontsize": 9.5, "color": _TEXT}
 
 Curve = tuple[np.ndarray, np.ndarray]
 
@@ -72,12 +74,11 @@ def thinned(x: np.ndarray, y: np.ndarray) -> Curve:
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Return the centred moving mean over a 15th of the values; at the ends over fewer values."""
-    width = max(3, len(values) // 15)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low = np.maximum(index - width // 2, 0)
-    high = np.minimum(index + width // 2 + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+    window = np.ones(max(3, len(values) // 15) // 2 * 2 + 1)
+    if len(values) < len(window):
+        return np.full(len(values), values.mean()) if len(values) else values
+    counts = np.convolve(np.ones(len(values)), window, "same")
+    return np.convolve(values, window, "same") / counts
 
 
 def share_interval(share: float, n: int) -> tuple[float, float]:
@@ -123,49 +124,45 @@ def step_axis(axes: "Axes") -> None:
 
 
 def panels(
-    *named: tuple[str, str], columns: int = 1, size: tuple[float, float] = (5.0, 3.3)
-) -> Callable[[Run], "Figure | None"]:
-    """Return the drawing function of a figure with a panel for each metric that the run has.
+    run: Run,
+    named: Sequence[tuple[str, str]],
+    columns: int = 1,
+    size: tuple[float, float] = (5.0, 3.3),
+) -> "Figure | None":
+    """Draw a panel for each metric that the run has: dots, and their moving mean.
 
     Args:
         named: (title of the panel, key of metrics.jsonl); the first title may be "".
         size: width and height in inches.
     """
-
-    def draw(run: Run) -> "Figure | None":
-        found = [(title, run.metrics.column("step", key)) for title, key in named]
-        found = [(title, thinned(*curve)) for title, curve in found if len(curve[0])]
-        if not found:
-            return None
-        figure, axes = new_axes(size, len(found), columns)
-        for i, (each, (title, (x, y))) in enumerate(zip(axes, found, strict=True)):
-            color = SERIES[i % 2 if columns == 1 else 0]
-            each.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
-            each.plot(x, smooth(y), color=color, linewidth=2.2)
-            each.set_title(title, **_TITLE)
-            each.margins(y=0.12)
-            if title.startswith("share of "):
-                each.set_ylim(0, 1.04)
-                percent_axis(each)
-            step_axis(each)
-            if i >= len(found) - columns:
-                each.set_xlabel("optimiser step")
-        return figure
-
-    return draw
+    found = [(title, run.metrics.column("step", key)) for title, key in named]
+    found = [(title, thinned(*curve)) for title, curve in found if len(curve[0])]
+    if not found:
+        return None
+    figure, axes = new_axes(size, len(found), columns)
+    for i, (each, (title, (x, y))) in enumerate(zip(axes, found, strict=True)):
+        color = SERIES[i % 2 if columns == 1 else 0]
+        each.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
+        each.plot(x, smooth(y), color=color, linewidth=2.2)
+        each.set_title(title)
+        each.margins(y=0.12)
+        if title.startswith("share of "):
+            each.set_ylim(0, 1.04)
+            percent_axis(each)
+        step_axis(each)
+        if i >= len(found) - columns:
+            each.set_xlabel("optimiser step")
+    return figure
 
 
 def accuracy(run: Run) -> "Figure | None":
     """Draw the headline metric of every evaluation; shares have their 90 % intervals."""
-    metric = run.metric
-    evals = [*run.metrics.of_evaluations(f"eval/{metric}")]
+    metric, evals = run.metric, run.evals
     if not evals:
         return None
-    steps = np.array([r.get("step") or 0 for r in evals], np.float64)
-    values = np.array([r[f"eval/{metric}"] for r in evals], np.float64)
-    trials = [r.get("eval/num_trials") for r in evals]
+    steps, values = ([float(e[name] or 0) for e in evals] for name in ("step", metric))
     figure, (axes,) = new_axes((5.0, 3.3))
-    for step, value, n in zip(steps, values, trials, strict=True):
+    for step, value, n in zip(steps, values, [e.get("num_trials") for e in evals], strict=True):
         # With a user's reward, pass@1 is the mean reward and may be outside 0 to 1.
         if is_share(metric) and n and 0 <= value <= 1:
             axes.vlines(step, *share_interval(value, n), SERIES[0], linewidth=5, alpha=0.25)
@@ -193,14 +190,14 @@ def accuracy(run: Run) -> "Figure | None":
 
 def reward(run: Run) -> "Figure | None":
     """Draw the mean reward of sampled responses per step, else of trained responses."""
-    found = (panels(("", f"{of}/reward_mean"))(run) for of in ("search", "train"))
-    return next(filter(None, found), None)
+    names = [f"{of}/reward_mean" for of in ("search", "train")]
+    return next(filter(None, (panels(run, [("", name)]) for name in names)), None)
 
 
 def habits(run: Run) -> "Figure | None":
     """Draw the share of the response kind, if the run names one, and the response length."""
-    kind = ((f"share of {run.kind} answers", "search/kind_share"),) if run.kind else ()
-    return panels(*kind, ("response length (tokens)", "search/response_length_mean"))(run)
+    kinds = [(f"share of {x} answers", "search/kind_share") for x in _kinds(run)]
+    return panels(run, [*kinds, ("response length (tokens)", "search/response_length_mean")])
 
 
 def staleness(run: Run) -> "Figure | None":
@@ -226,6 +223,14 @@ def staleness(run: Run) -> "Figure | None":
     return figure
 
 
+_HEALTH = (
+    ("TB loss", "train/tb_loss"),
+    ("log ratio to the reference (nats)", "train/kl_reference"),
+    ("log Z", "train/log_z"),
+    ("gradient norm", "train/grad_norm"),
+    ("effective sample size (share)", "train/ess_fraction"),
+    ("staleness, mean (steps)", "buffer/staleness_mean"),
+)
 _BY_AGE = (
     ("effective sample size (share)", "ess_fraction"),
     ("log ratio to the sampler, median (nats)", "log_ratio_p50"),
@@ -247,7 +252,7 @@ def by_staleness(run: Run) -> "Figure | None":
         for j, age in enumerate(ages):
             x, y = thinned(*run.metrics.column("step", f"stale_{age}/{quantity}"))
             each.plot(x, smooth(y), color=SERIES[j % len(SERIES)], linewidth=1.4)
-        each.set_title(title, **_TITLE)
+        each.set_title(title)
         step_axis(each)
     labels = [f"from {ages[0]} steps old", *map(str, ages[1:])]
     options = {"ncols": len(ages), "frameon": False, "fontsize": 9, "labelcolor": _TEXT}
@@ -255,15 +260,12 @@ def by_staleness(run: Run) -> "Figure | None":
     return figure
 
 
-LEARNED, HEALTHY = "learned", "healthy"  # sections of the page
-
-
 class ReportFigure(NamedTuple):
     """One figure of a report.
 
     Attributes:
         name: stem of the file plots/NAME.png.
-        section: `LEARNED` or `HEALTHY`.
+        section: section of the page, "learned" or "healthy".
         title, text: text above the figure, or a function from the run to that text.
         draw: function from run to the figure; None if the run has nothing to draw.
     """
@@ -275,12 +277,13 @@ class ReportFigure(NamedTuple):
     draw: "Callable[[Run], Figure | None]"
 
 
-def _headline_title(run: Run) -> str:
-    return "Accuracy" if run.metric == "pass_at_1" else metric_label(run.metric).capitalize()
+def _kinds(run: Run) -> list[str]:
+    """Return the name of the response kind whose share was measured: [] or [name]."""
+    return (run.report.get("kinds") or [])[:1]
 
 
 def _headline_text(run: Run) -> str:
-    n = run.evals[-1].get("n") if len(run.evals) == 2 else None
+    n = run.evals[-1].get("n") if len(run.evals) > 1 else None
     problems = held_out(n) if n else "held-out problems"
     bars = " Bars: 90 % interval." if n and is_share(run.metric) else ""
     name = metric_label(run.metric)
@@ -288,48 +291,47 @@ def _headline_text(run: Run) -> str:
 
 
 def _habits_text(run: Run) -> str:
-    evals = run.evals
+    ends = [run.evals[0], run.evals[-1]] if len(run.evals) > 1 else []
     measured = ("kind_share", "response_length_mean")
-    if not run.kind or len(evals) != 2 or not all(name in e for e in evals for name in measured):
+    if not ends or not _kinds(run) or not all(name in e for e in ends for name in measured):
         return "What the searchers sample, step by step."
-    shares = [percent(e["kind_share"], 0) for e in evals]
-    lengths = [f"{e['response_length_mean']:.0f}" for e in evals]
+    shares = [percent(e["kind_share"], 0) for e in ends]
+    lengths = [f"{e['response_length_mean']:.0f}" for e in ends]
     return (
-        f"Held out, {run.kind} answers went from {shares[0]} to {shares[1]}, the mean length from "
-        f"{lengths[0]} to {lengths[1]} tokens."
+        f"Held out, {_kinds(run)[0]} answers went from {shares[0]} to {shares[1]}, the mean length "
+        f"from {lengths[0]} to {lengths[1]} tokens."
     )
 
 
 FIGURES = (
-    ReportFigure("accuracy", LEARNED, _headline_title, _headline_text, accuracy),
-    ReportFigure("reward", LEARNED, "Reward", "Mean reward of sampled responses.", reward),
-    ReportFigure("habits", LEARNED, "How it answers", _habits_text, habits),
+    ReportFigure(
+        "accuracy",
+        "learned",
+        lambda run: (
+            "Accuracy" if run.metric == "pass_at_1" else metric_label(run.metric).capitalize()
+        ),
+        _headline_text,
+        accuracy,
+    ),
+    ReportFigure("reward", "learned", "Reward", "Mean reward of sampled responses.", reward),
+    ReportFigure("habits", "learned", "How it answers", _habits_text, habits),
     ReportFigure(
         "staleness",
-        LEARNED,
+        "learned",
         "Staleness of the training data",
         "Share of the responses trained on, by the age of the weights that sampled them.",
         staleness,
     ),
     ReportFigure(
         "optimisation",
-        HEALTHY,
+        "healthy",
         "Optimisation",
         "Dots are steps, lines their moving mean.",
-        panels(
-            ("TB loss", "train/tb_loss"),
-            ("log ratio to the reference (nats)", "train/kl_reference"),
-            ("log Z", "train/log_z"),
-            ("gradient norm", "train/grad_norm"),
-            ("effective sample size (share)", "train/ess_fraction"),
-            ("staleness, mean (steps)", "buffer/staleness_mean"),
-            columns=3,
-            size=(10.4, 4.2),
-        ),
+        lambda run: panels(run, _HEALTH, columns=3, size=(10.4, 4.2)),
     ),
     ReportFigure(
         "by_staleness",
-        HEALTHY,
+        "healthy",
         "By the age of the responses",
         "Moving means, one line for each range of age in steps. When the measures of old "
         "responses get worse, an objective with importance ratios learns less from them.",

@@ -9,7 +9,7 @@ import array
 import collections
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tba_jax.report.jsonl import stream_jsonl
 from tba_jax.storage.whole_files import read_json
 
 Facts = Mapping[str, Any]
-_Column = tuple["array.array[int]", "array.array[float]"]  # index of each line; its value
 
 
 class Metrics:
@@ -31,45 +30,36 @@ class Metrics:
     Attributes:
         evaluations: lines with metrics of an evaluation, unchanged.
         staleness: staleness in steps -> number of uses, summed over the run.
-        last_step: highest step; 0 without a line.
     """
 
     def __init__(self, records: Iterable[Facts] = ()) -> None:
         self.evaluations: list[Facts] = []
         uses: collections.Counter[int] = collections.Counter()
-        self._columns: dict[str, _Column] = collections.defaultdict(
-            lambda: (array.array("q"), array.array("d"))
-        )
+        # Name of a metric -> numbers of the lines that have it, and its values.
+        self._lines: dict[str, Any] = collections.defaultdict(lambda: array.array("q"))
+        self._values: dict[str, Any] = collections.defaultdict(lambda: array.array("d"))
         for line, record in enumerate(records):
             for name, value in record.items():
                 if isinstance(value, int | float):
-                    lines, values = self._columns[name]
-                    lines.append(line)
-                    values.append(value)
+                    self._lines[name].append(line)
+                    self._values[name].append(value)
             if any(name.startswith("eval/") for name in record):
                 self.evaluations.append(record)
             for staleness, count in record.get("buffer/staleness_histogram") or ():
                 uses[int(staleness)] += int(count)
         self.staleness: Mapping[int, int] = dict(sorted(uses.items()))
-        steps = self._columns["step"][1] if "step" in self._columns else []
-        self.last_step = int(max(steps, default=0))
 
     @property
-    def names(self) -> Sequence[str]:
+    def names(self) -> list[str]:
         """Return the names of all numbers in the log, sorted."""
-        return sorted(self._columns)
+        return sorted(self._lines)
 
     def column(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of `x` and `y` in lines with numbers for both, as float64 arrays."""
-        if x not in self._columns or y not in self._columns:
-            return np.zeros(0), np.zeros(0)
-        (x_lines, x_values), (y_lines, y_values) = self._columns[x], self._columns[y]
-        _, i, j = np.intersect1d(x_lines, y_lines, assume_unique=True, return_indices=True)
-        return np.array(x_values)[i], np.array(y_values)[j]
-
-    def of_evaluations(self, name: str) -> Iterator[Facts]:
-        """Return the evaluations that have a number of this name."""
-        return (r for r in self.evaluations if isinstance(r.get(name), int | float))
+        lines = [np.array(self._lines.get(name, ()), np.int64) for name in (x, y)]
+        _, i, j = np.intersect1d(*lines, assume_unique=True, return_indices=True)
+        a, b = (np.array(self._values.get(name, ()), np.float64) for name in (x, y))
+        return a[i], b[j]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +86,14 @@ class Run:
         return str(self.report.get("name") or self.config.get("name") or self.workdir.name)
 
     @property
+    def logged_steps(self) -> int:
+        """Return the newest step in metrics.jsonl."""
+        return int(self.metrics.column("step", "step")[0].max(initial=0))
+
+    @property
     def last_step(self) -> int:
         """Return the newest step in report.json or metrics.jsonl."""
-        return max(self.report.get("steps") or 0, self.metrics.last_step)
+        return max(self.report.get("steps") or 0, self.logged_steps)
 
     @property
     def num_steps(self) -> int:
@@ -111,35 +106,25 @@ class Run:
         return bool(self.report) and self.last_step >= self.num_steps
 
     @property
-    def evals(self) -> list[Facts]:
-        """Return the first and the last evaluation: [], [before] or [before, after].
-
-        Raises:
-            ValueError: the evaluations of report.json lack the metric that metrics.jsonl names.
-        """
-        found: list[Facts] = [
-            {"step": 0, **{name.removeprefix("eval/"): value for name, value in record.items()}}
-            for record in self.metrics.of_evaluations(f"eval/{self.metric}")
-        ]
-        ends = found[:1] + found[1:][-1:]
-        reported = self.report.get("eval") or {}
-        before, after = reported.get("before"), reported.get("after")
-        if not (before and after):
-            return ends
-        if not all(isinstance(x.get(self.metric), int | float) for x in (before, after)):
-            raise ValueError(
-                f"{self.workdir / 'metrics.jsonl'}: the last eval/metric is {self.metric!r:.40}, "
-                "but the evaluations of report.json lack it. Correct that line, or remove "
-                "report.json to build the report without it"
-            )
-        after_step = ends[-1]["step"] if ends else self.last_step
-        return [{"step": 0, **before}, {"step": after_step, **after}]
+    def seconds(self) -> float:
+        """Return the running time."""
+        times, _ = self.metrics.column("time_s", "step")
+        return self.report.get("wall_s") or float(times.max(initial=0.0))
 
     @property
     def metric(self) -> str:
         """Return the name of the headline metric, from the evaluations."""
         named = [r["eval/metric"] for r in self.metrics.evaluations if "eval/metric" in r]
         return named[-1] if named else "pass_at_1"
+
+    @property
+    def evals(self) -> list[Facts]:
+        """Return the evaluations that have the headline metric, without "eval/" in the names."""
+        return [
+            {"step": 0, **{name.removeprefix("eval/"): value for name, value in record.items()}}
+            for record in self.metrics.evaluations
+            if isinstance(record.get(f"eval/{self.metric}"), int | float)
+        ]
 
     @property
     def decoding(self) -> str:
@@ -149,12 +134,6 @@ class Run:
             return "greedy decoding"
         n = self.config.get("eval.num_samples", 1)
         return f"{n} response{'s' if n > 1 else ''} each at temperature {temperature:g}"
-
-    @property
-    def kind(self) -> str:
-        """Return the name of the response kind whose share was measured; "" without one."""
-        kinds = self.report.get("kinds") or []
-        return kinds[0] if kinds else ""
 
 
 def flat(facts: Facts, prefix: str = "") -> dict[str, Any]:
@@ -180,23 +159,17 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
             f"{workdir}: not the work directory of a run (no metrics.jsonl and no report.json). "
             "Give the directory of --workdir"
         )
+    resolved, report = (_read(workdir / name) for name in ("config.json", "report.json"))
+    parts = {name: resolved.get(name, {}) for name in ("config", "versions", "chosen")}
+    for name, value in parts.items():
+        if not isinstance(value, dict):
+            why = f"`{name}` is a {type(value).__name__}, wanted an object"
+            raise _damaged(workdir / "config.json", why)
     try:
         metrics = Metrics(stream_jsonl(workdir / "metrics.jsonl"))
     except TypeError as error:
         raise _damaged(workdir / "metrics.jsonl", error) from error
-    resolved, report = (_read(workdir / name) for name in ("config.json", "report.json"))
-    for name in ("config", "versions", "chosen"):
-        if not isinstance(resolved.get(name, {}), dict):
-            why = f"`{name}` is a {type(resolved[name]).__name__}, wanted an object"
-            raise _damaged(workdir / "config.json", why)
-    return Run(
-        workdir=workdir,
-        report=report,
-        config=flat(resolved.get("config", {})),
-        versions=resolved.get("versions", {}),
-        metrics=metrics,
-        chosen=resolved.get("chosen", {}),
-    )
+    return Run(workdir, report, metrics=metrics, **parts | {"config": flat(parts["config"])})
 
 
 def _damaged(path: Path, why: object) -> ValueError:
@@ -204,9 +177,9 @@ def _damaged(path: Path, why: object) -> ValueError:
 
 
 def _read(path: Path) -> Facts:
-    if not path.exists():
-        return {}
     try:
         return read_json(path)
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
         raise _damaged(path, error) from error

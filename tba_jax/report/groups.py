@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of runs: their curves, means over seeds, and differing settings."""
+"""Groups of runs, their differing settings, and statistics over their seeds."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax.report.figures import Curve, thinned
 from tba_jax.report.files import Run, flat
-from tba_jax.report.samples import newest_evaluation
 from tba_jax.report.words import plain
 
-AXES = {"step": "optimiser step", "tokens": "trained tokens", "time": "time since start (min:s)"}
 _MOST_FIELDS = 3
 _BAND_POINTS = 200
 
 
-@dataclasses.dataclass(frozen=True)
-class RunGroup:
+class RunGroup(NamedTuple):
     """Runs with equal values of some settings; by default only their seeds differ.
 
     Attributes:
@@ -28,15 +23,17 @@ class RunGroup:
     """
 
     name: str
-    runs: tuple[Run, ...]
+    runs: list[Run]
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
     """Return the folder name of each run, or its path if another run has the same name."""
     names = [run.workdir.name or str(run.workdir) for run in runs]
-    if len(set(names)) == len(names):
-        return names
-    return [str(run.workdir) for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.workdir) for run in runs]
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return {**run.config, **flat(run.versions, "versions.")}
 
 
 def differing_fields(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -44,9 +41,8 @@ def differing_fields(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
     Versions of packages have names `versions.NAME`. A run without the field has None.
     """
-    told = [{**run.config, **flat(run.versions, "versions.")} for run in runs]
-    names = dict.fromkeys(name for fields in told for name in fields)
-    values = {name: [fields.get(name) for fields in told] for name in names}
+    told = [_settings(run) for run in runs]
+    values = {name: [fields.get(name) for fields in told] for fields in told for name in fields}
     return {name: row for name, row in values.items() if any(v != row[0] for v in row)}
 
 
@@ -59,37 +55,32 @@ def group_runs(runs: Sequence[Run], fields: Sequence[str] = ()) -> list[RunGroup
     Raises:
         ValueError: no run has one of the fields.
     """
+    differing = [name for name in differing_fields(runs) if name != "seed"]
     for field in fields:
         if not any(field in run.config for run in runs):
-            known = ", ".join(name for name in differing_fields(runs) if name in runs[0].config)
+            known = ", ".join(name for name in ["seed", *differing] if name in runs[0].config)
             raise ValueError(
                 f"--group={field}: no config of these runs has this field. "
                 f"Fields that differ: {known or 'none'}"
             )
-    chosen = list(fields) or [name for name in differing_fields(runs) if name != "seed"]
+    chosen = list(fields) or differing
     members: dict[str, list[Run]] = {}
     for run in runs:
-        members.setdefault(repr([_field(run, name) for name in chosen]), []).append(run)
-    grouped = list(members.values())
-    if not fields:
-        separating = [x for x in chosen if _num_values(grouped, x) == len(grouped)]
-        # A text value distinguishes groups better than a number.
-        separating.sort(key=lambda x: not isinstance(_field(grouped[0][0], x), str))
-        chosen = separating[:1] or chosen
-    return [RunGroup(_group_name(group, chosen), tuple(group)) for group in grouped]
-
-
-def _field(run: Run, name: str) -> Any:
-    return {**run.config, **flat(run.versions, "versions.")}.get(name)
-
-
-def _num_values(grouped: Sequence[Sequence[Run]], name: str) -> int:
-    return len({repr(_field(group[0], name)) for group in grouped})
+        values = [_settings(run).get(name) for name in chosen]
+        members.setdefault(repr(values), []).append(run)
+    groups = [*members.values()]
+    if not fields:  # one field that tells all groups apart, best one with text, is a shorter name
+        firsts = [_settings(group[0]) for group in groups]
+        telling = [x for x in chosen if len({repr(s.get(x)) for s in firsts}) == len(groups)]
+        telling.sort(key=lambda x: not isinstance(firsts[0].get(x), str))
+        chosen = telling[:1] or chosen
+    return [RunGroup(_group_name(group, chosen), group) for group in groups]
 
 
 def _group_name(group: Sequence[Run], fields: Sequence[str]) -> str:
     if 0 < len(fields) <= _MOST_FIELDS:
-        return ", ".join(f"{name}={plain(_field(group[0], name))}" for name in fields)
+        settings = _settings(group[0])
+        return ", ".join(f"{name}={plain(settings.get(name))}" for name in fields)
     first, *others = run_names(group)
     return f"{first} and {len(others)} more" if others else first
 
@@ -101,21 +92,17 @@ def trained_tokens(run: Run) -> Curve:
 
 
 def curve(run: Run, name: str, axis: str) -> Curve:
-    """Return a metric against an axis, as two float64 arrays; long logs are thinned.
+    """Return a metric against "step", "tokens" or "time" as float64 arrays; long logs are thinned.
 
     Args:
         name: key of metrics.jsonl.
-        axis: a key of `AXES`.
     """
-    if axis == "time":
-        x, y = run.metrics.column("time_s", name)
-    else:
-        x, y = run.metrics.column("step", name)
+    x, y = run.metrics.column("time_s" if axis == "time" else "step", name)
     if axis == "tokens":
         steps, tokens = trained_tokens(run)
         if not len(steps):
-            return np.zeros(0), np.zeros(0)
-        x = np.interp(x, np.concatenate([[0], steps]), np.concatenate([[0], tokens]))
+            return steps, tokens
+        x = np.interp(x, [0, *steps], [0, *tokens])
     return thinned(x, y)
 
 
@@ -132,36 +119,22 @@ def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
     return grid, values.mean(0), values.min(0), values.max(0)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean over seeds and half the width of its 90 % Student interval.
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean over seeds and the ends of its 90 % Student interval.
 
-    The interval is None for fewer than two values.
+    For a single value, the ends are the value.
     """
     from scipy import special
 
-    n = len(values)
     mean = float(np.mean(values))
-    if n < 2:
-        return mean, None
-    half = special.stdtrit(n - 1, 0.95) * np.std(values, ddof=1) / np.sqrt(n)
-    return mean, float(half)
+    if len(values) < 2:
+        return mean, mean, mean
+    half = special.stdtrit(len(values) - 1, 0.95) * np.std(values, ddof=1) / np.sqrt(len(values))
+    return mean, float(mean - half), float(mean + half)
 
 
-def shared_prompts(runs: Sequence[Run]) -> Mapping[str, list[Mapping[str, Any] | None]]:
-    """Return prompt -> newest held-out sample of each run, for prompts that two runs share.
-
-    A finished run has its samples in report.json, a run in progress in samples.jsonl.
-    """
-    by_run = []
-    for run in runs:
-        samples = run.report.get("samples") or newest_evaluation(run.workdir / "samples.jsonl")
-        by_run.append({str(s.get("prompt")): s for s in reversed(samples)})
-    prompts = dict.fromkeys(prompt for samples in by_run for prompt in reversed(samples))
-    rows = {prompt: [samples.get(prompt) for samples in by_run] for prompt in prompts}
+def shared_prompts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any] | None]]:
+    """Return prompt -> held-out sample of each finished run, for prompts that two runs share."""
+    by_run = [{str(s.get("prompt")): s for s in run.report.get("samples") or []} for run in runs]
+    rows = {p: [samples.get(p) for samples in by_run] for samples in by_run for p in samples}
     return {prompt: row for prompt, row in rows.items() if sum(s is not None for s in row) > 1}
-
-
-def common_folder(runs: Sequence[Run]) -> Path:
-    """Return the common folder of all runs, or the working directory if there is none."""
-    parents = {run.workdir.resolve().parent for run in runs}
-    return parents.pop() if len(parents) == 1 else Path.cwd()

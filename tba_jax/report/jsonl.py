@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON-lines logs: appended by a run, read as streams, truncated by a resumed run.
+"""JSON-lines logs: appended by a run, read as streams, cut back by a resumed run.
 
 Invariants: a log has complete lines only (opening a log removes an incomplete last line, which a
-killed process may leave); non-finite floats are written as null; a reader needs only the memory of
-the records that its caller keeps.
+killed process may leave); non-finite floats are written as null.
 """
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -18,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-_BLOCK = 2**16
+from tba_jax.storage.whole_files import write_whole
 
 
 class LogError(RuntimeError):
-    """A line of a log could not be written."""
+    """A line of a log could not be written or used."""
 
 
 def jsonable(value: Any) -> Any:
@@ -39,22 +37,10 @@ def jsonable(value: Any) -> Any:
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) of every complete line.
-
-    Omits an incomplete last line, which a killed process left. Yields nothing without a file.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    try:
+    """Yield (number from 1, line) of every complete line; nothing without a file."""
+    if os.path.exists(path):
         with open(path, "rb") as file:
             yield from ((i, line) for i, line in enumerate(file, 1) if line.endswith(b"\n"))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}). Restore the file from a copy"
-        ) from error
 
 
 def parse_line(where: str, line: bytes) -> dict[str, Any]:
@@ -81,8 +67,7 @@ def stream_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of a log.
 
     Raises:
-        ValueError: a line is not a valid JSON object (with file and line number), or the file
-            cannot be read.
+        ValueError: a line is not a valid JSON object (with file and line number).
     """
     for number, line in read_lines(path):
         yield parse_line(f"{path}, line {number}", line)
@@ -100,22 +85,12 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
         self._lock = threading.Lock()
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab+") as file:
-                file.truncate(_end_of_lines(file))
-            self._file = open(self._path, "a", encoding="utf-8")
-        except OSError as error:
-            raise LogError(
-                f"{self._path} cannot be written ({error.strerror}). Move it to another folder "
-                "or repair the storage, then run the same command again"
-            ) from error
-
-    @property
-    def path(self) -> Path:
-        return self._path
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole_bytes = sum(len(line) for _, line in read_lines(self.path))
+        self._file = open(self.path, "ab")
+        self._file.truncate(whole_bytes)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append {"step": step, **values}."""
@@ -123,74 +98,41 @@ class JsonlWriter:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one object unchanged; non-finite floats become null."""
-        line = json.dumps(jsonable(record), allow_nan=False, ensure_ascii=False)
+        line = json.dumps(jsonable(record), allow_nan=False, ensure_ascii=False) + "\n"
         with self._lock:
             try:
-                self._file.write(line + "\n")
+                self._file.write(line.encode())
                 self._file.flush()
             except OSError as error:
                 raise LogError(
-                    f"writing {self._path} failed: {error}. Free disk space or repair the "
-                    "storage, then run the same command again to continue from the newest "
-                    "checkpoint"
+                    f"writing {self.path} failed: {error}. Free disk space or repair the storage, "
+                    "then run the same command again to continue from the newest checkpoint"
                 ) from error
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the records for which `wanted(record)` is false.
-
-        Copies the remaining lines to a new file and renames it, so that a kill leaves either the
-        old or the new log.
+        """Drop the records for which `wanted(record)` is false; a kill leaves the old or new log.
 
         Raises:
-            LogError: a line lacks a field that `wanted` reads, the field has a value of another
-                type, or the storage failed. The log is then unchanged.
+            LogError: a line lacks a field that `wanted` reads, or the field has a value of another
+                type. The log is then unchanged.
         """
-        with self._lock:
-            unfinished = self._path.with_name(self._path.name + ".new")
+        kept = []
+        for number, line in read_lines(self.path):
+            record = parse_line(f"{self.path}, line {number}", line)
             try:
-                with open(unfinished, "wb") as out:
-                    out.writelines(self._wanted_lines(wanted))
-                os.replace(unfinished, self._path)
-                self._file.close()  # every line was flushed when it was written
-                self._file = open(self._path, "a", encoding="utf-8")
-            except OSError as error:
-                raise LogError(
-                    f"truncating {self._path} failed ({error.strerror}). Free disk space or "
-                    "repair the storage, then run the same command again"
-                ) from error
-            finally:
-                with contextlib.suppress(OSError):
-                    unfinished.unlink(missing_ok=True)
-
-    def _wanted_lines(self, wanted: Callable[[dict[str, Any]], bool]) -> Iterator[bytes]:
-        for number, line in read_lines(self._path):
-            where = f"{self._path}, line {number}"
-            record = parse_line(where, line)
-            try:
-                is_kept = wanted(record)
+                if wanted(record):
+                    kept.append(line)
             except (KeyError, TypeError) as error:
-                why = f"has no {error.args[0]!r}"
-                if isinstance(error, TypeError):
-                    why = f"has a value of a wrong type ({error})"
-                raise LogError(f"{where}: {why}; got {record!r:.80}. Remove that line") from error
-            if is_kept:
-                yield line
+                raise LogError(
+                    f"{self.path}, line {number}: a field is missing or has a value of a wrong "
+                    f"type ({error!r}); got {record!r:.80}. Remove that line"
+                ) from error
+        with self._lock:
+            self._file.close()
+            write_whole(self.path, b"".join(kept))
+            self._file = open(self.path, "ab")
 
     def close(self) -> None:
-        # Every line was flushed when it was written, and `append` reported failures.
+        """Close the file; every line was flushed when it was written, and failures reported."""
         with self._lock, contextlib.suppress(OSError):
             self._file.close()
-
-
-def _end_of_lines(file: Any) -> int:
-    """Return the byte after the last newline of a file; 0 without a newline."""
-    size = file.seek(0, os.SEEK_END)
-    for block in itertools.count(1):
-        start = max(0, size - block * _BLOCK)
-        file.seek(start)
-        newline = file.read(_BLOCK).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        if start == 0:
-            return 0
-    raise AssertionError("unreachable: the loop returns at the start of the file")

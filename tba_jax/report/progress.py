@@ -2,7 +2,6 @@
 """Progress of a run: one line redrawn in place on a terminal, otherwise a line at intervals."""
 
 import collections
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,21 +13,6 @@ from tba_jax.report.writers import finite_numbers
 _PLAIN_PERIOD_S = 10.0  # least time between two plain lines
 _SHOWN_SHARE = 0.05  # smaller shares are not shown
 _PART = "search/reward_part_"
-# (label, metrics of which the first known one is shown, format)
-_FIELDS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
-    ("reward", ("search/reward_mean", "train/reward_mean"), "{:.3f}".format),
-    ("KIND answers", ("search/kind_share", "eval/kind_share"), "{:.0%}".format),
-    (
-        "length",
-        ("search/response_length_mean", "eval/response_length_mean"),
-        "{:.1f} tokens".format,
-    ),
-    ("groups with equal rewards", ("search/equal_rewards_share",), "{:.0%}".format),
-    ("KL", ("train/kl_reference",), "{:.3g}".format),
-    ("staleness", ("buffer/staleness_mean",), "{:.1f}".format),
-    ("decoded", ("search/tokens_per_s",), lambda x: f"{format_count(x)} tok/s"),
-    ("trained", ("train/tokens_per_s",), lambda x: f"{format_count(x)} tok/s"),
-)
 
 
 class ProgressDisplay:
@@ -66,8 +50,8 @@ class ProgressDisplay:
         self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=32)
         self._first_eval: float | None = None
         self._last: dict[str, float] = {}
-        self._printed_at, self._printed_step = -math.inf, -1
-        self._closed = False
+        self._printed = (-_PLAIN_PERIOD_S, -1)  # time and step of the newest plain line
+        self._is_closed = False
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
@@ -77,23 +61,23 @@ class ProgressDisplay:
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Store the newest values; the next refresh shows them."""
-        numbers = finite_numbers(values)
         with self._lock:
-            self._take(numbers)
+            self._take(values)
             is_first = not self._marks
             if step > self._step:
                 self._step, self._phase = step, ""
                 self._marks.append((self._clock(), step))
-            due = self._clock() - self._printed_at >= _PLAIN_PERIOD_S
-            due = due or f"eval/{self._metric}" in numbers or (is_first and bool(self._marks))
-            if self._live is None and due:
+            is_due = self._clock() - self._printed[0] >= _PLAIN_PERIOD_S or (
+                f"eval/{self._metric}" in values or (is_first and bool(self._marks))
+            )
+            if self._live is None and is_due:
                 self._print_line()
 
     def resume(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Continue the values and the elapsed time of a run from the lines of its metrics.jsonl."""
         with self._lock:
             for record in records:
-                self._take(finite_numbers(record))
+                self._take(record)
                 self._step = max(self._step, record.get("step", 0))
             self._start = self._clock() - self._last.get("time_s", 0.0)
 
@@ -112,21 +96,25 @@ class ProgressDisplay:
     def close(self) -> None:
         """Show the final state and release the terminal."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
         if self._live is not None:
             self._live.stop()
-        elif self._marks and self._printed_step != self._step:
+        elif self._marks and self._printed[1] != self._step:
             self._print_line()
 
-    def _take(self, numbers: Mapping[str, float]) -> None:
-        self._last.update(numbers)
+    def _take(self, values: Mapping[str, Any]) -> None:
+        self._last.update(finite_numbers(values))
         if self._first_eval is None:
-            self._first_eval = numbers.get(f"eval/{self._metric}")
+            self._first_eval = self._last.get(f"eval/{self._metric}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_line(self) -> None:
+        self._printed = self._clock(), self._step
+        self._print(self._line())
 
     def _elapsed(self) -> str:
         return format_duration(self._clock() - self._start)
@@ -140,47 +128,45 @@ class ProgressDisplay:
         seconds = (self._num_steps - last_step) * pace - (self._clock() - last_time)
         return f", {format_duration(seconds)} left"
 
-    def _fields(self) -> dict[str, str]:
-        """Return label -> text of every known quantity."""
-        last, fields = self._last, dict[str, str]()
-        now = last.get(f"eval/{self._metric}")
-        if now is not None and self._first_eval is not None:
-            ends = [format_metric(self._metric, x) for x in (self._first_eval, now)]
-            fields[f"held-out {metric_label(self._metric)}"] = " -> ".join(dict.fromkeys(ends))
-        for label, names, form in _FIELDS:
-            value = next((last[name] for name in names if name in last), None)
-            if value is not None:
-                fields[label] = form(value)
-        if parts := [
-            f"{name.removeprefix(_PART)} {value:.3f}"
-            for name, value in last.items()
-            if name.startswith(_PART) and "reward" in fields
-        ]:
-            fields["reward"] += f" ({', '.join(parts)})"
-        if (cut := last.get("search/cut_share", 0.0)) >= _SHOWN_SHARE and "length" in fields:
-            fields["length"] += f" ({cut:.0%} cut)"
-        if last.get("search/equal_rewards_share", 0.0) < _SHOWN_SHARE:
-            fields.pop("groups with equal rewards", None)
-        if "buffer/staleness_max" in last and "staleness" in fields:
-            fields["staleness"] += f" (max {last['buffer/staleness_max']:.0f})"
-        if "fleet/searchers" in last:
-            there, slots, hosts = (
-                last[f"fleet/{name}"] for name in ("searchers", "slots", "hosts")
-            )
-            plural = "" if hosts == 1 else "s"
-            fields["searchers"] = f"{there:.0f}/{slots:.0f} on {hosts:.0f} host{plural}"
-        if not self._kind:
-            fields.pop("KIND answers", None)
-        return fields
-
     def _line(self) -> str:
         step = f"{self._step:>{len(str(self._num_steps))}}/{self._num_steps}"
-        fields = [f"{k.replace('KIND', self._kind)} {v}" for k, v in self._fields().items()]
-        return f"[{self._elapsed()}] " + "  ".join([f"step {step}{self._left()}", *fields])
+        return f"[{self._elapsed()}] " + "  ".join([f"step {step}{self._left()}", *self._fields()])
 
-    def _print_line(self) -> None:
-        self._printed_at, self._printed_step = self._clock(), self._step
-        self._print(self._line())
+    def _fields(self) -> list[str]:
+        """Return the known quantities as text."""
+        last, fields = self._last, list[str]()
+
+        def add(form: str, *names: str, details: str = "") -> None:
+            """Add the first known of the named metrics."""
+            if found := [last[name] for name in names if name in last]:
+                fields.append(form.format(found[0]) + details)
+
+        if self._first_eval is not None:
+            ends = [self._first_eval, last[f"eval/{self._metric}"]]
+            texts = dict.fromkeys(format_metric(self._metric, x) for x in ends)
+            fields.append(f"held-out {metric_label(self._metric)} {' -> '.join(texts)}")
+        parts = [f"{x.removeprefix(_PART)} {last[x]:.3f}" for x in last if x.startswith(_PART)]
+        detail = f" ({', '.join(parts)})" if parts else ""
+        add("reward {:.3f}", "search/reward_mean", "train/reward_mean", details=detail)
+        if self._kind:
+            add(self._kind + " answers {:.0%}", "search/kind_share", "eval/kind_share")
+        cut = last.get("search/cut_share", 0.0)
+        detail = f" ({cut:.0%} cut)" if cut >= _SHOWN_SHARE else ""
+        names = [f"{of}/response_length_mean" for of in ("search", "eval")]
+        add("length {:.1f} tokens", *names, details=detail)
+        if last.get("search/equal_rewards_share", 0.0) >= _SHOWN_SHARE:
+            add("groups with equal rewards {:.0%}", "search/equal_rewards_share")
+        add("KL {:.3g}", "train/kl_reference")
+        oldest = last.get("buffer/staleness_max")
+        detail = "" if oldest is None else f" (max {oldest:.0f})"
+        add("staleness {:.1f}", "buffer/staleness_mean", details=detail)
+        for label, name in (("decoded", "search/tokens_per_s"), ("trained", "train/tokens_per_s")):
+            if name in last:
+                fields.append(f"{label} {format_count(last[name])} tok/s")
+        if "fleet/searchers" in last:
+            there, slots, hosts = (last[f"fleet/{x}"] for x in ("searchers", "slots", "hosts"))
+            fields.append(f"searchers {there:.0f}/{slots:.0f} on {hosts:.0f} hosts")
+        return fields
 
     def _shown(self) -> Any:
         """Return the line on a terminal, cut at the width of the terminal."""

@@ -9,8 +9,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from tba_jax.report.files import Run
 
 _MAX_STEPS = 5_000  # newest steps that are written: 3 MB
@@ -31,52 +29,34 @@ _TRAINER, _COUNTS = 1, 2  # process IDs in the trace
 
 def render_trace(run: Run) -> str:
     """Return the trace as JSON; times are microseconds since the start of the run."""
-    events = [*_names(), *_spans(run), *_counters(run)]
-    lines = (json.dumps(event, separators=(",", ":")) for event in events)
-    return '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(lines) + "\n]}\n"
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": [*_spans(run), *_counters(run)]})
 
 
-def _names() -> Iterator[dict[str, Any]]:
-    for process, name in ((_TRAINER, "trainer"), (_COUNTS, "searchers and buffer")):
-        yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
-    for track, name in enumerate(_SPANS.values()):
-        named = {"name": "thread_name", "pid": _TRAINER, "tid": track, "args": {"name": name}}
-        yield {"ph": "M", **named}
+def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
 
 
 def _spans(run: Run) -> Iterator[dict[str, Any]]:
     """Yield a span for each part of each step of the trainer."""
+    yield _named("process_name", _TRAINER, 0, "trainer")
     known = {name: dict(zip(*run.metrics.column("step", name), strict=True)) for name in _SPANS}
+    for track, name in enumerate(_SPANS.values()):
+        yield _named("thread_name", _TRAINER, track, name)
     ends, _ = run.metrics.column("time_s", "train/step_s")
     for step, end in [*zip(known["train/step_s"], ends, strict=True)][-_MAX_STEPS:]:
-        durations = {name: float(known[name].get(step, 0.0)) for name in _SPANS}
-        begin = end - sum(durations.values())
-        for track, (name, seconds) in enumerate(durations.items()):
+        durations = [known[name].get(step, 0.0) for name in _SPANS]
+        begin = end - sum(durations)
+        for track, (label, seconds) in enumerate(zip(_SPANS.values(), durations, strict=True)):
+            where = {"pid": _TRAINER, "tid": track, "ts": 1e6 * begin, "dur": 1e6 * seconds}
             if seconds > 0:
-                yield {
-                    "ph": "X",
-                    "name": _SPANS[name],
-                    "pid": _TRAINER,
-                    "tid": track,
-                    "ts": _microseconds(begin),
-                    "dur": _microseconds(seconds),
-                    "args": {"step": int(step)},
-                }
+                yield {"ph": "X", "name": label, **where, "args": {"step": int(step)}}
             begin += seconds
 
 
 def _counters(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the values of every counter and of the headline metric of evaluations."""
-    names = dict(_COUNTERS)
-    names |= {name: name for name in run.metrics.names if name.startswith("eval/pass_at_")}
-    for name, label in names.items():
-        times, values = run.metrics.column("time_s", name)
-        for time_s, value in zip(times[-_MAX_STEPS:], values[-_MAX_STEPS:], strict=True):
-            if np.isfinite(value):
-                counted = {"value": float(value)}
-                ts = _microseconds(time_s)
-                yield {"ph": "C", "name": label, "pid": _COUNTS, "ts": ts, "args": counted}
-
-
-def _microseconds(seconds: float) -> int:
-    return round(1e6 * float(seconds))
+    yield _named("process_name", _COUNTS, 0, "searchers and buffer")
+    for name, label in {**_COUNTERS, f"eval/{run.metric}": f"eval/{run.metric}"}.items():
+        for time_s, value in [*zip(*run.metrics.column("time_s", name), strict=True)][-_MAX_STEPS:]:
+            place = {"pid": _COUNTS, "ts": 1e6 * time_s}
+            yield {"ph": "C", "name": label, **place, "args": {"value": value}}

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writers of metrics: trackio, W&B or TensorBoard on request (`log.tracker`).
 
-The progress line is in `progress`, metrics.jsonl in `jsonl`.
+The progress line is in `progress`, metrics.jsonl in `jsonl`. A tracker's package is imported when
+the tracker is made.
 """
 
 import contextlib
-import importlib
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +15,10 @@ from tba_jax.report.jsonl import jsonable
 
 TRACKER_PACKAGES = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboardX"}
 """Kind of a tracker, which is also the name of the extra -> its Python package."""
-_COLUMNS = ["step", "prompt", "response", "reward"]
 
 
 class MetricWriter(Protocol):
-    """Writer of the metrics of a run."""
+    """Writer of the metrics of a run. A tracker also has `write_samples`."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record `values` (metric name -> number, string or list) of one optimiser step."""
@@ -49,7 +47,7 @@ class MultiWriter:
             samples: records of samples.jsonl.
         """
         for writer in self._writers:
-            if isinstance(writer, _Tracker):
+            if hasattr(writer, "write_samples"):
                 writer.write_samples(step, of, samples)
 
     def close(self) -> None:
@@ -64,59 +62,30 @@ def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(x) for name, x in numbers.items() if isinstance(x, int | float)}
 
 
-class _Tracker:
-    """Base class of the trackers.
-
-    Args:
-        kind: key of `TRACKER_PACKAGES`.
-
-    Raises:
-        ValueError: the package of the tracker is not installed.
-    """
-
-    def __init__(self, kind: str) -> None:
-        package = TRACKER_PACKAGES[kind]
-        try:
-            self._module: Any = importlib.import_module(package)
-        except ImportError as error:
-            raise ValueError(
-                f"log.tracker={kind}: the package {package} cannot be imported ({error}). Install "
-                f"it with: pip install 'tba_jax[{kind}]', or unset log.tracker"
-            ) from error
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the finite numbers of `values`."""
-        self._log(step, finite_numbers(values))
-
-    def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Log responses as a table."""
-        rows = [[step, s["prompt"], "".join(s["tokens"]), s["reward"]] for s in samples]
-        self._log(step, {f"samples/{of}": self._module.Table(columns=_COLUMNS, data=rows)})
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
+def _table(step: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the arguments of the table of responses in trackio and W&B."""
+    rows = [[step, s["prompt"], "".join(s["tokens"]), s["reward"]] for s in samples]
+    return {"columns": ["step", "prompt", "response", "reward"], "data": rows}
 
 
-class TensorBoardWriter(_Tracker):
+class TensorBoardWriter:
     """Scalars and responses in TensorBoard event files; a resumed run replaces later values."""
 
-    def __init__(self, folder: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
-        super().__init__("tensorboard")
-        self._folder, self._config = str(folder), config
-        self._opened: Any = None
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import tensorboardX
+
+        self._open: Any = tensorboardX.SummaryWriter
+        self._folder, self._config, self._opened = str(folder), config, None
 
     def _writer(self, step: int) -> Any:
         if self._opened is None:
-            self._opened = self._module.SummaryWriter(self._folder, purge_step=step)
+            self._opened = self._open(self._folder, purge_step=step)
             text = "".join(f"    {name} = {value}\n" for name, value in self._config.items())
             self._opened.add_text("config", text, step)
         return self._opened
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in finite_numbers(values).items():
             self._writer(step).add_scalar(name, value, step)
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -133,7 +102,7 @@ class TensorBoardWriter(_Tracker):
             self._opened.close()
 
 
-class TrackioWriter(_Tracker):
+class TrackioWriter:
     """Scalars and responses in a trackio project on this machine.
 
     `trackio show --project PROJECT` is the live page. A value of a step that an earlier process of
@@ -144,15 +113,23 @@ class TrackioWriter(_Tracker):
     """
 
     def __init__(self, project: str, *, name: str, config: Mapping[str, Any]) -> None:
-        super().__init__("trackio")
-        storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
-        earlier = storage.get_logs(project, name)
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        self._trackio = trackio
+        earlier = SQLiteStorage.get_logs(project, name)
         self._logged = {(row["step"], key) for row in earlier for key in row}
-        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        options: Any = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         with contextlib.redirect_stdout(io.StringIO()):  # the printed lines are those of the run
-            self._run = self._module.init(
+            self._run = trackio.init(
                 project=project, name=name, config=dict(config), resume="allow", **options
             )
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._log(step, finite_numbers(values))
+
+    def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._log(step, {f"samples/{of}": self._trackio.Table(**_table(step, samples))})
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         new = {key: value for key, value in values.items() if (step, key) not in self._logged}
@@ -161,34 +138,29 @@ class TrackioWriter(_Tracker):
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._module.finish()  # unlike the run's own method, not repeated at exit
+            self._trackio.finish()  # unlike the run's own method, not repeated at exit
 
 
-class WandbWriter(_Tracker):
+class WandbWriter:
     """Scalars and responses in Weights & Biases.
 
     Args:
-        workdir: folder of W&B's files.
-        run_id: W&B run ID, so that a resumed work directory continues its W&B run; "": a new run.
+        options: arguments of `wandb.init`. With the same `id`, a run continues.
     """
 
-    def __init__(
-        self, project: str, *, name: str, workdir: Path, config: Mapping[str, Any], run_id: str = ""
-    ) -> None:
-        super().__init__("wandb")
-        self._run = self._module.init(
-            project=project,
-            name=name,
-            dir=str(workdir),
-            config=dict(config),
-            id=run_id or None,
-            resume="allow",
-        )
+    def __init__(self, **options: Any) -> None:
+        import wandb
+
+        self._wandb, self._run = wandb, wandb.init(resume="allow", **options)
         # W&B drops values of steps before its newest step; an evaluation may end after later steps.
         self._run.define_metric("*", step_metric="step")
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log({**values, "step": step})
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({**finite_numbers(values), "step": step})
+
+    def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        table = self._wandb.Table(**_table(step, samples))
+        self._run.log({f"samples/{of}": table, "step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -207,8 +179,15 @@ def make_tracker(
         ValueError: the package of the tracker is not installed.
     """
     kind, _, project = tracker.partition(":")
-    if kind == "tensorboard":
-        return TensorBoardWriter(workdir / "tensorboard", config)
-    if kind == "trackio":
-        return TrackioWriter(project, name=f"{workdir.name}-{run_id[:8]}", config=config)
-    return WandbWriter(project, name=workdir.name, workdir=workdir, config=config, run_id=run_id)
+    options = {"project": project, "name": workdir.name, "dir": str(workdir), "id": run_id or None}
+    try:
+        if kind == "tensorboard":
+            return TensorBoardWriter(workdir / "tensorboard", config)
+        if kind == "trackio":
+            return TrackioWriter(project, name=f"{workdir.name}-{run_id[:8]}", config=config)
+        return WandbWriter(**options, config=dict(config))
+    except ImportError as error:
+        raise ValueError(
+            f"log.tracker={kind}: the package {TRACKER_PACKAGES[kind]} cannot be imported "
+            f"({error}). Install it with: pip install 'tba_jax[{kind}]', or unset log.tracker"
+        ) from error

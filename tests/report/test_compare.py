@@ -30,18 +30,14 @@ def six(tmp_path_factory):
         told["config"] |= {"seed": seed, "objective": {"name": name, "beta": 0.1 * number // 3}}
         told["config"] |= {"task": {"data_path": HOSTILE[1]}} if name == "tb" else {}
         write_json(workdir / "config.json", told)
-        if not in_progress:
-            report = dict(read_json(workdir / "report.json"))
-            report["eval"]["after"]["pass_at_1"] = 0.5 + 0.1 * seed
-            report["samples"][0] |= {"prompt": HOSTILE[0], "after": f"{HOSTILE[1]} seed {seed}"}
-            write_json(workdir / "report.json", report)
-    with open(workdir / "metrics.jsonl", "a") as log:
-        log.write('{"step": 10, "time_s"')
-    response = {"of": "eval", "prompt_id": 0, "prompt": HOSTILE[0], "reward": 0.5}
-    told = [
-        {"step": step, **response, "tokens": [f"of a run in progress {step}"]} for step in (0, 9)
-    ]
-    (workdir / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in told))
+        with open(workdir / "metrics.jsonl", "a") as log:
+            if not in_progress:
+                last = {"step": 20, "eval/n": 9, "eval/pass_at_1": 0.5 + 0.1 * seed}
+                log.write(json.dumps(last) + "\n")
+                report = read_json(workdir / "report.json")
+                report["samples"][0] |= {"prompt": HOSTILE[0], "after": f"{HOSTILE[1]} seed {seed}"}
+                write_json(workdir / "report.json", report)
+            log.write('{"step": 10, "time_s"')
     out = folder / "out" / "compare.html"
     assert main([*map(str, sorted(folder.glob("*[0-9]"))), f"--out={out}"]) == 0
     return folder, out
@@ -54,8 +50,7 @@ def test_a_comparison_has_groups_intervals_differences_and_responses(six):
     assert "objective.name=tb" in text and "objective.name=grpo" in text
     # Student's interval of .5, .6, .7 with two degrees of freedom: 2.92 x .1 / sqrt(3).
     assert "60.0\N{NO-BREAK SPACE}% [43.1, 76.9]" in text
-    assert "9–20 of 20<br><small>1 unfinished</small>" in text
-    assert "seed 2" in text and "reward 0.50, step 9</span><pre>of a run in progress" in text
+    assert "9–20 of 20<br><small>1 unfinished</small>" in text and "seed 2" in text
     assert not re.search(r"<script|<img src=x|<b>\d|https?://|@import", text)
 
 

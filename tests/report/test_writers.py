@@ -49,7 +49,7 @@ def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
         Table=lambda columns, data: [columns, *data],
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracker = metrics.WandbWriter("p", name="n", workdir=tmp_path, config={"seed": 1}, run_id="r")
+    tracker = metrics.make_tracker("wandb:p", tmp_path, {"seed": 1}, "r")
     tracker.write(7, values)
     tracker.write_samples(7, "eval", samples)
     tracker.close()
@@ -108,41 +108,29 @@ def test_a_killed_and_resumed_run_logs_each_step_once_to_trackio(tmp_path):
     assert [row["step"] for row in rows if "eval/pass_at_1" in row] == [0, 3]
 
 
-class FakeClock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def plain_display(clock, **options):
+def plain_display(clock=lambda: 0.0):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=False, width=300)
-    display = ProgressDisplay(100, kind="worked", console=console, clock=clock, **options)
-    return display, stream
+    return ProgressDisplay(100, kind="worked", console=console, clock=clock), stream
 
 
 def test_plain_lines_come_at_most_every_period_and_count_down():
-    clock = FakeClock()
-    display, stream = plain_display(clock)
+    now = [0.0]
+    display, stream = plain_display(lambda: now[0])
     for step in range(1, 26):
-        clock.now = float(step)
+        now[0] = float(step)
         display.write(step, {"search/reward_mean": 0.5, "buffer/staleness_mean": 1.25})
     display.close()
-    lines = stream.getvalue().splitlines()
-    assert [line.split("  reward")[0] for line in lines] == [
-        "[0:01] step   1/100",
-        "[0:11] step  11/100, 1:29 left",
-        "[0:21] step  21/100, 1:19 left",
-        "[0:25] step  25/100, 1:15 left",
+    assert stream.getvalue().splitlines() == [
+        "[0:01] step   1/100  reward 0.500  staleness 1.2",
+        "[0:11] step  11/100, 1:29 left  reward 0.500  staleness 1.2",
+        "[0:21] step  21/100, 1:19 left  reward 0.500  staleness 1.2",
+        "[0:25] step  25/100, 1:15 left  reward 0.500  staleness 1.2",
     ]
-    assert lines[1] == "[0:11] step  11/100, 1:29 left  reward 0.500  staleness 1.2"
 
 
 def test_evaluations_notes_and_phases_are_printed_at_once():
-    clock = FakeClock()
-    display, stream = plain_display(clock)
+    display, stream = plain_display()
     display.phase("compiling")
     display.phase("compiling")
     display.write(0, {"eval/pass_at_1": 0.41})
@@ -162,7 +150,7 @@ def test_evaluations_notes_and_phases_are_printed_at_once():
 
 
 def test_a_line_says_what_keeps_a_run_from_learning():
-    display, stream = plain_display(FakeClock())
+    display, stream = plain_display()
     values = {
         "search/reward_mean": 0.5,
         "search/reward_part_right": 0.4,
